@@ -1,0 +1,13 @@
+"""Interval attention: key row j is visible to query row i exactly when j <= i < end[j].
+
+`plan_attention` does the host's part once a step, `interval_attention` runs it once a layer, and
+`dense_attention` is the slow definition that both are tested against.
+"""
+
+from __future__ import annotations
+
+from .dense import dense_attention, visibility
+from .interval import interval_attention
+from .plan import AttentionPlan, plan_attention
+
+__all__ = ["AttentionPlan", "dense_attention", "interval_attention", "plan_attention", "visibility"]

@@ -1,0 +1,133 @@
+"""The host's part of interval attention: which keys each block of queries reads, found once a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .. import kernels
+from ..errors import InputError
+
+__all__ = ["AttentionPlan", "KeyBlock", "plan_attention"]
+
+# Queries that share one gathered key list in the PyTorch form.
+BLOCK_QUERIES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KeyBlock:
+    """Queries [start, stop) of a plan, and the keys any of them sees as runs: int64 [runs, 2] of (first, past last)."""
+
+    start: int
+    stop: int
+    runs: np.ndarray
+
+    def keys(self) -> slice | np.ndarray:
+        """The keys as an index: a slice where they are one run, else int64 [keys]."""
+        if len(self.runs) == 1:
+            return slice(int(self.runs[0, 0]), int(self.runs[0, 1]))
+        return np.concatenate([np.arange(first, stop) for first, stop in self.runs])
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What attention needs to know about a step, for one window size. Made by `plan_attention`; never changed.
+
+    end         int64 [keys]: key j is visible to the query at key row i exactly when j <= i < end[j]
+    query_rows  int64 [queries], ascending: the key row of each query
+    positions   int64 [keys] when there is a window, else None
+    window      a key must also be fewer than this many positions before the query; None: no limit
+    tiles       what the compiled kernel reads; None where there is none
+    """
+
+    end: np.ndarray
+    query_rows: np.ndarray
+    positions: np.ndarray | None
+    window: int | None
+    tiles: kernels.Tiles | None = None
+
+    @property
+    def num_keys(self) -> int:
+        return len(self.end)
+
+    @property
+    def num_queries(self) -> int:
+        return len(self.query_rows)
+
+    @cached_property
+    def blocks(self) -> list[KeyBlock]:
+        """Key lists for the PyTorch form, made when first asked for."""
+        return key_blocks(self)
+
+
+def plan_attention(
+    end: np.ndarray,
+    query_rows: np.ndarray,
+    positions: np.ndarray | None = None,
+    window: int | None = None,
+) -> AttentionPlan:
+    """Plan attention of `query_rows` over `len(end)` keys (carried path rows first, then the new rows).
+
+    end int64 [keys], end[j] > j, intervals nested as in any trie; query_rows int64 [queries], ascending, within [0, keys);
+    positions int64 [keys], ascending along every path, needed with a window only. NumPy work on the host: it may run in another thread while the
+    step before computes. InputError where an array breaks these rules.
+    """
+    end = np.ascontiguousarray(end, dtype=np.int64)
+    query_rows = np.ascontiguousarray(query_rows, dtype=np.int64)
+    if window is not None:
+        if window < 1 or positions is None or len(positions) != len(end):
+            raise InputError(
+                "a window needs the position of every key, and at least one position",
+                field="window",
+                remedy="pass positions [keys] and window >= 1",
+            )
+        positions = np.ascontiguousarray(positions, dtype=np.int64)
+    else:
+        positions = None
+    if np.any(end <= np.arange(len(end))):
+        raise InputError("a row ends before it begins", field="end", remedy="end[j] must be greater than j")
+    if len(query_rows) and (query_rows[0] < 0 or query_rows[-1] >= len(end) or np.any(np.diff(query_rows) < 0)):
+        raise InputError(
+            "query rows out of order or out of range", field="query_rows", remedy="pass ascending rows in [0, keys)"
+        )
+    compiled = kernels.load()
+    try:
+        tiles = compiled.plan_tiles(end, query_rows, positions, window) if compiled else None
+    except ValueError as error:
+        raise InputError(
+            "two rows' intervals overlap and neither holds the other, or positions fall along a path",
+            field="end",
+            remedy="pass the ends and positions of a depth-first trie",
+        ) from error
+    return AttentionPlan(end, query_rows, positions, window, tiles)
+
+
+def key_blocks(plan: AttentionPlan) -> list[KeyBlock]:
+    """Blocks of queries with the keys any query of the block sees, each list filtered from the one before."""
+    blocks = []
+    open_keys = np.empty(0, np.int64)
+    seen = 0
+    for start in range(0, plan.num_queries, BLOCK_QUERIES):
+        rows = plan.query_rows[start : start + BLOCK_QUERIES]
+        # What ended before this block's first query is invisible from here on; what began since is a candidate.
+        fresh = np.arange(seen, rows[-1] + 1)
+        open_keys = open_keys[plan.end[open_keys] > rows[0]]
+        open_keys = np.concatenate((open_keys, fresh[plan.end[fresh] > rows[0]]))
+        seen = int(rows[-1]) + 1
+        # Visible to any query of the block: the first query at or after the key comes before its end.
+        following = rows[np.searchsorted(rows, open_keys)]
+        used = following < plan.end[open_keys]
+        if plan.window is not None:
+            used &= plan.positions[open_keys] > plan.positions[rows].min() - plan.window
+        blocks.append(KeyBlock(start, start + len(rows), runs_of(open_keys[used])))
+    return blocks
+
+
+def runs_of(keys: np.ndarray) -> np.ndarray:
+    """Ascending keys as runs of consecutive ones, int64 [runs, 2] of (first, past last)."""
+    breaks = np.flatnonzero(np.diff(keys) != 1)
+    first = keys[np.concatenate(([0], breaks + 1))]
+    last = keys[np.concatenate((breaks, [len(keys) - 1]))]
+    return np.stack((first, last + 1), 1)

@@ -1,0 +1,159 @@
+"""Where a model comes from: a name becomes a Checkpoint, a set of files and a config. Loads no weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import CheckpointError
+from .builtin import BUILT_IN, fetch
+from .geometries import GEOMETRIES
+from .gguf import GGUFFile
+from .gguf_config import config_from_gguf
+
+__all__ = ["Checkpoint", "resolve"]
+
+SMALL_FILES = ["*.json", "*.jinja", "*.txt"]
+WEIGHT_FILES = ["*.safetensors"]
+# Copies of the weights, or other models, that some repositories keep in subfolders.
+OTHER_FOLDERS = ["original/*", "onnx/*", "openvino/*", "coreml/*", "runs/*"]
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's files.
+
+    name    as the user gave it
+    path    the folder or .gguf file; None for random weights without files
+    format  "folder" (Hugging Face, safetensors), "gguf", or "dummy" (random weights)
+    config  the keys of Hugging Face's config.json; GGUF metadata is translated to them
+    """
+
+    name: str
+    path: Path | None
+    format: Literal["folder", "gguf", "dummy"]
+    config: dict[str, Any] = field(repr=False)
+
+    @classmethod
+    def dummy(cls, config: dict[str, Any], *, name: str = "dummy", path: Path | None = None) -> Checkpoint:
+        """Random weights of the geometry in `config` (keys of config.json)."""
+        return cls(name, path, "dummy", dict(config))
+
+    def file(self, name: str) -> Path | None:
+        """The file `name` of the checkpoint's folder, or None."""
+        if self.path is None or not self.path.is_dir():
+            return None
+        path = self.path / name
+        return path if path.is_file() else None
+
+    def read_json(self, name: str) -> dict[str, Any] | list[Any] | None:
+        """The content of the JSON file `name` of the checkpoint's folder, or None. Raises CheckpointError."""
+        path = self.file(name)
+        return None if path is None else _read_json(path)
+
+    @cached_property
+    def gguf(self) -> GGUFFile | None:
+        """The GGUF file the checkpoint is, or (random weights of its shape) is modelled on; else None."""
+        return GGUFFile(self.path) if self.path is not None and self.path.is_file() else None
+
+    def metadata(self, key: str, default: Any = None) -> Any:
+        """A value of the GGUF metadata; `default` when the key, or the GGUF file, is not there."""
+        return default if self.gguf is None else self.gguf.metadata.get(key, default)
+
+
+def resolve(
+    name: str,
+    *,
+    revision: str | None = None,
+    load_format: Literal["auto", "dummy"] = "auto",
+    weights: bool = True,
+    notify: Callable[[str], None] = lambda line: None,
+) -> Checkpoint:
+    """The checkpoint called `name`: a local folder, a .gguf file, a built-in name, or a hub id, in this order.
+
+    revision     branch, tag or commit of a hub id
+    load_format  "dummy": random weights; `name` may then also be one of GEOMETRIES, and a folder
+                 needs only its config.json
+    weights      False: of a hub id, fetch only the small files (config, tokenizer)
+    notify       told, in one line, before something is downloaded
+
+    Raises CheckpointError, saying what was looked for.
+    """
+    if load_format not in ("auto", "dummy"):
+        raise CheckpointError(f"load_format is {load_format!r}; it must be 'auto' or 'dummy'")
+    if not name:
+        raise CheckpointError("the model's name is empty")
+    dummy = load_format == "dummy"
+    path = Path(name).expanduser()
+    if path.exists():
+        if revision is not None:
+            raise CheckpointError(f"{name} is a local path; revision {revision!r} is for hub ids")
+        checkpoint = _local(name, path)
+    elif dummy and name in GEOMETRIES:
+        return Checkpoint.dummy(GEOMETRIES[name], name=name)
+    elif name in BUILT_IN:
+        checkpoint = _local(name, fetch(BUILT_IN[name], notify))
+    elif HUB_ID.fullmatch(name) and not name.endswith(".gguf") and not name.startswith("."):
+        checkpoint = _local(name, _from_hub(name, revision, weights and not dummy))
+    else:
+        known = ", ".join(sorted({*BUILT_IN, *GEOMETRIES} if dummy else BUILT_IN))
+        raise CheckpointError(
+            f"there is no model {name!r}: no such folder or .gguf file, not a built-in name ({known}), "
+            "and not a hub id (owner/name)"
+        )
+    return Checkpoint.dummy(checkpoint.config, name=name, path=checkpoint.path) if dummy else checkpoint
+
+
+def _local(name: str, path: Path) -> Checkpoint:
+    if path.is_file():
+        if path.suffix == ".gguf":
+            file = GGUFFile(path)
+            checkpoint = Checkpoint(name, path, "gguf", config_from_gguf(file))
+            checkpoint.__dict__["gguf"] = file  # already read: fill the cached property
+            return checkpoint
+        raise CheckpointError(f"{path} is not a .gguf file; give the folder of a Hugging Face checkpoint")
+    if (path / "config.json").is_file():
+        config = _read_json(path / "config.json")
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{path / 'config.json'} is not a JSON object")
+        return Checkpoint(name, path, "folder", config)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return _local(name, files[0])
+    if files:
+        raise CheckpointError(f"{path} holds {len(files)} .gguf files; name one: {', '.join(f.name for f in files)}")
+    raise CheckpointError(f"{path} holds neither a config.json nor a .gguf file")
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+
+
+def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
+    """The snapshot folder of a hub repository, from the hub or, where it does not answer, from its cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = SMALL_FILES + (WEIGHT_FILES if weights else [])
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=OTHER_FOLDERS))
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"cannot reach the Hugging Face hub for {name!r}, and it is not in the local cache; check the "
+            f"connection, or give a local folder, a .gguf file or a built-in name ({', '.join(BUILT_IN)})"
+        ) from error
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        hint = "; it may be private or gated: log in with `hf auth login`" if status in (401, 403) else ""
+        raise CheckpointError(f"the Hugging Face hub refused {name!r} (status {status}){hint}: {error}") from error
+    except (HFValidationError, OSError) as error:
+        raise CheckpointError(f"cannot fetch {name!r} from the Hugging Face hub: {error}") from error

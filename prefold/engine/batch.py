@@ -1,0 +1,80 @@
+"""A step as tensors: the one border between NumPy on the host and torch on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attention import AttentionPlan, plan_attention
+from ..model.config import Plane
+from ..schedule import Step
+
+__all__ = ["Batch", "prepare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the runner needs of a step, on the device.
+
+    plans            one per distinct attention window: every row queries
+    read_plans       the same with only the read rows as queries (the last layer)
+    read_order       sharing "mlp": sorts the read rows by the stream row that stands for each; else None
+    keep_path        which rows of the carried path stay, keep_new which of the new stream rows join it
+    """
+
+    step: Step
+    tokens: Tensor
+    positions: Tensor
+    read_rows: Tensor | None
+    gather: Tensor | None
+    scatter: Tensor | None
+    plans: dict[int | None, AttentionPlan]
+    read_plans: dict[int | None, AttentionPlan]
+    read_order: Tensor | None
+    keep_path: Tensor
+    keep_new: Tensor
+
+
+def prepare(step: Step, planes: Sequence[Plane], device: torch.device) -> Batch:
+    """Build everything the forward pass of `step` needs; runs on the host, ahead of the device."""
+    new_keys = step.path + np.arange(step.stop - step.start, dtype=np.int64)
+    windows = {plane.window for plane in planes}
+    last_window = planes[-1].window
+
+    def plan(query_rows: np.ndarray, window: int | None) -> AttentionPlan:
+        return plan_attention(step.end, query_rows, step.key_positions, window)
+
+    plans = {window: plan(new_keys, window) for window in windows}
+    read_order = None
+    if step.read_rows is None:
+        read_plans = plans
+    else:
+        read_keys = step.read_rows if step.fold is None else step.fold.gather[step.read_rows]
+        if step.fold is not None:
+            read_order = np.argsort(read_keys)
+            read_keys = read_keys[read_order]
+        read_plans = {last_window: plan(step.path + read_keys, last_window)}
+
+    def tensor(array: np.ndarray | None) -> Tensor | None:
+        if array is None:
+            return None
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device, non_blocking=True)
+
+    old = step.keep < step.path
+    return Batch(
+        step=step,
+        tokens=tensor(step.tokens),
+        positions=tensor(step.positions),
+        read_rows=tensor(step.read_rows),
+        gather=tensor(step.fold.gather) if step.fold else None,
+        scatter=tensor(step.fold.scatter) if step.fold else None,
+        plans=plans,
+        read_plans=read_plans,
+        read_order=tensor(read_order),
+        keep_path=tensor(step.keep[old]),
+        keep_new=tensor(step.keep[~old] - step.path),
+    )

@@ -1,0 +1,161 @@
+"""The loop: plan, run, commit, over the windows of a job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from ..model import CausalLM
+from ..prefix import common_prefix_lengths, lexsort_sequences
+from ..schedule import PrefillScheduler
+from ..stream import Window
+from ..types import Readout, Result, Sharing, Stats
+from .attend import Path
+from .batch import Batch, prepare
+from .runner import Output, Runner
+
+__all__ = ["Engine", "StepInfo"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """What one step did, for progress and the report.
+
+    rows went through the model; tokens is what the prompts that ended here held; path_rows were
+    carried in; seconds is the forward pass with its read-outs; started is time.perf_counter().
+    """
+
+    rows: int
+    path_rows: int
+    requests_done: int
+    tokens_done: int
+    started: float
+    seconds: float
+
+
+class Engine:
+    """Runs windows of requests through a model.
+
+    on_step is called after every step. `stats` adds up over runs until it is replaced.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        sharing: Sharing = "full",
+        max_batch_rows: int = 4096,
+        on_step: Callable[[StepInfo], None] | None = None,
+    ):
+        if max_batch_rows < 1:
+            raise ValueError(f"max_batch_rows must be at least 1, not {max_batch_rows}")
+        self.model = model
+        self.sharing = sharing
+        self.max_batch_rows = max_batch_rows
+        self.on_step = on_step
+        self.stats = Stats()
+        self._runner = Runner(model)
+
+    def run(self, windows: Iterable[Window], readout: Readout) -> Iterator[tuple[bytes, Result]]:
+        """Yield (tag, result) of every request, as the steps that end them come in.
+
+        With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`).
+        """
+        path = Path()
+        current: _WindowResults | None = None
+        for window, batch in _ahead(self._batches(windows, readout)):
+            if current is None or current.window is not window:
+                current = _WindowResults(window, readout)
+                path = path.truncate(window.carried if self.sharing == "full" else 0)
+            started = time.perf_counter()
+            output, path = self._runner.run(batch, path, readout, window.targets)
+            self._account(batch, path, window, started)
+            yield from current.take(batch, output)
+
+    def _batches(self, windows: Iterable[Window], readout: Readout) -> Iterator[tuple[Window, Batch]]:
+        """Host work: every step of every window, planned and as tensors."""
+        device = next(self.model.parameters()).device
+        for window in windows:
+            started = time.perf_counter()
+            self.stats.requests += window.num_requests
+            self.stats.tokens += window.num_tokens
+            if readout.kind == "first":
+                window = first_tokens(window)
+            self.stats.unique_tokens += unique_tokens(window)
+            scheduler = PrefillScheduler(
+                window, readout, sharing=self.sharing, max_batch_rows=self.max_batch_rows
+            )
+            while (step := scheduler.plan()) is not None:
+                scheduler.commit(step)
+                batch = prepare(step, self.model.config.planes, device)
+                self.stats.add_seconds("plan", time.perf_counter() - started)
+                yield window, batch
+                started = time.perf_counter()
+
+    def _account(self, batch: Batch, path: Path, window: Window, started: float) -> None:
+        step, seconds = batch.step, time.perf_counter() - started
+        self.stats.rows_computed += step.num_rows
+        self.stats.steps += 1
+        self.stats.path_rows_peak = max(self.stats.path_rows_peak, path.rows)
+        self.stats.add_seconds("model", seconds)
+        if self.on_step is not None:
+            tokens = int((window.offsets[step.done + 1] - window.offsets[step.done]).sum())
+            self.on_step(StepInfo(step.num_rows, step.path, len(step.done), tokens, started, seconds))
+
+
+class _WindowResults:
+    """Gathers a window's read-outs; targets of one request may be read in several steps."""
+
+    def __init__(self, window: Window, readout: Readout):
+        self.window = window
+        self.pairs = readout.kind == "logprobs"
+        self.values = np.empty(len(window.targets), np.float32)
+        self.greedy = np.empty(len(window.targets), bool)
+
+    def take(self, batch: Batch, output: Output) -> Iterator[tuple[bytes, Result]]:
+        step, window = batch.step, self.window
+        if not self.pairs:
+            for sequence, values in zip(step.done.tolist(), output.values, strict=True):
+                yield window.tags[sequence], Result(values)
+            return
+        self.values[step.pair_targets] = output.values
+        self.greedy[step.pair_targets] = output.greedy
+        for sequence in step.done.tolist():
+            targets = slice(window.target_offsets[sequence], window.target_offsets[sequence + 1])
+            yield window.tags[sequence], Result(self.values[targets].copy(), self.greedy[targets].copy())
+
+
+def unique_tokens(window: Window) -> int:
+    """Rows of the stream that begin with this window, as if it were shared in full."""
+    if window.is_sorted:
+        return window.unique_tokens
+    order = lexsort_sequences(window.tokens, window.offsets)
+    return window.num_tokens - int(common_prefix_lengths(window.tokens, window.offsets, order).sum())
+
+
+def first_tokens(window: Window) -> Window:
+    """The window with every prompt cut to its first token: in a causal model its row sees nothing else."""
+    return replace(
+        window,
+        tokens=window.tokens[window.offsets[:-1]],
+        offsets=np.arange(window.num_requests + 1, dtype=np.int64),
+        carried=0,
+        # The row is computed again where two windows share it, once a window at most.
+        common=min(window.common, 1),
+    )
+
+
+def _ahead(items: Iterator[T]) -> Iterator[T]:
+    """The items of an iterator, each made in a thread while the one before is in use."""
+    with ThreadPoolExecutor(1, thread_name_prefix="prefold-plan") as pool:
+        future = pool.submit(next, items, None)
+        while (item := future.result()) is not None:
+            future = pool.submit(next, items, None)
+            yield item

@@ -1,0 +1,91 @@
+"""The runner: one forward pass, and its read-outs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..model import CausalLM
+from ..types import Readout
+from .attend import Path, StepAttend, join
+from .batch import Batch
+
+__all__ = ["Output", "Runner"]
+
+# Rows of the LM head computed at once: bounds the logits to 256 x vocabulary float32 numbers.
+HEAD_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a step read out. values: [done sequences, ...], or one log-probability a pair with `greedy`."""
+
+    values: np.ndarray
+    greedy: np.ndarray | None = None
+
+
+class Runner:
+    """Runs steps. Holds the model and nothing else: the path is an argument and a return value."""
+
+    def __init__(self, model: CausalLM):
+        self.model = model
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, path: Path, readout: Readout, targets: np.ndarray) -> tuple[Output, Path]:
+        """targets: the window's target ids. Returns what was read and the path above the next step."""
+        config = self.model.config
+        attend = StepAttend(batch, path, config.planes, config.scale)
+        hidden = self.model(batch.tokens, batch.positions, attend, batch.read_rows)
+        if readout.kind == "mean":
+            values, kept = mean_pool(hidden, batch, path)
+            return Output(values), attend.next_path(kept)
+        if readout.kind == "logprobs":
+            return self._logprobs(hidden, batch, targets), attend.next_path()
+        if readout.kind == "logits":
+            values = self.model.logits(hidden, readout.ids)
+        elif readout.kind == "head":
+            values = self.model.head(hidden)
+        else:
+            values = hidden.float()
+        return Output(values.cpu().numpy()[batch.step.done_reads]), attend.next_path()
+
+    def _logprobs(self, hidden: Tensor, batch: Batch, targets: np.ndarray) -> Output:
+        """log softmax at each pair's row and target; a row's log-sum-exp is computed once for all its pairs."""
+        step = batch.step
+        reads = torch.from_numpy(step.pair_reads).to(hidden.device)
+        ids = torch.from_numpy(targets[step.pair_targets].astype(np.int64)).to(hidden.device)
+        values = torch.empty(len(ids), dtype=torch.float32, device=hidden.device)
+        greedy = torch.empty(len(ids), dtype=torch.bool, device=hidden.device)
+        for first in range(0, len(hidden), HEAD_ROWS):
+            logits = self.model.logits(hidden[first : first + HEAD_ROWS])
+            pairs = slice(*np.searchsorted(step.pair_reads, (first, first + HEAD_ROWS)).tolist())
+            rows, wanted = reads[pairs] - first, ids[pairs]
+            values[pairs] = logits[rows, wanted] - torch.logsumexp(logits, -1)[rows]
+            greedy[pairs] = logits.argmax(-1)[rows] == wanted
+        return Output(values.cpu().numpy(), greedy.cpu().numpy())
+
+
+def mean_pool(hidden: Tensor, batch: Batch, path: Path) -> tuple[np.ndarray, Tensor]:
+    """Mean over each done sequence's rows, and the hidden states of the next path.
+
+    The sum over a sequence is the sum over the keys its last row sees. A key adds its hidden state
+    to every row from itself to its end, so all sums are one running sum of differences; in float64,
+    where adding and later subtracting loses nothing that float32 would show.
+    """
+    step = batch.step
+    new = hidden.float() if batch.scatter is None else hidden.float().index_select(0, batch.scatter)
+    keys = new if path.hidden is None else torch.cat((path.hidden, new))
+    if len(step.done):
+        end = torch.from_numpy(step.end).to(hidden.device)
+        sums = torch.zeros(len(keys) + 1, keys.shape[1], dtype=torch.float64, device=hidden.device)
+        sums[:-1] = keys
+        sums.index_add_(0, end, -keys.double())
+        done = torch.from_numpy(step.done_reads).to(hidden.device)
+        lengths = torch.from_numpy(step.key_positions[step.done_reads] + 1).to(hidden.device)
+        means = (sums.cumsum(0)[done] / lengths[:, None]).float().cpu().numpy()
+    else:
+        means = np.empty((0, keys.shape[1]), np.float32)
+    return means, join(path.hidden, new, batch)

@@ -1,0 +1,65 @@
+"""Every error prefold raises on purpose.
+
+    PrefoldError
+    ├── InputError          one record, prompt or argument is wrong; names the field and the remedy
+    ├── CheckpointError     a model cannot be found or read
+    │   └── UnsupportedModelError   an architecture, tensor or setting we do not know
+    ├── OutOfMemoryError    what was asked for does not fit; raised before it is loaded
+    ├── MissingExtraError   an optional dependency is not installed; names the extra
+    └── JobError            a job cannot start or go on (output exists, journal of another job, ...)
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "InputError",
+    "JobError",
+    "MissingExtraError",
+    "OutOfMemoryError",
+    "PrefoldError",
+    "UnsupportedModelError",
+]
+
+
+class PrefoldError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class InputError(PrefoldError, ValueError):
+    """One record, prompt or argument is wrong.
+
+    `field` is the name of what is wrong as the user wrote it (a column, an option, an argument);
+    `remedy` says what to do about it. A job turns it into that record's error line and goes on.
+    `code` is a short stable word for machines (`"missing_field"`, `"too_long"`, ...).
+    """
+
+    def __init__(self, message: str, *, field: str | None = None, remedy: str = "", code: str = "invalid_input"):
+        super().__init__(f"{message}; {remedy}" if remedy else message)
+        self.field = field
+        self.remedy = remedy
+        self.code = code
+
+
+class CheckpointError(PrefoldError):
+    """A model cannot be found or read."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """The checkpoint is of an architecture, or has a setting, that prefold does not know."""
+
+
+class OutOfMemoryError(PrefoldError, MemoryError):
+    """What was asked for does not fit into memory; raised before anything is loaded."""
+
+
+class MissingExtraError(PrefoldError, ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str, what: str):
+        super().__init__(f"{what} needs the package {package!r}: pip install 'prefold[{extra}]'")
+        self.extra = extra
+
+
+class JobError(PrefoldError):
+    """A job cannot start, or cannot go on."""

@@ -1,0 +1,48 @@
+"""Between a job's records and its tasks: what an adapter must do.
+
+Two kinds of input have one each: tables (`tables.py`) and OpenAI batch lines (`openai.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..errors import InputError
+from .source import Row
+
+__all__ = ["Adapter", "Parsed"]
+
+
+@dataclass(slots=True)
+class Parsed:
+    """A record as the tasks see it, or what is wrong with it.
+
+    lane    which of the job's tasks it is for
+    items   what that task prepares; their results belong to one output line
+    meta    JSON-able: what the output line needs besides the results (an id, ...)
+    """
+
+    lane: str = ""
+    items: list[Any] = field(default_factory=list)
+    meta: Any = None
+    error: InputError | None = None
+
+
+class Adapter(Protocol):
+    """Reads records, and writes their lines. `columns`: those of a table it will look at (None: all)."""
+
+    columns: Collection[str] | None
+
+    def read(self, row: Row) -> Parsed:
+        """Never raises InputError: what is wrong is in the result."""
+        ...
+
+    def line(self, number: int, meta: Any, results: list[dict[str, Any]]) -> dict[str, Any]:
+        """The output object of a record, of what the task made of each of its items."""
+        ...
+
+    def error_line(self, number: int, meta: Any, error: InputError) -> dict[str, Any]:
+        """The output object of a record that failed. meta None: nothing is known of it but its number."""
+        ...

@@ -1,0 +1,143 @@
+"""Columns of a record as text: templates such as "Question: {question}", and bare column names.
+
+A path names a column, or what is inside it: `passages.text`, `choices.0`. Everything that can be
+wrong with a value is an InputError that names the column.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, JobError
+
+__all__ = ["Template", "as_text", "as_texts", "lookup", "read_argument"]
+
+_MISSING = object()
+
+
+def lookup(data: dict[str, Any], path: str) -> Any:
+    """The value at `path`: a column of that very name, else a dotted way into nested values.
+
+    A name applied to a list is applied to each of its elements. Raises InputError when it is not there.
+    """
+    value = data.get(path, _MISSING)
+    if value is _MISSING and "." in path:
+        value = _walk(data, path.split("."))
+    if value is _MISSING:
+        remedy = f"the record has: {', '.join(list(data)[:12]) or 'none'}"
+        raise InputError(f"column {path!r} is missing", field=path, remedy=remedy, code="missing_field")
+    return value
+
+
+def _walk(value: Any, parts: Sequence[str]) -> Any:
+    for i, part in enumerate(parts):
+        if isinstance(value, dict):
+            value = value.get(part, _MISSING)
+        elif isinstance(value, list) and part.isdecimal():
+            value = value[int(part)] if int(part) < len(value) else _MISSING
+        elif isinstance(value, list):
+            values = [_walk(element, parts[i:]) for element in value]
+            return _MISSING if any(v is _MISSING for v in values) else values
+        else:
+            return _MISSING
+        if value is _MISSING:
+            return _MISSING
+    return value
+
+
+def as_text(value: Any, field: str) -> str:
+    """A text or a number as text; anything else is an InputError."""
+    if isinstance(value, str):
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                message = f"{field!r} is not valid UTF-8 at character {error.start}"
+                raise InputError(message, field=field, remedy="re-encode it as UTF-8", code="invalid_utf8") from None
+        return value
+    if value is None:
+        raise InputError(f"{field!r} is null", field=field, remedy="give it a text, or drop the record", code="null")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    kind = type(value).__name__
+    raise InputError(f"{field!r} is a {kind}, not a text", field=field, remedy="give it a text", code="wrong_type")
+
+
+def as_texts(value: Any, field: str) -> list[str]:
+    """A list of texts, or of objects with a "text" (as rerank requests write documents)."""
+    if not isinstance(value, list):
+        as_text(value, field)
+        raise InputError(f"{field!r} is not a list", field=field, remedy="give it a list of texts", code="wrong_type")
+    if not value:
+        raise InputError(f"{field!r} is an empty list", field=field, remedy="give it a text", code="empty")
+    return [
+        as_text(v.get("text") if isinstance(v, dict) else v, f"{field}[{i}]") for i, v in enumerate(value)
+    ]
+
+
+class Template:
+    """What an option such as --prompt makes of a record.
+
+    With braces the option is a template whose {fields} are columns ({{ and }} are braces); without
+    any it is the name of one column. `option` names it in messages.
+    """
+
+    def __init__(self, text: str, option: str):
+        self.text = text
+        self.option = option
+        self.column = text if "{" not in text and "}" not in text else None
+        self._parts = [] if self.column is not None else _parse(text, option)
+
+    @property
+    def paths(self) -> list[str]:
+        if self.column is not None:
+            return [self.column]
+        return list(dict.fromkeys(path for _, path in self._parts if path is not None))
+
+    def render(self, data: dict[str, Any]) -> str:
+        """The text it makes of one record."""
+        if self.column is not None:
+            return as_text(lookup(data, self.column), self.column)
+        out: list[str] = []
+        for literal, path in self._parts:
+            out.append(literal)
+            if path is not None:
+                out.append(as_text(lookup(data, path), path))
+        return "".join(out)
+
+    def render_many(self, data: dict[str, Any]) -> str | list[str]:
+        """The same, but a bare column may hold a list of texts."""
+        if self.column is not None:
+            value = lookup(data, self.column)
+            if isinstance(value, list):
+                return as_texts(value, self.column)
+        return self.render(data)
+
+
+def _parse(text: str, option: str) -> list[tuple[str, str | None]]:
+    try:
+        parts = list(string.Formatter().parse(text))
+    except ValueError as error:
+        raise JobError(f"{option} {text!r} is not a template: {error}; write {{{{ and }}}} for braces") from None
+    out: list[tuple[str, str | None]] = []
+    for literal, name, spec, conversion in parts:
+        if name is not None and (not name.strip() or spec or conversion):
+            raise JobError(f"{option} {text!r}: write only a column between braces; {{{{ and }}}} for braces")
+        out.append((literal, name and name.replace("[", ".").replace("]", "")))
+    return out
+
+
+def read_argument(text: str) -> str:
+    """The value of an option: @FILE stands for the text of that file, without its last newline."""
+    if not text.startswith("@"):
+        return text
+    path = Path(text[1:])
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n")
+    except OSError as error:
+        raise JobError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise JobError(f"{path} is not valid UTF-8") from None

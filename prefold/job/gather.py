@@ -1,0 +1,94 @@
+"""Tags, and gathering: a record's requests go their own ways through the stream and meet here.
+
+A record holds items (a rerank record holds one a document), an item holds requests. The tag of a
+request says which it is; the tag of an item's first request also carries the item's note, and that
+of the record's first request what its output line needs. So nothing about a record is held in
+memory while its requests wait on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..types import Request, Result
+
+__all__ = ["Done", "Gather", "tagged"]
+
+_HEAD = struct.Struct("<QIIII")  # record, item, items of the record, part, parts of the item
+
+
+def tagged(number: int, meta: Any, works: list[Any]) -> Iterator[tuple[Request, bytes]]:
+    """Every request of a record with its tag. `works`: tasks.Work of each of its items."""
+    for item, work in enumerate(works):
+        for part, request in enumerate(work.requests):
+            tag = _HEAD.pack(number, item, len(works), part, len(work.requests))
+            if part == 0:
+                tag += _encode([work.note, meta] if item == 0 else [work.note])
+            yield request, tag
+
+
+def _encode(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+@dataclass(slots=True)
+class Done:
+    """A record whose results are all there: of each item its note, and its results in order."""
+
+    number: int
+    meta: Any = None
+    items: list[tuple[Any, list[Result]]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Item:
+    missing: int
+    results: list[Result | None]
+    note: Any = None
+
+
+@dataclass(slots=True)
+class _Record:
+    missing: int
+    items: list[_Item | None]
+    meta: Any = None
+
+
+class Gather:
+    """Collects results by record; `waiting` is the number of records seen in part."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, _Record] = {}
+
+    @property
+    def waiting(self) -> int:
+        return len(self._records)
+
+    def add(self, tag: bytes, result: Result) -> Done | None:
+        """Take one result; the record, when it was the last one missing."""
+        number, item, items, part, parts = _HEAD.unpack_from(tag)
+        head = json.loads(tag[_HEAD.size :].decode("utf-8", "surrogatepass")) if part == 0 else None
+        if items == 1 and parts == 1:
+            note, meta = head
+            return Done(number, meta, [(note, [result])])
+        record = self._records.get(number)
+        if record is None:
+            record = self._records[number] = _Record(items, [None] * items)
+        entry = record.items[item]
+        if entry is None:
+            entry = record.items[item] = _Item(parts, [None] * parts)
+        if head is not None:
+            entry.note = head[0]
+            if item == 0:
+                record.meta = head[1]
+        entry.results[part] = result
+        entry.missing -= 1
+        record.missing -= entry.missing == 0
+        if record.missing:
+            return None
+        del self._records[number]
+        return Done(number, record.meta, [(entry.note, entry.results) for entry in record.items])  # type: ignore[union-attr, misc]

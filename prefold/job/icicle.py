@@ -1,0 +1,203 @@
+"""The shape of a job's stream, small enough to draw.
+
+`StreamShape` takes the windows as they go by and keeps eight bytes a prompt and a few thousand
+sampled prompts for their text. `icicle` makes the trie's nodes of it from the top, and folds what
+would be too narrow to see.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Node", "Rest", "StreamShape", "icicle", "to_data", "walk"]
+
+_SAMPLES = 4096
+_SAMPLE_TOKENS = 2048
+
+
+@dataclass(slots=True)
+class Rest:
+    """Branches below a node that are not drawn one by one. depth: where their prompts end, on average."""
+
+    branches: int
+    prompts: int
+    rows: int
+    depth: float
+
+
+@dataclass(slots=True)
+class Node:
+    """A run of rows shared by the same prompts.
+
+    start   position of its first row
+    length  its rows
+    prompts prompts that go through it; first: the first of them, in stream order
+    rows    rows of its subtree, its own included
+    ending  prompts that end with its last row
+    """
+
+    start: int
+    length: int
+    prompts: int
+    first: int
+    rows: int
+    ending: int = 0
+    kids: list[Node] = field(default_factory=list)
+    rest: Rest | None = None
+
+
+class StreamShape:
+    """Lengths and shared prefixes of the prompts of consecutive windows (of one stream, or of several)."""
+
+    def __init__(self, *, samples: int = _SAMPLES) -> None:
+        self._lengths: list[np.ndarray] = []
+        self._shared: list[np.ndarray] = []
+        self._max_samples = samples
+        self._stride = 1
+        self._samples: dict[int, np.ndarray] = {}
+        self.num_requests = 0
+        self.num_tokens = 0
+        self.num_rows = 0
+
+    def add(self, tokens: np.ndarray, offsets: np.ndarray, *, common: int = 0) -> None:
+        """A window's prompts in lexicographic order. common: what its first shares with the one before."""
+        from ..prefix import common_prefix_lengths
+
+        count = len(offsets) - 1
+        if not count:
+            return
+        lengths = np.diff(offsets)
+        shared = common_prefix_lengths(tokens, offsets, np.arange(count))
+        shared[0] = common
+        self._lengths.append(lengths.astype(np.int32))
+        self._shared.append(shared.astype(np.int32))
+        start = self.num_requests
+        for number in range(-(-start // self._stride) * self._stride, start + count, self._stride):
+            at = offsets[number - start]
+            stop = min(offsets[number - start + 1], at + _SAMPLE_TOKENS)
+            self._samples[number] = tokens[at:stop].copy()
+        while len(self._samples) > self._max_samples:
+            self._stride *= 2
+            self._samples = {n: t for n, t in self._samples.items() if n % self._stride == 0}
+        self.num_requests += count
+        self.num_tokens += int(lengths.sum())
+        self.num_rows += int((lengths - shared).sum())
+
+    def watch(self, windows: Any) -> Iterator[Any]:
+        """The same windows, each taken note of as it goes by."""
+        for window in windows:
+            self.add(window.tokens, window.offsets, common=getattr(window, "common", window.carried))
+            yield window
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """(lengths, shared) int32 [prompts], in stream order; shared[0] is 0."""
+        if not self._lengths:
+            return np.zeros(0, np.int32), np.zeros(0, np.int32)
+        self._lengths, self._shared = [np.concatenate(self._lengths)], [np.concatenate(self._shared)]
+        return self._lengths[0], self._shared[0]
+
+    def tokens_of(self, node: Node, limit: int = 96) -> np.ndarray | None:
+        """The first tokens of a node; None when no sampled prompt goes through it."""
+        number = -(-node.first // self._stride) * self._stride
+        if number >= node.first + node.prompts:
+            return None
+        tokens = self._samples[number][node.start : node.start + min(limit, node.length)]
+        return tokens if len(tokens) else None
+
+
+def icicle(shape: StreamShape, *, max_nodes: int = 1500) -> Node:
+    """The trie of a stream as a tree of nodes; the root has no rows of its own.
+
+    Branches of fewer than 1 / max_nodes of the prompts, and all beyond max_nodes, are folded into
+    their parent's `rest`. Every prompt and every row is in exactly one node or rest.
+    """
+    lengths, shared = shape.arrays()
+    tree = _Tree(lengths, shared)
+    root = Node(0, 0, len(lengths), 0, shape.num_rows)
+    least = max(1, len(lengths) // max_nodes)
+    todo: list[tuple[int, int, Node]] = [(-root.prompts, 0, root)] if len(lengths) else []
+    made = 1
+    while todo:
+        _, _, node = heapq.heappop(todo)
+        if node.prompts == 1 and node.length:
+            continue
+        groups = tree.below(node)
+        for first, stop in groups:
+            prompts = stop - first
+            if lengths[first] == node.start + node.length:
+                node.ending += prompts
+            elif prompts < least or made >= max_nodes:
+                node.rest = tree.fold(node, first, stop)
+            else:
+                kid = tree.node(first, stop, node.start + node.length)
+                node.kids.append(kid)
+                made += 1
+                heapq.heappush(todo, (-kid.prompts, made, kid))
+    return root
+
+
+class _Tree:
+    def __init__(self, lengths: np.ndarray, shared: np.ndarray):
+        self.lengths = lengths
+        self.shared = shared
+        self.new_rows = np.concatenate(([0], np.cumsum(lengths.astype(np.int64) - shared)))
+        self.ends = np.concatenate(([0], np.cumsum(lengths.astype(np.int64))))
+
+    def below(self, node: Node) -> list[tuple[int, int]]:
+        """The groups of prompts that part at the end of a node."""
+        at = node.start + node.length
+        inner = self.shared[node.first + 1 : node.first + node.prompts]
+        cuts = np.flatnonzero(inner <= at) + node.first + 1
+        edges = [node.first, *cuts.tolist(), node.first + node.prompts]
+        return list(pairwise(edges))
+
+    def node(self, first: int, stop: int, start: int) -> Node:
+        end = int(self.shared[first + 1 : stop].min()) if stop - first > 1 else int(self.lengths[first])
+        return Node(start, end - start, stop - first, first, self._rows(first, stop, start))
+
+    def _rows(self, first: int, stop: int, start: int) -> int:
+        return int(self.lengths[first]) - start + int(self.new_rows[stop] - self.new_rows[first + 1])
+
+    def fold(self, node: Node, first: int, stop: int) -> Rest:
+        prompts, depth = stop - first, int(self.ends[stop] - self.ends[first])
+        rows = self._rows(first, stop, node.start + node.length)
+        rest = node.rest or Rest(0, 0, 0, 0.0)
+        total = rest.depth * rest.prompts + depth
+        return Rest(rest.branches + 1, rest.prompts + prompts, rest.rows + rows, total / (rest.prompts + prompts))
+
+
+def walk(root: Node) -> Iterator[tuple[Node, int]]:
+    """Every node with the place of its parent in this walk (-1: none), depth-first."""
+    stack, place = [(root, -1)], 0
+    while stack:
+        node, parent = stack.pop()
+        yield node, parent
+        stack.extend((kid, place) for kid in reversed(node.kids))
+        place += 1
+
+
+def to_data(shape: StreamShape, root: Node, decode: Callable[[np.ndarray], str] | None) -> list[list[Any]]:
+    """The tree as plain data: [parent, start, length, prompts, rows, ending, rest or 0, text or 0] of each node.
+
+    rest: [branches, prompts, rows, mean depth at their end].
+    """
+    out: list[list[Any]] = []
+    for node, parent in walk(root):
+        rest = node.rest and [node.rest.branches, node.rest.prompts, node.rest.rows, round(node.rest.depth, 1)]
+        text = _text(shape, node, decode) if decode is not None and node.length else None
+        out.append([parent, node.start, node.length, node.prompts, node.rows, node.ending, rest or 0, text or 0])
+    return out
+
+
+def _text(shape: StreamShape, node: Node, decode: Callable[[np.ndarray], str]) -> str | None:
+    tokens = shape.tokens_of(node)
+    if tokens is None:
+        return None
+    text = decode(tokens)
+    return text[:240] + ("…" if len(text) > 240 or len(tokens) < node.length else "")

@@ -1,0 +1,53 @@
+"""Output lines: JSON with arrays of float32 written short and exact."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+
+__all__ = ["all_finite", "dumps", "error_object"]
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(", ", ": ")).encode
+
+
+def dumps(value: Any) -> str:
+    """One line of JSON. Arrays of floats keep nine digits, which is what a float32 needs to come back exact."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_encode(str(k))}: {dumps(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(dumps, value)) + "]"
+    if isinstance(value, np.ndarray):
+        if value.ndim == 1 and value.dtype.kind == "f":
+            return "[" + ", ".join(["%.9g"] * len(value)) % tuple(value.tolist()) + "]"
+        return dumps(value.tolist())
+    if isinstance(value, np.generic):
+        return f"{value:.9g}" if value.dtype == np.float32 else _encode(value.item())
+    return _encode(value)
+
+
+def all_finite(value: Any) -> bool:
+    """Whether no number in a result is NaN or infinite."""
+    if isinstance(value, dict):
+        return all(map(all_finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(all_finite, value))
+    if isinstance(value, (float, np.floating, np.ndarray)):
+        return bool(np.isfinite(value).all())
+    return True
+
+
+def error_object(error: InputError) -> dict[str, Any]:
+    """An error as the output carries it: code, message, and the field and remedy when there are any."""
+    message = str(error)
+    if error.remedy:
+        message = message.removesuffix(f"; {error.remedy}")
+    out: dict[str, Any] = {"code": error.code, "message": message}
+    if error.field:
+        out["field"] = error.field
+    if error.remedy:
+        out["remedy"] = error.remedy
+    return out

@@ -1,0 +1,160 @@
+"""What a job would share and cost: counted from its tokens, computing nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError
+from ..stream import Spool
+from .icicle import StreamShape, icicle, walk
+from .progress import Counts, Progress
+from .reader import Reader
+from .recordset import RecordSet
+
+__all__ = ["Cost", "JobPlan", "Prefix", "cost_of", "plan_job", "shared_most"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Floating-point operations of a run: of the linear layers, and of attention."""
+
+    linear: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.linear + self.attention
+
+
+@dataclass
+class JobPlan:
+    """The counts of a job. rows_mlp: rows of sharing "mlp" at `max_batch_rows`, first come."""
+
+    records: int = 0
+    errors: int = 0
+    first_errors: list[str] = field(default_factory=list)
+    requests: int = 0
+    tokens: int = 0
+    rows: int = 0
+    rows_mlp: int = 0
+    longest: int = 0
+    shape: StreamShape = field(default_factory=StreamShape)
+
+    @property
+    def saved(self) -> float:
+        return 1 - self.rows / self.tokens if self.tokens else 0.0
+
+
+class _Tally:
+    """An output that keeps nothing but the first few errors."""
+
+    def __init__(self, plan: JobPlan) -> None:
+        self.done = RecordSet()
+        self.count = self.errors = self.resumed = 0
+        self.ended = False
+        self._plan = plan
+
+    def write(self, number: int, line: str, failed: bool) -> None:
+        self.errors += failed
+        if len(self._plan.first_errors) < 3:
+            self._plan.first_errors.append(line)
+
+    def commit(self, *, due_only: bool = False) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def plan_job(
+    source: Any,
+    adapter: Any,
+    tasks: Mapping[str, Any],
+    *,
+    limit: int | None = None,
+    window: int = 4 << 20,
+    max_batch_rows: int = 4096,
+    progress: Progress | None = None,
+    make_spool: Callable[[], Spool] = Spool,
+) -> JobPlan:
+    """Read, tokenise and sort a job, and count."""
+    plan, counts = JobPlan(), Counts()
+    tally = _Tally(plan)
+    reader = Reader(source, adapter, lambda lane, items: tasks[lane].prepare(items), tally, counts, limit=limit,
+                    make_spool=make_spool)  # fmt: skip
+    progress = progress or Progress()
+    reader.start()
+    try:
+        while not reader.has_ended.wait(0.25):
+            progress.tick(counts)
+        for batch in reader.batches():
+            with batch.spool as spool:
+                read = tasks[batch.lane].readout.kind
+                for window_ in plan.shape.watch(spool.windows(max_tokens=window, share=True, read=read)):
+                    plan.longest = max(plan.longest, int(np.diff(window_.offsets).max()))
+                for window_ in spool.windows(max_tokens=max_batch_rows, share=False, read=read):
+                    plan.rows_mlp += _unique(window_.tokens, window_.offsets)
+    finally:
+        reader.close()
+        progress.close(counts)
+    plan.records, plan.errors = counts.read, tally.errors
+    plan.requests, plan.tokens, plan.rows = plan.shape.num_requests, plan.shape.num_tokens, plan.shape.num_rows
+    return plan
+
+
+def _unique(tokens: np.ndarray, offsets: np.ndarray) -> int:
+    from ..prefix import common_prefix_lengths, lexsort_sequences
+
+    return len(tokens) - int(common_prefix_lengths(tokens, offsets, lexsort_sequences(tokens, offsets)).sum())
+
+
+def cost_of(shape: StreamShape, config: Mapping[str, Any]) -> tuple[Cost, Cost]:
+    """(cost with every prefix once, cost with nothing shared), from the keys of a config.json.
+
+    Attention counts the keys each row sees; a sliding window, where a model has one, sees fewer.
+    The read-out (LM head) is left out.
+    """
+    try:
+        hidden, layers, heads = (int(config[k]) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+        inner = int(config["intermediate_size"])
+    except KeyError as error:
+        raise CheckpointError(f"the model's config has no {error.args[0]}") from None
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    dim = int(config.get("head_dim") or hidden // heads)
+    weights = layers * (hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner)
+    lengths, shared = (a.astype(np.int64) for a in shape.arrays())
+    seen_all = float((lengths * (lengths + 1)).sum()) / 2
+    seen = seen_all - float((shared * (shared + 1)).sum()) / 2
+    per_key = 4.0 * heads * dim * layers
+    full = Cost(2.0 * weights * shape.num_rows, per_key * seen)
+    return full, Cost(2.0 * weights * shape.num_tokens, per_key * seen_all)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A node of the trie: its tokens, the prompts that share it, and how many tokens that saves."""
+
+    start: int
+    length: int
+    prompts: int
+    text: str
+
+    @property
+    def saved(self) -> int:
+        return self.length * (self.prompts - 1)
+
+
+def shared_most(shape: StreamShape, decode: Callable[[np.ndarray], str] | None, count: int = 5) -> list[Prefix]:
+    """The nodes of the trie that save most, first the best."""
+    nodes = [node for node, _ in walk(icicle(shape)) if node.prompts > 1 and node.length]
+    nodes.sort(key=lambda node: -node.length * (node.prompts - 1))
+    out = []
+    for node in nodes[:count]:
+        tokens = shape.tokens_of(node)
+        text = decode(tokens) if decode is not None and tokens is not None else ""
+        out.append(Prefix(node.start, node.length, node.prompts, text))
+    return out

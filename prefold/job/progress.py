@@ -1,0 +1,162 @@
+"""How far a job is: a live line on a terminal, plain lines in a log. Always on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+__all__ = ["Counts", "Progress", "format_count", "format_seconds", "open_progress"]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What progress shows.
+
+    phase      "reading", "loading the model", "computing", ...
+    read       records read; read_all: whether these are all
+    done       records with their line, those of earlier runs included; errors: error lines among them
+    tokens     tokens spooled; tokens_done: tokens of the requests whose results are there
+    rows       rows computed
+    """
+
+    phase: str = "reading"
+    read: int = 0
+    read_all: bool = False
+    done: int = 0
+    resumed: int = 0
+    errors: int = 0
+    tokens: int = 0
+    tokens_done: int = 0
+    rows: int = 0
+
+    @property
+    def saved(self) -> float | None:
+        """Share of the tokens done that was not computed."""
+        return max(0.0, 1 - self.rows / self.tokens_done) if self.tokens_done and self.rows else None
+
+
+class Progress:
+    """Draws nothing; the base of the others. `tick` is called a few times a second, from any one thread."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self._computing: float | None = None
+
+    def tick(self, counts: Counts) -> None: ...
+
+    def note(self, text: str) -> None:
+        """Say something between the lines."""
+
+    def close(self, counts: Counts) -> None: ...
+
+    def text(self, counts: Counts) -> str:
+        """Records, rows, rate, share saved and time left, as far as they are known."""
+        if counts.phase == "computing" and self._computing is None:
+            self._computing = time.monotonic()
+        total = f"/{format_count(counts.read)}" if counts.read_all else ""
+        if counts.phase != "computing":
+            return f"{counts.phase}: {format_count(counts.read)} records, {format_count(counts.tokens)} tokens"
+        seconds = time.monotonic() - (self._computing or self.started)
+        parts = [f"{format_count(counts.done)}{total} records", f"{format_count(counts.rows)} rows"]
+        if seconds > 0.5 and counts.rows:
+            parts.append(f"{format_count(counts.rows / seconds)} rows/s")
+        if counts.saved is not None:
+            parts.append(f"{counts.saved:.1%} saved")
+        if counts.errors:
+            parts.append(f"{format_count(counts.errors)} errors")
+        left = self.seconds_left(counts)
+        if left is not None:
+            parts.append(f"{format_seconds(left)} left")
+        return ", ".join(parts)
+
+    def seconds_left(self, counts: Counts) -> float | None:
+        if self._computing is None or not counts.read_all or not counts.tokens_done:
+            return None
+        seconds = time.monotonic() - self._computing
+        if seconds < 1:
+            return None
+        return seconds * max(0, counts.tokens - counts.tokens_done) / counts.tokens_done
+
+
+class PlainProgress(Progress):
+    """A line every few seconds, further apart as the job goes on (5 s, up to a minute)."""
+
+    def __init__(self, stream: TextIO):
+        super().__init__()
+        self._stream = stream
+        self._next = self.started + 5
+
+    def note(self, text: str) -> None:
+        print(f"prefold: {text}", file=self._stream, flush=True)
+
+    def tick(self, counts: Counts) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + min(60.0, max(5.0, 0.05 * (now - self.started)))
+        print(f"prefold: {self.text(counts)}", file=self._stream, flush=True)
+
+
+class LiveProgress(Progress):
+    """A rich progress bar."""
+
+    def __init__(self, stream: TextIO):
+        super().__init__()
+        from rich.console import Console
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        self._bar: Any = Bar(
+            SpinnerColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            console=Console(file=stream),
+            transient=True,
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task("", total=None)
+        self._bar.start()
+
+    def tick(self, counts: Counts) -> None:
+        known = counts.phase == "computing" and counts.read_all and counts.tokens
+        self._bar.update(
+            self._task,
+            description=self.text(counts),
+            total=counts.tokens if known else None,
+            completed=counts.tokens_done,
+        )
+
+    def note(self, text: str) -> None:
+        self._bar.console.print(f"prefold: {text}")
+
+    def close(self, counts: Counts) -> None:
+        self._bar.stop()
+
+
+def open_progress(show: bool | None = None, stream: TextIO | None = None) -> Progress:
+    """The progress for `stream` (standard error). show: None shows it, False draws nothing."""
+    stream = stream or sys.stderr
+    if show is False:
+        return Progress()
+    return LiveProgress(stream) if stream.isatty() else PlainProgress(stream)
+
+
+def format_count(number: float) -> str:
+    """12,345 in full below a million; 1.23M and 4.56G above."""
+    for limit, unit in ((1e9, "G"), (1e6, "M")):
+        if number >= limit:
+            return f"{number / limit:.2f}{unit}"
+    return f"{number:,.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,182 @@
+"""The background half of a job: records are read, tokenised in chunks and spooled while the model loads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import InputError
+from ..stream import Spool
+from .adapter import Adapter, Parsed
+from .gather import tagged
+from .lines import dumps
+from .output import Output
+from .progress import Counts
+from .source import Source
+
+__all__ = ["Batch", "Reader"]
+
+CHUNK_ITEMS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests ready to run: those of one lane."""
+
+    lane: str
+    spool: Spool
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Records of one lane that wait to be tokenised together, and all their items."""
+
+    records: list[tuple[int, Parsed]] = field(default_factory=list)
+    items: list[Any] = field(default_factory=list)
+
+
+class Reader:
+    """Reads a source in a thread of its own.
+
+    fill    None: the whole input is spooled before the first batch, so that all of it is one stream.
+            A number of tokens: a batch is handed on as soon as it holds as many.
+    stop    set by the owner to end early.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        adapter: Adapter,
+        prepare: Callable[[str, list[Any]], list[Any]],
+        output: Output,
+        counts: Counts,
+        *,
+        limit: int | None = None,
+        fill: int | None = None,
+        make_spool: Callable[[], Spool] = Spool,
+    ):
+        self._source = source
+        self._adapter = adapter
+        self._prepare = prepare
+        self._output = output
+        self._counts = counts
+        self._limit = limit
+        self._fill = fill
+        self._make_spool = make_spool
+        self._spools: dict[str, Spool] = {}
+        self._chunks: dict[str, _Chunk] = {}
+        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=1)
+        self._thread = threading.Thread(target=self._run, name="prefold-reader", daemon=True)
+        self.stop = threading.Event()
+        self.found = False  # a request is there
+        self.has_ended = threading.Event()  # everything is read, and waits to be taken
+        self.has_work = threading.Event()  # a request is there, or there will be none
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def batches(self) -> Iterator[Batch]:
+        """The batches as they become ready. Raises what the reading raised."""
+        while True:
+            item = self._ready.get()
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def close(self) -> None:
+        """End the reading, and drop what is spooled and not taken."""
+        self.stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        while not self._ready.empty():
+            item = self._ready.get_nowait()
+            if isinstance(item, Batch):
+                item.spool.close()
+        for spool in self._spools.values():
+            spool.close()
+
+    def _run(self) -> None:
+        try:
+            self._read()
+            for lane in list(self._chunks):
+                self._flush(lane)
+            self._counts.read_all = not self.stop.is_set()
+            self.has_ended.set()
+            for lane in list(self._spools):
+                self._hand_on(lane)
+            self._put(None)
+        except BaseException as error:
+            self.has_work.set()
+            self.has_ended.set()
+            self._put(error)
+        finally:
+            self.has_work.set()
+            self.has_ended.set()
+
+    def _read(self) -> None:
+        for row in self._source.rows(self._adapter.columns):
+            if self.stop.is_set() or (self._limit is not None and row.number > self._limit):
+                return
+            self._counts.read += 1
+            parsed = self._adapter.read(row)  # also for records that are done: it looks for duplicate ids
+            if row.number in self._output.done:
+                continue
+            if parsed.error is not None:
+                self._fail(row.number, parsed.meta, parsed.error)
+                continue
+            chunk = self._chunks.setdefault(parsed.lane, _Chunk())
+            chunk.records.append((row.number, parsed))
+            chunk.items += parsed.items
+            if len(chunk.items) >= CHUNK_ITEMS:
+                self._flush(parsed.lane)
+
+    def _flush(self, lane: str) -> None:
+        """Tokenise the records that wait, and spool their requests."""
+        chunk = self._chunks.pop(lane)
+        works = iter(self._prepare(lane, chunk.items))
+        for number, parsed in chunk.records:
+            mine = [next(works) for _ in parsed.items]
+            error = _first_error(mine)
+            if error is not None:
+                self._fail(number, parsed.meta, error)
+                continue
+            spool = self._spools.get(lane)
+            if spool is None:
+                spool = self._spools[lane] = self._make_spool()
+            for request, tag in tagged(number, parsed.meta, mine):
+                spool.add(request, tag)
+                self._counts.tokens += len(request.tokens)
+            self.found = True
+            self.has_work.set()
+            if self._fill is not None and spool.num_tokens >= self._fill:
+                self._hand_on(lane)
+
+    def _fail(self, number: int, meta: Any, error: InputError) -> None:
+        self._output.write(number, dumps(self._adapter.error_line(number, meta, error)), failed=True)
+
+    def _hand_on(self, lane: str) -> None:
+        self._put(Batch(lane, self._spools.pop(lane)))
+
+    def _put(self, item: Batch | BaseException | None) -> None:
+        while True:
+            try:
+                return self._ready.put(item, timeout=0.1)
+            except queue.Full:
+                if self.stop.is_set():
+                    if isinstance(item, Batch):
+                        item.spool.close()
+                    return
+
+
+def _first_error(works: list[Any]) -> InputError | None:
+    for i, work in enumerate(works):
+        if isinstance(work, InputError):
+            if len(works) > 1 and work.field:
+                work.field = f"{work.field}[{i}]"
+            return work
+    return None if works else InputError("the record holds no prompts", remedy="give it a text", code="empty")

@@ -1,0 +1,155 @@
+"""The report: one self-contained HTML page about a job, with the trie drawn as an icicle."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .icicle import StreamShape, icicle, to_data
+
+__all__ = ["Report", "StepLog", "machine", "write_report"]
+
+_MAX_STEPS = 4096
+_MAX_BINS = 320
+
+
+class StepLog:
+    """The steps of a run over time; adjacent ones are added up when there are very many.
+
+    Each entry: start (s), seconds computed, number of steps, rows, path rows.
+    """
+
+    def __init__(self, limit: int = _MAX_STEPS) -> None:
+        self._limit = limit
+        self._values = array("d")
+
+    def __len__(self) -> int:
+        return len(self._values) // 5
+
+    def add(self, started: float, seconds: float, rows: int, path_rows: int) -> None:
+        self._values.extend((started, seconds, 1, rows, path_rows))
+        if len(self) > self._limit:
+            self._values = array("d", _merged(self.bins(), self._limit // 2).ravel())
+
+    def bins(self) -> np.ndarray:
+        """float64 [entries, 5]"""
+        return np.array(self._values).reshape(-1, 5)
+
+
+def _merged(entries: np.ndarray, most: int) -> np.ndarray:
+    """Neighbours added up, until there are at most `most`."""
+    size = -(-len(entries) // max(1, most))
+    if size <= 1:
+        return entries
+    starts = np.arange(0, len(entries), size)
+    merged = np.add.reduceat(entries, starts)
+    merged[:, 0] = entries[starts, 0]
+    return merged
+
+
+@dataclass
+class Report:
+    """What the page shows. tokens, rows: of the whole run; seconds: of the model's part of it."""
+
+    title: str
+    when: str
+    tokens: int
+    rows: int
+    seconds: float
+    cards: list[tuple[str, str]]
+    settings: list[tuple[str, str]]
+    machine: list[tuple[str, str]] = field(default_factory=lambda: machine())
+    shape: StreamShape | None = None
+    trie_note: str = ""
+    steps: StepLog | None = None
+    decode: Callable[[np.ndarray], str] | None = None
+
+    def data(self) -> dict[str, Any]:
+        """The page's data, as plain JSON."""
+        steps = _merged(self.steps.bins(), _MAX_BINS) if self.steps is not None else np.empty((0, 5))
+        nodes = None
+        if self.shape is not None and self.shape.num_requests:
+            nodes = to_data(self.shape, icicle(self.shape), self.decode)
+        return {
+            "title": self.title,
+            "when": self.when,
+            "cards": self.cards,
+            "totals": {"tokens": self.tokens, "rows": self.rows},
+            "barText": self._bar_text(),
+            "settings": self.settings,
+            "machine": self.machine,
+            "nodes": nodes,
+            "trieNote": self.trie_note,
+            "steps": [[float(f"{v:.6g}") for v in entry] for entry in steps.tolist()],
+            "stepsText": self._steps_text(steps),
+        }
+
+    def _bar_text(self) -> str:
+        if not self.tokens:
+            return ""
+        saved = self.tokens - self.rows
+        text = f"The prompts hold {self.tokens:,} tokens; {self.rows:,} rows were computed"
+        text += f" ({saved / self.tokens:.1%} saved)."
+        if self.seconds > 0 and self.rows and saved > 0:
+            text += (
+                f" At this run's {self.rows / self.seconds:,.0f} rows a second, the {saved:,} others "
+                f"would have taken about {self.seconds * saved / self.rows:,.1f} s more."
+            )
+        return text
+
+    def _steps_text(self, bins: np.ndarray) -> str:
+        if not len(bins):
+            return ""
+        num, seconds = int(bins[:, 2].sum()), bins[:, 1].sum()
+        text = f"{num:,} steps, {seconds:,.1f} s in the model."
+        return text + (" Bars are averages over neighbouring steps." if num > len(bins) else "")
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write the page; it appears under its name only when it is whole."""
+    page = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
+    # "<" inside the data could end the script element.
+    data = json.dumps(report.data(), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(page.replace("/*DATA*/", data), encoding="utf-8", errors="replace")
+    temporary.replace(path)
+
+
+def machine() -> list[tuple[str, str]]:
+    """What the run ran on; versions only of what is loaded."""
+    import sys
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    out = [("processor", _processor()), ("cores", str(cores))]
+    try:
+        import psutil
+
+        out.append(("memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB"))
+    except ImportError:
+        pass
+    out.append(("system", platform.platform(terse=True)))
+    out.append(("Python", platform.python_version()))
+    for name in ("prefold", "torch", "numpy", "tokenizers"):
+        module = sys.modules.get(name)
+        if module is not None:
+            out.append((name, str(getattr(module, "__version__", "?"))))
+    return out
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,250 @@
+"""A job: source -> records -> requests -> stream -> engine -> lines."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import InputError, JobError
+from ..stream import Spool
+from ..types import Stats
+from .adapter import Adapter
+from .gather import Done, Gather
+from .icicle import StreamShape
+from .lines import all_finite, dumps
+from .output import Output
+from .progress import Counts, Progress
+from .reader import Batch, Reader
+from .report import StepLog
+from .source import Source
+
+__all__ = ["Interrupted", "Job", "Summary", "run_job"]
+
+WINDOW_TOKENS = 4 << 20
+TICK_SECONDS = 0.25
+
+
+class Interrupted(JobError):
+    """The job was stopped by a signal; what was done is written. `signal` is its number."""
+
+    def __init__(self, number: int):
+        super().__init__("the job was interrupted; what is done is written")
+        self.signal = number
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a job needs.
+
+    tasks     by lane, as the adapter names them
+    load      returns the LLM (or whatever has an `engine`); called while records are being read
+    window    tokens of a window
+    streaming windows are sorted each for itself as they fill; else the whole input is one stream
+    collect   keep the shape of the stream and the steps for the report
+    """
+
+    source: Source
+    adapter: Adapter
+    tasks: Mapping[str, Any]
+    load: Callable[[], Any]
+    output: Output
+    limit: int | None = None
+    window: int = WINDOW_TOKENS
+    streaming: bool = False
+    collect: bool = False
+    make_spool: Callable[[], Spool] = Spool
+
+
+@dataclass
+class Summary:
+    """What a job did. Records, errors and resumed count all lines of the output; the rest is this run's."""
+
+    records: int = 0
+    errors: int = 0
+    resumed: int = 0
+    stats: Stats = field(default_factory=Stats)
+    streams: int = 0
+    seconds: float = 0.0
+    load_seconds: float = 0.0
+    read_seconds: float = 0.0
+    shape: StreamShape | None = None
+    steps: StepLog | None = None
+    sharing: str | None = None
+    dtype: str | None = None
+
+    @property
+    def excess(self) -> int:
+        """Rows computed more often than once, within the streams that were run."""
+        return max(0, self.stats.rows_computed - self.stats.unique_tokens)
+
+
+def run_job(job: Job, progress: Progress) -> Summary:
+    """Run a job to its end. Closes the output.
+
+    Raises Interrupted after a signal (everything finished by then is written), JobError and other
+    PrefoldErrors when the job cannot go on.
+    """
+    return _Run(job, progress).run()
+
+
+class _Run:
+    def __init__(self, job: Job, progress: Progress):
+        self.job = job
+        self.progress = progress
+        self.output = job.output
+        self.counts = Counts(resumed=job.output.resumed)
+        self.summary = Summary(resumed=job.output.resumed)
+        self.gather = Gather()
+        self.signal: int | None = None
+        self.hard = False  # stopped in the middle of something: leave the output as it is
+        self.graceful = False  # a signal waits for the end of the step
+        if job.collect:
+            self.summary.shape, self.summary.steps = StreamShape(), StepLog()
+        self.reader = Reader(
+            job.source,
+            job.adapter,
+            lambda lane, items: job.tasks[lane].prepare(items),
+            job.output,
+            self.counts,
+            limit=job.limit,
+            fill=job.window if job.streaming else None,
+            make_spool=job.make_spool,
+        )
+
+    def run(self) -> Summary:
+        started = time.perf_counter()
+        if self.output.ended:
+            self.output.close()
+            self.summary.records, self.summary.errors = self.output.count, self.output.errors
+            return self.summary
+        try:
+            with self._signals(), self._ticks():
+                self.reader.start()
+                self._work(started)
+                self.graceful = True
+                self.output.finish()
+        except (KeyboardInterrupt, Interrupted):
+            if not self.hard:
+                self.output.commit()
+            raise Interrupted(self.signal or signal.SIGINT) from None
+        finally:
+            self.reader.close()
+            self.output.close()
+            self.progress.close(self._count())
+        self.summary.records, self.summary.errors = self.output.count, self.output.errors
+        self.summary.seconds = time.perf_counter() - started
+        return self.summary
+
+    def _work(self, started: float) -> None:
+        self.reader.has_work.wait()
+        engine = self._load() if self.reader.found else None
+        for batch in self.reader.batches():
+            self.summary.read_seconds = self.summary.read_seconds or time.perf_counter() - started
+            self.summary.streams += 1
+            with batch.spool:
+                self._compute(engine, batch)
+        if engine is not None:
+            self.summary.stats = engine.stats
+        if self.gather.waiting:
+            raise AssertionError(f"{self.gather.waiting} records have results missing")
+
+    def _load(self) -> Any:
+        started = time.perf_counter()
+        self.counts.phase = "loading the model, reading"
+        engine = self.job.load().engine
+        engine.stats = Stats()
+        engine.on_step = self._step
+        self.summary.sharing = engine.sharing
+        self.summary.load_seconds = time.perf_counter() - started
+        self.counts.phase = "reading"
+        return engine
+
+    def _compute(self, engine: Any, batch: Batch) -> None:
+        task, spool, shape = self.job.tasks[batch.lane], batch.spool, self.summary.shape
+        share, read = engine.sharing == "full", task.readout.kind
+        windows = spool.windows(max_tokens=self.job.window, share=share, read=read)
+        if shape is not None and share:
+            windows = shape.watch(windows)
+        self.counts.phase, self.graceful = "computing", True
+        with closing(engine.run(windows, task.readout)) as results:
+            for tag, result in results:
+                done = self.gather.add(tag, result)
+                if done is not None:
+                    self._write(task, done)
+                if self.signal is not None:
+                    raise Interrupted(self.signal)
+        if shape is not None and not share:
+            for window in spool.windows(max_tokens=self.job.window, share=True, read=read):
+                shape.add(window.tokens, window.offsets, common=window.common)
+        self.graceful = False
+
+    def _write(self, task: Any, done: Done) -> None:
+        adapter, failed = self.job.adapter, False
+        try:
+            results = [task.finish(note, values) for note, values in done.items]
+            if not all_finite(results):
+                remedy = "try --dtype float32; if it stays, the weights are damaged"
+                raise InputError("the result is not a finite number", remedy=remedy, code="not_finite")
+            line = adapter.line(done.number, done.meta, results)
+        except InputError as error:
+            line, failed = adapter.error_line(done.number, done.meta, error), True
+        self.output.write(done.number, dumps(line), failed)
+
+    def _step(self, info: Any) -> None:
+        self.counts.rows += info.rows
+        self.counts.tokens_done += info.tokens_done
+        if self.summary.steps is not None:
+            self.summary.steps.add(info.started, info.seconds, info.rows, info.path_rows)
+
+    def _count(self) -> Counts:
+        self.counts.done, self.counts.errors = self.output.count, self.output.errors
+        return self.counts
+
+    @contextmanager
+    def _ticks(self) -> Iterator[None]:
+        """Progress and commits, a few times a second, in a thread of their own."""
+        stop = threading.Event()
+
+        def tick() -> None:
+            while not stop.wait(TICK_SECONDS):
+                self.progress.tick(self._count())
+                try:
+                    self.output.commit(due_only=True)
+                except JobError:
+                    return  # the next write raises it where it can be handled
+
+        thread = threading.Thread(target=tick, name="prefold-tick", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM: the first lets the step end and what is done be written, the second does not."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handle(number: int, frame: Any) -> None:
+            self.hard = self.graceful and self.signal is not None
+            waits = self.graceful and self.signal is None
+            self.signal = number
+            self.reader.stop.set()
+            if not waits:
+                raise KeyboardInterrupt
+            self.progress.note("stopping after this step (once more: at once)")
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,329 @@
+"""Where the records of a job come from: JSONL, CSV, TSV and Parquet files, plain or gzipped, and standard input.
+
+A source is read as a stream and never held in memory. What is wrong with one record is part of that
+record (`Row.error`), and the rows behind it are still read; what breaks the file itself (a truncated
+gzip stream, an unreadable Parquet footer) is a JobError.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import json
+import sys
+import zlib
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import InputError, JobError, MissingExtraError
+
+__all__ = ["FORMATS", "Row", "Source", "open_source"]
+
+FORMATS = ("jsonl", "csv", "tsv", "parquet")
+_SUFFIXES = {".ndjson": "jsonl", ".json": "jsonl"} | {f".{format}": format for format in FORMATS}
+_WHOLE_DIGEST = 256 << 20  # bytes up to which a file's digest is of all of it ...
+_DIGEST_BLOCKS, _DIGEST_BYTES = 512, 1 << 16  # ... and of these blocks, evenly spread, of a larger one
+_MAX_FIELD = 1 << 30
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One record of the input: its number (from 1), and its data or what is wrong with it."""
+
+    number: int
+    data: dict[str, Any] | None = None
+    error: InputError | None = None
+
+
+class Source:
+    """The records of one input.
+
+    name      as the user wrote it
+    format    one of FORMATS
+    columns   names known before the first record is read (CSV, TSV, Parquet), else None
+    identity  what tells this input from another: its size and a digest (of a very large file: of
+              blocks all over it; of standard input: of the first line)
+    """
+
+    def __init__(self, name: str, format: str, identity: dict[str, Any], columns: list[str] | None):
+        self.name = name
+        self.format = format
+        self.identity = identity
+        self.columns = columns
+
+    def rows(self, columns: Collection[str] | None = None) -> Iterator[Row]:
+        """The records in order. `columns`: those that will be used; a Parquet file reads no others."""
+        raise NotImplementedError
+
+
+def open_source(name: str, format: str | None = None, *, stdin: BinaryIO | None = None) -> Source:
+    """Open `name`, a path or "-" for standard input. The format is told from the suffix unless given.
+
+    Raises JobError when there is no such file, its format cannot be told, or its header cannot be used.
+    """
+    if format is not None and format not in FORMATS:
+        raise JobError(f"unknown input format {format!r}; known: {', '.join(FORMATS)}")
+    if name == "-":
+        return _open_stdin(format or "jsonl", stdin or sys.stdin.buffer)
+    path = Path(name)
+    if not path.exists():
+        raise JobError(f"no such input file: {name}")
+    if not path.is_file():
+        raise JobError(f"the input {name} is not a file")
+    format = format or _format_of(path)
+    identity = _file_identity(path)
+    if format == "parquet":
+        return _ParquetSource(name, path, identity)
+    opener = gzip.open if _is_gzip(path) else open
+    with _broken(name, 0), opener(path, "rb") as file:
+        head = file.readline()
+    return _LineSource.make(name, format, identity, head, lambda: opener(path, "rb"))
+
+
+def _format_of(path: Path) -> str:
+    suffixes = [s.lower() for s in path.suffixes if s.lower() != ".gz"]
+    format = _SUFFIXES.get(suffixes[-1]) if suffixes else None
+    if format is None:
+        raise JobError(f"cannot tell the format of {path.name} from its name; add --format ({', '.join(FORMATS)})")
+    return format
+
+
+def _is_gzip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"\x1f\x8b"
+
+
+def _file_identity(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        if size <= _WHOLE_DIGEST:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        else:
+            for i in range(_DIGEST_BLOCKS):
+                file.seek((size - _DIGEST_BYTES) * i // (_DIGEST_BLOCKS - 1))
+                digest.update(file.read(_DIGEST_BYTES))
+    return {"bytes": size, "digest": digest.hexdigest()}
+
+
+@contextmanager
+def _broken(name: str, number: int) -> Iterator[None]:
+    """Errors of the file itself as JobError."""
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        where = f"after record {number}" if number else "at its start"
+        raise JobError(f"the gzip stream of {name} is damaged {where} ({error}); make the file again") from error
+    except OSError as error:
+        raise JobError(f"cannot read {name}: {error.strerror or error}") from error
+
+
+# ---------------------------------------------------------------------------------------------- lines
+
+
+class _LineSource(Source):
+    """JSONL, CSV and TSV: formats whose records are lines of UTF-8 bytes."""
+
+    @classmethod
+    def make(cls, name: str, format: str, identity: dict, head: bytes, opener: Any) -> Source:
+        if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise JobError(f"{name} is UTF-16; convert it first: iconv -f UTF-16 -t UTF-8 {name}")
+        head = head.removeprefix(_BOM)
+        if format == "jsonl":
+            if head.lstrip()[:1] == b"[":
+                raise JobError(f"{name} is a JSON array, not an object a line; convert it first: jq -c '.[]' {name}")
+            return _JsonlSource(name, format, identity, None, opener)
+        columns = _header(name, head, _delimiter(format), opener)
+        return _CsvSource(name, format, identity, columns, opener)
+
+    def __init__(self, name: str, format: str, identity: dict, columns: list[str] | None, opener: Any):
+        super().__init__(name, format, identity, columns)
+        self._opener = opener
+        self._number = 0
+
+    def _lines(self) -> Iterator[bytes]:
+        self._number = 0
+        with self._opener() as file:
+            lines = iter(file)
+            first = True
+            while True:
+                with _broken(self.name, self._number):
+                    line = next(lines, b"")
+                if not line:
+                    return
+                yield line.removeprefix(_BOM) if first else line
+                first = False
+
+
+class _JsonlSource(_LineSource):
+    def rows(self, columns: Collection[str] | None = None) -> Iterator[Row]:
+        for line in self._lines():
+            if not line.strip():
+                continue
+            self._number += 1
+            try:
+                yield Row(self._number, _parse_line(line))
+            except InputError as error:
+                yield Row(self._number, error=error)
+
+
+def _parse_line(line: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"the line is not valid UTF-8 at byte {error.start}", remedy="re-encode it as UTF-8", code="invalid_utf8"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"the line is not valid JSON: {error.msg} at column {error.colno}",
+            remedy="write one JSON object a line",
+            code="invalid_json",
+        ) from None
+    except (RecursionError, ValueError) as error:
+        raise InputError(f"the line cannot be read as JSON: {error}", code="invalid_json") from None
+    if not isinstance(data, dict):
+        kind = type(data).__name__
+        raise InputError(f"the line is a JSON {kind}", remedy="write one JSON object a line", code="wrong_type")
+    return data
+
+
+def _delimiter(format: str) -> str:
+    return "\t" if format == "tsv" else ","
+
+
+def _decode(lines: Iterable[bytes]) -> Iterator[str]:
+    # Undecodable bytes become lone surrogates: the field that has them is reported when it is used.
+    return (line.decode("utf-8", "surrogateescape") for line in lines)
+
+
+def _header(name: str, head: bytes, delimiter: str, opener: Any) -> list[str]:
+    with opener() as file:
+        rest = iter(file)
+        next(rest, b"")
+        try:
+            csv.field_size_limit(_MAX_FIELD)
+            columns = next(csv.reader(_decode(chain([head], rest)), delimiter=delimiter, strict=True), [])
+        except csv.Error as error:
+            raise JobError(f"the header of {name} cannot be read: {error}") from error
+    if not columns:
+        raise JobError(f"{name} is empty: a table starts with a line of column names")
+    twice = {c for c in columns if columns.count(c) > 1}
+    if twice:
+        raise JobError(f"the header of {name} names a column twice: {', '.join(sorted(twice))}")
+    return columns
+
+
+class _CsvSource(_LineSource):
+    def rows(self, columns: Collection[str] | None = None) -> Iterator[Row]:
+        reader = csv.reader(_decode(self._lines()), delimiter=_delimiter(self.format), strict=True)
+        next(reader)
+        while True:
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                self._number += 1
+                message = f"line {reader.line_num} is not a valid {self.format.upper()} record: {error}"
+                yield Row(self._number, error=InputError(message, remedy="quote its fields", code="invalid_csv"))
+                continue
+            if not fields:
+                continue
+            self._number += 1
+            yield self._row(fields)
+
+    def _row(self, fields: list[str]) -> Row:
+        assert self.columns is not None
+        if len(fields) != len(self.columns):
+            error = InputError(
+                f"the record has {len(fields)} fields, the header {len(self.columns)}",
+                remedy="quote fields that hold a delimiter",
+                code="wrong_number_of_fields",
+            )
+            return Row(self._number, error=error)
+        return Row(self._number, dict(zip(self.columns, fields, strict=True)))
+
+
+def _open_stdin(format: str, stream: BinaryIO) -> Source:
+    if format == "parquet":
+        raise JobError("a Parquet file cannot be read from standard input; give its path")
+    head = stream.readline()
+    if head[:2] == b"\x1f\x8b":
+        raise JobError("standard input is gzipped; pipe it through `gzip -dc`")
+    identity = {"stdin": hashlib.blake2b(head, digest_size=16).hexdigest()}
+    taken = False
+
+    @contextmanager
+    def opener() -> Iterator[Iterator[bytes]]:
+        nonlocal taken
+        # The header of a table is read once more; what lies behind it only once.
+        if taken:
+            raise JobError("standard input can be read only once")
+        yield consume()
+
+    def consume() -> Iterator[bytes]:
+        nonlocal taken
+        if head:
+            yield head
+        taken = True
+        yield from stream
+
+    return _LineSource.make("-", format, identity, head, opener)
+
+
+# -------------------------------------------------------------------------------------------- parquet
+
+
+class _ParquetSource(Source):
+    def __init__(self, name: str, path: Path, identity: dict[str, Any]):
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError:
+            raise MissingExtraError("pyarrow", "parquet", f"reading {name}") from None
+        try:
+            with pq.ParquetFile(path) as file:
+                columns = file.schema_arrow.names
+        except pa.ArrowInvalid as error:
+            raise JobError(f"{name} is not a Parquet file: {error}") from error
+        super().__init__(name, "parquet", identity, columns)
+        self._path = path
+
+    def rows(self, columns: Collection[str] | None = None) -> Iterator[Row]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        assert self.columns is not None
+        names = self.columns if columns is None else [name for name in self.columns if name in columns]
+        number = 0
+        try:
+            with pq.ParquetFile(self._path) as file:
+                for batch in file.iter_batches(batch_size=512, columns=names):
+                    yield from _batch_rows(batch, number)
+                    number += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            raise JobError(f"cannot read {self.name} after record {number}: {error}") from error
+
+
+def _batch_rows(batch: Any, number: int) -> Iterator[Row]:
+    try:
+        for index, data in enumerate(batch.to_pylist(), number + 1):
+            yield Row(index, data)
+    except UnicodeDecodeError:
+        names = batch.schema.names
+        for index in range(batch.num_rows):
+            try:
+                data = {name: batch.column(i)[index].as_py() for i, name in enumerate(names)}
+            except UnicodeDecodeError as error:
+                bad = InputError(f"a text is not valid UTF-8: {error}", remedy="re-encode it", code="invalid_utf8")
+                yield Row(number + index + 1, error=bad)
+            else:
+                yield Row(number + index + 1, data)

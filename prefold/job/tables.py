@@ -1,0 +1,194 @@
+"""Tables: JSONL, CSV or Parquet records whose columns become the prompts of one task."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InputError, JobError
+from .adapter import Parsed
+from .fields import Template, lookup
+from .lines import error_object
+from .source import Row
+
+__all__ = ["Columns", "TableAdapter", "default_columns"]
+
+_RESERVED = {"record", "id", "error", "results"}
+_DEFAULTS = {
+    "embed": {"prompt": ("text", "prompt", "input")},
+    "classify": {"prompt": ("text", "prompt", "input")},
+    "rerank": {"query": ("query",), "document": ("document", "documents", "passage", "passages", "text")},
+    "score": {"prompt": ("prompt", "context"), "continuation": ("continuation", "continuations")},
+}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns make a record's prompts. What a task does not use is None.
+
+    prompt, query, document, continuation   templates, or bare column names
+    messages   a column of chat messages, in place of prompt
+    id         a column whose value the output line repeats
+    keep       further columns it repeats
+    """
+
+    prompt: Template | None = None
+    messages: str | None = None
+    query: Template | None = None
+    document: Template | None = None
+    continuation: Template | None = None
+    id: str | None = None
+    keep: tuple[str, ...] = ()
+
+    def paths(self) -> list[str]:
+        templates = [t for t in (self.prompt, self.query, self.document, self.continuation) if t is not None]
+        names = [path for template in templates for path in template.paths]
+        return [*names, *([self.messages] if self.messages else []), *([self.id] if self.id else []), *self.keep]
+
+
+def default_columns(task: str, have: list[str], given: dict[str, Any]) -> dict[str, Template]:
+    """Templates for what was not given, by usual column names. `have`: columns known to be there.
+
+    Raises JobError naming the options to give when no usual name is there.
+    """
+    out: dict[str, Template] = {}
+    for option, names in _DEFAULTS[task].items():
+        if given.get(option) is not None or (option == "prompt" and given.get("messages")):
+            continue
+        name = next((n for n in names if n in have), None)
+        if name is not None:
+            out[option] = Template(name, f"--{option}")
+        elif option != "continuation":
+            columns = ", ".join(have) or "none"
+            raise JobError(
+                f"which column is the {option}? add --{option} COLUMN, or --{option} '...{{column}}...'; "
+                f"the input has: {columns}"
+            )
+    return out
+
+
+class TableAdapter:
+    """The adapter for tables, for the task of that name.
+
+    render_chat makes a text, or token ids, of a list of chat messages. A record whose last column
+    (document, continuation, else prompt) is a list makes one line for all of it.
+    """
+
+    def __init__(self, task: str, columns: Columns, render_chat: Callable[[list[Any]], Any] | None = None):
+        clash = sorted(_RESERVED & set(columns.keep))
+        if clash:
+            raise JobError(f"--keep {clash[0]}: the output has a {clash[0]!r} of its own; leave it out")
+        self.task = task
+        self.columns_used = columns
+        self.columns = {part for path in columns.paths() for part in (path, path.split(".")[0])}
+        self._render_chat = render_chat
+        self._names = self._field_names()
+
+    def check(self, have: list[str] | None) -> None:
+        """Refuse a table that lacks a column altogether. `have` None: not known beforehand."""
+        for path in self.columns_used.paths() if have is not None else []:
+            if path not in have and path.split(".")[0] not in have:
+                raise JobError(f"the input has no column {path!r}; it has: {', '.join(have)}")
+
+    def read(self, row: Row) -> Parsed:
+        parsed = Parsed(lane=self.task, error=row.error)
+        if row.error is not None or row.data is None:
+            return parsed
+        try:
+            parsed.meta = self._meta(row.data)
+            many, parsed.items = self._items(row.data)
+            if many:
+                parsed.meta["many"] = True
+        except InputError as error:
+            parsed.error = error
+        return parsed
+
+    def _meta(self, data: dict[str, Any]) -> dict[str, Any]:
+        columns, meta = self.columns_used, {}
+        if columns.id is not None:
+            value = lookup(data, columns.id)
+            if not isinstance(value, (str, int)) or isinstance(value, bool):
+                remedy, message = "give it a text or a whole number", f"the id {columns.id!r} is {value!r}"
+                raise InputError(message, field=columns.id, remedy=remedy, code="wrong_type")
+            meta["id"] = value
+        if columns.keep:
+            meta["keep"] = {name: _plain(lookup(data, name), name) for name in columns.keep}
+        return meta
+
+    def _items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
+        """The task's items, and whether the line has a list of results."""
+        columns = self.columns_used
+        if columns.document is not None:
+            assert columns.query is not None
+            query, value = columns.query.render(data), columns.document.render_many(data)
+            return False, [{"query": query, "documents" if isinstance(value, list) else "document": value}]
+        prompt = self._prompt(data)
+        if columns.continuation is not None:
+            value = columns.continuation.render_many(data)
+            values = value if isinstance(value, list) else [value]
+            return isinstance(value, list), [{"prompt": prompt, "continuation": v} for v in values]
+        if self.task != "embed" and isinstance(prompt, list):
+            return True, [{"text": text} for text in prompt]
+        return False, [{"text": prompt}]
+
+    def _prompt(self, data: dict[str, Any]) -> Any:
+        columns = self.columns_used
+        if columns.messages is not None:
+            assert self._render_chat is not None
+            return self._render_chat(_messages(data, columns.messages))
+        assert columns.prompt is not None
+        return columns.prompt.render(data) if columns.continuation is not None else columns.prompt.render_many(data)
+
+    def _field_names(self) -> dict[str, str]:
+        """The columns that stand behind the tasks' names for their inputs."""
+        columns = self.columns_used
+        names = {"query": columns.query, "document": columns.document, "continuation": columns.continuation}
+        out = {name: ", ".join(template.paths) for name, template in names.items() if template is not None}
+        prompt = columns.messages or (columns.prompt and ", ".join(columns.prompt.paths))
+        return out | ({"prompt": prompt, "text": prompt} if prompt else {})
+
+    def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+        head = self._head(number, meta)
+        return head | ({"results": results} if meta.get("many") else results[0])
+
+    def error_line(self, number: int, meta: dict[str, Any] | None, error: InputError) -> dict[str, Any]:
+        out = error_object(error)
+        name, bracket, index = out.get("field", "").partition("[")
+        if name.removesuffix("s") in self._names:
+            out["field"] = self._names[name.removesuffix("s")] + bracket + index
+        return self._head(number, meta or {}) | {"error": out}
+
+    def _head(self, number: int, meta: dict[str, Any]) -> dict[str, Any]:
+        head: dict[str, Any] = {"record": number}
+        if "id" in meta:
+            head["id"] = meta["id"]
+        return head | meta.get("keep", {})
+
+
+def _messages(data: dict[str, Any], path: str) -> list[Any]:
+    value = lookup(data, path)
+    if value is None:
+        raise InputError(f"{path!r} is null", field=path, remedy="give it a list of messages", code="null")
+    if isinstance(value, str):  # CSV holds them as JSON
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
+        remedy = 'give it [{"role": "user", "content": "..."}]'
+        raise InputError(f"{path!r} is not a list of messages", field=path, remedy=remedy, code="wrong_type")
+    return value
+
+
+def _plain(value: Any, name: str) -> Any:
+    """A value as JSON can hold it."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_plain(v, name) for v in value]
+    if isinstance(value, dict):
+        return {str(k): _plain(v, name) for k, v in value.items()}
+    return str(value)

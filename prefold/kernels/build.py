@@ -1,0 +1,106 @@
+"""Compiling the C++ sources into a shared library in the cache folder; standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["BuildError", "build", "cache_folder", "find_compiler"]
+
+SOURCES = Path(__file__).parent / "src"
+# gnu++17 (rather than c++17) and these flags let the compiler fuse multiply and add. The ABI notes are about
+# vector arguments of functions that are all inlined.
+FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-Wno-psabi")
+TIMEOUT_SECONDS = 300
+
+
+class BuildError(Exception):
+    """The kernels cannot be compiled here; the message says why, in one line."""
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: $PREFOLD_CACHE/kernels, else ~/.cache/prefold/kernels."""
+    base = os.environ.get("PREFOLD_CACHE")
+    return (Path(base) if base else Path.home() / ".cache" / "prefold") / "kernels"
+
+
+def find_compiler() -> str | None:
+    """$CXX, g++, c++ or clang++, whichever is there first."""
+    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return path
+    return None
+
+
+def build(*, flags: Sequence[str] = FLAGS, again: bool = False) -> Path:
+    """The compiled library for these sources, these flags and this CPU; compiled unless it is in the cache.
+
+    `again` compiles even so. Safe with many processes at once: each compiles to a name of its own and
+    renames, and the last one wins with the same content. BuildError where it cannot be done.
+    """
+    folder = cache_folder()
+    target = folder / f"kernels-{fingerprint(flags)}.so"
+    if target.exists() and not again:
+        return target
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler found (looked for $CXX, g++, c++, clang++)")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as work:
+            made = Path(work) / target.name
+            compile_sources(compiler, flags, made)
+            made.replace(target)
+    except OSError as error:
+        raise BuildError(f"cannot write to the cache folder {folder}: {error}") from error
+    return target
+
+
+def compile_sources(compiler: str, flags: Sequence[str], target: Path) -> None:
+    """One compiler process a source, side by side, then one to link."""
+    objects = []
+    running = []
+    for source in sorted(SOURCES.glob("*.cpp")):
+        objects.append(target.with_name(f"{source.stem}.o"))
+        command = [compiler, *flags, "-fPIC", "-c", str(source), "-o", str(objects[-1])]
+        running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+    finished = [(process, process.communicate(timeout=TIMEOUT_SECONDS)[1]) for process in running]
+    for process, errors in finished:
+        check(compiler, process.returncode, errors)
+    command = [compiler, *flags, "-shared", *map(str, objects), "-o", str(target)]
+    linked = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    check(compiler, linked.returncode, linked.stderr)
+
+
+def check(compiler: str, returncode: int, errors: str) -> None:
+    if returncode == 0:
+        return
+    lines = errors.strip().splitlines()
+    first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+    raise BuildError(f"{compiler} failed: {first}")
+
+
+def fingerprint(flags: Sequence[str]) -> str:
+    """Changes with the sources, the flags and the CPU: -march=native code may not run on another one."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    digest.update("\0".join((*flags, *cpu())).encode())
+    return digest.hexdigest()[:16]
+
+
+def cpu() -> list[str]:
+    """What tells this CPU's instruction set from another's."""
+    names = ("model name", "flags", "Features", "CPU part")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = {line.split(":", 1)[0].strip(): line for line in lines if line.startswith(names)}
+    return [platform.system(), platform.machine(), platform.processor(), *(found[name] for name in sorted(found))]

@@ -1,0 +1,129 @@
+// The position-wise parts of a transformer block that are not matrix products. Numbers are float32 inside,
+// whatever they are in memory; widths may be any.
+#include <cmath>
+
+#include "parallel.h"
+#include "vectors.h"
+
+namespace prefold {
+namespace {
+
+// Rows a thread takes at least: less costs more to hand out than to compute.
+constexpr int64_t kGrain = 32;
+
+PREFOLD_INLINE float inverse_rms(Floats squares, int64_t width, float eps) {
+  return 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(width) + eps);
+}
+
+// x += delta (where there is one), written back; out = x / rms(x) * weight.
+template <class E>
+void add_norm_row(E* x, const E* delta, const E* weight, E* out, int64_t width, float eps) {
+  Floats squares[2] = {};  // two sums, so that one need not wait for the other
+  for (int64_t d = 0, turn = 0; d < width; d += kLanes, turn ^= 1) {
+    Floats v = load_some(x + d, width - d);
+    if (delta) {
+      v += load_some(delta + d, width - d);
+      store_some(x + d, v, width - d);
+      if constexpr (!std::is_same_v<E, float>) v = widen(narrow(v));  // the norm of what was stored
+    }
+    squares[turn] += v * v;
+  }
+  const float scale = inverse_rms(squares[0] + squares[1], width, eps);
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const Floats v = load_some(x + d, width - d) * scale * load_some(weight + d, width - d);
+    store_some(out + d, v, width - d);
+  }
+}
+
+// One head of `dim` numbers in place: x * rms scale * weight where there is a weight, then the first half
+// rotated against the second.
+template <class E>
+void rope_head(E* x, const float* cosines, const float* sines, const E* weight, int64_t dim, float eps) {
+  const int64_t half = dim / 2;
+  float scale = 1.0f;
+  if (weight) {
+    Floats squares{};
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      const Floats v = load_some(x + d, dim - d);
+      squares += v * v;
+    }
+    scale = inverse_rms(squares, dim, eps);
+  }
+  for (int64_t d = 0; d < half; d += kLanes) {
+    const int64_t count = half - d;
+    Floats a = load_some(x + d, count), b = load_some(x + half + d, count);
+    if (weight) {
+      a *= scale * load_some(weight + d, count);
+      b *= scale * load_some(weight + half + d, count);
+    }
+    const Floats c = load_some(cosines + d, count), s = load_some(sines + d, count);
+    store_some(x + d, a * c - b * s, count);
+    store_some(x + half + d, b * c + a * s, count);
+  }
+}
+
+template <class E>
+void silu_mul_row(const E* gate, const E* up, E* out, int64_t width) {
+  constexpr bool kExact = std::is_same_v<E, float>;
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const Floats g = load_some(gate + d, width - d), u = load_some(up + d, width - d);
+    const Floats e = exp2<kExact>(g * -1.44269504f);  // exp(-g)
+    store_some(out + d, g / (1.0f + e) * u, width - d);
+  }
+}
+
+template <class E>
+void add_rms_norm(E* x, const E* delta, const E* weight, E* out, int64_t rows, int64_t width, int64_t x_row,
+                  int64_t delta_row, float eps, int threads) {
+  parallel_ranges(rows, kGrain, threads, [&](int64_t first, int64_t stop) {
+    for (int64_t i = first; i < stop; ++i) {
+      add_norm_row(x + i * x_row, delta ? delta + i * delta_row : nullptr, weight, out + i * width, width, eps);
+    }
+  });
+}
+
+template <class E>
+void rope(E* x, const float* cos_sin, const E* weight, int64_t rows, int64_t heads, int64_t dim, int64_t row,
+          int64_t head, float eps, int threads) {
+  parallel_ranges(rows, kGrain, threads, [&](int64_t first, int64_t stop) {
+    for (int64_t i = first; i < stop; ++i) {
+      const float* angles = cos_sin + i * dim;
+      for (int64_t h = 0; h < heads; ++h) {
+        rope_head(x + i * row + h * head, angles, angles + dim / 2, weight, dim, eps);
+      }
+    }
+  });
+}
+
+template <class E>
+void silu_mul(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row, int threads) {
+  parallel_ranges(rows, kGrain, threads, [&](int64_t first, int64_t stop) {
+    for (int64_t i = first; i < stop; ++i) {
+      silu_mul_row(gate_up + i * row, gate_up + i * row + width, out + i * width, width);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace prefold
+
+// For each dtype: x [rows, width] with row stride x_row, delta likewise or null, weight [width], out [rows, width];
+// x [rows, heads, dim] in place with strides row and head, cos_sin float32 [rows, dim], weight [dim] or null;
+// gate_up [rows, 2 * width] with row stride row, out [rows, width]. Strides are in elements.
+#define PREFOLD_EXPORT(name, E)                                                                                    \
+  extern "C" void prefold_add_rms_norm_##name(E* x, const E* delta, const E* weight, E* out, int64_t rows,         \
+                                              int64_t width, int64_t x_row, int64_t delta_row, float eps,          \
+                                              int32_t threads) {                                                   \
+    prefold::add_rms_norm(x, delta, weight, out, rows, width, x_row, delta_row, eps, threads);                     \
+  }                                                                                                                \
+  extern "C" void prefold_rope_##name(E* x, const float* cos_sin, const E* weight, int64_t rows, int64_t heads,    \
+                                      int64_t dim, int64_t row, int64_t head, float eps, int32_t threads) {        \
+    prefold::rope(x, cos_sin, weight, rows, heads, dim, row, head, eps, threads);                                  \
+  }                                                                                                                \
+  extern "C" void prefold_silu_mul_##name(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row,      \
+                                          int32_t threads) {                                                       \
+    prefold::silu_mul(gate_up, out, rows, width, row, threads);                                                    \
+  }
+
+PREFOLD_EXPORT(float32, float)
+PREFOLD_EXPORT(bfloat16, prefold::Bf16)

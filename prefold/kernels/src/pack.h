@@ -1,0 +1,127 @@
+// Packing keys and values for the attention kernel, in parallel.
+#pragma once
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "attention.h"
+#include "formats.h"
+#include "parallel.h"
+
+namespace prefold {
+
+// Memory of one thread's calls, kept between them: a step has a call a layer, all of one size, and fresh
+// pages would cost as much as the packing.
+class Workspace {
+ public:
+  ~Workspace() { free(memory_); }
+
+  void* reserve(size_t bytes) {
+    if (bytes > size_) {
+      free(memory_);
+      size_ = (bytes + 4095) / 4096 * 4096;
+      memory_ = aligned_alloc(4096, size_);
+      if (!memory_) {
+        size_ = 0;
+        throw std::bad_alloc();
+      }
+    }
+    return memory_;
+  }
+
+ private:
+  void* memory_ = nullptr;
+  size_t size_ = 0;
+};
+
+// Where the rows of keys (or values) lie: carried ones, then new ones.
+template <class E>
+struct RowSource {
+  const E *path, *rows;
+  int64_t path_count, count, path_row, path_head, row, head;
+
+  // Null past the last row: zeros are packed there.
+  const E* at(int64_t key, int64_t kv_head) const {
+    if (key < path_count) return path + key * path_row + kv_head * path_head;
+    key -= path_count;
+    return key < count ? rows + key * row + kv_head * head : nullptr;
+  }
+};
+
+template <class Format>
+void pack_keys(const Packed<Format>& packed, const RowSource<typename Format::Element>& source, int64_t dim,
+               int64_t head, int64_t pair) {
+  constexpr int kStep = kLanes * Format::kWidth;
+  auto* out = packed.keys + (head * packed.pairs + pair) * packed.pair_size;
+  for (int half = 0; half < 2; ++half, out += packed.pair_size / 2) {
+    const auto* row = source.at(2 * pair + half, head);
+    for (int64_t d = 0; d < packed.dim; d += kStep) {
+      const int64_t count = row ? dim - d : 0;
+      const auto x = Format::load_row(row + (row ? d : 0), count);
+      if (packed.dim - d >= kStep) {
+        memcpy(out + d / Format::kWidth, &x, sizeof x);
+      } else {  // a row ends after eight pairs where its dimensions are an odd multiple of sixteen
+        memcpy(out + d / Format::kWidth, &x, sizeof x / 2);
+      }
+    }
+  }
+}
+
+// True where all values of the pair are finite.
+template <class Format>
+bool pack_values(const Packed<Format>& packed, const RowSource<typename Format::Element>& source, int64_t dim,
+                 int64_t head, int64_t pair) {
+  auto* out = packed.values + (head * packed.pairs + pair) * packed.pair_size;
+  const auto* first = source.at(2 * pair, head);
+  const auto* second = source.at(2 * pair + 1, head);
+  Ints unsafe{};
+  for (int64_t d = 0; d < packed.dim; d += kLanes) {
+    const Floats a = load_some(first + d, dim - d);
+    const Floats b = second ? load_some(second + d, dim - d) : Floats{};
+    unsafe |= (Ints)((bits_of(a) & 0x7f800000u) == 0x7f800000u) | (Ints)((bits_of(b) & 0x7f800000u) == 0x7f800000u);
+    Format::store_values(out + d, packed.dim, a, b);
+  }
+  int32_t any = 0;
+  for (int i = 0; i < kLanes; ++i) any |= unsafe[i];
+  return any == 0;
+}
+
+template <class Format>
+Packed<Format> pack(const AttentionCall& call, Workspace& workspace) {
+  using E = typename Format::Element;
+  using Stored = typename Format::Stored;
+  Packed<Format> packed;
+  packed.pairs = (call.path + call.rows + 1) / 2;
+  packed.dim = (call.dim + kLanes - 1) / kLanes * kLanes;
+  packed.pair_size = 2 * packed.dim / Format::kWidth;
+  const int64_t total = call.kv_heads * packed.pairs * packed.pair_size;
+  packed.keys = static_cast<Stored*>(workspace.reserve(2 * total * sizeof(Stored) + call.kv_heads * packed.pairs));
+  packed.values = packed.keys + total;
+  packed.unsafe = reinterpret_cast<uint8_t*>(packed.values + total);
+
+  const auto source = [&](const void* path, const void* rows, int64_t path_row, int64_t path_head, int64_t row,
+                          int64_t head) {
+    return RowSource<E>{static_cast<const E*>(path), static_cast<const E*>(rows), call.path, call.rows,
+                        path_row, path_head, row, head};
+  };
+  const auto keys = source(call.path_k, call.k, call.path_k_row, call.path_k_head, call.k_row, call.k_head);
+  const auto values = source(call.path_v, call.v, call.path_v_row, call.path_v_head, call.v_row, call.v_head);
+  std::atomic<bool> any_unsafe{false};
+  parallel_ranges(packed.pairs, 64, call.threads, [&](int64_t first, int64_t last) {
+    bool safe = true;
+    for (int64_t pair = first; pair < last; ++pair) {
+      for (int64_t head = 0; head < call.kv_heads; ++head) {
+        pack_keys(packed, keys, call.dim, head, pair);
+        const bool finite = pack_values(packed, values, call.dim, head, pair);
+        packed.unsafe[head * packed.pairs + pair] = !finite;
+        safe &= finite;
+      }
+    }
+    if (!safe) any_unsafe.store(true, std::memory_order_relaxed);
+  });
+  packed.any_unsafe = any_unsafe.load();
+  return packed;
+}
+
+}  // namespace prefold

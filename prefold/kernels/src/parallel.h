@@ -1,0 +1,35 @@
+// Loops on the OpenMP pool that PyTorch uses too.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace prefold {
+
+// body(first, last) on equal contiguous shares of [0, n), none smaller than `grain` but the last.
+template <class Body>
+void parallel_ranges(int64_t n, int64_t grain, int threads, const Body& body) {
+  const int64_t workers = std::min<int64_t>(threads, (n + grain - 1) / grain);
+  if (workers <= 1) {
+    if (n > 0) body(int64_t{0}, n);
+    return;
+  }
+#pragma omp parallel for schedule(static, 1) num_threads(workers)
+  for (int64_t w = 0; w < workers; ++w) body(n * w / workers, n * (w + 1) / workers);
+}
+
+// body(i) for every i of [0, n), taken one by one in ascending order by whichever thread is free.
+template <class Body>
+void parallel_tasks(int64_t n, int threads, const Body& body) {
+  const int workers = static_cast<int>(std::min<int64_t>(threads, n));
+  std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(workers) if (workers > 1)
+  for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) body(i);
+}
+
+}  // namespace prefold

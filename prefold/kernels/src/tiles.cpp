@@ -1,0 +1,231 @@
+// Planning: walks the keys once in depth-first order with a stack of the open ones, and writes down for
+// every tile of sixteen queries the keys that all of them see, and with masks those that some see.
+//
+// The stack holds the keys whose interval [j, end[j]) covers the current row. Intervals are nested, so the
+// keys that end first lie on top, and the keys a whole tile sees are a stretch of the stack: long runs of
+// consecutive keys, however many keys that are. A key needs a mask only in the tiles in which it begins or
+// ends (or crosses the edge of the window), so the lists stay small where the visible pairs are many.
+#include "tiles.h"
+
+#include <algorithm>
+#include <new>
+
+namespace prefold {
+namespace {
+
+constexpr int kTile = 16;
+constexpr uint32_t kAllQueries = 0xffff;
+
+// What is asked for. positions is null where there is no window.
+struct Request {
+  const int64_t* end;
+  const int64_t* positions;
+  int64_t window;
+};
+
+// The keys open at the current row, ascending; `run_starts` are the places in `keys` where a run of
+// consecutive keys begins.
+class OpenKeys {
+ public:
+  explicit OpenKeys(const Request& request) : request_(request) {}
+
+  // Walks up to and including `row`. False where a key outlives the one below it: not a trie.
+  bool advance(int64_t row) {
+    for (; next_ <= row; ++next_) {
+      while (!keys.empty() && request_.end[keys.back()] <= next_) pop();
+      if (!keys.empty() && !nested(keys.back(), next_)) return false;
+      if (keys.empty() || keys.back() != next_ - 1) run_starts.push_back(static_cast<int32_t>(keys.size()));
+      keys.push_back(static_cast<int32_t>(next_));
+    }
+    return true;
+  }
+
+  std::vector<int32_t> keys, run_starts;
+
+ private:
+  void pop() {
+    keys.pop_back();
+    if (run_starts.back() == static_cast<int32_t>(keys.size())) run_starts.pop_back();
+  }
+
+  bool nested(int64_t outer, int64_t inner) const {
+    return request_.end[inner] <= request_.end[outer] &&
+           (!request_.positions || request_.positions[outer] < request_.positions[inner]);
+  }
+
+  const Request& request_;
+  int64_t next_ = 0;
+};
+
+// Takes the keys of a tile in ascending order and writes its runs and masked pairs.
+class TileWriter {
+ public:
+  explicit TileWriter(TileLists& lists) : lists_(lists) {}
+
+  void add_key(int64_t key, uint32_t mask) {
+    const int32_t pair = static_cast<int32_t>(key >> 1);
+    if (pair != last_.pair) flush();
+    last_.pair = pair;
+    last_.mask |= mask << (key & 1 ? 16 : 0);
+  }
+
+  // Keys [first, stop), visible to every query.
+  void add_run(int64_t first, int64_t stop) {
+    if (first < stop && (first & 1)) add_key(first++, kAllQueries);
+    if (const int64_t pairs = (stop - first) / 2; pairs > 0) {
+      flush();
+      append(static_cast<int32_t>(first >> 1), static_cast<int32_t>(pairs));
+      first += 2 * pairs;
+    }
+    if (first < stop) add_key(first, kAllQueries);
+  }
+
+  void finish() {
+    flush();
+    lists_.run_offsets.push_back(static_cast<int64_t>(lists_.runs.size()));
+    lists_.mask_offsets.push_back(static_cast<int64_t>(lists_.masked.size()));
+  }
+
+ private:
+  void flush() {
+    if (last_.mask == 0xffffffff) {
+      append(last_.pair, 1);
+    } else if (last_.mask != 0) {
+      lists_.masked.push_back(last_);
+    }
+    last_ = {-1, 0};
+  }
+
+  void append(int32_t first, int32_t count) {
+    std::vector<Run>& runs = lists_.runs;
+    const bool fresh = static_cast<int64_t>(runs.size()) == lists_.run_offsets.back();
+    if (!fresh && runs.back().first + runs.back().count == first) {
+      runs.back().count += count;
+    } else {
+      runs.push_back({first, count});
+    }
+  }
+
+  TileLists& lists_;
+  MaskedPair last_{-1, 0};
+};
+
+// One tile: `rows` are the key rows of its queries, ascending.
+class TilePlanner {
+ public:
+  TilePlanner(const Request& request, const int64_t* rows, int count) : request_(request), rows_(rows), count_(count) {
+    if (!request.positions) return;
+    const auto nearer = [&](int64_t a, int64_t b) { return request.positions[a] < request.positions[b]; };
+    const auto [low, high] = std::minmax_element(rows, rows + count, nearer);
+    nearest_start_ = request.positions[*low] - request.window;
+    farthest_start_ = request.positions[*high] - request.window;
+  }
+
+  bool plan(OpenKeys& open, TileWriter& writer) const {
+    if (!open.advance(rows_[0])) return false;
+    write_stack(open, writer);
+    for (int r = 1; r < count_; ++r) {
+      if (!open.advance(rows_[r])) return false;
+      const auto fresh = std::upper_bound(open.keys.begin(), open.keys.end(), rows_[r - 1]);
+      for (auto key = fresh; key != open.keys.end(); ++key) writer.add_key(*key, mask(*key));
+    }
+    writer.finish();
+    return true;
+  }
+
+ private:
+  // The keys the first query could see: those out of every window, those that some queries see, those
+  // that all see, and on top those that end within the tile.
+  void write_stack(const OpenKeys& open, TileWriter& writer) const {
+    const std::vector<int32_t>& keys = open.keys;
+    const int64_t size = static_cast<int64_t>(keys.size());
+    int64_t shared_stop = size;
+    while (shared_stop > 0 && request_.end[keys[shared_stop - 1]] <= rows_[count_ - 1]) --shared_stop;
+    const int64_t first = first_after(keys, nearest_start_);
+    const int64_t shared = std::clamp(first_after(keys, farthest_start_), first, std::max(first, shared_stop));
+    for (int64_t i = first; i < shared; ++i) writer.add_key(keys[i], mask(keys[i]));
+    write_runs(open, shared, shared_stop, writer);
+    for (int64_t i = std::max(shared, shared_stop); i < size; ++i) writer.add_key(keys[i], mask(keys[i]));
+  }
+
+  // Places [first, stop) of the stack, which every query sees.
+  static void write_runs(const OpenKeys& open, int64_t first, int64_t stop, TileWriter& writer) {
+    auto next = std::upper_bound(open.run_starts.begin(), open.run_starts.end(), first);
+    while (first < stop) {
+      const int64_t run_stop = next == open.run_starts.end() ? stop : std::min<int64_t>(*next++, stop);
+      writer.add_run(open.keys[first], open.keys[first] + (run_stop - first));
+      first = run_stop;
+    }
+  }
+
+  // The first place of the stack with a position above `position`; positions ascend along a path.
+  int64_t first_after(const std::vector<int32_t>& keys, int64_t position) const {
+    if (!request_.positions) return 0;
+    const auto before = [&](int32_t key) { return request_.positions[key] <= position; };
+    return std::partition_point(keys.begin(), keys.end(), before) - keys.begin();
+  }
+
+  uint32_t mask(int64_t key) const {
+    uint32_t bits = 0;
+    for (int r = 0; r < count_; ++r) {
+      bool sees = key <= rows_[r] && rows_[r] < request_.end[key];
+      if (request_.positions) sees &= request_.positions[rows_[r]] - request_.positions[key] < request_.window;
+      bits |= static_cast<uint32_t>(sees) << r;
+    }
+    // Lanes past the last query are never stored: let them see what all others see, so that it is a run.
+    return bits == (1u << count_) - 1 ? kAllQueries : bits;
+  }
+
+  const Request& request_;
+  const int64_t* rows_;
+  const int count_;
+  int64_t nearest_start_ = 0, farthest_start_ = 0;
+};
+
+}  // namespace
+}  // namespace prefold
+
+// The lists of all tiles, or null where the intervals are not nested or memory is short (*not_nested says which).
+// positions may be null: no window. Free with prefold_free_tiles.
+extern "C" void* prefold_plan_tiles(const int64_t* end, const int64_t* rows, int64_t queries, const int64_t* positions,
+                                    int64_t window, int32_t* not_nested) {
+  using namespace prefold;
+  *not_nested = 0;
+  TileLists* lists = nullptr;
+  try {
+    lists = new TileLists;
+    const Request request{end, positions, window};
+    OpenKeys open(request);
+    TileWriter writer(*lists);
+    for (int64_t first = 0; first < queries; first += kTile) {
+      const int count = static_cast<int>(std::min<int64_t>(kTile, queries - first));
+      if (TilePlanner(request, rows + first, count).plan(open, writer)) continue;
+      *not_nested = 1;
+      delete lists;
+      return nullptr;
+    }
+    return lists;
+  } catch (const std::bad_alloc&) {
+    delete lists;
+    return nullptr;
+  }
+}
+
+extern "C" void prefold_tile_sizes(const void* handle, int64_t* tiles, int64_t* runs, int64_t* masked) {
+  const auto* lists = static_cast<const prefold::TileLists*>(handle);
+  *tiles = static_cast<int64_t>(lists->run_offsets.size()) - 1;
+  *runs = static_cast<int64_t>(lists->runs.size());
+  *masked = static_cast<int64_t>(lists->masked.size());
+}
+
+// run_offsets, mask_offsets [tiles + 1]; runs [runs, 2]; masked [masked, 2].
+extern "C" void prefold_copy_tiles(const void* handle, int64_t* run_offsets, int64_t* mask_offsets, prefold::Run* runs,
+                                   prefold::MaskedPair* masked) {
+  const auto* lists = static_cast<const prefold::TileLists*>(handle);
+  std::copy(lists->run_offsets.begin(), lists->run_offsets.end(), run_offsets);
+  std::copy(lists->mask_offsets.begin(), lists->mask_offsets.end(), mask_offsets);
+  std::copy(lists->runs.begin(), lists->runs.end(), runs);
+  std::copy(lists->masked.begin(), lists->masked.end(), masked);
+}
+
+extern "C" void prefold_free_tiles(void* handle) { delete static_cast<prefold::TileLists*>(handle); }

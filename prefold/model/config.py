@@ -1,0 +1,118 @@
+"""What a model is, as data: sizes, options, positions, planes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import UnsupportedModelError
+
+__all__ = ["ModelConfig", "Plane", "RopeConfig"]
+
+
+SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "max_positions")
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One KV layer. window: a key is visible while position(query) - position(key) < window; None: always."""
+
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding: its kind ("default", "linear", "llama3", "yarn" or "factors"), base and settings."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A pre-norm decoder with RMS norms, rotary positions and a gated SiLU MLP.
+
+    qkv_bias, o_bias, mlp_bias   biases of those linears
+    qk_norm        an RMS norm over head_dim on every query and key head, before the rotation
+    lm_head        whether there may be logits at all (a bare encoder or a classifier has none)
+    num_labels     rows of the classification head; None: no such head
+    head_layers    1: one linear. 2: linear, ReLU, linear, with biases (reward models)
+    labels         names of the head's rows, in order; empty when the checkpoint names none
+    planes         one a layer
+    dtype          the dtype the checkpoint was saved in ("bfloat16", ...), when it says so
+    """
+
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    norm_eps: float
+    rope: RopeConfig
+    max_positions: int
+    planes: tuple[Plane, ...]
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    lm_head: bool = True
+    num_labels: int | None = None
+    head_layers: Literal[1, 2] = 1
+    labels: tuple[str, ...] = ()
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UnsupportedModelError(f"{name} is {value!r}; it must be a positive integer")
+        if self.heads % self.kv_heads:
+            raise UnsupportedModelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly")
+        if self.head_dim % 2:
+            raise UnsupportedModelError(f"head_dim is {self.head_dim}; rotary positions need an even one")
+        if len(self.planes) != self.layers:
+            raise UnsupportedModelError(f"{len(self.planes)} planes for {self.layers} layers")
+
+    @property
+    def scale(self) -> float:
+        """What attention multiplies q k with."""
+        return self.head_dim**-0.5
+
+    @property
+    def q_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers in one row's keys (or values) of one plane."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of one layer's linears, without biases."""
+        return self.hidden * (2 * self.q_size + 2 * self.kv_size + 3 * self.intermediate)
+
+    @property
+    def linear_flops(self) -> int:
+        """Floating-point operations of all linears for one row, the LM head left out."""
+        return 2 * self.layers * self.layer_weights
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, the LM head counted once when it is tied; an untied one counts where `lm_head` is set."""
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        biases = (
+            self.qkv_bias * (self.q_size + 2 * self.kv_size)
+            + self.o_bias * self.hidden
+            + self.mlp_bias * (2 * self.intermediate + self.hidden)
+        )
+        embeddings = self.vocab_size * self.hidden * (2 if self.lm_head and not self.tie_embeddings else 1)
+        head = (self.num_labels or 0) * self.hidden
+        if self.num_labels and self.head_layers == 2:
+            head += self.hidden * self.hidden + self.hidden + self.num_labels
+        return embeddings + self.layers * (self.layer_weights + norms + biases) + self.hidden + head

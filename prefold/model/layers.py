@@ -1,0 +1,49 @@
+"""The linear layer, with its weight packed for oneDNN where that is faster."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Linear", "can_pack"]
+
+
+class Linear(nn.Module):
+    """x [rows, inputs] -> [rows, outputs]; weight [outputs, inputs], bias [outputs] or None.
+
+    `pack` replaces the weight by a copy in oneDNN's blocked layout (and frees it): the same products
+    and sums, but no reordering in every call. A packed layer has no gradient.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.inputs, self.outputs = inputs, outputs
+        self.weight: Tensor | None = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
+        self.packed: Tensor | None = None
+
+    def pack(self) -> None:
+        if self.packed is None and can_pack(self.weight):
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
+            self.weight = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            return nn.functional.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    def extra_repr(self) -> str:
+        return f"{self.inputs} -> {self.outputs}{', packed' if self.packed is not None else ''}"
+
+
+def can_pack(weight: Tensor | None) -> bool:
+    """Whether oneDNN multiplies with such a weight natively on this CPU.
+
+    Measured on two AVX-512 bf16 cores: 3 to 6 % faster at 512 and more rows in bfloat16, 12 % in float32,
+    and 1.3 to 3 times at 1 to 16 rows; never slower.
+    """
+    if weight is None or weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32

@@ -1,0 +1,63 @@
+"""The position-wise operations of a transformer block, each in one place.
+
+Every function has a PyTorch form (any device, differentiable) and, for CPU tensors under
+no-grad, a compiled one with the same result up to floating-point rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta (the residual stream), and its RMS norm scaled by `weight`.
+
+    x, delta [rows, hidden]; weight [hidden]. May write into x. Returns (x + delta, norm). Zhang and Sennrich 2019.
+    """
+    compiled = _compiled(x, delta, weight)
+    if compiled and x.dim() == 2:
+        return x, compiled.add_rms_norm(x, delta, weight, eps)
+    if delta is not None:
+        x = x + delta
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return x, weight * h.to(x.dtype)
+
+
+def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """Rotary position embedding of x [rows, heads, dim], halves rotated against each other (as in Llama).
+
+    cos_sin float32 [rows, dim]: cosines then sines of the row's dim/2 angles, already multiplied by the
+    RoPE variant's attention factor. norm_weight [dim]: an RMS norm over dim before the rotation (Qwen3's
+    q/k norm). May write into x.
+    """
+    compiled = _compiled(x, norm_weight)
+    if compiled and cos_sin.dtype == torch.float32 and cos_sin.is_contiguous():
+        compiled.rope(x, cos_sin, norm_weight, eps)
+        return x
+    if norm_weight is not None:
+        _, x = add_rms_norm(x, None, norm_weight, eps)
+    cos, sin = cos_sin[:, None, :].chunk(2, -1)
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, of gate_up [rows, 2 * width] -> [rows, width]."""
+    compiled = _compiled(gate_up)
+    if compiled and gate_up.dim() == 2:
+        return compiled.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _compiled(*tensors: Tensor | None) -> kernels.Kernels | None:
+    """The compiled kernels where they can take these tensors and no gradient is wanted."""
+    given = [t for t in tensors if t is not None]
+    if given[0].device.type != "cpu" or (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
+        return None
+    loaded = kernels.load()
+    return loaded if loaded and loaded.can_compute(*given) else None

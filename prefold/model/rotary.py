@@ -1,0 +1,115 @@
+"""Rotary position embedding (Su et al. 2021): frequencies of each kind, and a table of cosines and sines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import RopeConfig
+
+__all__ = ["RotaryTable", "frequencies"]
+
+
+def frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
+    """The dim / 2 angles a row turns per position, float32, and what cosines and sines are multiplied with.
+
+    In float32 and in the order of operations of transformers: at position 8,000 the last bit of a
+    frequency is 5e-4 of an angle.
+    """
+    powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    return KINDS[rope.kind](powers, rope.theta, rope.settings)
+
+
+def default(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
+    return 1.0 / powers, 1.0
+
+
+def linear(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Positions divided by `factor`."""
+    return 1.0 / powers / settings["factor"], 1.0
+
+
+def factors(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Every frequency divided by its own factor."""
+    return 1.0 / powers / torch.tensor(settings["factors"], dtype=torch.float32), 1.0
+
+
+def llama3(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, those between blended."""
+    factor, low, high = settings["factor"], settings["low_freq_factor"], settings["high_freq_factor"]
+    trained = settings["original_max_position_embeddings"]
+    inv = 1.0 / powers
+    wavelength = 2 * math.pi / inv
+    blend = (trained / wavelength - low) / (high - low)
+    middle = (1 - blend) * inv / factor + blend * inv
+    long, short = wavelength > trained / low, wavelength < trained / high
+    return torch.where(long, inv / factor, torch.where(short, inv, middle)), 1.0
+
+
+def yarn(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023): dimensions that turn fast are kept, slow ones interpolated, a ramp between."""
+    factor, half = settings["factor"], len(powers)
+
+    def dimension_of(rotations: float) -> float:
+        """The dimension that turns so often within the trained context."""
+        trained = settings["original_max_position_embeddings"]
+        return 2 * half * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension_of(settings["beta_fast"]), dimension_of(settings["beta_slow"])
+    if settings["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    span = high - low or 0.001
+    keep = 1 - ((torch.arange(half, dtype=torch.float32) - low) / span).clamp(0, 1)
+    inv = 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep
+    return inv, yarn_attention_factor(settings)
+
+
+def yarn_attention_factor(settings: Mapping[str, Any]) -> float:
+    """The temperature of YaRN, equation 22, or the ratio of two such as DeepSeek has it."""
+    if settings["attention_factor"] is not None:
+        return settings["attention_factor"]
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(settings["factor"]) + 1.0 if settings["factor"] > 1 else 1.0
+
+    if settings["mscale"] and settings["mscale_all_dim"]:
+        return temperature(settings["mscale"]) / temperature(settings["mscale_all_dim"])
+    return temperature(1.0)
+
+
+KINDS: dict[str, Callable[[Tensor, float, Mapping[str, Any]], tuple[Tensor, float]]] = {
+    "default": default,
+    "linear": linear,
+    "llama3": llama3,
+    "yarn": yarn,
+    "factors": factors,
+}
+
+
+class RotaryTable:
+    """Cosines and sines by position, float32 [positions, dim] (cosines, then sines), grown as needed."""
+
+    FIRST_ROWS = 1024
+
+    def __init__(self, rope: RopeConfig, dim: int, device: torch.device):
+        inv, self.scale = frequencies(rope, dim)
+        self.frequencies = inv.to(device)
+        self.table = torch.empty(0, dim, device=device)
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """positions int64 [rows] -> float32 [rows, dim], multiplied with the attention factor."""
+        needed = int(positions.max()) + 1 if len(positions) else 0
+        if needed > len(self.table):
+            self._grow(max(needed, 2 * len(self.table), self.FIRST_ROWS))
+        return self.table.index_select(0, positions)
+
+    def _grow(self, rows: int) -> None:
+        # Outside of inference mode, so that a table built there also serves a pass with gradients.
+        with torch.inference_mode(False), torch.no_grad():
+            angles = torch.arange(rows, device=self.table.device).float()[:, None] * self.frequencies
+            self.table = torch.cat((angles.cos() * self.scale, angles.sin() * self.scale), -1)

@@ -1,0 +1,162 @@
+"""Where tensors are read from, by Hugging Face name: safetensors, GGUF, or a generator of random numbers."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..checkpoint import Checkpoint
+from ..checkpoint.gguf import GGUFFile
+from ..errors import CheckpointError
+from .config import ModelConfig
+
+__all__ = ["TensorSource", "open_source"]
+
+
+class TensorSource(Protocol):
+    """Tensors by name. Names are those of the Hugging Face model without the prefix "model."."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Copies the tensor into `target` (of its shape, contiguous, any dtype and device)."""
+
+
+def open_source(checkpoint: Checkpoint, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], seed: int):
+    """The source of a checkpoint's tensors. shapes: what the model wants, for random weights."""
+    if checkpoint.format == "dummy":
+        return RandomSource(shapes, seed)
+    if checkpoint.gguf is not None:
+        return GGUFSource(checkpoint.gguf, config)
+    return SafetensorsSource(checkpoint)
+
+
+class SafetensorsSource:
+    """The safetensors file, or files with an index, of a Hugging Face folder."""
+
+    # Not weights: buffers that old versions of transformers saved.
+    IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias)")
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._where: dict[str, tuple[Any, str]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path in self._files(checkpoint):
+            try:
+                file = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+            for stored in file.keys():  # noqa: SIM118 (not a dict)
+                name = stored.removeprefix("model.")
+                if self.IGNORED.fullmatch(name):
+                    continue
+                if name in self._where:
+                    raise CheckpointError(f"{checkpoint.path} has the tensor {stored!r} twice")
+                self._where[name] = (file, stored)
+                self.shapes[name] = tuple(file.get_slice(stored).get_shape())
+
+    @staticmethod
+    def _files(checkpoint: Checkpoint) -> list[Path]:
+        if (single := checkpoint.file("model.safetensors")) is not None:
+            return [single]
+        index = checkpoint.read_json("model.safetensors.index.json")
+        if isinstance(index, dict):
+            names = sorted(set(index.get("weight_map", {}).values()))
+            missing = [name for name in names if checkpoint.file(name) is None]
+            if missing or not names:
+                raise CheckpointError(f"{checkpoint.path} lacks {', '.join(missing) or 'the files its index names'}")
+            return [path for name in names if (path := checkpoint.file(name)) is not None]
+        folder = checkpoint.path
+        if folder is not None and [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]:
+            raise CheckpointError(
+                f"{folder} has its weights as pickled files only, which can run code when opened; convert them to "
+                "safetensors (in transformers: AutoModel.from_pretrained(folder).save_pretrained(new_folder))"
+            )
+        raise CheckpointError(f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json")
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        file, stored = self._where[name]
+        target.copy_(file.get_tensor(stored))
+
+
+class GGUFSource:
+    """The tensors of a GGUF file under their Hugging Face names, dequantised one at a time."""
+
+    TOP: ClassVar = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+    LAYER: ClassVar = {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    IGNORED = ("rope_freqs.weight",)  # part of the config
+
+    def __init__(self, file: GGUFFile, config: ModelConfig):
+        self.file = file
+        self.permuted_heads = self._permuted_heads(config)
+        self._stored = {self._name(stored): stored for stored in file.tensors if stored not in self.IGNORED}
+        self.shapes = {name: file.tensors[stored].shape for name, stored in self._stored.items()}
+
+    def _permuted_heads(self, config: ModelConfig) -> dict[str, int]:
+        """Files of architecture "llama" keep the two halves of a rotated head interleaved."""
+        if self.file.metadata.get("general.architecture") != "llama":
+            return {}
+        return {"q_proj": config.heads, "k_proj": config.kv_heads}
+
+    def _name(self, stored: str) -> str:
+        part, _, kind = stored.rpartition(".")
+        if part in self.TOP:
+            return f"{self.TOP[part]}.{kind}"
+        if match := re.fullmatch(r"blk\.(\d+)\.(\w+)", part):
+            number, role = match.groups()
+            if role in self.LAYER:
+                return f"layers.{number}.{self.LAYER[role]}.{kind}"
+        return stored  # unknown: reported under its own name
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        array = self.file.dequantize(self._stored[name])
+        values = torch.from_numpy(array if array.flags.writeable else array.copy())
+        heads = self.permuted_heads.get(name.split(".")[-2])
+        if heads is not None:
+            values = values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        target.copy_(values)
+
+
+class RandomSource:
+    """Normal numbers of standard deviation 0.02, and ones for norms; the same for the same seed.
+
+    Every tensor is a stretch, begun at a place of its own, of one long repeated draw, so that a
+    geometry of eight billion parameters is filled at the speed of memory.
+    """
+
+    POOL = 1_000_003  # a prime: rows of a matrix do not repeat in step
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int):
+        self.shapes = shapes
+        self.seed = seed
+
+    @cached_property
+    def _pool(self) -> Tensor:
+        return torch.randn(self.POOL, generator=torch.Generator().manual_seed(self.seed)) * 0.02
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        if name.endswith("norm.weight"):
+            target.fill_(1.0)
+            return
+        pool = self._pool.roll(zlib.crc32(name.encode()) % self.POOL).to(target.device, target.dtype)
+        for part in target.view(-1).split(self.POOL):
+            part.copy_(pool[: len(part)])

@@ -1,0 +1,217 @@
+"""The transformer, as a function of rows.
+
+Knows of attention only the `attend` it is given: what is visible to whom, where K/V lie, whether
+rows are tokens or trie tokens, is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import InputError
+from .config import ModelConfig
+from .layers import Linear
+from .ops import add_rms_norm, rope, silu_mul
+from .rotary import RotaryTable
+
+__all__ = ["Attend", "CausalLM"]
+
+# Rows that go through the position-wise chain at once on a CPU: its intermediates stay in the cache
+# and in memory that the allocator can reuse.
+BLOCK_ROWS = 768
+# Vocabulary entries of the LM head that are widened to float32 at once.
+HEAD_COLUMNS = 4096
+
+
+class Attend(Protocol):
+    """Attention over one plane. q [rows, heads, dim], k, v [rows, kv_heads, dim] (perhaps strided) -> o, as q.
+
+    read_only: q has only the rows that are read; k and v have all.
+    """
+
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, *, read_only: bool = False) -> Tensor: ...
+
+
+class Projected(NamedTuple):
+    """A block of rows on the way into attention. x: the residual stream, of the rows that q has."""
+
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Layer(nn.Module):
+    """One layer: `start` before attention, `finish` after it. The last layer keeps q apart from k and v."""
+
+    def __init__(self, config: ModelConfig, *, last: bool, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        place = {"dtype": dtype, "device": device}
+        q, kv, hidden = config.q_size, 2 * config.kv_size, config.hidden
+        self.config = config
+        self.input_norm = _norm(hidden, **place)
+        if last:
+            self.q = Linear(hidden, q, bias=config.qkv_bias, **place)
+            self.kv = Linear(hidden, kv, bias=config.qkv_bias, **place)
+        else:
+            self.qkv = Linear(hidden, q + kv, bias=config.qkv_bias, **place)
+        self.q_norm = _norm(config.head_dim, **place) if config.qk_norm else None
+        self.k_norm = _norm(config.head_dim, **place) if config.qk_norm else None
+        self.o = Linear(q, hidden, bias=config.o_bias, **place)
+        self.post_norm = _norm(hidden, **place)
+        self.gate_up = Linear(hidden, 2 * config.intermediate, bias=config.mlp_bias, **place)
+        self.down = Linear(config.intermediate, hidden, bias=config.mlp_bias, **place)
+        self.last = last
+
+    def start(self, x: Tensor, delta: Tensor | None, cos_sin: Tensor, read: Tensor | None = None) -> Projected:
+        """x + delta [rows, hidden], normed, to q, k, v. read (last layer): the rows whose q is wanted; None: all."""
+        config = self.config
+        x, h = add_rms_norm(x, delta, self.input_norm, config.norm_eps)
+        q_cos_sin = cos_sin
+        if self.last:
+            kv = self.kv(h)
+            if read is not None:
+                x, h, q_cos_sin = x[read], h[read], cos_sin[read]
+            q = self.q(h)
+        else:
+            q, kv = self.qkv(h).split((config.q_size, 2 * config.kv_size), -1)
+        k, v = kv.unflatten(-1, (2 * config.kv_heads, config.head_dim)).split(config.kv_heads, 1)
+        q = q.unflatten(-1, (config.heads, config.head_dim))
+        q = rope(q, q_cos_sin, self.q_norm, config.norm_eps)
+        return Projected(x, q, rope(k, cos_sin, self.k_norm, config.norm_eps), v)
+
+    def finish(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+        """x [rows, hidden], o [rows, heads, dim] -> the residual stream, and what is still to be added to it."""
+        x, h = add_rms_norm(x, self.o(o.flatten(1)), self.post_norm, self.config.norm_eps)
+        return x, self.down(silu_mul(self.gate_up(h)))
+
+
+class CausalLM(nn.Module):
+    """Embedding, layers, final norm; an LM head or a classification head on request.
+
+    Differentiable unless its linears are packed. Weights are left uninitialised: see `load_model`.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        place = {"dtype": dtype, "device": device}
+        self.config = config
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden, **place))
+        self.layers = nn.ModuleList(Layer(config, last=i == config.layers - 1, **place) for i in range(config.layers))
+        self.norm = _norm(config.hidden, **place)
+        untied = config.lm_head and not config.tie_embeddings
+        self.lm_head = nn.Parameter(torch.empty(config.vocab_size, config.hidden, **place)) if untied else None
+        self.score = _score_head(config, device=device) if config.num_labels else None
+        self.block_rows: int | None = BLOCK_ROWS
+        self._rotary: RotaryTable | None = None
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, read_rows: Tensor | None = None) -> Tensor:
+        """Hidden states after the final norm, [rows read, hidden], in the order of `read_rows`.
+
+        tokens, positions  int64 [rows]
+        read_rows          int64 [r], ascending: rows whose result is wanted; None: all. The last layer
+                           computes no more than these (and the keys and values of all).
+        """
+        blocks = self._blocks(len(tokens))
+        reads = _split_reads(read_rows, blocks)
+        cos_sin = self._cos_sin(positions)
+        first, last = self.layers[0], self.layers[-1]
+        parts = [
+            first.start(F.embedding(tokens[b], self.embedding), None, cos_sin[b], read if first is last else None)
+            for b, read in zip(blocks, reads, strict=True)
+        ]
+        for plane, (layer, following) in enumerate(zip(self.layers[:-1], self.layers[1:], strict=True)):
+            o = attend(plane, *_join(parts))
+            parts = [
+                following.start(*layer.finish(part.x, o[b]), cos_sin[b], read if following is last else None)
+                for part, b, read in zip(parts, blocks, reads, strict=True)
+            ]
+        o = attend(len(self.layers) - 1, *_join(parts), read_only=read_rows is not None)
+        x = _cat([part.x for part in parts])
+        return _cat([self._norm(*last.finish(x[b], o[b])) for b in self._blocks(len(x))])
+
+    def logits(self, hidden: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
+        """float32 logits [rows, vocabulary], or [rows, len(ids)] of the ids given; hidden as from `forward`.
+
+        Products of the model's dtype are summed and kept in float32: a bfloat16 logit of 20 has steps
+        of 0.125, which ties words. Raises InputError when the checkpoint has no LM head.
+        """
+        weight = self.embedding if self.config.lm_head and self.config.tie_embeddings else self.lm_head
+        if weight is None:
+            raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
+        if ids is not None:
+            weight = weight[torch.as_tensor(ids, device=weight.device)]
+        hidden = hidden.float()
+        if weight.dtype == torch.float32:
+            return F.linear(hidden, weight)
+        return _cat([F.linear(hidden, part.float()) for part in weight.split(HEAD_COLUMNS)], dim=1)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """float32 outputs of the classification head, [rows, num_labels]. Raises InputError without one."""
+        if self.score is None:
+            raise InputError("this checkpoint has no classification head", field="model", code="no_head")
+        return self.score(hidden.float())
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def linear_flops(self) -> int:
+        """Floating-point operations of the linears for one row, without the LM head."""
+        return self.config.linear_flops
+
+    def _norm(self, x: Tensor, delta: Tensor) -> Tensor:
+        return add_rms_norm(x, delta, self.norm, self.config.norm_eps)[1]
+
+    def _cos_sin(self, positions: Tensor) -> Tensor:
+        if self._rotary is None or self._rotary.table.device != positions.device:
+            self._rotary = RotaryTable(self.config.rope, self.config.head_dim, positions.device)
+        return self._rotary(positions)
+
+    def _blocks(self, rows: int) -> list[slice]:
+        """Equal consecutive slices of at most `block_rows`; one slice with gradients, or on a device with its own."""
+        if self.block_rows is None or torch.is_grad_enabled() or self.device.type != "cpu" or rows <= self.block_rows:
+            return [slice(0, rows)]
+        num = -(-rows // self.block_rows)
+        return [slice(rows * i // num, rows * (i + 1) // num) for i in range(num)]
+
+
+def _norm(size: int, *, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+
+
+def _score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:
+    """In float32 whatever the model is in: it costs next to nothing, and scores are compared."""
+    place = {"dtype": torch.float32, "device": device}
+    if config.head_layers == 1:
+        return Linear(config.hidden, config.num_labels, bias=False, **place)
+    first = Linear(config.hidden, config.hidden, bias=True, **place)
+    return nn.Sequential(first, nn.ReLU(), Linear(config.hidden, config.num_labels, bias=True, **place))
+
+
+def _split_reads(read_rows: Tensor | None, blocks: list[slice]) -> list[Tensor | None]:
+    """The rows to read within each block, counted from the block's start."""
+    if read_rows is None:
+        return [None] * len(blocks)
+    if len(blocks) == 1:
+        return [read_rows]
+    stops = torch.tensor([block.stop for block in blocks])
+    counts = torch.searchsorted(read_rows, stops).diff(prepend=torch.zeros(1, dtype=torch.int64))
+    return [rows - block.start for rows, block in zip(read_rows.split(counts.tolist()), blocks, strict=True)]
+
+
+def _join(parts: list[Projected]) -> tuple[Tensor, Tensor, Tensor]:
+    return _cat([p.q for p in parts]), _cat([p.k for p in parts]), _cat([p.v for p in parts])
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

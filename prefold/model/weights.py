@@ -1,0 +1,164 @@
+"""Loads a checkpoint's weights into a CausalLM: checks names, shapes and memory first, then reads once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint import Checkpoint
+from ..errors import CheckpointError
+from .families import config_from
+from .layers import Linear
+from .memory import check_fits
+from .sources import TensorSource, open_source
+from .transformer import CausalLM, Layer
+
+__all__ = ["load_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter of the model, and the checkpoint's tensors that are stacked in it, with their rows."""
+
+    owner: nn.Module
+    attribute: str
+    parts: tuple[tuple[str, int], ...]
+
+    @property
+    def parameter(self) -> Tensor:
+        return getattr(self.owner, self.attribute)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: (rows, *self.parameter.shape[1:]) for name, rows in self.parts}
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    pack: bool = True,
+    seed: int = 0,
+) -> CausalLM:
+    """The model of `checkpoint`, in evaluation mode.
+
+    dtype   of all weights (the classification head stays float32)
+    pack    pack linears for the CPU where that is faster; a packed model has no gradients
+    seed    of random weights
+
+    Raises UnsupportedModelError (architecture, settings), OutOfMemoryError (before anything is read),
+    and CheckpointError, naming every tensor that is missing, unexpected or misshapen.
+    """
+    device = torch.device(device)
+    config = config_from(checkpoint.config)
+    # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
+    model = CausalLM(config, dtype=dtype, device=torch.device("meta"))
+    slots = list(model_slots(model))
+    wanted = {name: shape for slot in slots for name, shape in slot.shapes.items()}
+    source = open_source(checkpoint, config, wanted, seed)
+    slots = _settle_lm_head(model, slots, source)
+    _check_tensors(checkpoint, slots, source)
+    _check_memory(checkpoint, slots, device, dtype)
+    with torch.no_grad():
+        for slot in slots:
+            _fill(slot, source, device)
+            if pack and isinstance(slot.owner, Linear) and slot.attribute == "weight":
+                # At once: so only one matrix at a time is there twice.
+                slot.owner.pack()
+    return model.eval()
+
+
+def model_slots(model: CausalLM) -> Iterator[Slot]:
+    """Every parameter of the model with the names of its tensors; head and embedding first, then layer by layer."""
+    config = model.config
+    yield Slot(model, "embedding", (("embed_tokens.weight", config.vocab_size),))
+    if model.lm_head is not None:
+        yield Slot(model, "lm_head", (("lm_head.weight", config.vocab_size),))
+    yield Slot(model, "norm", (("norm.weight", config.hidden),))
+    if isinstance(model.score, Linear):
+        yield from _linear(model.score, ("score", config.num_labels))
+    elif model.score is not None:
+        yield from _linear(model.score[0], ("score.0", config.hidden))
+        yield from _linear(model.score[2], ("score.2", config.num_labels))
+    for number, layer in enumerate(model.layers):
+        yield from _layer(layer, f"layers.{number}.")
+
+
+def _layer(layer: Layer, prefix: str) -> Iterator[Slot]:
+    config, attention, mlp = layer.config, prefix + "self_attn.", prefix + "mlp."
+    q = (attention + "q_proj", config.q_size)
+    k, v = (attention + "k_proj", config.kv_size), (attention + "v_proj", config.kv_size)
+    yield Slot(layer, "input_norm", ((prefix + "input_layernorm.weight", config.hidden),))
+    yield Slot(layer, "post_norm", ((prefix + "post_attention_layernorm.weight", config.hidden),))
+    if config.qk_norm:
+        yield Slot(layer, "q_norm", ((attention + "q_norm.weight", config.head_dim),))
+        yield Slot(layer, "k_norm", ((attention + "k_norm.weight", config.head_dim),))
+    if layer.last:
+        yield from _linear(layer.q, q)
+        yield from _linear(layer.kv, k, v)
+    else:
+        yield from _linear(layer.qkv, q, k, v)
+    yield from _linear(layer.o, (attention + "o_proj", config.hidden))
+    yield from _linear(layer.gate_up, (mlp + "gate_proj", config.intermediate), (mlp + "up_proj", config.intermediate))
+    yield from _linear(layer.down, (mlp + "down_proj", config.hidden))
+
+
+def _linear(linear: Linear, *parts: tuple[str, int]) -> Iterator[Slot]:
+    yield Slot(linear, "weight", tuple((name + ".weight", rows) for name, rows in parts))
+    if linear.bias is not None:
+        yield Slot(linear, "bias", tuple((name + ".bias", rows) for name, rows in parts))
+
+
+def _settle_lm_head(model: CausalLM, slots: list[Slot], source: TensorSource) -> list[Slot]:
+    """An LM head that the checkpoint does not have (embedding models) is left out: `logits` says so."""
+    if model.lm_head is None or "lm_head.weight" in source.shapes:
+        return slots
+    model.lm_head = None
+    return [slot for slot in slots if slot.attribute != "lm_head"]
+
+
+def _check_tensors(checkpoint: Checkpoint, slots: list[Slot], source: TensorSource) -> None:
+    wanted = {name: shape for slot in slots for name, shape in slot.shapes.items()}
+    # A tied head may be saved beside the embedding it is tied to, and a head that is not asked for beside a classifier.
+    unexpected = sorted(set(source.shapes) - set(wanted) - {"lm_head.weight"})
+    missing = sorted(set(wanted) - set(source.shapes))
+    misshapen = [
+        f"{name} is {list(source.shapes[name])}, not {list(shape)}"
+        for name, shape in sorted(wanted.items())
+        if name in source.shapes and source.shapes[name] != shape
+    ]
+    problems = [
+        f"{what}: {_some(names)}"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(f"the tensors of {checkpoint.name} do not fit its config; {'; '.join(problems)}")
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _check_memory(checkpoint: Checkpoint, slots: list[Slot], device: torch.device, dtype: torch.dtype) -> None:
+    weights = sum(slot.parameter.nbytes for slot in slots)
+    # While one parameter is filled its tensors are there once more, GGUF ones as float32, or while it is packed.
+    largest = max(slot.parameter.numel() for slot in slots) * (4 if checkpoint.gguf is not None else dtype.itemsize)
+    remedy = "use a smaller model, or more memory"
+    if dtype == torch.float32:
+        remedy = f"use bfloat16 ({weights / 2e9:.1f} GB), or a smaller model"
+    extra = largest if device.type == "cpu" else 0
+    check_fits(weights + extra, device, f"{checkpoint.name} in {str(dtype).removeprefix('torch.')}", remedy)
+
+
+def _fill(slot: Slot, source: TensorSource, device: torch.device) -> None:
+    old = slot.parameter
+    values = torch.empty(old.shape, dtype=old.dtype, device=device)
+    for (name, _), part in zip(slot.parts, values.split([rows for _, rows in slot.parts]), strict=True):
+        source.read_into(name, part)
+    setattr(slot.owner, slot.attribute, nn.Parameter(values))

@@ -1,0 +1,18 @@
+"""The prefix trie of a set of token sequences, laid flat, and its views. NumPy only."""
+
+from __future__ import annotations
+
+from .fold import PrefixMap
+from .ragged import check_ragged, common_prefix_lengths, lexsort_sequences
+from .segments import Segment, segments
+from .trie import Trie
+
+__all__ = [
+    "PrefixMap",
+    "Segment",
+    "Trie",
+    "check_ragged",
+    "common_prefix_lengths",
+    "lexsort_sequences",
+    "segments",
+]

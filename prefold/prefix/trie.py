@@ -1,0 +1,221 @@
+"""The prefix trie of a set of token sequences, laid flat: the row stream.
+
+Rows are the trie's tokens in depth-first order. The rows that a sequence adds to those before it are a *run*:
+they lie side by side, one below the other, so the trie is a list of runs, each hung on a row of an earlier one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+from .ragged import check_ragged, common_prefix_lengths, lexsort_sequences, ragged_ranges
+
+__all__ = ["Layout", "Trie"]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the sequences lie in the stream; what Trie and PrefixMap have in common.
+
+    Per sequence, in depth-first order: `order` its number, `starts` its first token in `tokens`, `lengths` its
+    length, `shared` how many leading tokens lie in rows of earlier sequences, `first_row` the row of the next.
+    """
+
+    tokens: np.ndarray
+    order: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    shared: np.ndarray
+    first_row: np.ndarray
+    num_rows: int
+
+    @classmethod
+    def build(cls, tokens: Any, offsets: Any, *, share: bool, is_sorted: bool, vocab_size: int | None) -> Layout:
+        tokens, offsets = check_ragged(tokens, offsets, vocab_size=vocab_size)
+        in_order = is_sorted or not share
+        order = np.arange(len(offsets) - 1) if in_order else lexsort_sequences(tokens, offsets)
+        starts, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
+        if not in_order:
+            starts, lengths = starts[order], lengths[order]
+        shared = common_prefix_lengths(tokens, offsets, order) if share else np.zeros(len(order), np.int64)
+        if is_sorted and share:
+            _check_sorted(tokens, starts, lengths, shared)
+        stops = np.cumsum(lengths - shared)
+        num_rows = int(stops[-1]) if len(stops) else 0
+        return cls(tokens, order, starts, lengths, shared, stops - (lengths - shared), num_rows)
+
+
+def _check_sorted(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, shared: np.ndarray) -> None:
+    common = shared[1:]
+    left, right = starts[:-1], starts[1:]
+    left_ends, right_ends = common == lengths[:-1], common == lengths[1:]
+    before = tokens[np.where(left_ends, 0, left + common)]
+    after = tokens[np.where(right_ends, 0, right + common)]
+    wrong = ~left_ends & (right_ends | (before > after))
+    if wrong.any():
+        s = int(np.argmax(wrong)) + 1
+        message = f"sequence {s} is not in lexicographic order after sequence {s - 1}"
+        raise InputError(message, field="tokens", remedy="sort the sequences, or leave is_sorted=False")
+
+
+@dataclass(frozen=True, eq=False)
+class Trie:
+    """A prefix trie in depth-first order, one row a trie token. Arrays are read-only.
+
+    tokens     int32 [rows]            token id
+    positions  int32 [rows]            depth, 0 at a root
+    end        int64 [rows]            row just past the row's subtree: row j is on the path of row i, or i itself,
+                                       exactly when j <= i < end[j]
+    last_row   int64 [num_sequences]   row of each sequence's last token, in input order
+    order      int64 [num_sequences]   the sequences' numbers, depth-first
+    num_tokens                         tokens of all sequences
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    end: np.ndarray
+    last_row: np.ndarray
+    order: np.ndarray
+    num_tokens: int
+    run_start: np.ndarray  # int64 [runs]: first row of each run
+    run_depth: np.ndarray  # int64 [runs]: its position
+
+    @classmethod
+    def build(
+        cls,
+        tokens: Any,
+        offsets: Any,
+        *,
+        share: bool = True,
+        is_sorted: bool = False,
+        vocab_size: int | None = None,
+    ) -> Trie:
+        """The trie of ragged sequences: tokens, any integer type [N]; offsets [B + 1].
+
+        Depth-first order is the lexicographic order of token ids, ties by input order, a prefix before its
+        extensions; duplicates add no rows. share=False gives every sequence a branch of its own, in input order.
+        is_sorted=True promises that order and saves the sort (the promise is checked).
+        Raises InputError as `check_ragged` does, and for a broken promise.
+        """
+        at = Layout.build(tokens, offsets, share=share, is_sorted=is_sorted, vocab_size=vocab_size)
+        added = at.lengths - at.shared
+        rows = np.arange(at.num_rows)
+        positions = (rows - np.repeat(at.first_row - at.shared, added)).astype(np.int32)
+        row_tokens = at.tokens[rows + np.repeat(at.starts + at.shared - at.first_row, added)]
+        last_row = np.empty(len(at.order), np.int64)
+        last_row[at.order] = at.first_row + added - 1  # right for a duplicate too: it adds none, and follows its twin
+        runs = np.flatnonzero(added)
+        run_start, run_depth = at.first_row[runs], at.shared[runs]
+        end = _row_ends(run_start, run_depth, added[runs], at.num_rows)
+        arrays = row_tokens, positions, end, last_row, at.order
+        for array in (*arrays, run_start, run_depth):
+            array.flags.writeable = False
+        return cls(*arrays, len(at.tokens), run_start, run_depth)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.order)
+
+    @cached_property
+    def parent(self) -> np.ndarray:
+        """int64 [rows]: the row above each row; -1 for a root."""
+        parent = np.arange(-1, self.num_rows - 1)
+        parent[self.run_start] = self._run_parent
+        parent.flags.writeable = False
+        return parent
+
+    @cached_property
+    def _run_parent(self) -> np.ndarray:
+        """int64 [runs]: the row on which each run hangs; -1 for none."""
+        depth = self.run_depth
+        above = len(depth) - 1 - _next_smaller(np.append(depth[::-1], -1))[-2::-1]
+        row = self.run_start[above] + depth - 1 - depth[above]
+        return np.where(depth == 0, -1, row)
+
+    def path(self, row: int) -> np.ndarray:
+        """int64 [depth]: the rows above `row`, root first, without `row` itself. Empty for row = num_rows."""
+        if not 0 <= row <= self.num_rows:
+            raise IndexError(f"row {row} of {self.num_rows}")
+        pieces = []
+        stop = row if row < self.num_rows else -1
+        while stop >= 0:
+            run = int(np.searchsorted(self.run_start, stop, side="right")) - 1
+            pieces.append(np.arange(self.run_start[run], stop + (stop != row)))
+            stop = int(self._run_parent[run])
+        return np.concatenate(pieces[::-1]) if pieces else np.zeros(0, np.int64)
+
+    def rows_of(self, sequence: int) -> np.ndarray:
+        """int64 [length]: the rows of one sequence, first token first."""
+        last = int(self.last_row[sequence])
+        return np.append(self.path(last), last)
+
+    def check(self) -> None:
+        """Assert every invariant of the layout; costs a pass over the rows."""
+        n, rows = self.num_rows, np.arange(self.num_rows)
+        assert all(len(a) == n for a in (self.positions, self.end, self.parent))
+        assert np.array_equal(np.sort(self.order), np.arange(self.num_sequences))
+        assert ((self.end > rows) & (self.end <= n)).all()
+        root = self.parent < 0
+        assert np.array_equal(root, self.positions == 0)
+        above = np.where(root, 0, self.parent)
+        assert (root | (self.parent < rows)).all()
+        assert (root | (self.positions == self.positions[above] + 1)).all()
+        assert (root | (self.end <= self.end[above])).all()
+        # The row after a row is its child, or stands where the row's subtree ends.
+        assert ((self.parent[1:] == rows[:-1]) == (self.end[:-1] > rows[1:])).all()
+        # As many rows are open at a row as it is deep: `end` and `positions` tell the same story.
+        opened = np.arange(n) - np.cumsum(np.bincount(self.end, minlength=n + 1))[:n]
+        assert np.array_equal(opened, self.positions)
+        assert (np.diff(self.last_row[self.order]) >= 0).all()
+        is_leaf = self.end == rows + 1
+        assert np.isin(rows[is_leaf], self.last_row).all()
+
+
+def _row_ends(start: np.ndarray, depth: np.ndarray, length: np.ndarray, num_rows: int) -> np.ndarray:
+    """int64 [rows]: where each row's subtree ends, from the runs' first rows, positions and lengths.
+
+    A row at position d ends where the first later run begins whose position is at most d. For most rows that is
+    the next run; the rest, the rows that later runs share, are found piece by piece, the deepest pieces of all
+    runs at once.
+    """
+    start, depth = np.append(start, num_rows), np.append(depth, -1)  # the stream's end closes everything
+    end = np.repeat(start[1:], length)
+    run = np.flatnonzero(depth[1:] > depth[:-1])
+    if not len(run):
+        return end
+    smaller = _next_smaller(depth)
+    later, top = run + 1, depth[run]
+    while len(run):
+        bottom = depth[later]
+        later = smaller[later]
+        piece = np.maximum(depth[later], top)
+        size = bottom - piece
+        end[ragged_ranges(start[run] + piece - top, size)] = np.repeat(start[later], size)
+        more = piece > top
+        run, later, top = run[more], later[more], top[more]
+    return end
+
+
+def _next_smaller(values: np.ndarray) -> np.ndarray:
+    """int64 [n]: index of the first later value that is smaller; the last value, smaller than all, gets n - 1.
+
+    Pointers start at the next value and jump along one another's until they stand right: everything between a
+    value and its pointer is at least that value, so no jump leaves out a smaller one.
+    """
+    n = len(values)
+    pointer = np.minimum(np.arange(1, n + 1), n - 1)
+    open_ = np.flatnonzero(values[:-1] <= values[1:])
+    while len(open_):
+        jump = pointer[pointer[open_]]
+        pointer[open_] = jump
+        open_ = open_[values[jump] >= values[open_]]
+    return pointer

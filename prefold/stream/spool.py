@@ -1,0 +1,206 @@
+"""The spool: a job's requests as they come in, and out again in order, in bounded memory.
+
+Requests are kept in memory up to a limit; what is more goes to disk as sorted runs, which are merged while they
+are read (external merge sort). Nothing is read from the disk that this process did not write there.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import struct
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from itertools import chain
+from operator import attrgetter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+from ..types import Request
+from .window import Record, Window, cut_into_windows
+
+__all__ = ["Spool"]
+
+_HEADER = struct.Struct("<QIiI")  # number, tokens, targets (-1: none), bytes of the tag
+_RECORD_OVERHEAD = 256  # bytes a record takes in memory besides its contents
+_FAN_IN = 64  # runs merged at once: each is an open file
+_MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20  # bytes of a run's read buffer
+
+
+class Spool:
+    """The requests of one job.
+
+    Add all requests, from any threads, then read windows, from one; windows can be read more than once. A context
+    manager: closing it removes the temporary folder that it makes in `directory` (the system's default: None) once
+    more than `memory_bytes` is held. Reading needs memory for one window, and about `memory_bytes` beside it.
+    """
+
+    def __init__(self, *, memory_bytes: int = 64 << 20, directory: str | os.PathLike[str] | None = None) -> None:
+        if memory_bytes < 1:
+            raise InputError(f"memory_bytes is {memory_bytes}", field="memory_bytes", remedy="give 1 or more")
+        self.num_requests = 0
+        self.num_tokens = 0
+        self._memory_bytes = memory_bytes
+        self._directory = directory
+        self._folder: TemporaryDirectory[str] | None = None
+        self._held: list[Record] = []
+        self._held_bytes = 0
+        self._runs: list[Path] = []  # sorted; each holds a consecutive range of arrivals
+        self._merged: list[Path] | None = None  # the same records in at most _FAN_IN runs
+        self._state = "adding"
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Forget all requests and remove what is on disk. Closing twice is harmless."""
+        with self._lock:
+            self._state = "closed"
+            self._held, self._runs, self._merged = [], [], None
+            if self._folder is not None:
+                self._folder.cleanup()
+                self._folder = None
+
+    def add(self, request: Request, tag: bytes = b"") -> None:
+        """Take one request; `tag` comes back with it in its window.
+
+        Raises InputError: tokens or targets that are not flat arrays of ids from 0 to 2**31 - 1, no tokens, or more
+        targets than tokens. RuntimeError once windows have been read.
+        """
+        key = _ids(request.tokens, "tokens", ">i4")
+        targets = None if request.targets is None else _ids(request.targets, "targets", "=i4")
+        if not key:
+            raise InputError("tokens is empty", field="tokens", remedy="a request has at least one token")
+        if targets is not None and len(targets) > len(key):
+            message = f"{len(targets) // 4} targets for {len(key) // 4} tokens"
+            raise InputError(message, field="targets", remedy="each target needs the row of a token")
+        size = len(key) + len(targets or b"") + len(tag) + _RECORD_OVERHEAD
+        with self._lock:
+            if self._state != "adding":
+                raise RuntimeError(f"a request was added to a spool that is {self._state}")
+            self._held.append(Record(key, self.num_requests, targets, bytes(tag)))
+            self.num_requests += 1
+            self.num_tokens += len(key) // 4
+            self._held_bytes += size
+            if self._held_bytes > self._memory_bytes:
+                self._spill()
+
+    def finish_adding(self) -> None:
+        """No more requests come. Reading the first window says so too."""
+        with self._lock:
+            if self._state == "closed":
+                raise RuntimeError("the spool is closed")
+            if self._state == "adding":
+                self._state = "complete"
+                if self._runs and self._held:
+                    self._spill()
+                else:
+                    self._held.sort(key=attrgetter("key"))
+
+    def windows(self, *, max_tokens: int, share: bool = True, read: str = "last") -> Iterator[Window]:
+        """The job as windows of at most `max_tokens` tokens each (a longer request has a window of its own).
+
+        share=True: in lexicographic order over the whole job, equal requests as they came, and every window ends
+        where little is shared with the next. share=False: in order of arrival. `read` is the Readout's kind; it
+        decides what a window carries over (see Window).
+        """
+        if max_tokens < 1:
+            raise InputError(f"max_tokens is {max_tokens}", field="max_tokens", remedy="give 1 or more")
+        self.finish_adding()
+        records = self._sorted_records() if share else self._arrived_records()
+        return cut_into_windows(records, max_tokens=max_tokens, is_sorted=share, read=read)
+
+    def unique_tokens(self) -> int:
+        """Rows of the job's stream: its tokens, each shared prefix counted once. Reads the job once."""
+        return sum(w.unique_tokens for w in self.windows(max_tokens=1 << 20))
+
+    def _spill(self) -> None:
+        self._held.sort(key=attrgetter("key"))  # stable: equal requests stay in order of arrival
+        self._runs.append(self._write_run(f"{len(self._runs)}.run", self._held))
+        self._held, self._held_bytes = [], 0
+
+    def _write_run(self, name: str, records: Iterable[Record]) -> Path:
+        if self._folder is None:
+            self._folder = TemporaryDirectory(prefix="prefold-spool-", dir=self._directory)
+        path = Path(self._folder.name, name)
+        with open(path, "wb", buffering=_MAX_BUFFER) as file:
+            for key, number, targets, tag in records:
+                num_targets = -1 if targets is None else len(targets) // 4
+                file.write(_HEADER.pack(number, len(key) // 4, num_targets, len(tag)))
+                file.write(key)
+                file.write(targets or b"")
+                file.write(tag)
+        return path
+
+    def _sorted_records(self) -> Iterator[Record]:
+        if not self._runs:
+            yield from self._held
+            return
+        if self._merged is None:
+            self._merged = self._merge_runs(self._runs)
+        yield from self._merge(self._merged)
+
+    def _merge_runs(self, runs: list[Path]) -> list[Path]:
+        """At most _FAN_IN runs with the records of all; the given ones stay, those made on the way go."""
+        level = 0
+        while len(runs) > _FAN_IN:
+            groups = [runs[i : i + _FAN_IN] for i in range(0, len(runs), _FAN_IN)]
+            merged = [self._write_run(f"{level}-{i}.merged", self._merge(g)) for i, g in enumerate(groups)]
+            if level:
+                for path in runs:
+                    path.unlink()
+            runs, level = merged, level + 1
+        return runs
+
+    def _merge(self, runs: list[Path]) -> Iterator[Record]:
+        buffer = min(max(self._memory_bytes // len(runs), _MIN_BUFFER), _MAX_BUFFER)
+        with ExitStack() as stack:
+            files = [stack.enter_context(open(path, "rb", buffering=buffer)) for path in runs]
+            yield from heapq.merge(*(_read_run(file) for file in files))
+
+    def _arrived_records(self) -> Iterator[Record]:
+        yield from chain.from_iterable(_by_arrival(_read_run_at(path)) for path in self._runs)
+        yield from _by_arrival(self._held)
+
+
+def _ids(array: Any, name: str, dtype: str) -> bytes:
+    """The ids as bytes of the given 4-byte type."""
+    array = np.asarray(array)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        message = f"{name} is an array of {array.dtype} with {array.ndim} dimensions"
+        raise InputError(message, field=name, remedy="give a flat array of integers")
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
+        bad = int(np.argmax((array < 0) | (array >= 2**31)))
+        raise InputError(
+            f"{name}[{bad}] is {int(array[bad])}", field=name, remedy="token ids lie between 0 and 2**31 - 1"
+        )
+    return array.astype(dtype).tobytes()
+
+
+def _by_arrival(records: Iterable[Record]) -> list[Record]:
+    return sorted(records, key=attrgetter("number"))
+
+
+def _read_run_at(path: Path) -> Iterator[Record]:
+    with open(path, "rb", buffering=_MAX_BUFFER) as file:
+        yield from _read_run(file)
+
+
+def _read_run(file: Any) -> Iterator[Record]:
+    while header := file.read(_HEADER.size):
+        number, num_tokens, num_targets, num_tag = _HEADER.unpack(header)
+        key = file.read(4 * num_tokens)
+        targets = None if num_targets < 0 else file.read(4 * num_targets)
+        yield Record(key, number, targets, file.read(num_tag))

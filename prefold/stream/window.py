@@ -1,0 +1,159 @@
+"""Windows: consecutive pieces of a job's requests, and where to cut between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ..prefix import common_prefix_lengths
+
+__all__ = ["Record", "Window", "cut_into_windows"]
+
+_LATEST_SHARE = 4  # a window may end anywhere in its last 1/4
+
+
+class Record(NamedTuple):
+    """One request as the spool holds it. Compares as (tokens, arrival)."""
+
+    key: bytes  # the token ids as big-endian int32: byte order is token order
+    number: int  # of arrival
+    targets: bytes | None  # int32, native
+    tag: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.key) // 4
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Some of a job's requests, to be run together.
+
+    tokens          int32 [N]      their token ids, ragged
+    offsets         int64 [B + 1]
+    targets         int32 [T]      what is to be scored, ragged; a request without targets has none here
+    target_offsets  int64 [B + 1]
+    tags            [B]            what came with each request
+    is_sorted                      whether the requests lie in lexicographic order, over all windows
+    common                         leading tokens of the first request that the last one of the window before has
+                                   too; 0 in the first window, and in all when not sorted
+    carried                        leading tokens of the first request whose rows the run of the window before
+                                   leaves behind on its path, and that need not be computed again: `common`, or
+                                   fewer where a row that this window reads would be among them
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    targets: np.ndarray
+    target_offsets: np.ndarray
+    tags: list[bytes]
+    is_sorted: bool
+    common: int
+    carried: int
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.tags)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def unique_tokens(self) -> int:
+        """Rows of the job's stream that begin with this window; all tokens when the job is not sorted."""
+        if not self.is_sorted:
+            return self.num_tokens
+        return self.num_tokens - int(_shared_with_previous(self.tokens, self.offsets).sum()) - self.common
+
+
+def _shared_with_previous(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    return common_prefix_lengths(tokens, offsets, np.arange(len(offsets) - 1))
+
+
+def cut_into_windows(records: Iterable[Record], *, max_tokens: int, is_sorted: bool, read: str) -> Iterator[Window]:
+    """Windows of at most `max_tokens` tokens, or of one request that is longer.
+
+    Sorted records are cut where the fewest leading tokens are shared across the cut, in the last quarter of the
+    window; others as late as possible. `read` is the Readout's kind.
+    """
+    held: list[Record] = []
+    tokens = 0
+    last: bytes | None = None
+    for record in records:
+        while held and tokens + record.num_tokens > max_tokens:
+            cut = _best_cut([*held, record], max_tokens) if is_sorted else len(held)
+            yield _make_window(held[:cut], last if is_sorted else None, is_sorted, read)
+            last = held[cut - 1].key
+            held = held[cut:]
+            tokens = sum(r.num_tokens for r in held)
+        held.append(record)
+        tokens += record.num_tokens
+    if held:
+        yield _make_window(held, last if is_sorted else None, is_sorted, read)
+
+
+def _best_cut(records: Sequence[Record], max_tokens: int) -> int:
+    """The cut c (records[:c] | records[c:]) across which least is shared, c being late; the latest of equals."""
+    latest = len(records) - 1
+    tokens = np.cumsum([r.num_tokens for r in records[:-1]])
+    earliest = int(np.searchsorted(tokens, max_tokens - max_tokens // _LATEST_SHARE)) + 1
+    first = min(earliest, latest) - 1
+    tokens, offsets = _join(records[first:])
+    shared = _shared_with_previous(tokens, offsets)[1:]
+    return latest - int(np.argmin(shared[::-1]))
+
+
+def _join(records: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.frombuffer(b"".join([r.key for r in records]), ">i4").astype(np.int32)
+    return tokens, _offsets([r.num_tokens for r in records])
+
+
+def _offsets(lengths: Sequence[int]) -> np.ndarray:
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
+
+
+def _make_window(records: Sequence[Record], last: bytes | None, is_sorted: bool, read: str) -> Window:
+    tokens, offsets = _join(records)
+    targets = [r.targets or b"" for r in records]
+    target_offsets = _offsets([len(t) // 4 for t in targets])
+    common = 0
+    if last is not None:
+        pair = np.concatenate((np.frombuffer(last, ">i4").astype(np.int32), tokens[: offsets[1]]))
+        common = int(_shared_with_previous(pair, np.array([0, len(last) // 4, len(pair)]))[1])
+    return Window(
+        tokens=tokens,
+        offsets=offsets,
+        targets=np.frombuffer(b"".join(targets), np.int32).copy(),
+        target_offsets=target_offsets,
+        tags=[r.tag for r in records],
+        is_sorted=is_sorted,
+        common=common,
+        carried=_carried(common, tokens, offsets, target_offsets, read),
+    )
+
+
+def _carried(common: int, tokens: np.ndarray, offsets: np.ndarray, target_offsets: np.ndarray, read: str) -> int:
+    """How many of the `common` rows may be carried over, so that none of them is a row this window reads.
+
+    A mean is read at the last row: the hidden states of the path above are held beside its K/V. What a first
+    row gave is not held.
+    """
+    if not common or read == "first":
+        return 0
+    lengths = np.diff(offsets)
+    if read != "logprobs":
+        # Only a twin of the last request before ends in a common row, and a twin would come first.
+        return min(common, int(lengths[0]) - 1)
+    # A request reads a common row when its first read position lies within what it shares with the last request
+    # before; in sorted order that is the smallest of the prefixes shared by neighbours up to it.
+    shared = _shared_with_previous(tokens, offsets)
+    shared[0] = common
+    shared = np.minimum.accumulate(shared)
+    first_read = lengths - np.diff(target_offsets)
+    inside = first_read < shared
+    return min(common, int(first_read[inside].min())) if inside.any() else common

@@ -1,0 +1,35 @@
+"""Tasks: what is wanted of a text turned into requests, and the engine's results into answers. Never imports torch.
+
+See `base.py` for the protocol; `make_task` makes a task the way a checkpoint wants it.
+"""
+
+from __future__ import annotations
+
+from .base import Inputs, Task, Work
+from .classify import ClassifyHeadTask, ClassifyItem, ClassifyTask
+from .embed import EmbedItem, EmbedTask
+from .facts import EmbedSettings, embed_settings, labels_of_head
+from .make import TASKS, make_task, task_options
+from .rerank import RerankItem, RerankTask
+from .score import ScoreItem, ScoreTask
+
+__all__ = [
+    "TASKS",
+    "ClassifyHeadTask",
+    "ClassifyItem",
+    "ClassifyTask",
+    "EmbedItem",
+    "EmbedSettings",
+    "EmbedTask",
+    "Inputs",
+    "RerankItem",
+    "RerankTask",
+    "ScoreItem",
+    "ScoreTask",
+    "Task",
+    "Work",
+    "embed_settings",
+    "labels_of_head",
+    "make_task",
+    "task_options",
+]

@@ -1,0 +1,231 @@
+"""What the tasks have in common: items in, requests out, and errors kept to the item they belong to.
+
+A task turns items (one record each) into requests for the engine, and the engine's results into a
+dict. It holds no state between the two calls but a small JSON-able note, so a job may put the
+requests on disk and run them in any order.
+
+    works = task.prepare(items)                    # a Work, or an InputError, for each item
+    results = [... of task.readout, for each work.requests ...]
+    line = task.finish(work.note, results)         # results in the order of work.requests
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from ..errors import InputError
+from ..text import Tokenizer
+from ..text.tokenizer import valid_text
+from ..types import Readout, Request, Result
+
+__all__ = ["Inputs", "Task", "TextBatch", "Work", "as_item", "attempt", "check_count", "prepare_each"]
+
+T = TypeVar("T")
+Text = str | np.ndarray
+
+
+@dataclass(frozen=True)
+class Work:
+    """The requests of one item, at least one, and what `finish` must know about the item (JSON-able, or None)."""
+
+    requests: list[Request]
+    note: Any = None
+
+
+class Task(Protocol):
+    """name       the word for the task: "embed", "rerank", "classify", "score"
+    readout    what the engine reads for every request
+    item_type  the dataclass of an item; `prepare` also takes mappings with its fields
+    """
+
+    name: str
+    readout: Readout
+    item_type: type
+
+    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]: ...
+
+    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]: ...
+
+
+def attempt(make: Callable[..., T], *args: Any) -> T | InputError:
+    """make(*args), or the InputError it raised."""
+    try:
+        return make(*args)
+    except InputError as error:
+        return error
+
+
+def prepare_each(
+    tokenizer: Tokenizer | None, items: Sequence[Any], plan: Callable[[Any, TextBatch], Callable[[], Work]]
+) -> list[Work | InputError]:
+    """The `prepare` of a task, with all texts of all items encoded in one batch.
+
+    `plan(item, batch)` checks an item, adds its texts to the batch and returns what makes the Work
+    once the batch is encoded. Both may raise InputError.
+    """
+    batch = TextBatch(tokenizer)
+    makers = [attempt(plan, item, batch) for item in items]
+    batch.encode()
+    return [maker if isinstance(maker, InputError) else attempt(maker) for maker in makers]
+
+
+class TextBatch:
+    """Texts to be encoded together, without special tokens. What is token ids already passes through."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self._texts: dict[str, int] = {}
+        self._ids: list[np.ndarray] = []
+
+    def add(self, text: Text) -> Callable[[], np.ndarray]:
+        """Returns what gives the ids, int32, after `encode`. Raises InputError for text without a tokenizer."""
+        if isinstance(text, np.ndarray):
+            return lambda: text
+        if self._tokenizer is None:
+            raise InputError("the model has no tokenizer", remedy="give token ids instead of text", code="no_tokenizer")
+        # The labels of one text all have the same prompt.
+        place = self._texts.setdefault(text, len(self._texts))
+        return lambda: self._ids[place]
+
+    def add_pieces(self, pieces: Sequence[Text]) -> Callable[[], np.ndarray]:
+        """One prompt out of pieces: neighbouring texts are joined and encoded as one, ids stay as they are."""
+        joined: list[Text] = []
+        for piece in pieces:
+            if isinstance(piece, str) and joined and isinstance(joined[-1], str):
+                joined[-1] += piece
+            elif not isinstance(piece, str) or piece:
+                joined.append(piece)
+        getters = [self.add(piece) for piece in joined]
+        if len(getters) == 1:
+            return getters[0]
+        return lambda: np.concatenate([np.empty(0, np.int32), *(get() for get in getters)])
+
+    def encode(self) -> None:
+        if self._texts and self._tokenizer is not None:
+            self._ids = self._tokenizer.encode_batch(list(self._texts), special=False)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The checks every task makes. max_length: rows of one request, None for any; vocab_size: None when unknown."""
+
+    tokenizer: Tokenizer | None
+    max_length: int | None = None
+    vocab_size: int | None = None
+
+    def text(self, value: Any, field: str) -> Text:
+        """A text as it is, or token ids as int32 [n]. Raises InputError for anything else, and for no ids."""
+        if isinstance(value, str) or value is None or isinstance(value, (bytes, Mapping)):
+            return valid_text(value, field)
+        return self._ids(value, field)
+
+    def _ids(self, value: Any, field: str) -> np.ndarray:
+        remedy = "give a text, or a list of token ids"
+        try:
+            ids = np.asarray(value)
+        except ValueError:  # a ragged list
+            ids = np.empty(0, object)
+        if ids.ndim == 1 and ids.size == 0 and isinstance(value, (list, tuple, np.ndarray)) and len(value) == 0:
+            raise InputError(f"{field!r} has no tokens", field=field, remedy=remedy, code="empty")
+        # NumPy reads [True, 5] as whole numbers.
+        has_bool = isinstance(value, (list, tuple)) and any(type(v) is bool for v in value)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or has_bool:
+            kind = type(value).__name__
+            message = f"{field!r} is of type {kind}, neither a text nor a list of whole numbers"
+            raise InputError(message, field=field, remedy=remedy, code="wrong_type")
+        self._in_vocabulary(ids, field)
+        return ids.astype(np.int32)
+
+    def _in_vocabulary(self, ids: np.ndarray, field: str) -> None:
+        limit = self.vocab_size if self.vocab_size is not None else 2**31
+        if ids.size and (ids.min() < 0 or ids.max() >= limit):
+            worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise InputError(
+                f"{field!r} holds the token id {worst}, outside the model's vocabulary of {limit}",
+                field=field,
+                remedy="use the model's own tokenizer",
+                code="token_out_of_range",
+            )
+
+    def plan_whole(
+        self, value: Any, field: str, batch: TextBatch, *, truncate: bool = False, change: Callable[[str], str] = str
+    ) -> Callable[[], Request]:
+        """A request of a whole text: `change` applied, the tokenizer's special tokens around it.
+
+        Token ids are taken as they are. truncate: cut what is too long, keeping the special tokens.
+        """
+        text = self.text(value, field)
+        nothing = np.empty(0, np.int32)
+        before = after = nothing
+        if isinstance(text, str):
+            text = change(text)
+            if self.tokenizer is not None:
+                before, after = self.tokenizer.prefix_ids, self.tokenizer.suffix_ids
+        get = batch.add(text)
+        left = self.tokenizer is not None and self.tokenizer.truncation_side == "left"
+
+        def make() -> Request:
+            ids = get()
+            over = self.over(before.size + ids.size + after.size)
+            if over and truncate and over < ids.size:
+                ids = ids[over:] if left else ids[: ids.size - over]
+            return self.request(np.concatenate((before, ids, after)), field)
+
+        return make
+
+    def over(self, num_tokens: int) -> int:
+        """By how many tokens a request of `num_tokens` rows is too long."""
+        return 0 if self.max_length is None else max(0, num_tokens - self.max_length)
+
+    def request(self, tokens: np.ndarray, field: str, targets: np.ndarray | None = None, remedy: str = "") -> Request:
+        """A Request, checked. Raises InputError when it is empty, too long, or leaves the vocabulary."""
+        if tokens.size == 0:
+            remedy = "give a text that is not empty"
+            raise InputError(f"{field!r} has no tokens", field=field, remedy=remedy, code="empty")
+        if self.over(tokens.size):
+            raise InputError(
+                f"{field!r} makes a prompt of {tokens.size} tokens; the model takes {self.max_length}",
+                field=field,
+                remedy=remedy or "shorten it, or ask for truncation",
+                code="too_long",
+            )
+        self._in_vocabulary(tokens, field)
+        if targets is not None:
+            self._in_vocabulary(targets, field)
+        return Request(tokens, targets)
+
+
+def as_item(kind: type[T], value: Any) -> T:
+    """`value` as an item of the dataclass `kind`: one already, or a mapping with its fields. Raises InputError."""
+    if isinstance(value, kind):
+        return value
+    known = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    if not isinstance(value, Mapping):
+        raise InputError(
+            f"the item is of type {type(value).__name__}",
+            remedy=f"give an object with the fields {', '.join(known)}",
+            code="wrong_type",
+        )
+    for name in value:
+        if name not in known:
+            remedy = f"the fields are {', '.join(known)}"
+            raise InputError(f"unknown field {name!r}", field=str(name), remedy=remedy, code="unknown_field")
+    for name, field in known.items():
+        if name not in value and field.default is MISSING:
+            raise InputError(f"{name!r} is missing", field=name, remedy="give it", code="missing_field")
+    return kind(**value)
+
+
+def check_count(value: Any, field: str, *, least: int = 1) -> int:
+    """A whole number >= least. Raises InputError."""
+    remedy = f"give a whole number from {least}"
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        message = f"{field!r} is {value!r}, not a whole number"
+        raise InputError(message, field=field, remedy=remedy, code="wrong_type")
+    if value < least:
+        raise InputError(f"{field!r} is {value}", field=field, remedy=remedy, code="out_of_range")
+    return int(value)

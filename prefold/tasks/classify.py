@@ -1,0 +1,285 @@
+"""Classification: which of some labels fits a text.
+
+Either by how likely the model finds each label after a prompt (any causal model; labels of several
+tokens are scored whole), or by the classification head of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import numpy as np
+
+from ..errors import InputError
+from ..text import FewShotPrompt
+from ..text.prompts import CONTENT_FREE
+from ..text.tokenizer import valid_text
+from ..types import Readout, Result
+from .base import Inputs, Text, TextBatch, Work, as_item, prepare_each
+from .score import PairOfIds, add_joint, add_pair, leading_ids
+
+__all__ = ["ClassifyHeadTask", "ClassifyItem", "ClassifyTask", "Normalization"]
+
+Normalization = Literal["tokens", "bytes"] | None
+
+
+@dataclass(frozen=True)
+class ClassifyItem:
+    """text   a text or token ids"""
+
+    text: Any
+
+
+class ClassifyTask:
+    """By label likelihoods. Items: ClassifyItem, a mapping with its field, or a bare text.
+
+    Result: {"label": the best, "probabilities": {label: p}, "logprobs": {label: log-likelihood},
+    "num_tokens": prompt and label tokens}. Probabilities are the softmax of the labels' summed
+    log-likelihoods, each divided by its label's tokens or bytes if `normalization` says so.
+
+    Contextual calibration (Zhao et al. 2021, "Calibrate Before Use": W = diag(1 / p_cf), b = 0) divides
+    each probability by the mean it has for texts without content, and scales their sum back to 1. These
+    texts run first, where `calibrate` was asked for:
+
+        if items := task.calibration_items():
+            task = task.with_calibration([what task.finish gave for each of the items])
+    """
+
+    name = "classify"
+    item_type = ClassifyItem
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        labels: Sequence[str] | Mapping[str, str],
+        *,
+        instructions: str = "",
+        examples: Sequence[Any] = (),
+        template: str = FewShotPrompt.template,
+        separator: str = FewShotPrompt.separator,
+        normalization: Normalization = None,
+        calibrate: bool = False,
+        truncate: bool = False,
+    ):
+        """
+        labels         the labels, or {label: how it is written in the prompt}
+        instructions, examples, template, separator   see FewShotPrompt; examples are (text, label)
+                       pairs or {"text": ..., "label": ...}
+        normalization  divide a label's log-likelihood by its number of "tokens" or of UTF-8 "bytes"
+        calibrate      ask for contextual calibration, with `calibration_items`
+        truncate       cut texts that make a prompt too long; such a text is encoded by itself
+        """
+        if normalization not in (None, "tokens", "bytes"):
+            message = f"normalization is {normalization!r}"
+            raise InputError(message, field="normalization", remedy="give tokens, bytes or nothing")
+        self.inputs = inputs
+        self.labels, self.written = _labels(labels)
+        words = dict(zip(self.labels, self.written, strict=True))
+        shots = [_example(example, i, words) for i, example in enumerate(examples)]
+        self.prompt = FewShotPrompt(valid_text(instructions, "instructions"), shots, template, separator)
+        self.normalization = normalization
+        self.calibrate = calibrate
+        self.calibration: np.ndarray | None = None
+        self.truncate = truncate
+        self.readout = Readout("logprobs")
+        self._check_label_tokens()
+
+    def _check_label_tokens(self) -> None:
+        """Labels that encode alike could not be told apart."""
+        batch = TextBatch(self.inputs.tokenizer)
+        pairs = self._add_pairs(batch, self.prompt.render("x"))
+        batch.encode()
+        seen: dict[tuple[int, ...], str] = {}
+        for label, pair in zip(self.labels, pairs, strict=True):
+            ids = tuple(pair()[1].tolist())
+            if not ids or ids in seen:
+                what = f"encodes like {seen[ids]!r}" if ids else "has no tokens of its own"
+                message = f"the label {label!r} {what} in this model's vocabulary"
+                raise InputError(message, field="labels", remedy="write it differently: {label: text}")
+            seen[ids] = label
+
+    def _add_pairs(self, batch: TextBatch, prompt: Text) -> list[PairOfIds]:
+        return [add_pair(batch, self.inputs, prompt, label) for label in self.written]
+
+    def calibration_items(self) -> list[ClassifyItem]:
+        """The texts without content that are to run first; none when that is not asked for, or done."""
+        wanted = self.calibrate and self.calibration is None
+        return [ClassifyItem(text) for text in CONTENT_FREE] if wanted else []
+
+    def with_calibration(self, outputs: Sequence[Mapping[str, Any]] | np.ndarray) -> ClassifyTask:
+        """A task calibrated by what this one, uncalibrated, gave for `calibration_items()`.
+
+        outputs   the dicts of `finish`, or probabilities, float [labels] or [texts, labels]
+        """
+        rows = [[o["probabilities"][label] for label in self.labels] if isinstance(o, Mapping) else o for o in outputs]
+        mean = np.asarray(rows, dtype=np.float64)
+        mean = mean.mean(axis=0) if mean.ndim == 2 else mean
+        if mean.shape != (len(self.labels),) or not np.isfinite(mean).all() or (mean < 0).any():
+            message = f"calibration has the shape {mean.shape} for {len(self.labels)} labels, or is not probabilities"
+            raise InputError(message, field="calibration", remedy="give a probability for each label")
+        task = copy.copy(self)
+        task.calibration = mean
+        return task
+
+    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
+        return prepare_each(self.inputs.tokenizer, items, self._plan)
+
+    def _plan(self, item: Any, batch: TextBatch) -> Any:
+        item = as_item(ClassifyItem, item if isinstance(item, (ClassifyItem, Mapping)) else ClassifyItem(item))
+        text = self.inputs.text(item.text, "text")
+        if isinstance(text, str):
+            return partial(self._work, text, self._add_pairs(batch, self.prompt.render(text)))
+        return partial(self._work_of_ids, text)
+
+    def _work(self, text: str, pairs: list[PairOfIds]) -> Work:
+        ids = [pair() for pair in pairs]
+        if self.truncate and self._over(ids):
+            assert self.inputs.tokenizer is not None
+            return self._work_of_ids(self.inputs.tokenizer.encode(text, special=False))
+        return self._finish_work(ids)
+
+    def _work_of_ids(self, text: np.ndarray) -> Work:
+        """The prompt with its parts encoded apart, the text cut if it must be."""
+        ids = self._pairs_around(text)
+        over = self._over(ids)
+        if over and self.truncate and over < text.size:
+            ids = self._pairs_around(text[: text.size - over])
+        return self._finish_work(ids)
+
+    @cached_property
+    def _around(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
+        """Ids of the prompt before a text, and for each label those between the text and it, and its own."""
+        batch = TextBatch(self.inputs.tokenizer)
+        head = batch.add(self.prompt.head)
+        tails = [add_joint(batch, self.prompt.tail, label) for label in self.written]
+        batch.encode()
+        # Without a head the prompt begins with the text itself, which is not empty.
+        before = leading_ids(self.inputs.tokenizer, self.prompt.head or "x")
+        return np.concatenate((before, head())), [tail() for tail in tails]
+
+    def _pairs_around(self, text: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        before, tails = self._around
+        return [(np.concatenate((before, text, between)), label) for between, label in tails]
+
+    def _over(self, ids: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
+        return max(self.inputs.over(prompt.size + label.size - 1) for prompt, label in ids)
+
+    def _finish_work(self, ids: Sequence[tuple[np.ndarray, np.ndarray]]) -> Work:
+        requests = []
+        for name, (prompt, label) in zip(self.labels, ids, strict=True):
+            if label.size == 0:
+                message = f"the label {name!r} melts into the last token of the prompt"
+                raise InputError(message, field="text", remedy="end the template's text before {label} differently")
+            tokens = prompt if label.size == 1 else np.concatenate((prompt, label[:-1]))
+            requests.append(self.inputs.request(tokens, "text", label))
+        return Work(requests, {"tokens": sum(request.tokens.size for request in requests)})
+
+    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
+        sums = np.array([np.asarray(result.values, dtype=np.float64).sum() for result in results])
+        scores = sums / self._lengths(results)
+        if self.calibration is not None:
+            # softmax(score - log p_cf) is p / p_cf, scaled to sum to 1.
+            scores = scores - np.log(np.maximum(self.calibration, 1e-300))
+        probabilities = softmax(scores)
+        return {
+            "label": self.labels[int(np.argmax(scores))],
+            "probabilities": dict(zip(self.labels, probabilities.tolist(), strict=True)),
+            "logprobs": dict(zip(self.labels, sums.tolist(), strict=True)),
+            "num_tokens": note["tokens"],
+        }
+
+    def _lengths(self, results: Sequence[Result]) -> np.ndarray:
+        if self.normalization == "tokens":
+            return np.array([result.values.size for result in results], dtype=np.float64)
+        if self.normalization == "bytes":
+            return np.array([len(label.encode()) for label in self.written], dtype=np.float64)
+        return np.ones(len(results))
+
+
+class ClassifyHeadTask:
+    """By the checkpoint's classification head. Items as for ClassifyTask; the text is encoded as it is.
+
+    Result: {"label": the best, "probabilities": {label: p}, "logits": {label: logit}, "num_tokens"}.
+    One label: the sigmoid of its logit, as for reward models. Several labels: their softmax, or, where
+    more than one may hold at once (`multi_label`), the sigmoid of each.
+    """
+
+    name = "classify"
+    item_type = ClassifyItem
+
+    def __init__(self, inputs: Inputs, labels: Sequence[str], *, multi_label: bool = False, truncate: bool = False):
+        self.inputs = inputs
+        self.labels = list(labels)
+        self.multi_label = multi_label or len(self.labels) == 1
+        self.truncate = truncate
+        self.readout = Readout("head")
+
+    def calibration_items(self) -> list[ClassifyItem]:
+        return []
+
+    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
+        return prepare_each(self.inputs.tokenizer, items, self._plan)
+
+    def _plan(self, item: Any, batch: TextBatch) -> Any:
+        item = as_item(ClassifyItem, item if isinstance(item, (ClassifyItem, Mapping)) else ClassifyItem(item))
+        maker = self.inputs.plan_whole(item.text, "text", batch, truncate=self.truncate)
+
+        def make() -> Work:
+            request = maker()
+            return Work([request], {"tokens": request.tokens.size})
+
+        return make
+
+    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
+        logits = np.asarray(results[0].values, dtype=np.float64)
+        probabilities = 1 / (1 + np.exp(-np.clip(logits, -700, 700))) if self.multi_label else softmax(logits)
+        return {
+            "label": self.labels[int(np.argmax(logits))],
+            "probabilities": dict(zip(self.labels, probabilities.tolist(), strict=True)),
+            "logits": dict(zip(self.labels, logits.tolist(), strict=True)),
+            "num_tokens": note["tokens"],
+        }
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    z = np.exp(scores - scores.max())
+    return z / z.sum()
+
+
+def _labels(labels: Any) -> tuple[list[str], list[str]]:
+    """Labels and how each is written. Raises InputError for what could not be told apart."""
+    if isinstance(labels, str) or not isinstance(labels, (Sequence, Mapping)) or len(labels) < 2:
+        message = f"labels is {labels!r}"
+        raise InputError(message, field="labels", remedy="give a list of two labels or more, or {label: text}")
+    names = list(labels)
+    written = list(labels.values()) if isinstance(labels, Mapping) else names
+    for kind, texts in (("label", names), ("text of a label", written)):
+        for i, text in enumerate(texts):
+            valid_text(text, f"labels[{i}]")
+            if not text.strip():
+                raise InputError(f"a {kind} is empty", field=f"labels[{i}]", remedy="write it out", code="empty")
+            if text in texts[:i]:
+                message = f"the {kind} {text!r} is there twice"
+                raise InputError(message, field=f"labels[{i}]", remedy="give each once", code="duplicate")
+    return names, written
+
+
+def _example(example: Any, index: int, written: Mapping[str, str]) -> tuple[str, str]:
+    """A (text, written label) pair."""
+    field = f"examples[{index}]"
+    if isinstance(example, Mapping):
+        pair: Any = (example.get("text"), example.get("label"))
+    else:
+        pair = example
+    if isinstance(pair, str) or not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        message = f"{field!r} is not a pair"
+        raise InputError(message, field=field, remedy='write (text, label) or {"text": ..., "label": ...}')
+    text, label = valid_text(pair[0], f"{field}.text"), valid_text(pair[1], f"{field}.label")
+    if label not in written:
+        message = f"the label {label!r} of {field!r} is none of the labels"
+        raise InputError(message, field=f"{field}.label", remedy=f"the labels are {', '.join(written)}")
+    return text, written[label]

@@ -1,0 +1,143 @@
+"""Embedding: one vector for a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError, UnsupportedModelError
+from ..text import instructed_query
+from ..types import Readout, Result
+from .base import Inputs, TextBatch, Work, as_item, check_count, prepare_each
+from .facts import POOLING_MODES, EmbedSettings
+
+__all__ = ["EmbedItem", "EmbedTask"]
+
+
+@dataclass(frozen=True)
+class EmbedItem:
+    """text        a text or token ids, or a list of several of them
+    dimensions  length of the vector, None for the task's
+
+    Token ids are taken as they are: no prompt and no special tokens are added.
+    """
+
+    text: Any
+    dimensions: int | None = None
+
+
+class EmbedTask:
+    """Items: EmbedItem, a mapping with its fields, or a bare text.
+
+    Result of one text: {"embedding": float32 [dimensions], "num_tokens": int}; of a list of texts:
+    {"embeddings": float32 [n, dimensions], "num_tokens": int}.
+    """
+
+    name = "embed"
+    item_type = EmbedItem
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        settings: EmbedSettings | None = None,
+        *,
+        dimensions: int | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        instruction: str | None = None,
+        hidden: int | None = None,
+        truncate: bool = False,
+    ):
+        """
+        dimensions   keep this many leading values, before normalising (Matryoshka models)
+        prompt       a text put before every input
+        prompt_name  the checkpoint's prompt of that name
+        instruction  what the queries are for, in Qwen3-Embedding's format; documents go without
+        hidden       the model's width, to refuse larger `dimensions`; None when unknown
+        truncate     cut texts that are too long, keeping the special tokens around them
+        """
+        self.inputs = inputs
+        self.settings = settings = settings or EmbedSettings()
+        if settings.pooling not in POOLING_MODES.values():
+            known = ", ".join(POOLING_MODES.values())
+            raise InputError(f"pooling is {settings.pooling!r}", field="pooling", remedy=f"give one of {known}")
+        self.readout = Readout(settings.pooling)
+        self.hidden = hidden
+        self.dimensions = None if dimensions is None else self._dimensions(dimensions)
+        self.truncate = truncate
+        self.before, self.instructed = self._prompt(prompt, prompt_name, instruction)
+        if (self.before or self.instructed) and not settings.pool_prompt and settings.pooling != "last":
+            raise UnsupportedModelError(
+                f"the checkpoint leaves its prompt out of {settings.pooling} pooling (include_prompt is false),"
+                " which prefold does not do; embed without a prompt"
+            )
+
+    def _prompt(self, prompt: str | None, name: str | None, instruction: str | None) -> tuple[str, str]:
+        """The text before every input, and the instruction; at most one of them."""
+        given = {"prompt": prompt, "prompt_name": name, "instruction": instruction}
+        given = {key: value for key, value in given.items() if value is not None}
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(given)} exclude each other", field=next(iter(given)), remedy="give one")
+        if prompt is not None or instruction is not None:
+            return prompt or "", instruction or ""
+        prompts, name = self.settings.prompts, name or self.settings.default_prompt_name
+        if name is not None and name not in prompts:
+            known = ", ".join(prompts) or "none"
+            message = f"the checkpoint has no prompt {name!r}"
+            raise InputError(message, field="prompt_name", remedy=f"it has: {known}; or give prompt or instruction")
+        return ("" if name is None else prompts[name]), ""
+
+    def _dimensions(self, value: Any) -> int:
+        value = check_count(value, "dimensions")
+        if self.hidden is not None and value > self.hidden:
+            message = f"'dimensions' is {value}; the model's vectors have {self.hidden}"
+            remedy = f"give a number up to {self.hidden}"
+            raise InputError(message, field="dimensions", remedy=remedy, code="out_of_range")
+        return value
+
+    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
+        return prepare_each(self.inputs.tokenizer, items, self._plan)
+
+    def _plan(self, item: Any, batch: TextBatch) -> Any:
+        item = as_item(EmbedItem, item if isinstance(item, (EmbedItem, Mapping)) else EmbedItem(item))
+        dimensions = None if item.dimensions is None else self._dimensions(item.dimensions)
+        many = is_list_of_texts(item.text)
+        texts = list(item.text) if many else [item.text]
+        names = [f"text[{i}]" for i in range(len(texts))] if many else ["text"]
+        makers = [
+            self.inputs.plan_whole(text, name, batch, truncate=self.truncate, change=self._prompted)
+            for text, name in zip(texts, names, strict=True)
+        ]
+
+        def make() -> Work:
+            requests = [maker() for maker in makers]
+            num_tokens = sum(request.tokens.size for request in requests)
+            return Work(requests, {"many": many, "dimensions": dimensions, "tokens": num_tokens})
+
+        return make
+
+    def _prompted(self, text: str) -> str:
+        text = instructed_query(self.instructed, text) if self.instructed else self.before + text
+        # One character at a time, as tokenizers lower-case: no rule for a final sigma.
+        return "".join(map(str.lower, text)) if self.settings.lower_case else text
+
+    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
+        vectors = np.stack([np.asarray(result.values, dtype=np.float32) for result in results])
+        dimensions = note["dimensions"] or self.dimensions
+        if dimensions is not None:
+            vectors = vectors[:, :dimensions]
+        if self.settings.normalize:
+            # The floor keeps a vector of zeros as it is.
+            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
+        key, value = ("embeddings", vectors) if note["many"] else ("embedding", vectors[0])
+        return {key: np.ascontiguousarray(value), "num_tokens": note["tokens"]}
+
+
+def is_list_of_texts(value: Any) -> bool:
+    """Whether a value is a list of texts (or of lists of token ids) rather than one of them."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 2 or value.dtype.kind in "OU"
+    return isinstance(value, (list, tuple)) and len(value) > 0 and not isinstance(value[0], (int, np.integer, float))

@@ -1,0 +1,158 @@
+"""Tasks by name, as a checkpoint wants them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError, UnsupportedModelError
+from ..text import RERANK_INSTRUCTION, FewShotPrompt, RerankPrompt
+from .base import Task, check_count
+from .classify import ClassifyHeadTask, ClassifyTask, Normalization
+from .embed import EmbedTask
+from .facts import Pooling, embed_settings, inputs_of, labels_of_head
+from .rerank import RerankTask
+from .score import ScoreTask
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+    from ..text import Tokenizer
+
+__all__ = ["TASKS", "make_task", "task_options"]
+
+
+def make_task(name: str, checkpoint: Checkpoint, tokenizer: Tokenizer | None, **options: Any) -> Task:
+    """The task `name` for a checkpoint. `task_options(name)` lists what it takes.
+
+    max_length, an option of every task, is the most tokens a prompt may have; None means what the
+    checkpoint says. tokenizer None: token ids only. Raises InputError for an unknown task or option,
+    and for bad values.
+    """
+    known = task_options(name)
+    for option in options:
+        if option not in known:
+            close = get_close_matches(option, known, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            message = f"{name} has no option {option!r}"
+            remedy = f"{hint}it has: {', '.join(known)}"
+            raise InputError(message, field=option, remedy=remedy, code="unknown_option")
+    if options.get("max_length") is not None:
+        check_count(options["max_length"], "max_length")
+    return TASKS[name](checkpoint, tokenizer, **options)
+
+
+def task_options(name: str) -> dict[str, Any]:
+    """{option: default} of a task. Raises InputError for an unknown task."""
+    if name not in TASKS:
+        raise InputError(f"there is no task {name!r}", field="task", remedy=f"the tasks are {', '.join(TASKS)}")
+    parameters = inspect.signature(TASKS[name]).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def _embed(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    *,
+    pooling: Pooling | None = None,
+    normalize: bool | None = None,
+    dimensions: int | None = None,
+    prompt: str | None = None,
+    prompt_name: str | None = None,
+    instruction: str | None = None,
+    max_length: int | None = None,
+    truncate: bool = False,
+) -> Task:
+    settings = embed_settings(checkpoint)
+    if pooling is not None:
+        settings = replace(settings, pooling=pooling)
+    if normalize is not None:
+        settings = replace(settings, normalize=normalize)
+    return EmbedTask(
+        inputs_of(checkpoint, tokenizer, max_length if max_length is not None else settings.max_length),
+        settings,
+        dimensions=dimensions,
+        prompt=prompt,
+        prompt_name=prompt_name,
+        instruction=instruction,
+        hidden=checkpoint.config.get("hidden_size"),
+        truncate=truncate,
+    )
+
+
+def _rerank(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    *,
+    instruction: str = RERANK_INSTRUCTION,
+    template: str | RerankPrompt | None = None,
+    words: tuple[str, str] = ("yes", "no"),
+    raw_scores: bool = False,
+    max_length: int | None = None,
+    truncate: bool = False,
+) -> Task:
+    labels = labels_of_head(checkpoint.config)
+    if labels is not None and len(labels) != 1:
+        raise UnsupportedModelError(
+            f"{checkpoint.name} has a classification head of {len(labels)} labels; reranking takes one, or a causal LM"
+        )
+    return RerankTask(
+        inputs_of(checkpoint, tokenizer, max_length),
+        instruction=instruction,
+        template=template,
+        words=words,
+        head=labels is not None,
+        raw_scores=raw_scores,
+        truncate=truncate,
+    )
+
+
+def _classify(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    *,
+    labels: Sequence[str] | Mapping[str, str] | None = None,
+    instructions: str = "",
+    examples: Sequence[Any] = (),
+    template: str = FewShotPrompt.template,
+    separator: str = FewShotPrompt.separator,
+    normalization: Normalization = None,
+    calibrate: bool = False,
+    max_length: int | None = None,
+    truncate: bool = False,
+) -> Task:
+    inputs = inputs_of(checkpoint, tokenizer, max_length)
+    head = labels_of_head(checkpoint.config)
+    prompt = {"instructions": instructions, "examples": examples, "template": template, "separator": separator}
+    likelihood = prompt | {"normalization": normalization, "calibrate": calibrate}
+    if head is None:
+        if labels is None:
+            message = "the checkpoint has no classification head, so labels are needed"
+            raise InputError(message, field="labels", remedy="give two or more", code="missing_option")
+        return ClassifyTask(inputs, labels, **likelihood, truncate=truncate)
+    if labels is not None and list(labels) != head:
+        message = f"the checkpoint classifies into {', '.join(head)}"
+        raise InputError(message, field="labels", remedy="leave labels out, or use a causal LM for other labels")
+    defaults = task_options("classify")
+    for option, value in likelihood.items():
+        if value and value != defaults[option]:
+            message = f"{option} is for label likelihoods; the checkpoint classifies by its own head"
+            raise InputError(message, field=option, remedy="leave it out, or use a causal LM")
+    multi_label = checkpoint.config.get("problem_type") == "multi_label_classification"
+    return ClassifyHeadTask(inputs, head, multi_label=multi_label, truncate=truncate)
+
+
+def _score(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    *,
+    prefix_token: int | None = None,
+    max_length: int | None = None,
+    truncate: bool = False,
+) -> Task:
+    return ScoreTask(inputs_of(checkpoint, tokenizer, max_length), prefix_token=prefix_token, truncate=truncate)
+
+
+TASKS: dict[str, Callable[..., Task]] = {"embed": _embed, "rerank": _rerank, "classify": _classify, "score": _score}

@@ -1,0 +1,222 @@
+"""Reranking: how well documents answer a query, by the model's "yes" against its "no"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+from ..text import RERANK_INSTRUCTION, RerankPrompt, Tokenizer, rerank_prompt
+from ..text.prompts import fields_of, fill
+from ..types import Readout, Request, Result
+from .base import Inputs, Text, TextBatch, Work, as_item, check_count, prepare_each
+from .embed import is_list_of_texts
+
+__all__ = ["RerankItem", "RerankTask", "sigmoid", "word_id"]
+
+
+@dataclass(frozen=True)
+class RerankItem:
+    """query             a text or token ids
+    document          one text or token ids; or else
+    documents         a list of them; {"text": ...} is taken for a text
+    instruction       what is wanted of a document, None for the task's
+    top_n             list only the best so many
+    return_documents  give the documents back in the result
+    """
+
+    query: Any
+    document: Any = None
+    documents: Any = None
+    instruction: str | None = None
+    top_n: int | None = None
+    return_documents: bool = False
+
+
+class RerankTask:
+    """Items: RerankItem, a mapping with its fields, or a pair (query, document or list of documents).
+
+    Result of one document: {"score": float}. Of a list: {"scores": [float] in the order given,
+    "order": [index], best first, equal ones in the order given, `top_n` of them at most}, and with
+    return_documents also {"documents": [text] in that order}. Both have "num_tokens".
+
+    The score is sigmoid(logit of "yes" - logit of "no") at the prompt's last token, or of a
+    checkpoint with a classification head of one label the sigmoid of that; `raw_scores` leaves the
+    sigmoid out.
+    """
+
+    name = "rerank"
+    item_type = RerankItem
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        *,
+        instruction: str = RERANK_INSTRUCTION,
+        template: str | RerankPrompt | None = None,
+        words: tuple[str, str] = ("yes", "no"),
+        head: bool = False,
+        raw_scores: bool = False,
+        truncate: bool = False,
+    ):
+        """
+        instruction  what is wanted of a document
+        template     a prompt with {query}, {document} and, if wanted, {instruction}; None for Qwen3-Reranker's
+        words        the two words whose logits are compared; each must be one token
+        head         score by the checkpoint's classification head instead
+        truncate     cut documents that make a prompt too long
+        """
+        if inputs.tokenizer is None:
+            raise InputError("reranking needs a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
+        self.inputs = inputs
+        self.instruction = instruction
+        if isinstance(template, str):
+            template = RerankPrompt.from_template(template)
+        self.prompt = template or rerank_prompt(inputs.tokenizer)
+        self.prefix = inputs.tokenizer.encode(self.prompt.prefix, special=False)
+        self.suffix = inputs.tokenizer.encode(self.prompt.suffix, special=False)
+        self.raw_scores = raw_scores
+        self.truncate = truncate
+        self.readout = Readout("head") if head else Readout("logits", word_ids(inputs.tokenizer, words))
+
+    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
+        return prepare_each(self.inputs.tokenizer, items, self._plan)
+
+    def _plan(self, item: Any, batch: TextBatch) -> Any:
+        item = as_item(RerankItem, _named(item))
+        query = self.inputs.text(item.query, "query")
+        wanted = self.instruction if item.instruction is None else item.instruction
+        instruction = self.inputs.text(wanted, "instruction")
+        top_n = None if item.top_n is None else check_count(item.top_n, "top_n")
+        documents, names = _documents(item)
+        makers = []
+        for value, name in zip(documents, names, strict=True):
+            document = self.inputs.text(_text_of(value), name)
+            fields = {"instruction": instruction, "query": query, "document": document}
+            get = batch.add_pieces(_pieces(self.prompt.body, fields))
+            makers.append(partial(self._request, get, fields, name))
+
+        def make() -> Work:
+            requests = [maker() for maker in makers]
+            note: dict[str, Any] = {"tokens": sum(request.tokens.size for request in requests)}
+            if item.document is None:
+                note |= {"list": True, "top_n": top_n}
+                if item.return_documents:
+                    note["documents"] = [_json_text(_text_of(value)) for value in documents]
+            return Work(requests, note)
+
+        return make
+
+    def _request(self, get: Any, fields: Mapping[str, Text], name: str) -> Request:
+        body = get()
+        over = self.inputs.over(self.prefix.size + body.size + self.suffix.size)
+        if over and self.truncate:
+            self._check_room_for_document(fields, name)
+            body = body[: body.size - over]
+        tokens = np.concatenate((self.prefix, body, self.suffix))
+        return self.inputs.request(tokens, name, remedy="shorten it, or ask for truncation of the documents")
+
+    def _check_room_for_document(self, fields: Mapping[str, Text], name: str) -> None:
+        """Raises InputError when truncation would have to cut more than the document."""
+        batch = TextBatch(self.inputs.tokenizer)
+        before = self.prompt.body[: self.prompt.body.rindex("{document}")]
+        get = batch.add_pieces(_pieces(before, fields))
+        batch.encode()
+        if self.inputs.over(self.prefix.size + get().size + 1 + self.suffix.size):
+            raise InputError(
+                f"the prompt leaves no room for {name!r} in the {self.inputs.max_length} tokens the model takes",
+                field="query",
+                remedy="shorten the query; truncation cuts the document only",
+                code="too_long",
+            )
+
+    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
+        margins = [self._margin(result) for result in results]
+        scores = margins if self.raw_scores else [sigmoid(margin) for margin in margins]
+        if not note.get("list"):
+            return {"score": scores[0], "num_tokens": note["tokens"]}
+        # Ordered by the margin: far from zero the sigmoid rounds different margins to one score.
+        order = sorted(range(len(margins)), key=lambda i: -margins[i])[: note["top_n"]]
+        line: dict[str, Any] = {"scores": scores, "order": order, "num_tokens": note["tokens"]}
+        if "documents" in note:
+            line["documents"] = [note["documents"][i] for i in order]
+        return line
+
+    def _margin(self, result: Result) -> float:
+        values = result.values
+        return float(values[0]) if self.readout.kind == "head" else float(values[0]) - float(values[1])
+
+
+def sigmoid(x: float) -> float:
+    """1 / (1 + exp(-x)) without overflow."""
+    z = float(np.exp(-abs(x)))
+    return 1.0 / (1.0 + z) if x >= 0 else z / (1.0 + z)
+
+
+def word_id(tokenizer: Tokenizer, word: str) -> int:
+    """The id of a word that is one token. Raises InputError when it is not."""
+    ids = tokenizer.encode(word, special=False)
+    if ids.size != 1:
+        message = f"the word {word!r} is {ids.size} tokens in this model's vocabulary, not one"
+        raise InputError(message, field="words", remedy="give two words that are one token each")
+    return int(ids[0])
+
+
+def word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[int, int]:
+    if isinstance(words, str) or len(words) != 2 or not all(isinstance(word, str) for word in words):
+        raise InputError(f"words is {words!r}", field="words", remedy='give two words, like ("yes", "no")')
+    yes, no = (word_id(tokenizer, word) for word in words)
+    if yes == no:
+        message = f"the words {words[0]!r} and {words[1]!r} are the same token"
+        raise InputError(message, field="words", remedy="give two different ones")
+    return yes, no
+
+
+def _named(item: Any) -> Any:
+    """A pair as an item with names."""
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        query, value = item
+        several = is_list_of_texts(value) or (isinstance(value, (list, tuple)) and len(value) == 0)
+        return RerankItem(query, documents=value) if several else RerankItem(query, document=value)
+    return item
+
+
+def _documents(item: RerankItem) -> tuple[list[Any], list[str]]:
+    """The documents of an item and the names to report them by."""
+    if (item.document is None) == (item.documents is None):
+        both = "both" if item.document is not None else "neither"
+        message = f"the item has {both} of 'document' and 'documents'"
+        raise InputError(message, field="documents", remedy="give one of them", code="missing_field")
+    if item.documents is None:
+        return [item.document], ["document"]
+    if not isinstance(item.documents, (list, tuple, np.ndarray)):
+        kind = type(item.documents).__name__
+        message = f"'documents' is of type {kind}, not a list"
+        raise InputError(message, field="documents", remedy="give a list of texts", code="wrong_type")
+    if len(item.documents) == 0:
+        raise InputError("'documents' is empty", field="documents", remedy="give at least one", code="empty")
+    return list(item.documents), [f"documents[{i}]" for i in range(len(item.documents))]
+
+
+def _text_of(document: Any) -> Any:
+    return document["text"] if isinstance(document, Mapping) and "text" in document else document
+
+
+def _json_text(text: Any) -> Any:
+    return text if isinstance(text, str) else [int(i) for i in text]
+
+
+def _pieces(template: str, values: Mapping[str, Text]) -> list[Text]:
+    """A filled template as one text, or cut where a field's value is token ids."""
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    pieces: list[Text] = []
+    rest = template
+    for name in fields_of(template):
+        if name in values and name not in texts:
+            before, _, rest = rest.partition("{" + name + "}")
+            pieces += [fill(before, texts), values[name]]
+    return [*pieces, fill(rest, texts)]

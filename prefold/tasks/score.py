@@ -1,0 +1,213 @@
+"""Scoring: the log-probability a model gives a continuation, or a whole text.
+
+The conventions are those of EleutherAI's lm-evaluation-harness, so that its numbers come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+from ..text import Tokenizer
+from ..types import Readout, Request, Result
+from .base import Inputs, Text, TextBatch, Work, as_item, check_count, prepare_each
+
+__all__ = ["ScoreItem", "ScoreTask", "add_joint", "add_pair", "leading_ids", "rolling_windows"]
+
+PairOfIds = Callable[[], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class ScoreItem:
+    """prompt, continuation   texts or token ids: how likely is the continuation after the prompt; or else
+    text                   a text or token ids: how likely is it, as a whole (rolling)
+    """
+
+    prompt: Any = None
+    continuation: Any = None
+    text: Any = None
+
+
+class ScoreTask:
+    """Items: ScoreItem, a mapping with its fields, a pair (prompt, continuation), or a bare text (rolling).
+
+    Result: {"logprob": sum, natural logarithm, "logprobs": one for each token, "greedy": whether every
+    token is the model's first choice, "num_tokens": tokens scored}, and for a rolling text "num_bytes"
+    (UTF-8; None for token ids).
+
+    Prompt and continuation are encoded together and split after the length of the prompt's own
+    encoding; white space at the prompt's end goes to the continuation. The tokenizer's leading special
+    tokens (BOS) come before the prompt, unless the text begins with the BOS itself. An empty prompt
+    stands for the prefix token: BOS, or EOS where there is none. Token ids are taken as they are.
+
+    A rolling text is scored in windows of max_length rows, every token exactly once. The first window
+    begins with the prefix token, a later one with the token before its first target, and the last one
+    as far back as the model allows.
+    """
+
+    name = "score"
+    item_type = ScoreItem
+
+    def __init__(self, inputs: Inputs, *, prefix_token: int | None = None, truncate: bool = False):
+        """
+        prefix_token  token id that stands for an empty prompt; None: the tokenizer's BOS, else EOS
+        truncate      cut prompts that are too long at their beginning
+        """
+        self.inputs = inputs
+        self.truncate = truncate
+        self.prefix_token = None if prefix_token is None else check_count(prefix_token, "prefix_token", least=0)
+        if prefix_token is None and inputs.tokenizer is not None:
+            self.prefix_token = inputs.tokenizer.eos_id if inputs.tokenizer.bos_id is None else inputs.tokenizer.bos_id
+        self.readout = Readout("logprobs")
+
+    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
+        return prepare_each(self.inputs.tokenizer, items, self._plan)
+
+    def _plan(self, item: Any, batch: TextBatch) -> Any:
+        item = as_item(ScoreItem, _named(item))
+        if item.text is not None:
+            if item.prompt is not None or item.continuation is not None:
+                message = "the item has both a 'text' and a 'prompt' or 'continuation'"
+                raise InputError(message, field="text", remedy="give text alone, or prompt and continuation")
+            text = self.inputs.text(item.text, "text")
+            num_bytes = len(text.encode()) if isinstance(text, str) else None
+            return partial(self._rolling, batch.add(text), num_bytes)
+        for name in ("prompt", "continuation"):
+            if getattr(item, name) is None:
+                raise InputError(f"{name!r} is missing", field=name, remedy="give it", code="missing_field")
+        prompt = item.prompt
+        # No tokens are as good as no text.
+        empty = isinstance(prompt, (list, tuple, np.ndarray)) and len(prompt) == 0
+        prompt = "" if empty else self.inputs.text(prompt, "prompt")
+        continuation = self.inputs.text(item.continuation, "continuation")
+        pair = add_pair(batch, self.inputs, prompt, continuation)
+        return lambda: Work([self._pair(*pair())])
+
+    def _pair(self, prompt: np.ndarray, continuation: np.ndarray) -> Request:
+        if continuation.size == 0:
+            raise InputError(
+                "'continuation' has no tokens of its own",
+                field="continuation",
+                remedy="give a text that is not empty and does not melt into the prompt's last token",
+                code="empty",
+            )
+        if prompt.size == 0:
+            prefix = self._prefix("prompt")
+            # A continuation that begins with the prefix token brings its prompt along.
+            begins = continuation.size > 1 and continuation[0] == prefix[0]
+            prompt, continuation = (prefix, continuation[1:]) if begins else (prefix, continuation)
+        tokens = np.concatenate((prompt, continuation[:-1]))
+        over = self.inputs.over(tokens.size)
+        if over and self.truncate:
+            if self.inputs.over(continuation.size):
+                raise InputError(
+                    f"'continuation' has {continuation.size} tokens; the model takes {self.inputs.max_length}",
+                    field="continuation",
+                    remedy="shorten it; truncation cuts the prompt only",
+                    code="too_long",
+                )
+            tokens = tokens[over:]
+        return self.inputs.request(tokens, "prompt", continuation)
+
+    def _prefix(self, field: str) -> np.ndarray:
+        if self.prefix_token is None:
+            message = "the tokenizer has neither a BOS nor an EOS token to stand for an empty prompt"
+            raise InputError(message, field=field, remedy="give prefix_token, or a prompt", code="empty")
+        return np.array([self.prefix_token], dtype=np.int32)
+
+    def _rolling(self, get: Any, num_bytes: int | None) -> Work:
+        ids = get()
+        if ids.size == 0:
+            raise InputError("'text' has no tokens", field="text", remedy="give a text that is not empty", code="empty")
+        windows = rolling_windows(ids, self._prefix("text"), self.inputs.max_length)
+        requests = [self.inputs.request(tokens, "text", targets) for tokens, targets in windows]
+        return Work(requests, {"bytes": num_bytes})
+
+    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
+        logprobs = np.concatenate([result.values for result in results]).astype(np.float64)
+        line = {
+            "logprob": float(logprobs.sum()),
+            "logprobs": logprobs.tolist(),
+            "greedy": all(bool(np.all(result.greedy)) for result in results),
+            "num_tokens": logprobs.size,
+        }
+        return line if note is None else line | {"num_bytes": note["bytes"]}
+
+
+def add_pair(batch: TextBatch, inputs: Inputs, prompt: Text, continuation: Text) -> PairOfIds:
+    """Add a prompt and its continuation to a batch; what it returns gives the ids of both after `encode`.
+
+    Special tokens come before the prompt as ScoreTask says; an empty prompt gives no ids.
+    """
+    pair = add_joint(batch, prompt, continuation)
+    if isinstance(prompt, str) and isinstance(continuation, str):
+        prompt = prompt.rstrip()  # where nothing is left the prefix token takes its place
+    before = leading_ids(inputs.tokenizer, prompt)
+    if not before.size:
+        return pair
+
+    def make() -> tuple[np.ndarray, np.ndarray]:
+        first, second = pair()
+        return np.concatenate((before, first)), second
+
+    return make
+
+
+def add_joint(batch: TextBatch, prompt: Text, continuation: Text) -> PairOfIds:
+    """The same without special tokens: two texts encoded together and split after the prompt's own length.
+
+    White space at the prompt's end goes to the continuation. Where one of the two is token ids
+    already, each is encoded by itself.
+    """
+    if isinstance(prompt, str) and isinstance(continuation, str):
+        kept = prompt.rstrip()
+        first, whole = batch.add(kept), batch.add(prompt + continuation)
+        return lambda: (first(), whole()[first().size :])
+    first, second = batch.add(prompt), batch.add(continuation)
+    return lambda: (first(), second())
+
+
+def leading_ids(tokenizer: Tokenizer | None, prompt: Text) -> np.ndarray:
+    """The special tokens to put before a prompt: none before ids, no text, or a BOS written out."""
+    if tokenizer is None or not isinstance(prompt, str) or not prompt or _starts_with_bos(tokenizer, prompt):
+        return np.empty(0, np.int32)
+    return tokenizer.prefix_ids
+
+
+def _starts_with_bos(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a text begins with the BOS token written out, so that no second one is put before it."""
+    bos = tokenizer.special_tokens.get("bos_token")
+    return bos is not None and text.startswith(bos)
+
+
+def rolling_windows(
+    ids: np.ndarray, prefix: np.ndarray, max_length: int | None
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(tokens, targets) that score every id exactly once, tokens at most max_length long.
+
+    The first window reads `prefix` (one token) and all but its last target. Later windows are as long
+    as the model allows: the last one reaches back over ids that are scored already, as context.
+    """
+    size = ids.size if max_length is None else min(max_length, ids.size)
+    yield np.concatenate((prefix, ids[: size - 1])), ids[:size]
+    done = size
+    while done < ids.size:
+        stop = min(done + size, ids.size)
+        yield ids[stop - size - 1 : stop - 1], ids[done:stop]
+        done = stop
+
+
+def _named(item: Any) -> Any:
+    """A pair, or a bare text, as an item with names. A list of numbers is a text in token ids."""
+    if isinstance(item, (str, np.ndarray)):
+        return ScoreItem(text=item)
+    if isinstance(item, (list, tuple)) and len(item) == 2 and not isinstance(item[0], (int, np.integer)):
+        return ScoreItem(prompt=item[0], continuation=item[1])
+    if isinstance(item, (list, tuple)):
+        return ScoreItem(text=item)
+    return item

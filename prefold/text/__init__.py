@@ -1,0 +1,20 @@
+"""Text: tokenizers, chat templates and the prompts of the tasks. Never imports torch."""
+
+from __future__ import annotations
+
+from .chat import ChatTemplates
+from .load import load_tokenizer
+from .prompts import EMBED_INSTRUCTION, RERANK_INSTRUCTION, FewShotPrompt, RerankPrompt, instructed_query, rerank_prompt
+from .tokenizer import Tokenizer
+
+__all__ = [
+    "EMBED_INSTRUCTION",
+    "RERANK_INSTRUCTION",
+    "ChatTemplates",
+    "FewShotPrompt",
+    "RerankPrompt",
+    "Tokenizer",
+    "instructed_query",
+    "load_tokenizer",
+    "rerank_prompt",
+]

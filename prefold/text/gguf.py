@@ -1,0 +1,139 @@
+"""The tokenizer that a GGUF file's metadata describes: byte-level BPE (tokenizer.ggml.model "gpt2").
+
+The file holds tokens, their types and merges; how text is split into words is a name (`tokenizer.ggml.pre`)
+that stands for the pre-tokenizer of the checkpoint's tokenizer.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError, UnsupportedModelError
+from . import patterns
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+
+__all__ = ["gguf_tokenizer"]
+
+# Values of tokenizer.ggml.token_type.
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
+
+
+def _split(pattern: str) -> Callable[[], Any]:
+    def make() -> Any:
+        from tokenizers import Regex, pre_tokenizers
+
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+
+    return make
+
+
+def _byte_level() -> Any:
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def _digits() -> Any:
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()])
+
+
+# tokenizer.ggml.pre: how to split, Unicode NFC before it, whether a word that is a token is taken
+# before any merge, and whether a BOS is added when the file does not say.
+PRE_TOKENIZERS: dict[str, tuple[Callable[[], Any], bool, bool, bool]] = {
+    "default": (_byte_level, False, False, False),
+    "gpt-2": (_byte_level, False, False, False),
+    "smollm": (_digits, False, False, False),
+    "qwen2": (_split(patterns.QWEN2), True, False, False),
+    "deepseek-r1-qwen": (_split(patterns.QWEN2), True, False, False),
+    "llama-bpe": (_split(patterns.LLAMA3), False, True, True),
+    "llama3": (_split(patterns.LLAMA3), False, True, True),
+    "llama-v3": (_split(patterns.LLAMA3), False, True, True),
+    "tekken": (_split(patterns.TEKKEN), False, True, True),
+}
+
+
+def gguf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Raises UnsupportedModelError for tokenizers of other kinds, CheckpointError for broken metadata."""
+    model = checkpoint.metadata("tokenizer.ggml.model")
+    pre = checkpoint.metadata("tokenizer.ggml.pre") or "default"
+    if model != "gpt2" or pre not in PRE_TOKENIZERS:
+        known = ", ".join(PRE_TOKENIZERS)
+        raise UnsupportedModelError(
+            f"{checkpoint.name} has a tokenizer of model {model!r}, pre {pre!r}; of GGUF files prefold reads"
+            f" byte-level BPE (model 'gpt2') with pre {known}; use the checkpoint's Hugging Face folder instead"
+        )
+    tokens = checkpoint.metadata("tokenizer.ggml.tokens")
+    merges = checkpoint.metadata("tokenizer.ggml.merges")
+    types = checkpoint.metadata("tokenizer.ggml.token_type")
+    if tokens is None or merges is None or (types is not None and len(types) != len(tokens)):
+        raise CheckpointError(f"{checkpoint.name} is broken: tokenizer.ggml.tokens, .merges and .token_type do not fit")
+    types = [1] * len(tokens) if types is None else list(types)
+    special, special_ids = _special_tokens(checkpoint, tokens)
+    backend = _backend(pre, tokens, types, merges)
+    _post_process(backend, checkpoint, special, add_bos=PRE_TOKENIZERS[pre][3])
+    tokenizer = Tokenizer(
+        backend, special_tokens=special, special_ids=special_ids, chat_templates=_templates(checkpoint)
+    )
+    return tokenizer
+
+
+def _backend(pre: str, tokens: list[str], types: list[int], merges: list[str]) -> Any:
+    import tokenizers
+    from tokenizers import AddedToken, decoders, models, normalizers
+
+    split, nfc, whole_words, _ = PRE_TOKENIZERS[pre]
+    # Unused tokens pad the vocabulary to a round size; no text gives them.
+    vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != UNUSED}
+    try:
+        model = models.BPE(vocab=vocab, merges=[tuple(m.split(" ")) for m in merges], ignore_merges=whole_words)
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"the GGUF file's vocabulary and merges do not fit: {error}") from None
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.NFC() if nfc else None
+    backend.pre_tokenizer = split()
+    backend.decoder = decoders.ByteLevel()
+    by_type = {kind: [t for t, k in zip(tokens, types, strict=True) if k == kind] for kind in (CONTROL, USER_DEFINED)}
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in by_type[CONTROL]])
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in by_type[USER_DEFINED]])
+    return backend
+
+
+def _special_tokens(checkpoint: Checkpoint, tokens: list[str]) -> tuple[dict[str, str], dict[str, int]]:
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: checkpoint.metadata(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    ids = {name: int(i) for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}
+    return {name: tokens[i] for name, i in ids.items()}, ids
+
+
+def _post_process(backend: Any, checkpoint: Checkpoint, special: dict[str, str], add_bos: bool) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    bos = _added(checkpoint, special, "bos", add_bos)
+    eos = _added(checkpoint, special, "eos", False)
+    if bos or eos:
+        used = [(token, backend.token_to_id(token)) for token in bos + eos]
+        backend.post_processor = TemplateProcessing(single=[*bos, "$A", *eos], special_tokens=used)
+
+
+def _added(checkpoint: Checkpoint, special: dict[str, str], name: str, default: bool) -> list[str]:
+    flag = checkpoint.metadata(f"tokenizer.ggml.add_{name}_token")
+    token = special.get(name + "_token")
+    return [token] if token is not None and (default if flag is None else bool(flag)) else []
+
+
+def _templates(checkpoint: Checkpoint) -> dict[str, str]:
+    templates = {"default": checkpoint.metadata("tokenizer.chat_template")}
+    for name in checkpoint.metadata("tokenizer.chat_templates") or []:
+        templates[name] = checkpoint.metadata(f"tokenizer.chat_template.{name}")
+    return {name: template for name, template in templates.items() if template}

@@ -1,0 +1,144 @@
+"""The tokenizer of a checkpoint: out of a folder's tokenizer.json, or a GGUF file's metadata."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError
+from .gguf import gguf_tokenizer
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+
+__all__ = ["load_tokenizer"]
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer of a checkpoint. Raises CheckpointError when it has none that can be read.
+
+    From a folder: tokenizer.json as it is, with the added and special tokens, the length limit and
+    the chat templates of the files beside it. Its post-processor alone says which special tokens a
+    text gets (as in transformers 5, add_bos_token of tokenizer_config.json does not change it).
+    """
+    if checkpoint.gguf is not None:  # also of random weights modelled on a GGUF file
+        return gguf_tokenizer(checkpoint)
+    path = checkpoint.file("tokenizer.json") if checkpoint.path is not None else None
+    if path is None:
+        raise CheckpointError(
+            f"{checkpoint.name} has no tokenizer.json; save one beside the model with transformers'"
+            " AutoTokenizer.from_pretrained(...).save_pretrained(...), or give token ids"
+        )
+    import tokenizers
+
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    config = checkpoint.read_json("tokenizer_config.json") or {}
+    named = _named_tokens(checkpoint, config)
+    _add_tokens(backend, config, named)
+    if config.get("split_special_tokens"):
+        backend.encode_special_tokens = True
+    return Tokenizer(
+        backend,
+        special_tokens={name: _content(token) for name, token in named.items()},
+        special_ids=_configured_ids(checkpoint, config),
+        chat_templates=_folder_templates(checkpoint, config),
+        max_length=_max_length(config),
+        truncation_side=config.get("truncation_side", "right"),
+    )
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _named_tokens(checkpoint: Checkpoint, config: dict) -> dict[str, Any]:
+    """{"bos_token": "<s>" or {"content": "<s>", ...}}: tokenizer_config.json's, else special_tokens_map.json's."""
+    fallback = checkpoint.read_json("special_tokens_map.json") or {}
+    named = {}
+    for name in NAMED:
+        token = config[name] if name in config else fallback.get(name)
+        if token is not None:
+            named[name] = token
+    return named
+
+
+def _add_tokens(backend: Any, config: dict, named: dict[str, Any]) -> None:
+    """Add the tokens that the configuration names and tokenizer.json does not."""
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    wanted: list[Any] = [token for _, token in sorted(_by_id(config.get("added_tokens_decoder")))]
+    wanted += list(named.values())
+    wanted += list(extra.values() if isinstance(extra, dict) else extra)
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token in wanted:
+        if _content(token) not in known:
+            known.add(_content(token))
+            _add_token(backend, token)
+
+
+def _by_id(decoder: dict | None) -> list[tuple[int, Any]]:
+    return [(int(token_id), token) for token_id, token in (decoder or {}).items()]
+
+
+def _add_token(backend: Any, token: Any) -> None:
+    from tokenizers import AddedToken
+
+    if isinstance(token, str):
+        backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        return
+    flags = {key: bool(token.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "normalized")}
+    if token.get("special", True):
+        backend.add_special_tokens([AddedToken(token["content"], special=True, **flags)])
+    else:
+        backend.add_tokens([AddedToken(token["content"], special=False, **flags)])
+
+
+def _configured_ids(checkpoint: Checkpoint, config: dict) -> dict[str, int]:
+    """Ids of special tokens as the model's configuration gives them, for tokenizers that do not speak of them.
+
+    A token that tokenizer_config.json sets to null is meant to be absent.
+    """
+    generation = checkpoint.read_json("generation_config.json") or {}
+    ids = {}
+    for name in ("bos_token", "eos_token", "pad_token"):
+        value = generation.get(name + "_id", checkpoint.config.get(name + "_id"))
+        value = value[0] if isinstance(value, list) and value else value
+        if isinstance(value, int) and name not in config:
+            ids[name] = value
+    return ids
+
+
+def _max_length(config: dict) -> int | None:
+    # Tokenizers without a limit write a number near 1e30.
+    value = config.get("model_max_length")
+    return int(value) if isinstance(value, (int, float)) and 0 < value < 1e12 else None
+
+
+def _folder_templates(checkpoint: Checkpoint, config: dict) -> dict[str, str]:
+    """Template files go before tokenizer_config.json's chat_template: a text, or a list of named texts."""
+    files: dict[str, str] = {}
+    path = checkpoint.file("chat_template.jinja")
+    if path is not None:
+        files["default"] = path.read_text(encoding="utf-8")
+    if checkpoint.path is not None:
+        for path in sorted((checkpoint.path / "additional_chat_templates").glob("*.jinja")):
+            files[path.stem] = path.read_text(encoding="utf-8")
+    if files:
+        return files
+    value = config.get("chat_template")
+    if value is None:
+        value = (checkpoint.read_json("chat_template.json") or {}).get("chat_template")
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, list):
+        return {entry["name"]: entry["template"] for entry in value}
+    if isinstance(value, dict):
+        return dict(value)
+    if value is not None:
+        raise CheckpointError(f"chat_template of {checkpoint.name} is {json.dumps(value)[:80]}, not a template")
+    return {}

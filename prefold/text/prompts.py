@@ -1,0 +1,137 @@
+"""The prompts of the tasks: reranking, instructed embedding, few-shot classification.
+
+A template here is text with {fields}; nothing else in it is special, and braces in what is filled
+in stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+__all__ = [
+    "CONTENT_FREE",
+    "EMBED_INSTRUCTION",
+    "RERANK_INSTRUCTION",
+    "FewShotPrompt",
+    "RerankPrompt",
+    "fields_of",
+    "fill",
+    "instructed_query",
+    "rerank_prompt",
+]
+
+EMBED_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+RERANK_INSTRUCTION = EMBED_INSTRUCTION
+# Texts without content, whose label probabilities show the prompt's own bias. Zhao et al. 2021.
+CONTENT_FREE = ("N/A", "", "[MASK]")
+
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+def fields_of(template: str) -> list[str]:
+    """The names of the {fields} of a template, in order."""
+    return _FIELD.findall(template)
+
+
+def fill(template: str, values: Mapping[str, str]) -> str:
+    """The template with each {field} that `values` has replaced by its value, in one pass."""
+    return _FIELD.sub(lambda match: values.get(match[1], match[0]), template)
+
+
+def instructed_query(instruction: str, query: str) -> str:
+    """A query for instruction-following embedding models (Qwen3-Embedding); documents go without."""
+    return f"Instruct: {instruction}\nQuery:{query}"
+
+
+@dataclass(frozen=True)
+class RerankPrompt:
+    """The prompt of a (query, document) pair; the three parts are encoded apart, without special tokens.
+
+    `body` has the fields {instruction} (optional), {query} and, last, {document}: cutting the end
+    of the encoded body cuts the document only.
+    """
+
+    prefix: str
+    body: str
+    suffix: str
+
+    @classmethod
+    def from_template(cls, template: str) -> RerankPrompt:
+        """Split a whole prompt with the fields {query} and {document} into its parts."""
+        names = fields_of(template)
+        known = {"instruction", "query", "document"}
+        if set(names) - known or names.count("query") != 1 or names.count("document") != 1 or names[-1] != "document":
+            raise InputError(
+                f"the rerank template has the fields {', '.join(names) or '(none)'}",
+                field="template",
+                remedy="write {query} once, then {document} once and last, and {instruction} if it is wanted",
+            )
+        start = _FIELD.search(template).start()  # type: ignore[union-attr]
+        stop = template.rindex("{document}") + len("{document}")
+        return cls(template[:start], template[start:stop], template[stop:])
+
+
+_JUDGE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct"
+    ' provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_BODY = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+_ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
+_NO_THOUGHT = "<think>\n\n</think>\n\n"
+
+
+def rerank_prompt(tokenizer: Tokenizer) -> RerankPrompt:
+    """Qwen3-Reranker's prompt; its empty thought only for tokenizers that have <think> as a token.
+
+    A tokenizer without the ChatML tokens reads <|im_start|> as plain text.
+    """
+    thinks = tokenizer.token_id("<think>") is not None and tokenizer.token_id("<|im_start|>") is not None
+    return RerankPrompt(_JUDGE, _BODY, _ANSWER + (_NO_THOUGHT if thinks else ""))
+
+
+@dataclass(frozen=True)
+class FewShotPrompt:
+    """Instructions, examples, and the text to classify, up to where its label goes.
+
+    instructions   a text, followed by `separator`; left out when empty
+    examples       (text, label) pairs, each written as `template`, followed by `separator`
+    template       has {text} once, then {label} once and last; spaces before {label} belong to the label
+    """
+
+    instructions: str = ""
+    examples: Sequence[tuple[str, str]] = ()
+    template: str = "Text: {text}\nLabel: {label}"
+    separator: str = "\n\n"
+
+    def __post_init__(self) -> None:
+        if fields_of(self.template) != ["text", "label"]:
+            raise InputError(
+                f"the template {self.template!r} does not have the fields it needs",
+                field="template",
+                remedy="write {text} once and {label} once, after it",
+            )
+
+    @cached_property
+    def head(self) -> str:
+        """What every prompt begins with, up to the text."""
+        shots = [fill(self.template, {"text": text, "label": label}) for text, label in self.examples]
+        parts = [self.instructions, *shots] if self.instructions else shots
+        return "".join(part + self.separator for part in parts) + self.template[: self.template.index("{text}")]
+
+    @cached_property
+    def tail(self) -> str:
+        """What stands between the text and its label."""
+        return self.template[self.template.index("{text}") + len("{text}") : self.template.index("{label}")]
+
+    def render(self, text: str) -> str:
+        """The prompt of one text; its label would follow."""
+        return self.head + text + self.tail

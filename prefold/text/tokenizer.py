@@ -1,0 +1,132 @@
+"""A tokenizer: text to token ids and back, equal to what the checkpoint's own files say.
+
+Wraps the `tokenizers` library; `load.py` makes one out of a checkpoint. It never truncates and
+never pads: what is too long is for the tasks to refuse or to cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import InputError
+from .chat import ChatTemplates
+from .linecut import LineCut, line_cut
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ["Tokenizer", "valid_text"]
+
+
+def valid_text(text: object, field: str = "text") -> str:
+    """`text`, if it is a str that UTF-8 can hold. Raises InputError otherwise."""
+    if text is None:
+        raise InputError(f"{field!r} is null", field=field, remedy="give it a text", code="null")
+    if not isinstance(text, str):
+        kind = type(text).__name__
+        message = f"{field!r} is of type {kind}, not a text"
+        raise InputError(message, field=field, remedy="give it a text", code="wrong_type")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            message = f"{field!r} holds half of a surrogate pair at character {error.start}, so it is not valid Unicode"
+            remedy = "decode it again from its source"
+            raise InputError(message, field=field, remedy=remedy, code="invalid_utf8") from None
+    return text
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    prefix_ids, suffix_ids   int32: what `special=True` puts before and after every text
+                             (Llama 3: its BOS before; Qwen3-Embedding: <|endoftext|> after)
+    special_tokens           {"bos_token": "<s>", ...}: as chat templates see them
+    bos_id, eos_id, pad_id   their ids, None when the checkpoint names none
+    vocab_size               one more than the largest id it can give
+    max_length               tokens the tokenizer's files allow, None when they set no limit
+    truncation_side          "right" or "left": where a text is cut when cutting was asked for
+    chat_templates           the checkpoint's chat templates
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        special_ids: Mapping[str, int] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        max_length: int | None = None,
+        truncation_side: str = "right",
+    ):
+        """`special_ids` fills in ids ("bos_token": 1) that `special_tokens` does not give."""
+        # Files may carry the padding and truncation of their training; neither is wanted here.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        ids = {name: backend.token_to_id(token) for name, token in self.special_tokens.items()}
+        ids |= {name: token_id for name, token_id in (special_ids or {}).items() if ids.get(name) is None}
+        self.bos_id: int | None = ids.get("bos_token")
+        self.eos_id: int | None = ids.get("eos_token")
+        self.pad_id: int | None = ids.get("pad_token")
+        self.max_length = max_length
+        self.truncation_side = truncation_side
+        self.chat_templates = ChatTemplates(chat_templates or {}, self.special_tokens)
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.prefix_ids, self.suffix_ids = _added_ids(backend)
+        self._line_cut: LineCut | None = line_cut(backend)
+
+    def encode(self, text: str, special: bool = True) -> np.ndarray:
+        """The token ids of a text, int32. Raises InputError when it is not valid Unicode.
+
+        special: add what the checkpoint's post-processor adds (`prefix_ids`, `suffix_ids`). Special
+        tokens written inside the text are recognised either way.
+        """
+        return self._finish(self.backend.encode(valid_text(text), add_special_tokens=False).ids, special)
+
+    def encode_batch(self, texts: Sequence[str], special: bool = True) -> list[np.ndarray]:
+        """`encode` of each text, on all cores; what neighbouring texts begin with in common is encoded once."""
+        for i, text in enumerate(texts):
+            valid_text(text, f"texts[{i}]")
+        if self._line_cut is not None:
+            return [self._finish(ids, special) for ids in self._line_cut.encode_batch(list(texts), self._encode_all)]
+        return [self._finish(ids, special) for ids in self._encode_all(list(texts))]
+
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+        """The text of token ids. Ids the vocabulary does not have are skipped."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its exact name in the vocabulary ("<|im_end|>", "Ġthe"), None when there is none."""
+        return self.backend.token_to_id(token)
+
+    def render_chat(self, messages: Sequence[Mapping[str, object]], **options: object) -> str:
+        """The text of a conversation; see `ChatTemplates.render`. Encode it with special=False."""
+        return self.chat_templates.render(messages, **options)  # type: ignore[arg-type]
+
+    def _encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        if not texts:
+            return []
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def _finish(self, ids: Sequence[int] | np.ndarray, special: bool) -> np.ndarray:
+        ids = np.asarray(ids, dtype=np.int32)
+        if special and (self.prefix_ids.size or self.suffix_ids.size):
+            return np.concatenate((self.prefix_ids, ids, self.suffix_ids))
+        return ids
+
+
+def _added_ids(backend: tokenizers.Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """What the post-processor puts before and after a text; it does not depend on the text."""
+    probe = backend.encode("a", add_special_tokens=True)
+    body = len(backend.encode("a", add_special_tokens=False).ids)
+    before = 0
+    while before < len(probe.ids) - body and probe.special_tokens_mask[before]:
+        before += 1
+    ids = np.array(probe.ids, dtype=np.int32)
+    return ids[:before].copy(), ids[before + body :].copy()

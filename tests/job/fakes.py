@@ -1,0 +1,109 @@
+"""An engine and a task that need no model: every result is a function of the tokens alone."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from prefold.errors import InputError
+from prefold.tasks.base import Work
+from prefold.types import Readout, Request, Result, Stats
+
+MAX_TOKENS = 200
+
+
+def digest(data: bytes) -> float:
+    """A number in [0, 1) that a float32 holds exactly."""
+    return (zlib.crc32(data) >> 12) / 2**20
+
+
+def tokens_of(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+
+class FakeTask:
+    """One request a text of the item ({"text"} or {"query", "document(s)"}); the result is a score for each."""
+
+    def __init__(self, name: str = "embed", kind: str = "last"):
+        self.name = name
+        self.readout = Readout(kind)
+        self.prepared = 0
+
+    def prepare(self, items: list[dict[str, Any]]) -> list[Work | InputError]:
+        self.prepared += len(items)
+        return [self._work(item) for item in items]
+
+    def _work(self, item: dict[str, Any]) -> Work | InputError:
+        texts = item.get("documents") or [item.get("document", item.get("text"))]
+        texts = texts if isinstance(texts, list) else [texts]
+        whole = [item.get("query", "") + text for text in texts]
+        for i, text in enumerate(whole):
+            if not 0 < len(text.encode()) <= MAX_TOKENS:
+                name = f"documents[{i}]" if "documents" in item else "document" if "document" in item else "text"
+                return InputError(f"{name!r} is too long", field=name, remedy="shorten it", code="too_long")
+        note = {"tokens": sum(map(len, whole)), "many": "documents" in item}
+        return Work([Request(tokens_of(text)) for text in whole], note)
+
+    def finish(self, note: Any, results: list[Result]) -> dict[str, Any]:
+        scores = [float(result.values[0]) for result in results]
+        if note["many"]:
+            order = sorted(range(len(scores)), key=lambda i: -scores[i])
+            return {"scores": scores, "order": order, "num_tokens": note["tokens"]}
+        return {"score": scores[0], "embedding": results[0].values, "num_tokens": note["tokens"]}
+
+
+@dataclass
+class Step:
+    rows: int
+    path_rows: int
+    requests_done: int
+    tokens_done: int
+    started: float
+    seconds: float
+
+
+class FakeEngine:
+    """Yields each request's digest, a window at a time in three groups; `before` is called with every request."""
+
+    def __init__(self, sharing: str = "full", before: Any = None):
+        self.sharing = sharing
+        self.stats = Stats()
+        self.on_step: Any = None
+        self.before = before
+        self.closed = 0
+
+    def run(self, windows: Any, readout: Readout) -> Iterator[tuple[bytes, Result]]:
+        try:
+            for window in windows:
+                yield from self._window(window)
+        finally:
+            self.closed += 1
+
+    def _window(self, window: Any) -> Iterator[tuple[bytes, Result]]:
+        count = len(window.tags)
+        self.stats.tokens += len(window.tokens)
+        self.stats.requests += count
+        self.stats.unique_tokens += window.unique_tokens
+        for group in np.array_split(np.arange(count), 3):
+            if not len(group):
+                continue
+            tokens = int(window.offsets[group[-1] + 1] - window.offsets[group[0]])
+            rows = window.unique_tokens * len(group) // count
+            self.stats.rows_computed += rows
+            self.stats.steps += 1
+            if self.on_step:
+                self.on_step(Step(rows, 1, len(group), tokens, self.stats.steps * 0.5, 0.4))
+            for i in group:
+                if self.before:
+                    self.before(i)
+                text = window.tokens[window.offsets[i] : window.offsets[i + 1]].astype(np.uint8).tobytes()
+                yield window.tags[i], Result(np.array([digest(text), 0.5], np.float32))
+
+
+def fake_llm(**options: Any) -> Any:
+    return SimpleNamespace(engine=FakeEngine(**options))

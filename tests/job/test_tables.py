@@ -1,0 +1,112 @@
+"""Tables: columns to items, results to lines, errors that name the user's columns."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefold.errors import InputError, JobError
+from prefold.job.fields import Template
+from prefold.job.source import Row
+from prefold.job.tables import Columns, TableAdapter, default_columns
+
+
+def t(text, option="--prompt"):
+    return Template(text, option)
+
+
+def read(adapter, data):
+    return adapter.read(Row(1, data))
+
+
+def test_embed_one_and_many():
+    adapter = TableAdapter("embed", Columns(prompt=t("body"), id="key", keep=("lang",)))
+    parsed = read(adapter, {"body": "x", "key": 7, "lang": None})
+    assert parsed.items == [{"text": "x"}]
+    line = adapter.line(4, parsed.meta, [{"embedding": [1.0]}])
+    assert line == {"record": 4, "id": 7, "lang": None, "embedding": [1.0]}
+    assert read(adapter, {"body": ["x", "y"], "key": "k", "lang": "en"}).items == [{"text": ["x", "y"]}]
+
+
+def test_rerank_one_document_and_a_list():
+    adapter = TableAdapter("rerank", Columns(query=t("q"), document=t("docs")))
+    assert read(adapter, {"q": "a", "docs": "b"}).items == [{"query": "a", "document": "b"}]
+    parsed = read(adapter, {"q": "a", "docs": [{"text": "b"}, "c"]})
+    assert parsed.items == [{"query": "a", "documents": ["b", "c"]}]
+    templates = TableAdapter("rerank", Columns(query=t("Q: {q}"), document=t("{title}: {body}")))
+    parsed = read(templates, {"q": "a", "title": "t", "body": "b"})
+    assert parsed.items == [{"query": "Q: a", "document": "t: b"}]
+
+
+def test_score_continuations_and_rolling():
+    adapter = TableAdapter("score", Columns(prompt=t("p"), continuation=t("choices")))
+    parsed = read(adapter, {"p": "a", "choices": ["x", "y"]})
+    assert parsed.items == [{"prompt": "a", "continuation": "x"}, {"prompt": "a", "continuation": "y"}]
+    line = adapter.line(1, parsed.meta, [{"logprob": -1.0}, {"logprob": -2.0}])
+    assert line == {"record": 1, "results": [{"logprob": -1.0}, {"logprob": -2.0}]}
+    single = read(adapter, {"p": "a", "choices": ["x"]})
+    assert adapter.line(1, single.meta, [{"logprob": -1.0}])["results"] == [{"logprob": -1.0}]
+    assert read(adapter, {"p": "", "choices": "x"}).items == [{"prompt": "", "continuation": "x"}]
+    rolling = TableAdapter("score", Columns(prompt=t("p")))
+    assert read(rolling, {"p": "a"}).items == [{"text": "a"}]
+
+
+def test_messages_are_rendered():
+    adapter = TableAdapter("classify", Columns(messages="chat"), lambda messages: messages[-1]["content"].upper())
+    assert read(adapter, {"chat": [{"role": "user", "content": "hi"}]}).items == [{"text": "HI"}]
+    assert read(adapter, {"chat": '[{"role": "user", "content": "hi"}]'}).items == [{"text": "HI"}]
+    for bad, code in ((None, "null"), ("hi", "wrong_type"), ([], "wrong_type"), (["hi"], "wrong_type")):
+        assert read(adapter, {"chat": bad}).error.code == code
+
+
+@pytest.mark.parametrize(
+    ("data", "field", "code"),
+    [
+        ({"q": "a"}, "docs", "missing_field"),
+        ({"q": None, "docs": "b"}, "q", "null"),
+        ({"q": "a", "docs": True}, "docs", "wrong_type"),
+    ],
+)
+def test_bad_columns_are_the_records_error(data, field, code):
+    parsed = read(TableAdapter("rerank", Columns(query=t("q"), document=t("docs"))), data)
+    assert (parsed.error.field, parsed.error.code) == (field, code)
+
+
+def test_errors_of_tasks_name_the_column():
+    adapter = TableAdapter("rerank", Columns(query=t("q"), document=t("passages.text"), id="k"))
+    meta = read(adapter, {"q": "a", "passages": [{"text": "b"}], "k": "id7"}).meta
+    error = InputError("too long", field="documents[3]", remedy="shorten it", code="too_long")
+    out = adapter.error_line(9, meta, error)
+    assert out["record"] == 9 and out["id"] == "id7"
+    assert out["error"] == {
+        "code": "too_long",
+        "message": "too long",
+        "field": "passages.text[3]",
+        "remedy": "shorten it",
+    }
+    assert adapter.error_line(9, None, InputError("no JSON", code="invalid_json"))["record"] == 9
+
+
+def test_bad_ids_are_errors():
+    adapter = TableAdapter("embed", Columns(prompt=t("text"), id="k"))
+    assert read(adapter, {"text": "x", "k": [1]}).error.field == "k"
+    assert read(adapter, {"text": "x"}).error.code == "missing_field"
+
+
+def test_usual_column_names_are_found():
+    found = default_columns("rerank", ["id", "query", "passage"], {})
+    assert found["query"].column == "query" and found["document"].column == "passage"
+    assert default_columns("embed", ["text"], {"prompt": t("{other}")}) == {}
+    assert default_columns("embed", ["chat"], {"messages": "chat"}) == {}
+    assert "continuation" not in default_columns("score", ["prompt"], {})
+    with pytest.raises(JobError, match=r"--prompt.*the input has: title, body"):
+        default_columns("embed", ["title", "body"], {})
+
+
+def test_columns_are_checked_against_a_known_header():
+    adapter = TableAdapter("rerank", Columns(query=t("q"), document=t("docs.text"), keep=("lang",)))
+    assert {"q", "docs", "lang"} <= set(adapter.columns)
+    adapter.check(["q", "docs", "lang"])
+    with pytest.raises(JobError, match="no column 'lang'"):
+        adapter.check(["q", "docs"])
+    with pytest.raises(JobError, match="--keep record"):
+        TableAdapter("embed", Columns(prompt=t("text"), keep=("record",)))

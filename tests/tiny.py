@@ -1,0 +1,121 @@
+"""Tiny random checkpoints, written by transformers, with a byte-level tokenizer: the models of the tests.
+
+    folder = tiny_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)      # config.json, model.safetensors, tokenizer
+    oracle = reference(folder)                                            # the transformers model, float32, eager
+
+Weights are scaled so that attention is far from uniform and logits differ by several units; norms and
+biases are random too, so that leaving one out shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MERGES = (("y", "e"), ("ye", "s"), ("n", "o"), ("t", "h"), ("th", "e"), ("Ġ", "the"))
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Odd sizes on purpose: nothing may depend on multiples of 16.
+SIZES: dict[str, Any] = {
+    "vocab_size": 307,
+    "hidden_size": 36,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 50,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PREFIXES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+HEADS = {"causal": "ForCausalLM", "classifier": "ForSequenceClassification", "bare": "Model"}
+_numbers = itertools.count()
+
+
+def tiny_checkpoint(
+    tmp_path: Path,
+    family: str = "llama",
+    *,
+    head: str = "causal",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    tokenizer: bool = True,
+    max_shard_size: str = "1GB",
+    **overrides: Any,
+) -> Path:
+    """A folder under `tmp_path` with a random checkpoint of `family`; `overrides` are keys of its config.
+
+    head: "causal", "classifier" (num_labels=...) or "bare" (tensors without the prefix "model.").
+    """
+    import transformers
+
+    sizes = SIZES | ({"head_dim": 10} if family == "qwen3" else {}) | overrides
+    config = getattr(transformers, PREFIXES[family] + "Config")(**sizes)
+    model = getattr(transformers, PREFIXES[family] + HEADS[head])(config)
+    randomise(model, seed)
+    folder = Path(tmp_path) / f"{family}-{next(_numbers)}"
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    if tokenizer:
+        write_tokenizer(folder)
+    return folder
+
+
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.2 * values)
+            elif parameter.ndim == 1:
+                parameter.copy_(0.3 * values)
+            else:
+                parameter.copy_(1.5 * values / parameter.shape[1] ** 0.5)
+
+
+def write_tokenizer(folder: Path) -> Tokenizer:
+    """A byte-level BPE of 256 bytes, six merges ("yes", "no" and " the" are words) and the special tokens: 265 ids.
+
+    Ids 0 to 2 are <|endoftext|> (padding), <|im_start|> (BOS) and <|im_end|> (EOS). Adds no special tokens by itself.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*SPECIAL, *alphabet, *("".join(pair) for pair in MERGES)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=list(MERGES)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": SPECIAL[0],
+        "bos_token": SPECIAL[1],
+        "eos_token": SPECIAL[2],
+        "model_max_length": SIZES["max_position_embeddings"],
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    return tokenizer
+
+
+def reference(folder: Path, head: str = "causal", attention: str = "eager") -> torch.nn.Module:
+    """The checkpoint as transformers loads it, float32, in evaluation mode."""
+    import transformers
+
+    loaders = {
+        "causal": transformers.AutoModelForCausalLM,
+        "classifier": transformers.AutoModelForSequenceClassification,
+        "bare": transformers.AutoModel,
+    }
+    model = loaders[head].from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    return model.eval()
