@@ -119,3 +119,26 @@ def reference(folder: Path, head: str = "causal", attention: str = "eager") -> t
     }
     model = loaders[head].from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     return model.eval()
+
+
+class DenseAttend:
+    """Causal attention of one sequence, by the book: every plane's window, and the rows that are read."""
+
+    def __init__(self, config: Any, read_rows: torch.Tensor | None = None):
+        self.config = config
+        self.read_rows = read_rows
+        self.calls: list[tuple[int, bool]] = []
+
+    def __call__(self, plane: int, q, k, v, *, read_only: bool = False):
+        self.calls.append((plane, read_only))
+        rows = len(k)
+        query = torch.arange(rows) if not read_only else self.read_rows
+        assert q.shape == (len(query), self.config.heads, self.config.head_dim)
+        assert k.shape == v.shape == (rows, self.config.kv_heads, self.config.head_dim)
+        distance = query[:, None] - torch.arange(rows)
+        window = self.config.planes[plane].window
+        visible = (distance >= 0) & (distance < (window or rows))
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1).float() for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * self.config.scale
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)

@@ -69,7 +69,11 @@ class StepAttend:
         plan = (batch.read_plans if read_only else batch.plans)[window]
         o = interval_attention(unfolded_q, k, v, plan, scale=self.scale, path_k=path_k, path_v=path_v)
         if batch.scatter is not None:
-            o = torch.empty_like(o).index_copy_(0, batch.read_order, o) if read_only else o.index_select(0, batch.gather)
+            o = (
+                torch.empty_like(o).index_copy_(0, batch.read_order, o)
+                if read_only
+                else o.index_select(0, batch.gather)
+            )
         self.next_keys.append(join(path_k, k, batch))
         self.next_values.append(join(path_v, v, batch))
         return o

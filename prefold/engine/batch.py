@@ -62,7 +62,8 @@ def prepare(step: Step, planes: Sequence[Plane], device: torch.device) -> Batch:
     def tensor(array: np.ndarray | None) -> Tensor | None:
         if array is None:
             return None
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device, non_blocking=True)
+        # A copy: the trie's arrays are read-only views, which torch does not have.
+        return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
 
     old = step.keep < step.path
     return Batch(

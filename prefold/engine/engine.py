@@ -89,9 +89,7 @@ class Engine:
             if readout.kind == "first":
                 window = first_tokens(window)
             self.stats.unique_tokens += unique_tokens(window)
-            scheduler = PrefillScheduler(
-                window, readout, sharing=self.sharing, max_batch_rows=self.max_batch_rows
-            )
+            scheduler = PrefillScheduler(window, readout, sharing=self.sharing, max_batch_rows=self.max_batch_rows)
             while (step := scheduler.plan()) is not None:
                 scheduler.commit(step)
                 batch = prepare(step, self.model.config.planes, device)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError
+from ..model import ModelConfig
 from ..stream import Spool
 from .icicle import StreamShape, icicle, walk
 from .progress import Counts, Progress
@@ -76,7 +76,7 @@ def plan_job(
     tasks: Mapping[str, Any],
     *,
     limit: int | None = None,
-    window: int = 4 << 20,
+    window: int = 1 << 20,
     max_batch_rows: int = 4096,
     progress: Progress | None = None,
     make_spool: Callable[[], Spool] = Spool,
@@ -84,8 +84,9 @@ def plan_job(
     """Read, tokenise and sort a job, and count."""
     plan, counts = JobPlan(), Counts()
     tally = _Tally(plan)
-    reader = Reader(source, adapter, lambda lane, items: tasks[lane].prepare(items), tally, counts, limit=limit,
-                    make_spool=make_spool)  # fmt: skip
+    reader = Reader(
+        source, adapter, lambda lane, items: tasks[lane].prepare(items), tally, counts, limit=limit, make_spool=make_spool
+    )
     progress = progress or Progress()
     reader.start()
     try:
@@ -112,26 +113,27 @@ def _unique(tokens: np.ndarray, offsets: np.ndarray) -> int:
     return len(tokens) - int(common_prefix_lengths(tokens, offsets, lexsort_sequences(tokens, offsets)).sum())
 
 
-def cost_of(shape: StreamShape, config: Mapping[str, Any]) -> tuple[Cost, Cost]:
-    """(cost with every prefix once, cost with nothing shared), from the keys of a config.json.
+def cost_of(shape: StreamShape, config: ModelConfig) -> tuple[Cost, Cost]:
+    """(cost with every prefix once, cost with nothing shared). The read-out (LM head) is left out.
 
-    Attention counts the keys each row sees; a sliding window, where a model has one, sees fewer.
-    The read-out (LM head) is left out.
+    A row attends to its position + 1 keys, or to a plane's window of them.
     """
-    try:
-        hidden, layers, heads = (int(config[k]) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-        inner = int(config["intermediate_size"])
-    except KeyError as error:
-        raise CheckpointError(f"the model's config has no {error.args[0]}") from None
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    dim = int(config.get("head_dim") or hidden // heads)
-    weights = layers * (hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner)
+    width = config.head_dim * (2 * config.heads + 2 * config.kv_heads)
+    weights = config.layers * config.hidden * (width + 3 * config.intermediate)
     lengths, shared = (a.astype(np.int64) for a in shape.arrays())
-    seen_all = float((lengths * (lengths + 1)).sum()) / 2
-    seen = seen_all - float((shared * (shared + 1)).sum()) / 2
-    per_key = 4.0 * heads * dim * layers
-    full = Cost(2.0 * weights * shape.num_rows, per_key * seen)
+    seen_all = seen_again = 0.0
+    for plane in config.planes:
+        seen_all += float(_keys_seen(lengths, plane.window).sum())
+        seen_again += float(_keys_seen(shared, plane.window).sum())
+    per_key = 4.0 * config.heads * config.head_dim
+    full = Cost(2.0 * weights * shape.num_rows, per_key * (seen_all - seen_again))
     return full, Cost(2.0 * weights * shape.num_tokens, per_key * seen_all)
+
+
+def _keys_seen(lengths: np.ndarray, window: int | None) -> np.ndarray:
+    """Keys that the first `lengths` rows of a prompt see together."""
+    inside = lengths if window is None else np.minimum(lengths, window)
+    return inside * (inside + 1) // 2 + (lengths - inside) * (window or 0)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from .source import Source
 
 __all__ = ["Interrupted", "Job", "Summary", "run_job"]
 
-WINDOW_TOKENS = 4 << 20
+WINDOW_TOKENS = 1 << 20
 TICK_SECONDS = 0.25
 
 

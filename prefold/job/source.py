@@ -7,6 +7,7 @@ gzip stream, an unreadable Parquet footer) is a JobError.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import hashlib
@@ -16,7 +17,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,6 +61,10 @@ class Source:
     def rows(self, columns: Collection[str] | None = None) -> Iterator[Row]:
         """The records in order. `columns`: those that will be used; a Parquet file reads no others."""
         raise NotImplementedError
+
+    def peek(self) -> dict[str, Any] | None:
+        """The first record that can be read, None when there is none among the first few."""
+        return next((row.data for row in islice(self.rows(), 100) if row.data is not None), None)
 
 
 def open_source(name: str, format: str | None = None, *, stdin: BinaryIO | None = None) -> Source:
@@ -139,13 +144,16 @@ class _LineSource(Source):
         if format == "jsonl":
             if head.lstrip()[:1] == b"[":
                 raise JobError(f"{name} is a JSON array, not an object a line; convert it first: jq -c '.[]' {name}")
-            return _JsonlSource(name, format, identity, None, opener)
+            return _JsonlSource(name, format, identity, None, opener, head)
         columns = _header(name, head, _delimiter(format), opener)
         return _CsvSource(name, format, identity, columns, opener)
 
-    def __init__(self, name: str, format: str, identity: dict, columns: list[str] | None, opener: Any):
+    def __init__(
+        self, name: str, format: str, identity: dict, columns: list[str] | None, opener: Any, head: bytes = b""
+    ):
         super().__init__(name, format, identity, columns)
         self._opener = opener
+        self._head = head
         self._number = 0
 
     def _lines(self) -> Iterator[bytes]:
@@ -172,6 +180,11 @@ class _JsonlSource(_LineSource):
                 yield Row(self._number, _parse_line(line))
             except InputError as error:
                 yield Row(self._number, error=error)
+
+    def peek(self) -> dict[str, Any] | None:
+        with contextlib.suppress(InputError):
+            return _parse_line(self._head)
+        return super().peek() if self.name != "-" else None
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from .source import Row
 __all__ = ["Columns", "TableAdapter", "default_columns"]
 
 _RESERVED = {"record", "id", "error", "results"}
-_DEFAULTS = {
+_USUAL = {
     "embed": {"prompt": ("text", "prompt", "input")},
     "classify": {"prompt": ("text", "prompt", "input")},
     "rerank": {"query": ("query",), "document": ("document", "documents", "passage", "passages", "text")},
@@ -49,24 +49,24 @@ class Columns:
         return [*names, *([self.messages] if self.messages else []), *([self.id] if self.id else []), *self.keep]
 
 
-def default_columns(task: str, have: list[str], given: dict[str, Any]) -> dict[str, Template]:
-    """Templates for what was not given, by usual column names. `have`: columns known to be there.
+def default_columns(task: str, have: list[str] | None, given: dict[str, Any]) -> dict[str, Template]:
+    """Templates for what was not given, by usual column names. `have`: the columns, None when not known.
 
-    Raises JobError naming the options to give when no usual name is there.
+    Raises JobError naming the option to give when no usual name is there.
     """
     out: dict[str, Template] = {}
-    for option, names in _DEFAULTS[task].items():
+    for option, names in _USUAL[task].items():
         if given.get(option) is not None or (option == "prompt" and given.get("messages")):
             continue
-        name = next((n for n in names if n in have), None)
-        if name is not None:
-            out[option] = Template(name, f"--{option}")
-        elif option != "continuation":
-            columns = ", ".join(have) or "none"
+        name = names[0] if have is None else next((n for n in names if n in have), None)
+        if option == "continuation" and (have is None or name is None):
+            continue
+        if name is None:
             raise JobError(
                 f"which column is the {option}? add --{option} COLUMN, or --{option} '...{{column}}...'; "
-                f"the input has: {columns}"
+                f"the input has: {', '.join(have or [])}"
             )
+        out[option] = Template(name, f"--{option}")
     return out
 
 

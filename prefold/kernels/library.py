@@ -148,9 +148,12 @@ class Kernels:
         return out
 
     def can_compute(self, *tensors: Tensor | None) -> bool:
-        """Whether the element-wise functions take these tensors: on the CPU, of one known dtype, rows contiguous."""
+        """Whether the element-wise functions take these tensors: on the CPU, of one known dtype, rows contiguous.
+
+        They write into the first: its rows must not be views of each other.
+        """
         given = [t for t in tensors if t is not None]
-        return _on_cpu(*given) and all(t.stride(-1) == 1 for t in given)
+        return _on_cpu(*given) and all(t.stride(-1) == 1 for t in given) and 0 not in given[0].stride()
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """x += delta in place, and its norm; x, delta [rows, width]."""

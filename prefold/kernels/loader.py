@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from .build import BuildError, build
 from .library import Kernels
 
-__all__ = ["load", "status"]
+__all__ = ["load", "unavailable_reason"]
 
 
 @dataclass(slots=True)
 class Loaded:
     kernels: Kernels | None
-    status: str
+    reason: str | None = None
 
 
 _lock = threading.Lock()
@@ -32,9 +32,9 @@ def load() -> Kernels | None:
     return _load().kernels
 
 
-def status() -> str:
-    """One line about what `load` found."""
-    return _load().status
+def unavailable_reason() -> str | None:
+    """Why `load` gives None, in one line; None where it gives the kernels."""
+    return _load().reason
 
 
 def _load() -> Loaded:
@@ -48,15 +48,15 @@ def _load() -> Loaded:
 
 def _attempt() -> Loaded:
     if os.environ.get("PREFOLD_KERNELS", "1") == "0":
-        return Loaded(None, "PyTorch (PREFOLD_KERNELS=0)")
+        return Loaded(None, "switched off by PREFOLD_KERNELS=0")
     try:
         path = build()
         try:
-            return Loaded(Kernels(path), f"compiled ({path})")
+            return Loaded(Kernels(path))
         except (OSError, AttributeError):
             # Damaged in the cache, or made against another C library: once more.
             path = build(again=True)
-            return Loaded(Kernels(path), f"compiled ({path})")
+            return Loaded(Kernels(path))
     except (BuildError, OSError, AttributeError) as error:
         warnings.warn(f"prefold runs without its compiled kernels, more slowly: {error}", RuntimeWarning, stacklevel=3)
-        return Loaded(None, f"PyTorch ({error})")
+        return Loaded(None, str(error))

@@ -18,7 +18,8 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     x, delta [rows, hidden]; weight [hidden]. May write into x. Returns (x + delta, norm). Zhang and Sennrich 2019.
     """
     compiled = _compiled(x, delta, weight)
-    if compiled and x.dim() == 2:
+    fits = x.dim() == 2 and weight.shape == x.shape[1:] and (delta is None or delta.shape == x.shape)
+    if compiled and fits:
         return x, compiled.add_rms_norm(x, delta, weight, eps)
     if delta is not None:
         x = x + delta
@@ -35,7 +36,10 @@ def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: flo
     q/k norm). May write into x.
     """
     compiled = _compiled(x, norm_weight)
-    if compiled and cos_sin.dtype == torch.float32 and cos_sin.is_contiguous():
+    dim = x.shape[-1]
+    fits = x.dim() == 3 and dim % 2 == 0 and (norm_weight is None or norm_weight.shape == (dim,))
+    angles_fit = cos_sin.shape == (len(x), dim) and cos_sin.dtype == torch.float32 and cos_sin.is_contiguous()
+    if compiled and fits and angles_fit:
         compiled.rope(x, cos_sin, norm_weight, eps)
         return x
     if norm_weight is not None:
@@ -48,14 +52,14 @@ def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: flo
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, of gate_up [rows, 2 * width] -> [rows, width]."""
     compiled = _compiled(gate_up)
-    if compiled and gate_up.dim() == 2:
+    if compiled and gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0:
         return compiled.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 
 def _compiled(*tensors: Tensor | None) -> kernels.Kernels | None:
-    """The compiled kernels where they can take these tensors and no gradient is wanted."""
+    """The compiled kernels where they can take these tensors, write into the first, and no gradient is wanted."""
     given = [t for t in tensors if t is not None]
     if given[0].device.type != "cpu" or (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
         return None

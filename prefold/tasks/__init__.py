@@ -8,7 +8,7 @@ from __future__ import annotations
 from .base import Inputs, Task, Work
 from .classify import ClassifyHeadTask, ClassifyItem, ClassifyTask
 from .embed import EmbedItem, EmbedTask
-from .facts import EmbedSettings, embed_settings, labels_of_head
+from .facts import EmbedSettings, embed_settings
 from .make import TASKS, make_task, task_options
 from .rerank import RerankItem, RerankTask
 from .score import ScoreItem, ScoreTask
@@ -29,7 +29,6 @@ __all__ = [
     "Task",
     "Work",
     "embed_settings",
-    "labels_of_head",
     "make_task",
     "task_options",
 ]

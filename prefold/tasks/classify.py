@@ -80,7 +80,8 @@ class ClassifyTask:
         self.labels, self.written = _labels(labels)
         words = dict(zip(self.labels, self.written, strict=True))
         shots = [_example(example, i, words) for i, example in enumerate(examples)]
-        self.prompt = FewShotPrompt(valid_text(instructions, "instructions"), shots, template, separator)
+        parts = {"instructions": instructions, "template": template, "separator": separator}
+        self.prompt = FewShotPrompt(examples=shots, **{name: valid_text(text, name) for name, text in parts.items()})
         self.normalization = normalization
         self.calibrate = calibrate
         self.calibration: np.ndarray | None = None

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import InputError, UnsupportedModelError
 from ..text import instructed_query
+from ..text.tokenizer import valid_text
 from ..types import Readout, Result
 from .base import Inputs, TextBatch, Work, as_item, check_count, prepare_each
 from .facts import POOLING_MODES, EmbedSettings
@@ -78,7 +79,7 @@ class EmbedTask:
     def _prompt(self, prompt: str | None, name: str | None, instruction: str | None) -> tuple[str, str]:
         """The text before every input, and the instruction; at most one of them."""
         given = {"prompt": prompt, "prompt_name": name, "instruction": instruction}
-        given = {key: value for key, value in given.items() if value is not None}
+        given = {key: valid_text(value, key) for key, value in given.items() if value is not None}
         if len(given) > 1:
             raise InputError(f"{' and '.join(given)} exclude each other", field=next(iter(given)), remedy="give one")
         if prompt is not None or instruction is not None:

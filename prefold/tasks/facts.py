@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import CheckpointError, UnsupportedModelError
+from ..model import ModelConfig
 from .base import Inputs
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..text import Tokenizer
 
-__all__ = ["EmbedSettings", "embed_settings", "inputs_of", "labels_of_head"]
+__all__ = ["EmbedSettings", "embed_settings", "inputs_of", "labels_of_head", "require_lm_head"]
 
 Pooling = Literal["last", "mean", "first"]
 
@@ -23,21 +24,23 @@ POOLING_MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls":
 GGUF_POOLING: dict[int, Pooling] = {1: "mean", 2: "first", 3: "last"}
 
 
-def inputs_of(checkpoint: Checkpoint, tokenizer: Tokenizer | None, max_length: int | None = None) -> Inputs:
-    """The checks for a checkpoint; max_length None means its max_position_embeddings."""
-    if max_length is None:
-        max_length = checkpoint.config.get("max_position_embeddings")
-    return Inputs(tokenizer, max_length, checkpoint.config.get("vocab_size"))
+def inputs_of(config: ModelConfig, tokenizer: Tokenizer | None, max_length: int | None = None) -> Inputs:
+    """The checks for a model; max_length None means all its positions."""
+    return Inputs(tokenizer, config.max_positions if max_length is None else max_length, config.vocab_size)
 
 
-def labels_of_head(config: Mapping[str, Any]) -> list[str] | None:
-    """The labels of the checkpoint's classification head, None when it has none."""
-    if not any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or []):
+def labels_of_head(config: ModelConfig) -> list[str] | None:
+    """The labels of the model's classification head, None when it has none."""
+    if config.num_labels is None:
         return None
-    names = {int(i): str(label) for i, label in (config.get("id2label") or {}).items()}
-    # transformers leaves its default of two labels out of config.json.
-    count = config.get("num_labels") or len(names) or 2
-    return [names.get(i, f"LABEL_{i}") for i in range(count)]
+    return list(config.labels) or [f"LABEL_{i}" for i in range(config.num_labels)]
+
+
+def require_lm_head(config: ModelConfig, checkpoint: Checkpoint, task: str) -> None:
+    """Raises UnsupportedModelError for a model that gives no logits."""
+    if not config.lm_head:
+        has = "a classification head" if config.num_labels else "no head at all"
+        raise UnsupportedModelError(f"{task} needs a language model's logits; {checkpoint.name} has {has}")
 
 
 @dataclass(frozen=True)

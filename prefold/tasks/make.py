@@ -9,11 +9,12 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, UnsupportedModelError
+from ..model import ModelConfig, config_from
 from ..text import RERANK_INSTRUCTION, FewShotPrompt, RerankPrompt
 from .base import Task, check_count
 from .classify import ClassifyHeadTask, ClassifyTask, Normalization
 from .embed import EmbedTask
-from .facts import Pooling, embed_settings, inputs_of, labels_of_head
+from .facts import Pooling, embed_settings, inputs_of, labels_of_head, require_lm_head
 from .rerank import RerankTask
 from .score import ScoreTask
 
@@ -41,7 +42,7 @@ def make_task(name: str, checkpoint: Checkpoint, tokenizer: Tokenizer | None, **
             raise InputError(message, field=option, remedy=remedy, code="unknown_option")
     if options.get("max_length") is not None:
         check_count(options["max_length"], "max_length")
-    return TASKS[name](checkpoint, tokenizer, **options)
+    return TASKS[name](checkpoint, config_from(checkpoint.config), tokenizer, **options)
 
 
 def task_options(name: str) -> dict[str, Any]:
@@ -54,6 +55,7 @@ def task_options(name: str) -> dict[str, Any]:
 
 def _embed(
     checkpoint: Checkpoint,
+    config: ModelConfig,
     tokenizer: Tokenizer | None,
     *,
     pooling: Pooling | None = None,
@@ -71,19 +73,20 @@ def _embed(
     if normalize is not None:
         settings = replace(settings, normalize=normalize)
     return EmbedTask(
-        inputs_of(checkpoint, tokenizer, max_length if max_length is not None else settings.max_length),
+        inputs_of(config, tokenizer, max_length if max_length is not None else settings.max_length),
         settings,
         dimensions=dimensions,
         prompt=prompt,
         prompt_name=prompt_name,
         instruction=instruction,
-        hidden=checkpoint.config.get("hidden_size"),
+        hidden=config.hidden,
         truncate=truncate,
     )
 
 
 def _rerank(
     checkpoint: Checkpoint,
+    config: ModelConfig,
     tokenizer: Tokenizer | None,
     *,
     instruction: str = RERANK_INSTRUCTION,
@@ -93,13 +96,15 @@ def _rerank(
     max_length: int | None = None,
     truncate: bool = False,
 ) -> Task:
-    labels = labels_of_head(checkpoint.config)
+    labels = labels_of_head(config)
     if labels is not None and len(labels) != 1:
         raise UnsupportedModelError(
             f"{checkpoint.name} has a classification head of {len(labels)} labels; reranking takes one, or a causal LM"
         )
+    if labels is None:
+        require_lm_head(config, checkpoint, "rerank")
     return RerankTask(
-        inputs_of(checkpoint, tokenizer, max_length),
+        inputs_of(config, tokenizer, max_length),
         instruction=instruction,
         template=template,
         words=words,
@@ -111,6 +116,7 @@ def _rerank(
 
 def _classify(
     checkpoint: Checkpoint,
+    config: ModelConfig,
     tokenizer: Tokenizer | None,
     *,
     labels: Sequence[str] | Mapping[str, str] | None = None,
@@ -123,14 +129,15 @@ def _classify(
     max_length: int | None = None,
     truncate: bool = False,
 ) -> Task:
-    inputs = inputs_of(checkpoint, tokenizer, max_length)
-    head = labels_of_head(checkpoint.config)
+    inputs = inputs_of(config, tokenizer, max_length)
+    head = labels_of_head(config)
     prompt = {"instructions": instructions, "examples": examples, "template": template, "separator": separator}
     likelihood = prompt | {"normalization": normalization, "calibrate": calibrate}
     if head is None:
         if labels is None:
             message = "the checkpoint has no classification head, so labels are needed"
             raise InputError(message, field="labels", remedy="give two or more", code="missing_option")
+        require_lm_head(config, checkpoint, "classify")
         return ClassifyTask(inputs, labels, **likelihood, truncate=truncate)
     if labels is not None and list(labels) != head:
         message = f"the checkpoint classifies into {', '.join(head)}"
@@ -146,13 +153,15 @@ def _classify(
 
 def _score(
     checkpoint: Checkpoint,
+    config: ModelConfig,
     tokenizer: Tokenizer | None,
     *,
     prefix_token: int | None = None,
     max_length: int | None = None,
     truncate: bool = False,
 ) -> Task:
-    return ScoreTask(inputs_of(checkpoint, tokenizer, max_length), prefix_token=prefix_token, truncate=truncate)
+    require_lm_head(config, checkpoint, "score")
+    return ScoreTask(inputs_of(config, tokenizer, max_length), prefix_token=prefix_token, truncate=truncate)
 
 
 TASKS: dict[str, Callable[..., Task]] = {"embed": _embed, "rerank": _rerank, "classify": _classify, "score": _score}

@@ -12,6 +12,7 @@ import numpy as np
 from ..errors import InputError
 from ..text import RERANK_INSTRUCTION, RerankPrompt, Tokenizer, rerank_prompt
 from ..text.prompts import fields_of, fill
+from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
 from .base import Inputs, Text, TextBatch, Work, as_item, check_count, prepare_each
 from .embed import is_list_of_texts
@@ -73,9 +74,9 @@ class RerankTask:
         if inputs.tokenizer is None:
             raise InputError("reranking needs a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
         self.inputs = inputs
-        self.instruction = instruction
-        if isinstance(template, str):
-            template = RerankPrompt.from_template(template)
+        self.instruction = valid_text(instruction, "instruction")
+        if not isinstance(template, (RerankPrompt, type(None))):
+            template = RerankPrompt.from_template(valid_text(template, "template"))
         self.prompt = template or rerank_prompt(inputs.tokenizer)
         self.prefix = inputs.tokenizer.encode(self.prompt.prefix, special=False)
         self.suffix = inputs.tokenizer.encode(self.prompt.suffix, special=False)

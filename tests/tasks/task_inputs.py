@@ -18,7 +18,7 @@ MERGES = [("y", "e"), ("ye", "s"), ("n", "o"), ("Ġ", "a"), ("Ġ", "b"), ("a", "
 
 
 def backend(post: str | None = None, chatml: bool = True, think: bool = False) -> Tokenizer:
-    """Ids: 0-2 the special tokens, then the 256 bytes, then what the merges give. `post`: "<bos> $A <eos>" and the like."""
+    """Ids: 0-2 the special tokens, then the bytes, then what the merges give. `post`: as TemplateProcessing has it."""
     tokens = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=MERGES))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -28,7 +28,9 @@ def backend(post: str | None = None, chatml: bool = True, think: bool = False) -
     if think:
         tokenizer.add_tokens([AddedToken(name, normalized=False) for name in ("<think>", "</think>")])
     if post is not None:
-        tokenizer.post_processor = TemplateProcessing(single=post, special_tokens=[(t, i) for i, t in enumerate(SPECIALS)])
+        tokenizer.post_processor = TemplateProcessing(
+            single=post, special_tokens=[(t, i) for i, t in enumerate(SPECIALS)]
+        )
     return tokenizer
 
 
@@ -48,8 +50,10 @@ class FakeCheckpoint:
     gguf = None
 
     def __init__(self, config: dict[str, Any] | None = None, files: dict[str, Any] | None = None):
-        base = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 512, "vocab_size": 300, "hidden_size": 8}
-        self.config = base | (config or {})
+        sizes = {"max_position_embeddings": 512, "vocab_size": 300, "hidden_size": 8, "intermediate_size": 8}
+        sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+        named = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}
+        self.config = named | sizes | (config or {})
         self.files = files or {}
 
     def read_json(self, name: str) -> Any:

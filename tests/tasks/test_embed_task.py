@@ -63,7 +63,7 @@ def test_prompts():
     assert text(instruction="Find {it}") == "Instruct: Find {it}\nQuery:hi"
     (work,) = EmbedTask(inputs, settings).prepare([[9, 9]])
     assert work.requests[0].tokens.tolist() == [9, 9]
-    with pytest.raises(InputError, match="no prompt 'passage'.*query, document"):
+    with pytest.raises(InputError, match=r"no prompt 'passage'.*query, document"):
         EmbedTask(inputs, settings, prompt_name="passage")
     with pytest.raises(InputError, match="prompt_name and instruction exclude"):
         EmbedTask(inputs, settings, prompt_name="query", instruction="x")
@@ -112,6 +112,8 @@ def test_truncation_of_ids_and_of_nothing():
         ({"dimensions": 0}, "dimensions"),
         ({"dimensions": "8"}, "dimensions"),
         ({"pooling": "max"}, "pooling"),
+        ({"prompt": 5}, "prompt"),
+        ({"instruction": "\ud800"}, "instruction"),
         ({"prompt_name": "query"}, "prompt_name"),
     ],
 )
@@ -183,9 +185,9 @@ def test_settings_of_a_sentence_transformers_folder():
     assert embed_settings(folder(sentence_bert_config={"max_seq_length": 4096})).max_length == 512
     assert embed_settings(folder(tokenizer_config={"model_max_length": 128})).max_length == 128
     assert embed_settings(folder(tokenizer_config={"model_max_length": 1e30})).max_length == 512
-    assert make_task("embed", checkpoint, TOK, max_length=32, pooling="mean", normalize=False).settings == EmbedSettings(
-        "mean", False, 64, settings.prompts, "query", True, True
-    )
+    assert make_task(
+        "embed", checkpoint, TOK, max_length=32, pooling="mean", normalize=False
+    ).settings == EmbedSettings("mean", False, 64, settings.prompts, "query", True, True)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ TOK = tokenizer()
 INPUTS = Inputs(TOK, 512, 300)
 
 
-@pytest.mark.parametrize("value", [[1, 2, 299], (1, 2), np.array([3, 4], np.uint16), [np.int64(5)], np.array([7], np.int64)])
+@pytest.mark.parametrize(
+    "value", [[1, 2, 299], (1, 2), np.array([3, 4], np.uint16), [np.int64(5)], np.array([7], np.int64)]
+)
 def test_token_ids_become_int32(value):
     ids = INPUTS.text(value, "f")
     assert isinstance(ids, np.ndarray)
@@ -144,7 +146,9 @@ JUNK = st.recursive(
         st.lists(inner, max_size=3),
         st.tuples(inner, inner),
         st.dictionaries(
-            st.sampled_from(["text", "query", "document", "documents", "prompt", "continuation", "dimensions", "top_n"]),
+            st.sampled_from(
+                ["text", "query", "document", "documents", "prompt", "continuation", "dimensions", "top_n"]
+            ),
             inner,
             max_size=3,
         ),

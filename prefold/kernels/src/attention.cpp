@@ -16,12 +16,8 @@ constexpr int kChunkPairs = 32;
 constexpr int kMaxDim = 256;
 constexpr int kMaxVectors = 4;  // heads of a task
 
-// Vectors that one register block may accumulate.
-#ifdef __AVX512F__
-constexpr int kAccumulators = 24;
-#else
-constexpr int kAccumulators = 4;
-#endif
+// Vectors that one register block accumulates; the rest hold queries (or probabilities) and a broadcast.
+constexpr int kAccumulators = kRegisters * 3 / 4;
 
 // Some keys of a tile. Pairs that need masks come after those that do not.
 struct Chunk {
@@ -83,7 +79,8 @@ template <class Format, int V>
 class Task {
   using Element = typename Format::Element;
   using Stored = typename Format::Stored;
-  using Vector = typename Format::Vector;
+  using Lane = typename Format::Lane;
+  using Vector = Vec<Lane>;
   static constexpr int kWidth = Format::kWidth;
 
  public:
@@ -98,7 +95,7 @@ class Task {
 
   void run(int64_t tile) {
     load_queries();
-    for (int g = 0; g < V; ++g) max_[g] = splat(-1e30f), sum_[g] = Floats{};
+    for (int g = 0; g < V; ++g) max_[g] = Floats(-1e30f), sum_[g] = zeros();
     ChunkReader reader(call_, tile);
     Chunk chunk;
     bool first = true;
@@ -152,26 +149,29 @@ class Task {
     if constexpr (KEYS > 2) score_blocks<KEYS / 4 * 2>(pair, pairs);
   }
 
+  // KEYS keys from pair `pair` on, a part of the queries at a time.
   template <int KEYS>
   PREFOLD_APART void score_block(int pair) {
     const Stored* keys[KEYS / 2];
     for (int i = 0; i < KEYS / 2; ++i) keys[i] = key_at_[pair + i];
-    Floats acc[KEYS][V] = {};
-    for (int d = 0; d < steps_; ++d) {
-      Vector q[V];
+    for (int part = 0; part < kParts; ++part) {
+      Part<float> acc[KEYS][V] = {};
+      for (int d = 0; d < steps_; ++d) {
+        Part<Lane> q[V];
 #pragma GCC unroll 4
-      for (int g = 0; g < V; ++g) q[g] = queries_at_[d * V + g];
+        for (int g = 0; g < V; ++g) q[g] = queries_at_[d * V + g].part[part];
+#pragma GCC unroll 16
+        for (int i = 0; i < KEYS; ++i) {
+          const Stored k = keys[i / 2][(i & 1) * steps_ + d];
+#pragma GCC unroll 4
+          for (int g = 0; g < V; ++g) acc[i][g] = Format::mul_add(acc[i][g], q[g], k);
+        }
+      }
 #pragma GCC unroll 16
       for (int i = 0; i < KEYS; ++i) {
-        const Stored k = keys[i / 2][(i & 1) * steps_ + d];
 #pragma GCC unroll 4
-        for (int g = 0; g < V; ++g) acc[i][g] = Format::mul_add(acc[i][g], q[g], k);
+        for (int g = 0; g < V; ++g) scores_[(2 * pair + i) * V + g].part[part] = acc[i][g];
       }
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < KEYS; ++i) {
-#pragma GCC unroll 4
-      for (int g = 0; g < V; ++g) scores_[(2 * pair + i) * V + g] = acc[i][g];
     }
   }
 
@@ -187,7 +187,7 @@ class Task {
       const uint32_t mask = chunk.mask[j / 2] >> (j & 1 ? 16 : 0);
       for (int g = 0; g < V; ++g) top[g] = choose(mask, larger(scores_[j * V + g], top[g]), top[g]);
     }
-    const Floats scale = splat(call_.scale * 1.44269504f);  // exp(x) = 2^(x log2 e)
+    const Floats scale(call_.scale * 1.44269504f);  // exp(x) = 2^(x log2 e)
     for (int g = 0; g < V; ++g) {
       rescale_[g] = exp2<true>((max_[g] - top[g]) * scale);
       sum_[g] *= rescale_[g];
@@ -208,8 +208,8 @@ class Task {
         Floats a = exp2<Format::kExactExp>(scores_[2 * j * V + g] * scale - top[g]);
         Floats b = exp2<Format::kExactExp>(scores_[(2 * j + 1) * V + g] * scale - top[g]);
         if constexpr (MASKED) {
-          a = choose(chunk.mask[j], a, Floats{});
-          b = choose(chunk.mask[j] >> 16, b, Floats{});
+          a = choose(chunk.mask[j], a, zeros());
+          b = choose(chunk.mask[j] >> 16, b, zeros());
         }
         sum[g] += a + b;
         Format::store_probabilities((float*)probabilities(j, g), V * kLanes, a, b);
@@ -223,33 +223,40 @@ class Task {
 
   // out_[dimension][head] = out_ * rescale_ + p . v
   PREFOLD_APART void add_values(int pairs, bool first) {
-    constexpr int kDims = dim_block(V);
-    for (int d = 0; d < packed_.dim; d += kDims) {
-      Floats acc[kDims][V];
+    for (int d = 0; d < packed_.dim; d += dim_block(V)) {
+      for (int part = 0; part < kParts; ++part) add_value_block<dim_block(V)>(pairs, first, d, part);
+    }
+  }
+
+  // DIMS dimensions from d on, a part of the queries.
+  template <int DIMS>
+  PREFOLD_INLINE void add_value_block(int pairs, bool first, int d, int part) {
+    Part<float> acc[DIMS][V];
 #pragma GCC unroll 16
-      for (int i = 0; i < kDims; ++i) {
+    for (int i = 0; i < DIMS; ++i) {
 #pragma GCC unroll 4
-        for (int g = 0; g < V; ++g) acc[i][g] = first ? Floats{} : out_[(d + i) * V + g] * rescale_[g];
+      for (int g = 0; g < V; ++g) {
+        acc[i][g] = first ? Part<float>{} : out_[(d + i) * V + g].part[part] * rescale_[g].part[part];
       }
-      for (int j = 0; j < pairs; ++j) {
-        const Stored* v = value_at_[j] + d;
+    }
+    for (int j = 0; j < pairs; ++j) {
+      const Stored* v = value_at_[j] + d;
 #pragma GCC unroll 2
-        for (int half = 0; half < 2 / kWidth; ++half, v += packed_.dim) {
-          Vector p[V];
+      for (int half = 0; half < 2 / kWidth; ++half, v += packed_.dim) {
+        Part<Lane> p[V];
 #pragma GCC unroll 4
-          for (int g = 0; g < V; ++g) p[g] = ((const Vector*)probabilities(j, 0))[half * V + g];
+        for (int g = 0; g < V; ++g) p[g] = ((const Part<Lane>*)probabilities(j, half * V + g))[part];
 #pragma GCC unroll 16
-          for (int i = 0; i < kDims; ++i) {
+        for (int i = 0; i < DIMS; ++i) {
 #pragma GCC unroll 4
-            for (int g = 0; g < V; ++g) acc[i][g] = Format::mul_add(acc[i][g], p[g], v[i]);
-          }
+          for (int g = 0; g < V; ++g) acc[i][g] = Format::mul_add(acc[i][g], p[g], v[i]);
         }
       }
+    }
 #pragma GCC unroll 16
-      for (int i = 0; i < kDims; ++i) {
+    for (int i = 0; i < DIMS; ++i) {
 #pragma GCC unroll 4
-        for (int g = 0; g < V; ++g) out_[(d + i) * V + g] = acc[i][g];
-      }
+      for (int g = 0; g < V; ++g) out_[(d + i) * V + g].part[part] = acc[i][g];
     }
   }
 
@@ -263,7 +270,7 @@ class Task {
   // The same where a value that not all queries see is infinite or NaN: zero times that is NaN, so each
   // product is chosen by the key's mask. Slow, and rare.
   void add_values_by_choice(const Chunk& chunk, bool first) {
-    for (int i = 0; i < packed_.dim * V; ++i) out_[i] = first ? Floats{} : out_[i] * rescale_[i % V];
+    for (int i = 0; i < packed_.dim * V; ++i) out_[i] = first ? zeros() : out_[i] * rescale_[i % V];
     for (int j = 0; j < chunk.count; ++j) {
       const uint32_t mask = j < chunk.unmasked ? 0xffffffff : chunk.mask[j];
       for (int half = 0; half < 2; ++half) {
@@ -272,7 +279,7 @@ class Task {
           for (int g = 0; g < V; ++g) {
             const Floats p = Format::probability((float*)probabilities(j, g), V * kLanes, half);
             Floats& o = out_[d * V + g];
-            o = choose(mask >> (16 * half), o + p * v, o);
+            o = choose(mask >> (16 * half), o + p * Floats(v), o);
           }
         }
       }
@@ -282,10 +289,14 @@ class Task {
   void store_out() {
     Element* rows = static_cast<Element*>(call_.out) + (first_query_ * call_.heads + first_head_) * call_.dim;
     for (int g = 0; g < V; ++g) {
-      const Floats inverse = 1.0f / sum_[g];
+      const Floats inverse = Floats(1.0f) / sum_[g];
       for (int step = 0; step < steps_; step += kLanes) {
-        Vector block[kLanes] = {};
-        for (int i = 0; i < kLanes && step + i < steps_; ++i) {
+        Vector block[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          if (step + i >= steps_) {  // the lanes of dimensions that are not there; never stored
+            block[i] = Vector(0);
+            continue;
+          }
           const Floats* o = out_ + (step + i) * kWidth * V + g;
           block[i] = Format::join(o[0] * inverse, o[(kWidth - 1) * V] * inverse);
         }

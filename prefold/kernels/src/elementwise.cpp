@@ -11,46 +11,55 @@ namespace {
 // Rows a thread takes at least: less costs more to hand out than to compute.
 constexpr int64_t kGrain = 32;
 
-PREFOLD_INLINE float inverse_rms(Floats squares, int64_t width, float eps) {
-  return 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(width) + eps);
+// body(d, count) for whole vectors of [0, width), and for the rest of fewer than sixteen numbers.
+template <class Body>
+PREFOLD_INLINE void for_vectors(int64_t width, const Body& body) {
+  int64_t d = 0;
+  for (; d + kLanes <= width; d += kLanes) body(d, int64_t{kLanes});
+  if (d < width) body(d, width - d);
+}
+
+PREFOLD_INLINE Floats inverse_rms(const Floats& squares, int64_t width, float eps) {
+  return Floats(1.0f / std::sqrt(sum_of(squares) / static_cast<float>(width) + eps));
 }
 
 // x += delta (where there is one), written back; out = x / rms(x) * weight.
 template <class E>
 void add_norm_row(E* x, const E* delta, const E* weight, E* out, int64_t width, float eps) {
-  Floats squares[2] = {};  // two sums, so that one need not wait for the other
-  for (int64_t d = 0, turn = 0; d < width; d += kLanes, turn ^= 1) {
-    Floats v = load_some(x + d, width - d);
-    if (delta) {
-      v += load_some(delta + d, width - d);
-      store_some(x + d, v, width - d);
-      if constexpr (!std::is_same_v<E, float>) v = widen(narrow(v));  // the norm of what was stored
-    }
-    squares[turn] += v * v;
+  Floats squares = zeros();
+  if (delta) {
+    for_vectors(width, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
+      const Floats v = rounded_to<E>(load_some(x + d, count) + load_some(delta + d, count));
+      store_some(x + d, v, count);
+      squares += v * v;
+    });
+  } else {
+    for_vectors(width, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
+      const Floats v = load_some(x + d, count);
+      squares += v * v;
+    });
   }
-  const float scale = inverse_rms(squares[0] + squares[1], width, eps);
-  for (int64_t d = 0; d < width; d += kLanes) {
-    const Floats v = load_some(x + d, width - d) * scale * load_some(weight + d, width - d);
-    store_some(out + d, v, width - d);
-  }
+  const Floats scale = inverse_rms(squares, width, eps);
+  for_vectors(width, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
+    store_some(out + d, load_some(x + d, count) * scale * load_some(weight + d, count), count);
+  });
 }
 
-// One head of `dim` numbers in place: x * rms scale * weight where there is a weight, then the first half
+// One head of `dim` numbers in place: x / rms(x) * weight where there is a weight, then the first half
 // rotated against the second.
 template <class E>
 void rope_head(E* x, const float* cosines, const float* sines, const E* weight, int64_t dim, float eps) {
   const int64_t half = dim / 2;
-  float scale = 1.0f;
+  Floats scale = zeros();
   if (weight) {
-    Floats squares{};
-    for (int64_t d = 0; d < dim; d += kLanes) {
-      const Floats v = load_some(x + d, dim - d);
+    Floats squares = zeros();
+    for_vectors(dim, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
+      const Floats v = load_some(x + d, count);
       squares += v * v;
-    }
+    });
     scale = inverse_rms(squares, dim, eps);
   }
-  for (int64_t d = 0; d < half; d += kLanes) {
-    const int64_t count = half - d;
+  for_vectors(half, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
     Floats a = load_some(x + d, count), b = load_some(x + half + d, count);
     if (weight) {
       a *= scale * load_some(weight + d, count);
@@ -59,17 +68,17 @@ void rope_head(E* x, const float* cosines, const float* sines, const E* weight, 
     const Floats c = load_some(cosines + d, count), s = load_some(sines + d, count);
     store_some(x + d, a * c - b * s, count);
     store_some(x + half + d, b * c + a * s, count);
-  }
+  });
 }
 
 template <class E>
 void silu_mul_row(const E* gate, const E* up, E* out, int64_t width) {
   constexpr bool kExact = std::is_same_v<E, float>;
-  for (int64_t d = 0; d < width; d += kLanes) {
-    const Floats g = load_some(gate + d, width - d), u = load_some(up + d, width - d);
-    const Floats e = exp2<kExact>(g * -1.44269504f);  // exp(-g)
-    store_some(out + d, g / (1.0f + e) * u, width - d);
-  }
+  for_vectors(width, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
+    const Floats g = load_some(gate + d, count), u = load_some(up + d, count);
+    const Floats e = exp2<kExact>(g * Floats(-1.44269504f));  // exp(-g)
+    store_some(out + d, g / (Floats(1.0f) + e) * u, count);
+  });
 }
 
 template <class E>

@@ -1,8 +1,9 @@
 // The two number formats the attention kernel computes in. A format says how keys and values are packed
 // and how a packed number meets a vector of queries:
 //
+//   Element     a number in memory
 //   Stored      what one broadcast reads: a float, or two bfloat16 numbers
-//   Vector      sixteen of them, one a query
+//   Lane        what a query's lane holds: the same, as the element type of a vector
 //   kWidth      numbers in one Stored
 //   kExactExp   whether probabilities need float32's precision
 //   mul_add     acc + vector x stored, the inner product of kWidth numbers
@@ -20,70 +21,61 @@ template <class E>
 struct InFloat32 {
   using Element = E;
   using Stored = float;
-  using Vector = Floats;
+  using Lane = float;
   static constexpr int kWidth = 1;
   static constexpr bool kExactExp = std::is_same_v<E, float>;
 
-  static PREFOLD_INLINE Floats mul_add(Floats acc, Vector x, Stored y) { return acc + x * y; }
+  static PREFOLD_INLINE Part<float> mul_add(Part<float> acc, Part<float> x, Stored y) { return acc + x * y; }
 
-  // Sixteen Stored along a row, zeros past its `count` numbers.
-  static PREFOLD_INLINE Vector load_row(const E* row, int64_t count) { return load_some(row, count); }
+  // Sixteen Stored along a row, zeros past its `count` numbers; and back.
+  static PREFOLD_INLINE Floats load_row(const E* row, int64_t count) { return load_some(row, count); }
+  static PREFOLD_INLINE void store_row(E* row, const Floats& x, int64_t count) { store_some(row, x, count); }
 
-  // The vector that holds these dimensions (kWidth of them count), rounded to elements, and back to a row.
-  static PREFOLD_INLINE Vector join(Floats first, Floats) { return first; }
+  // A vector of Stored from its kWidth numbers a lane.
+  static PREFOLD_INLINE Floats join(const Floats& first, const Floats&) { return first; }
 
-  static PREFOLD_INLINE void store_row(E* row, Vector x, int64_t count) { store_some(row, x, count); }
-
-  // The probabilities of a pair of keys as the vectors that meet their values; `first` may overlap `out`.
-  static PREFOLD_INLINE void store_probabilities(float* out, int stride, Floats first, Floats second) {
+  // The probabilities of a pair of keys as the vectors that meet their values, `stride` floats apart.
+  static PREFOLD_INLINE void store_probabilities(float* out, int stride, const Floats& first, const Floats& second) {
     store(out, first);
     store(out + stride, second);
   }
-
   static PREFOLD_INLINE Floats probability(const float* at, int stride, int half) { return load(at + half * stride); }
 
-  // Sixteen dimensions of the values of two consecutive keys, for a packed pair of `dim` dimensions.
-  static PREFOLD_INLINE void store_values(float* out, int64_t dim, Floats first, Floats second) {
+  // Sixteen dimensions of the values of two consecutive keys, in a packed pair of `dim` dimensions.
+  static PREFOLD_INLINE void store_values(float* out, int64_t dim, const Floats& first, const Floats& second) {
     store(out, first);
     store(out + dim, second);
   }
-
   static PREFOLD_INLINE float value(const float* pair, int64_t dim, int64_t d, int half) { return pair[half * dim + d]; }
 };
 
 #ifdef __AVX512BF16__
-// bfloat16 products summed in float32, two numbers a lane.
+// bfloat16 products summed in float32, two numbers a lane. The meanings are those of InFloat32.
 struct InBf16Pairs {
   using Element = Bf16;
   using Stored = uint32_t;
-  using Vector = Words;
+  using Lane = uint32_t;
   static constexpr int kWidth = 2;
   static constexpr bool kExactExp = false;
+  static constexpr uint32_t kHigh = 0xffff0000u;  // the second number of a lane; as a float, its value
 
-  static PREFOLD_INLINE Floats mul_add(Floats acc, Vector x, Stored y) {
-    return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)(Words{} + y));
+  static PREFOLD_INLINE Part<float> mul_add(Part<float> acc, Part<uint32_t> x, Stored y) {
+    return (Part<float>)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)(Part<uint32_t>{} + y));
   }
 
-  static PREFOLD_INLINE Vector load_row(const Bf16* row, int64_t count) {
+  static PREFOLD_INLINE Words load_row(const Bf16* row, int64_t count) {
     Words x;
     if (count >= 2 * kLanes) {
       memcpy(&x, row, sizeof x);
     } else {
-      Words some{};
+      Words some(0);
       memcpy(&some, row, count * sizeof(Bf16));
       x = some;
     }
     return x;
   }
 
-  // Rounded to bfloat16, `first` in the low half of each lane.
-  static PREFOLD_INLINE Vector join(Floats first, Floats second) {
-    const Words order = (Words)(Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}) * 0x10001u + 0x100000u;
-    const __m512bh halves = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-    return (Words)_mm512_permutexvar_epi16((__m512i)order, (__m512i)halves);
-  }
-
-  static PREFOLD_INLINE void store_row(Bf16* row, Vector x, int64_t count) {
+  static PREFOLD_INLINE void store_row(Bf16* row, const Words& x, int64_t count) {
     if (count >= 2 * kLanes) {
       memcpy(row, &x, sizeof x);
     } else {
@@ -92,24 +84,28 @@ struct InBf16Pairs {
     }
   }
 
-  static PREFOLD_INLINE void store_probabilities(float* out, int, Floats first, Floats second) {
+  static PREFOLD_INLINE Words join(const Floats& first, const Floats& second) {
+    const Part<uint32_t> order = (Part<uint32_t>)lane_numbers(0) * 0x10001u + 0x100000u;  // lane i: halves i, 16 + i
+    const __m512bh halves = _mm512_cvtne2ps_pbh((__m512)second.part[0], (__m512)first.part[0]);
+    return Words::make([&](int) { return (Part<uint32_t>)_mm512_permutexvar_epi16((__m512i)order, (__m512i)halves); });
+  }
+
+  static PREFOLD_INLINE void store_probabilities(float* out, int, const Floats& first, const Floats& second) {
     const Words both = join(first, second);
     memcpy(out, &both, sizeof both);
   }
-
   static PREFOLD_INLINE Floats probability(const float* at, int, int half) {
-    Words both;
-    memcpy(&both, at, sizeof both);
-    return (Floats)(half ? both & 0xffff0000u : both << 16);
+    const Words both = as<uint32_t>(load(at));
+    return as<float>(half ? both & Words(kHigh) : both * Words(0x10000));
   }
 
-  static PREFOLD_INLINE void store_values(uint32_t* out, int64_t, Floats first, Floats second) {
-    const Words both = bits_of(first) >> 16 | (bits_of(second) & 0xffff0000u);  // they were bfloat16
+  // The numbers come from bfloat16, so that nothing is rounded.
+  static PREFOLD_INLINE void store_values(uint32_t* out, int64_t, const Floats& first, const Floats& second) {
+    const Words both = join(first, second);
     memcpy(out, &both, sizeof both);
   }
-
   static PREFOLD_INLINE float value(const uint32_t* pair, int64_t, int64_t d, int half) {
-    const uint32_t bits = half ? pair[d] & 0xffff0000u : pair[d] << 16;
+    const uint32_t bits = half ? pair[d] & kHigh : pair[d] << 16;
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;

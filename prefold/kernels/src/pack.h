@@ -68,6 +68,14 @@ void pack_keys(const Packed<Format>& packed, const RowSource<typename Format::El
   }
 }
 
+// All bits set in the lanes that hold an infinity or NaN: an exponent of all ones.
+PREFOLD_INLINE Words not_finite(const Floats& x) {
+  return Words::make([&](int p) {
+    const Part<uint32_t> exponent = (Part<uint32_t>)x.part[p] & 0x7f800000u;
+    return (Part<uint32_t>)(exponent == 0x7f800000u);
+  });
+}
+
 // True where all values of the pair are finite.
 template <class Format>
 bool pack_values(const Packed<Format>& packed, const RowSource<typename Format::Element>& source, int64_t dim,
@@ -75,15 +83,16 @@ bool pack_values(const Packed<Format>& packed, const RowSource<typename Format::
   auto* out = packed.values + (head * packed.pairs + pair) * packed.pair_size;
   const auto* first = source.at(2 * pair, head);
   const auto* second = source.at(2 * pair + 1, head);
-  Ints unsafe{};
+  Words unsafe(0);
   for (int64_t d = 0; d < packed.dim; d += kLanes) {
     const Floats a = load_some(first + d, dim - d);
-    const Floats b = second ? load_some(second + d, dim - d) : Floats{};
-    unsafe |= (Ints)((bits_of(a) & 0x7f800000u) == 0x7f800000u) | (Ints)((bits_of(b) & 0x7f800000u) == 0x7f800000u);
+    const Floats b = second ? load_some(second + d, dim - d) : zeros();
+    unsafe |= not_finite(a) | not_finite(b);
     Format::store_values(out + d, packed.dim, a, b);
   }
-  int32_t any = 0;
-  for (int i = 0; i < kLanes; ++i) any |= unsafe[i];
+  uint32_t lanes[kLanes], any = 0;
+  memcpy(lanes, &unsafe, sizeof lanes);
+  for (uint32_t lane : lanes) any |= lane;
   return any == 0;
 }
 

@@ -1,5 +1,9 @@
 // Sixteen numbers at a time, in the vector extensions of GCC and Clang, so that one source serves
 // every instruction set; AVX-512 is named only where the generic form is clearly slower.
+//
+// The sixteen are one register with AVX-512, two with AVX2, four with SSE or NEON: a Vec is an array of
+// such parts. What is written for whole Vecs need not know; inner loops that must fit into the registers
+// work on one part at a time.
 #pragma once
 
 #include <cstdint>
@@ -12,40 +16,81 @@
 
 namespace prefold {
 
+#define PREFOLD_INLINE inline __attribute__((always_inline))
+// For inner loops that need every register: constants of the code around them must not sit in any.
+#define PREFOLD_APART __attribute__((noinline))
+
+#if defined(__AVX512F__)
+constexpr int kPartBytes = 64;
+constexpr int kRegisters = 32;
+#elif defined(__AVX2__)
+constexpr int kPartBytes = 32;
+constexpr int kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kPartBytes = 16;
+constexpr int kRegisters = 32;
+#else
+constexpr int kPartBytes = 16;
+constexpr int kRegisters = 16;
+#endif
+
 constexpr int kLanes = 16;
+constexpr int kParts = 64 / kPartBytes;
+constexpr int kPartLanes = kLanes / kParts;
 
 // may_alias: scratch memory holds floats first and bfloat16 pairs later.
-typedef float Floats __attribute__((vector_size(64), may_alias));
-typedef int32_t Ints __attribute__((vector_size(64), may_alias));
-typedef uint32_t Words __attribute__((vector_size(64), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(32), may_alias));
+template <class T>
+using Part __attribute__((vector_size(kPartBytes), may_alias)) = T;
+
+template <class T>
+struct Vec {
+  Part<T> part[kParts];
+
+  // Lane by lane, from what `lane_part(p)` gives for part p.
+  template <class F>
+  static PREFOLD_INLINE Vec make(const F& lane_part) {
+    Vec x;
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) x.part[p] = lane_part(p);
+    return x;
+  }
+
+  PREFOLD_INLINE Vec() = default;
+  PREFOLD_INLINE Vec(T x) {
+    *this = make([&](int) { return Part<T>{} + x; });
+  }
+
+#define PREFOLD_OPERATOR(op)                                              \
+  friend PREFOLD_INLINE Vec operator op(const Vec& a, const Vec& b) {     \
+    return make([&](int p) { return (Part<T>)(a.part[p] op b.part[p]); }); \
+  }
+  PREFOLD_OPERATOR(+)
+  PREFOLD_OPERATOR(-)
+  PREFOLD_OPERATOR(*)
+  PREFOLD_OPERATOR(/)
+  PREFOLD_OPERATOR(|)
+  PREFOLD_OPERATOR(&)
+#undef PREFOLD_OPERATOR
+  PREFOLD_INLINE Vec& operator+=(const Vec& b) { return *this = *this + b; }
+  PREFOLD_INLINE Vec& operator*=(const Vec& b) { return *this = *this * b; }
+  PREFOLD_INLINE Vec& operator|=(const Vec& b) { return *this = *this | b; }
+};
+
+using Floats = Vec<float>;
+using Words = Vec<uint32_t>;
 
 // A bfloat16 as it lies in memory.
 struct Bf16 {
   uint16_t bits;
 };
 
-#define PREFOLD_INLINE inline __attribute__((always_inline))
-// For inner loops that need every register: constants of the code around them must not sit in any.
-#define PREFOLD_APART __attribute__((noinline))
-
-PREFOLD_INLINE Floats splat(float x) { return Floats{} + x; }
-
-PREFOLD_INLINE Words bits_of(Floats x) { return (Words)x; }
-
-PREFOLD_INLINE Floats widen(Halves x) { return (Floats)(__builtin_convertvector(x, Words) << 16); }
-
-// Rounds to nearest even, as PyTorch does; NaN stays NaN.
-PREFOLD_INLINE Halves narrow(Floats x) {
-#ifdef __AVX512BF16__
-  return (Halves)_mm512_cvtneps_pbh((__m512)x);
-#else
-  Words bits = bits_of(x);
-  Words rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  Words nan = bits | 0x400000;
-  return __builtin_convertvector((x == x ? rounded : nan) >> 16, Halves);
-#endif
+// The same bits as another type.
+template <class To, class From>
+PREFOLD_INLINE Vec<To> as(const Vec<From>& x) {
+  return Vec<To>::make([&](int p) { return (Part<To>)x.part[p]; });
 }
+
+PREFOLD_INLINE Floats zeros() { return Floats(0.0f); }
 
 PREFOLD_INLINE Floats load(const float* p) {
   Floats x;
@@ -53,17 +98,49 @@ PREFOLD_INLINE Floats load(const float* p) {
   return x;
 }
 
-PREFOLD_INLINE Floats load(const Bf16* p) {
-  Halves x;
-  memcpy(&x, p, sizeof x);
-  return widen(x);
+PREFOLD_INLINE void store(float* p, const Floats& x) { memcpy(p, &x, sizeof x); }
+
+typedef uint16_t HalfPart __attribute__((vector_size(kPartBytes / 2)));
+
+PREFOLD_INLINE Part<float> widen(HalfPart x) {
+#ifdef __AVX512F__
+  return (Part<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);
+#else
+  return (Part<float>)(__builtin_convertvector(x, Part<uint32_t>) << 16);
+#endif
 }
 
-PREFOLD_INLINE void store(float* p, Floats x) { memcpy(p, &x, sizeof x); }
+PREFOLD_INLINE Floats load(const Bf16* p) {
+  return Floats::make([&](int i) {
+    HalfPart x;
+    memcpy(&x, p + i * kPartLanes, sizeof x);
+    return widen(x);
+  });
+}
 
-PREFOLD_INLINE void store(Bf16* p, Floats x) {
-  Halves h = narrow(x);
-  memcpy(p, &h, sizeof h);
+// To bfloat16: rounds to nearest even, as PyTorch does; NaN stays NaN.
+PREFOLD_INLINE HalfPart narrow(Part<float> x) {
+#ifdef __AVX512BF16__
+  return (HalfPart)_mm512_cvtneps_pbh((__m512)x);
+#else
+  const Part<uint32_t> bits = (Part<uint32_t>)x;
+  const Part<uint32_t> rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  return __builtin_convertvector((x == x ? rounded : (bits | 0x400000)) >> 16, HalfPart);
+#endif
+}
+
+PREFOLD_INLINE void store(Bf16* p, const Floats& x) {
+  for (int i = 0; i < kParts; ++i) {
+    const HalfPart h = narrow(x.part[i]);
+    memcpy(p + i * kPartLanes, &h, sizeof h);
+  }
+}
+
+// As a float after it has been stored as E.
+template <class E>
+PREFOLD_INLINE Floats rounded_to(const Floats& x) {
+  if constexpr (std::is_same_v<E, float>) return x;
+  return Floats::make([&](int p) { return widen(narrow(x.part[p])); });
 }
 
 // The first `count` of up to sixteen numbers, and zeros.
@@ -76,96 +153,136 @@ PREFOLD_INLINE Floats load_some(const E* p, int64_t count) {
 }
 
 template <class E>
-PREFOLD_INLINE void store_some(E* p, Floats x, int64_t count) {
+PREFOLD_INLINE void store_some(E* p, const Floats& x, int64_t count) {
   if (count >= kLanes) return store(p, x);
   E lanes[kLanes];
   store(lanes, x);
   memcpy(p, lanes, count * sizeof(E));
 }
 
+PREFOLD_INLINE Part<int32_t> lane_numbers(int part) {
+  Part<int32_t> x;
+  for (int i = 0; i < kPartLanes; ++i) x[i] = part * kPartLanes + i;
+  return x;
+}
+
 // Lane r of the result is a's where bit r of `bits` is set, else b's. A choice, not a product: what is
 // not chosen may be NaN.
-PREFOLD_INLINE Floats choose(uint32_t bits, Floats a, Floats b) {
+PREFOLD_INLINE Floats choose(uint32_t bits, const Floats& a, const Floats& b) {
 #ifdef __AVX512F__
-  return (Floats)_mm512_mask_mov_ps((__m512)b, (__mmask16)bits, (__m512)a);
+  return Floats::make([&](int p) {
+    return (Part<float>)_mm512_mask_mov_ps((__m512)b.part[p], (__mmask16)bits, (__m512)a.part[p]);
+  });
 #else
-  const Ints lane_bit = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-  return ((Ints{} + (int32_t)bits) & lane_bit) != 0 ? a : b;
+  return Floats::make([&](int p) {
+    Part<int32_t> lane_bit;
+    for (int i = 0; i < kPartLanes; ++i) lane_bit[i] = 1 << (p * kPartLanes + i);
+    return ((Part<int32_t>{} + (int32_t)bits) & lane_bit) != 0 ? a.part[p] : b.part[p];
+  });
 #endif
 }
 
 // b where a is NaN.
-PREFOLD_INLINE Floats larger(Floats a, Floats b) {
+PREFOLD_INLINE Floats larger(const Floats& a, const Floats& b) {
+  return Floats::make([&](int p) {
 #ifdef __AVX512F__
-  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+    return (Part<float>)_mm512_max_ps((__m512)a.part[p], (__m512)b.part[p]);
 #else
-  return a > b ? a : b;
+    return a.part[p] > b.part[p] ? a.part[p] : b.part[p];
+#endif
+  });
+}
+
+PREFOLD_INLINE float sum_of(const Floats& x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)x.part[0]);
+#else
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
 #endif
 }
 
-PREFOLD_INLINE float sum_of(Floats x) {
-  float total = 0;
-  for (int i = 0; i < kLanes; ++i) total += x[i];
-  return total;
-}
-
-// 2^x: the whole part goes into the exponent, the fraction f in [0, 1) through a minimax polynomial that
-// is exact at f = 0. Relative error 8e-8, or 9e-5 where the result is rounded to bfloat16 (2e-3) anyway.
-// NaN stays NaN; what is too small becomes zero (AVX-512) or 2^-126.
+// 2^f for f in [0, 1): minimax polynomials, exact at 0. Relative error 8e-8, or 9e-5 where the result is
+// rounded to bfloat16 (2e-3) anyway.
 template <bool kExact>
-PREFOLD_INLINE Floats exp2(Floats x) {
-#ifdef __AVX512DQ__
-  Floats f = (Floats)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x)
-#else
-  x = x < -126.0f ? splat(-126.0f) : x;
-  x = x > 126.0f ? splat(126.0f) : x;
-  Ints whole = __builtin_convertvector(x, Ints);
-  whole += (__builtin_convertvector(whole, Floats) > x);  // truncation to floor: true is -1
-  Floats f = x - __builtin_convertvector(whole, Floats);
-#endif
-  Floats p;
+PREFOLD_INLINE Part<float> exp2_fraction(Part<float> f) {
+  Part<float> p{};
   if constexpr (kExact) {
-    p = splat(1.8671303442925476e-3f);
-    p = p * f + 9.017029740500629e-3f;
+    p = 1.8671303442925476e-3f * f + 9.017029740500629e-3f;
     p = p * f + 5.579991352065253e-2f;
     p = p * f + 2.4016445004040288e-1f;
     p = p * f + 6.931513118140826e-1f;
   } else {
-    p = splat(7.706705932265084e-2f);
-    p = p * f + 2.2764497226720734e-1f;
+    p = 7.706705932265084e-2f * f + 2.2764497226720734e-1f;
     p = p * f + 6.951167907078639e-1f;
   }
-  p = p * f + 1.0f;
+  return p * f + 1.0f;
+}
+
+// 2^x: the whole part goes into the exponent, the fraction through the polynomial. NaN stays NaN; what is
+// too small becomes zero (AVX-512) or 2^-126.
+template <bool kExact>
+PREFOLD_INLINE Floats exp2(const Floats& whole_and_fraction) {
+  return Floats::make([&](int i) {
+    Part<float> x = whole_and_fraction.part[i];
 #ifdef __AVX512DQ__
-  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);  // p * 2^floor(x)
+    const Part<float> f = (Part<float>)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x)
+    return (Part<float>)_mm512_scalef_ps((__m512)exp2_fraction<kExact>(f), (__m512)x);  // times 2^floor(x)
 #else
-  return p * (Floats)((whole + 127) << 23);
+    const Part<float> least = Part<float>{} - 126.0f, most = Part<float>{} + 126.0f;
+    x = x < least ? least : x;
+    x = x > most ? most : x;
+    Part<int32_t> whole = __builtin_convertvector(x, Part<int32_t>);
+    whole += (__builtin_convertvector(whole, Part<float>) > x);  // truncation to floor: true is -1
+    const Part<float> f = x - __builtin_convertvector(whole, Part<float>);
+    return exp2_fraction<kExact>(f) * (Part<float>)((whole + 127) << 23);
+#endif
+  });
+}
+
+// Two vectors' lanes, by number: 0.. of a, then kPartLanes.. of b.
+template <class P>
+PREFOLD_INLINE P pick(P a, P b, Part<int32_t> lanes) {
+#ifdef __clang__
+  P x;
+  for (int i = 0; i < kPartLanes; ++i) x[i] = lanes[i] < kPartLanes ? a[lanes[i]] : b[lanes[i] - kPartLanes];
+  return x;
+#else
+  return __builtin_shuffle(a, b, lanes);
 #endif
 }
 
 // Transposes sixteen vectors of sixteen lanes: at distance 8, 4, 2, 1 two vectors swap the blocks that
-// lie off the diagonal.
-template <class Lanes>
-PREFOLD_INLINE void transpose(Lanes* rows) {
-  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+// lie off the diagonal. At a distance of whole parts, parts change places.
+template <class T>
+PREFOLD_INLINE void transpose(Vec<T>* rows) {
 #pragma GCC unroll 4
   for (int distance = 8; distance > 0; distance /= 2) {
-    const Ints upper = (lane & distance) != 0;
-    const Ints low = upper ? lane + (kLanes - distance) : lane;   // from the second vector: index + 16
-    const Ints high = upper ? lane + kLanes : lane + distance;
+    const Part<int32_t> lane = lane_numbers(0);
+    const Part<int32_t> upper = (lane & distance) != 0;
+    const Part<int32_t> low = upper ? lane + (kPartLanes - distance) : lane;
+    const Part<int32_t> high = upper ? lane + kPartLanes : lane + distance;
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) {
       if (i & distance) continue;
-      Lanes a = rows[i], b = rows[i + distance];
-#ifdef __clang__
-      for (int k = 0; k < kLanes; ++k) {
-        rows[i][k] = low[k] < kLanes ? a[low[k]] : b[low[k] - kLanes];
-        rows[i + distance][k] = high[k] < kLanes ? a[high[k]] : b[high[k] - kLanes];
+      Vec<T> &a = rows[i], &b = rows[i + distance];
+#pragma GCC unroll 4
+      for (int p = 0; p < kParts; ++p) {
+        const int away = distance / kPartLanes;  // in parts
+        if (away == 0) {
+          const Part<T> x = a.part[p], y = b.part[p];
+          a.part[p] = pick(x, y, low);
+          b.part[p] = pick(x, y, high);
+        } else if (!(p & away)) {
+          const Part<T> x = a.part[p + away];
+          a.part[p + away] = b.part[p];
+          b.part[p] = x;
+        }
       }
-#else
-      rows[i] = __builtin_shuffle(a, b, low);
-      rows[i + distance] = __builtin_shuffle(a, b, high);
-#endif
     }
   }
 }

@@ -1,0 +1,58 @@
+"""The command line. Imports nothing heavy: every command brings in what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from .. import __version__
+from ..errors import PrefoldError
+from .bench import bench
+from .demo import demo
+from .models import models
+from .plan import plan
+from .tasks import classify, embed, rerank, run, score
+from .verify import verify
+
+__all__ = ["main"]
+
+
+class _Group(click.Group):
+    """Keeps the arguments, for the command that resumes, and turns our errors into one message and status 1."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["prefold.arguments"] = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PrefoldError as error:
+            click.echo(f"prefold: {error}", err=True)
+            sys.exit(1)
+        except BrokenPipeError:
+            # Whoever read our output has gone: nothing to tell, and nothing more to flush.
+            sys.stderr.close()
+            sys.exit(1)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="prefold")
+def main() -> None:
+    """Batch inference over causal transformers that computes every shared prefix once.
+
+    \b
+    prefold demo                                    see what it does, in a minute
+    prefold rerank "a query" "a text" "another"     try it on texts
+    prefold rerank pairs.jsonl -o scores.jsonl      a job, from a file
+    prefold run batch.jsonl -o out.jsonl            a job of OpenAI batch lines
+
+    Exit status: 0 all well, 1 the command failed, 2 wrong usage, 3 the job is done but some records
+    failed (their lines say why), 130 interrupted (the command that resumes is printed).
+    """
+
+
+for _command in (run, plan, rerank, embed, classify, score, verify, models, demo, bench):
+    main.add_command(_command)

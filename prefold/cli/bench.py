@@ -1,0 +1,118 @@
+"""prefold bench: the three ways of sharing against each other."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from typing import Any
+
+import click
+
+from .options import column_options, limit_options, model_options, task_options
+
+__all__ = ["bench"]
+
+TASKS = ("embed", "rerank", "classify", "score")
+MODES = ("full", "mlp", "off")
+
+
+@click.command()
+@click.argument("input", metavar="[INPUT]", required=False)
+@click.option("--task", type=click.Choice(TASKS), help="As for `prefold run`.")
+@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Runs of each mode.")
+@model_options
+@column_options(*TASKS)
+@task_options(*TASKS)
+@limit_options
+@click.option("--dtype", default="auto", show_default=True, metavar="TYPE", help="auto, float32, bfloat16 or float16.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--threads", type=click.IntRange(1), metavar="N", help="Threads on a CPU.  [default: its cores]")
+@click.option("--max-batch-rows", type=click.IntRange(1), metavar="N", help="Rows of a step.")
+@click.option("--json", "as_json", is_flag=True, help="The numbers as JSON.")
+def bench(**o: Any) -> None:
+    """Time sharing full, mlp and off on INPUT (100 records, or --limit of them), or on the demo's data.
+
+    Tokenising and loading are left out; the modes take turns, and the median of --repeat runs counts.
+
+    \b
+    prefold bench pairs.jsonl --task rerank --limit 200
+    """
+    tasks, prepared, name = _prepare(o)
+    from .build import load_llm
+
+    llm = load_llm({**o, "sharing": "full"}, None)
+    found = measure(llm.engine, tasks, prepared, o["repeat"])
+    dtype = str(llm.dtype).removeprefix("torch.")
+    if o["as_json"]:
+        click.echo(json.dumps({"input": name, "model": o["model"], "dtype": dtype, "machine": _machine(), "modes": found}))
+        return
+    click.echo(f"{name}, {o['model']}, {dtype}, {llm.engine.max_batch_rows} rows a step, median of {o['repeat']}")
+    click.echo("; ".join(f"{name} {value}" for name, value in _machine().items()) + "\n")
+    for line in table(found):
+        click.echo(line)
+
+
+def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str]:
+    """(tasks, works by lane, what they are of)"""
+    from ..errors import JobError
+    from ..job import open_source
+    from ..job.verify import sample_items
+    from .build import LazyTasks, make_adapter, open_model
+    from .demo import demo_items
+
+    checkpoint, tokenizer = open_model(o)
+    if o["input"] is None:
+        tasks: Any = LazyTasks(("rerank",), o, checkpoint, tokenizer)
+        return tasks, {"rerank": tasks["rerank"].prepare(demo_items())}, "reranking the demo's passages"
+    source = open_source(o["input"], o["input_format"])
+    adapter, names = make_adapter(o["task"], o, source, tokenizer)
+    tasks = LazyTasks(names, o, checkpoint, tokenizer)
+    limit = o["limit"] or 100
+    rows = (row for row in source.rows(adapter.columns) if row.number <= limit)
+    drawn, _ = sample_items(rows, adapter, limit)
+    if not drawn:
+        raise JobError(f"no usable record among the first {limit} of {source.name}")
+    lanes = dict.fromkeys(lane for lane, _ in drawn)
+    works = {lane: tasks[lane].prepare([item for name, item in drawn if name == lane]) for lane in lanes}
+    return tasks, works, f"{o['task'] or 'batch lines'} of {source.name}, the first {limit} records"
+
+
+def measure(engine: Any, tasks: Any, prepared: dict[str, list[Any]], repeat: int) -> dict[str, dict[str, Any]]:
+    """Seconds of each run, tokens and rows, by mode. The modes take turns, so that a busy moment hits all."""
+    from ..job.items import run_works
+    from ..types import Stats
+
+    found: dict[str, dict[str, Any]] = {mode: {"seconds": []} for mode in MODES}
+    for turn in range(-1, repeat):  # the first turn warms up and is not counted
+        for mode in MODES:
+            engine.sharing, engine.stats = mode, Stats()
+            started = time.perf_counter()
+            for lane, works in prepared.items():
+                run_works(engine, tasks[lane], works)
+            seconds = time.perf_counter() - started
+            if turn >= 0:
+                found[mode]["seconds"].append(seconds)
+                found[mode] |= {"tokens": engine.stats.tokens, "rows": engine.stats.rows_computed}
+    return found
+
+
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """The numbers of `measure` as lines."""
+    base = statistics.median(found["off"]["seconds"])
+    lines = [f"{'sharing':<9}{'tokens':>10}{'rows':>10}{'saved':>8}{'seconds':>10}{'spread':>16}{'rows/s':>10}{'speed':>8}"]
+    for mode, numbers in found.items():
+        seconds = statistics.median(numbers["seconds"])
+        spread = f"{min(numbers['seconds']):.2f} .. {max(numbers['seconds']):.2f}"
+        saved = 1 - numbers["rows"] / numbers["tokens"]
+        lines.append(
+            f"{mode:<9}{numbers['tokens']:>10,}{numbers['rows']:>10,}{saved:>8.1%}{seconds:>10.2f}{spread:>16}"
+            f"{numbers['rows'] / seconds:>10,.0f}{base / seconds:>7.2f}x"
+        )
+    return lines
+
+
+def _machine() -> dict[str, str]:
+    from ..job.report import machine
+
+    return dict(machine())

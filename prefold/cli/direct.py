@@ -1,0 +1,120 @@
+"""Answering texts given on the command line, for a person to read (or, with --json, for a program)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import InputError, JobError
+from .build import load_llm, open_model, task_settings
+
+__all__ = ["answer"]
+
+_JOB_ONLY = ("output", "report", "resume", "overwrite", "keep_order", "stream", "limit", "id_column", "keep",
+             "prompt", "messages", "query", "document", "continuation", "input_format")  # fmt: skip
+
+
+def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any]) -> None:
+    """Run a task on the texts of the arguments and print what it gives."""
+    given = [name for name in _JOB_ONLY if o.get(name)]
+    if given:
+        option = given[0].removesuffix("_column").removeprefix("input_").replace("_", "-")
+        raise click.UsageError(f"--{option} is for jobs; give one input file, or leave it out")
+    from ..job.items import calibrated, run_items
+    from ..job.lines import dumps
+    from ..tasks import make_task
+
+    texts = [text for argument in arguments for text in expand(argument)]
+    items, shown = make_items(task, texts)
+    checkpoint, tokenizer = open_model(o)
+    made = make_task(task, checkpoint, tokenizer, **task_settings(task, o))
+    engine = load_llm(o, checkpoint).engine
+    made = calibrated(engine, made)
+    results = run_items(engine, made, items)
+    for result in results:
+        if isinstance(result, InputError):
+            raise result
+    if o["as_json"] or (task == "embed" and len(texts) == 1):
+        for text, result in zip(shown, results, strict=True):
+            click.echo(dumps({**text, **result}))
+        return
+    _SHOW[task](texts, results)
+    stats = engine.stats
+    click.echo(click.style(
+        f"{stats.tokens:,} tokens, {stats.rows_computed:,} rows computed ({stats.saved:.0%} saved), {o['model']}",
+        dim=True), err=True)  # fmt: skip
+
+
+def expand(argument: str) -> list[str]:
+    """A text as it is; @FILE and - stand for the lines of a file, and of standard input."""
+    if argument == "-":
+        lines = sys.stdin.read().splitlines()
+    elif argument.startswith("@"):
+        try:
+            lines = Path(argument[1:]).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise JobError(f"cannot read {argument[1:]}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise JobError(f"{argument[1:]} is not valid UTF-8") from None
+    else:
+        return [argument]
+    return [line for line in lines if line.strip()]
+
+
+def make_items(task: str, texts: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(items of the task, what JSON output says each result belongs to)."""
+    if task == "rerank":
+        if len(texts) < 2:
+            raise click.UsageError("give a query and at least one document")
+        item: dict[str, Any] = {"query": texts[0], "documents": texts[1:]}
+        return [item], [{"query": texts[0]}]
+    if task == "score" and len(texts) > 1:
+        items = [{"prompt": texts[0], "continuation": text} for text in texts[1:]]
+        return items, items
+    items = [{"text": text} for text in texts]
+    return items, items
+
+
+def _show_rerank(texts: list[str], results: list[dict[str, Any]]) -> None:
+    result = results[0]
+    for place, index in enumerate(result["order"], 1):
+        score = click.style(f"{result['scores'][index]:.4f}", bold=True)
+        click.echo(f"{place:>3}  {score}  {one_line(texts[1 + index])}")
+
+
+def _show_embed(texts: list[str], results: list[dict[str, Any]]) -> None:
+    import numpy as np
+
+    vectors = np.stack([result["embedding"] for result in results]).astype(np.float64)
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    click.echo(f"{len(texts)} vectors of {vectors.shape[1]} values (--json prints them). Cosine similarity:")
+    for i, row in enumerate(vectors @ vectors.T):
+        click.echo(f"{i + 1:>3}  {' '.join(f'{x:5.2f}' for x in row[:12])}  {one_line(texts[i], 50)}")
+
+
+def _show_classify(texts: list[str], results: list[dict[str, Any]]) -> None:
+    for text, result in zip(texts, results, strict=True):
+        best = sorted(result["probabilities"].items(), key=lambda pair: -pair[1])[:3]
+        label = click.style(result["label"], bold=True)
+        rest = ", ".join(f"{name} {p:.1%}" for name, p in best)
+        click.echo(f"{label}  ({rest})  {one_line(text, 60)}")
+
+
+def _show_score(texts: list[str], results: list[dict[str, Any]]) -> None:
+    named = texts[1:] if len(texts) > 1 else texts
+    for text, result in zip(named, results, strict=True):
+        logprob = click.style(f"{result['logprob']:10.4f}", bold=True)
+        greedy = "  greedy" if result["greedy"] else ""
+        click.echo(f"{logprob}  {result['num_tokens']:>4} tokens{greedy}  {one_line(text)}")
+
+
+_SHOW = {"rerank": _show_rerank, "embed": _show_embed, "classify": _show_classify, "score": _show_score}
+
+
+def one_line(text: str, width: int = 90) -> str:
+    """A text in one line of at most `width` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 1] + "…"

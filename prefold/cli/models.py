@@ -1,0 +1,38 @@
+"""prefold models: what runs."""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["models"]
+
+
+@click.command()
+def models() -> None:
+    """List what runs here: built-in models, families, RoPE types, formats, and the compiled kernels."""
+    for name, lines in sections():
+        click.echo(click.style(name, bold=True))
+        for line in lines:
+            click.echo(f"  {line}")
+
+
+def sections() -> list[tuple[str, list[str]]]:
+    """(heading, lines) of the list."""
+    from ..checkpoint import BUILT_IN, GEOMETRIES
+    from ..kernels import status
+    from ..model import supported_architectures
+    from ..model.families import ROPE_SETTINGS
+
+    formats = [
+        "a Hugging Face folder or hub id, with safetensors (sentence-transformers folders too)",
+        "a GGUF file",
+        "random weights of a model's shape: --load-format dummy",
+    ]
+    return [
+        ("Built-in models (--model NAME)", [f"{name:<14}{model.about}" for name, model in BUILT_IN.items()]),
+        ("Architectures", supported_architectures()),
+        ("RoPE types", [", ".join(ROPE_SETTINGS)]),
+        ("Formats", formats),
+        ("Shapes for --load-format dummy, besides any model", [", ".join(GEOMETRIES)]),
+        ("CPU kernels", [status()]),
+    ]

@@ -1,0 +1,141 @@
+"""prefold plan: what a job would share and cost."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .options import column_options, limit_options, model_options, task_options
+
+__all__ = ["plan"]
+
+TASKS = ("embed", "rerank", "classify", "score")
+
+
+@click.command()
+@click.argument("input", metavar="INPUT")
+@click.option("--task", type=click.Choice(TASKS), help="As for `prefold run`.")
+@model_options
+@column_options(*TASKS)
+@task_options(*TASKS)
+@limit_options
+@click.option("--max-batch-rows", type=click.IntRange(1), default=4096, show_default=True, metavar="N",
+              help="Rows of a step, which is as far as sharing mlp reaches.")
+@click.option("--gflops", type=click.FloatRange(min=0, min_open=True), metavar="X",
+              help="Reckon the time at X GFLOP/s.  [default: this machine's float32 matrix product, measured]")
+@click.option("--report", metavar="FILE", help="Write an HTML page with the trie.")
+@click.option("--json", "as_json", is_flag=True, help="The counts as JSON.")
+def plan(**o: Any) -> None:  # fmt: skip
+    """Say what a job would share and what it would cost; compute nothing.
+
+    Takes the options of `prefold run`, tokenises and sorts the whole input, and counts. Never loads
+    the model's weights.
+
+    \b
+    prefold plan pairs.jsonl --task rerank -m Qwen/Qwen3-Reranker-0.6B
+    """
+    from ..job import open_progress, open_source, plan_job
+    from ..job.plan import cost_of
+    from ..model import config_from
+    from .build import LazyTasks, make_adapter, open_model
+
+    source = open_source(o["input"], o["input_format"])
+    checkpoint, tokenizer = open_model(o)
+    adapter, names = make_adapter(o["task"], o, source, tokenizer)
+    tasks = LazyTasks(names, o, checkpoint, tokenizer)
+    started = time.perf_counter()
+    counted = plan_job(
+        source, adapter, tasks, limit=o["limit"], window=o["window"], max_batch_rows=o["max_batch_rows"],
+        progress=open_progress(),
+    )  # fmt: skip
+    seconds = time.perf_counter() - started
+    costs = cost_of(counted.shape, config_from(checkpoint.config))
+    decode = None if tokenizer is None else tokenizer.decode
+    if o["as_json"]:
+        click.echo(json.dumps(_as_json(counted, costs, seconds)))
+    else:
+        click.echo("\n".join(_lines(counted, costs, seconds, decode, o)))
+    if o["report"]:
+        _report(counted, checkpoint, source, decode, o)
+
+
+def _as_json(counted: Any, costs: Any, seconds: float) -> dict[str, Any]:
+    names = ("records", "errors", "requests", "tokens", "rows", "rows_mlp", "longest", "saved")
+    flops = {name: {"linear": c.linear, "attention": c.attention} for name, c in zip(("full", "off"), costs, strict=True)}
+    return {name: getattr(counted, name) for name in names} | {"flops": flops, "seconds": seconds}
+
+
+def _lines(counted: Any, costs: Any, seconds: float, decode: Any, o: dict[str, Any]) -> list[str]:
+    from ..job.picture import trie_picture
+    from ..job.plan import shared_most
+    from ..job.progress import format_seconds
+    from .direct import one_line
+
+    lines = [f"{counted.records:,} records, {counted.requests:,} prompts, the longest of {counted.longest:,} tokens"]
+    if counted.errors:
+        lines.append(f"{counted.errors:,} records would fail, the first with:\n  {counted.first_errors[0]}")
+    if not counted.tokens:
+        return lines
+    full, off = costs
+    rate, where = _rate(o["gflops"])
+    lines.append("")
+    lines.append(f"{'sharing':<9}{'rows':>16}{'saved':>9}{'PFLOP':>12}{'about':>16}")
+    for name, rows, flops in (
+        ("full", counted.rows, full.total),
+        ("mlp", counted.rows_mlp, full.linear * counted.rows_mlp / max(1, counted.rows) + off.attention),
+        ("off", counted.tokens, off.total),
+    ):
+        saved = 1 - rows / counted.tokens
+        lines.append(f"{name:<9}{rows:>16,}{saved:>9.1%}{flops / 1e15:>12.4g}{format_seconds(flops / rate):>16}")
+    lines.append(f"at {rate / 1e9:,.0f} GFLOP/s, {where}; counted in {format_seconds(seconds)}")
+    lines.append("\nThe trie (width: prompts, depth: tokens; the darker, the more prompts share it)")
+    lines += [f"  {line}" for line in trie_picture(counted.shape)]
+    shared = shared_most(counted.shape, decode)
+    if shared:
+        lines.append(f"\n{'tokens':>8}{'prompts':>10}{'saved':>14}  shared most")
+        lines += [f"{p.length:>8,}{p.prompts:>10,}{p.saved:>14,}  {one_line(p.text, 64)!r}" for p in shared]
+    return lines
+
+
+def _rate(gflops: float | None) -> tuple[float, str]:
+    """(floating-point operations a second, where the number is from)."""
+    if gflops is not None:
+        return gflops * 1e9, "as given"
+    import numpy as np
+
+    a = np.ones((768, 768), np.float32)
+    a @ a
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - started)
+    return 2 * 768**3 / best, "this machine's float32 matrix product (--gflops gives another)"
+
+
+def _report(counted: Any, checkpoint: Any, source: Any, decode: Any, o: dict[str, Any]) -> None:
+    from ..job import Report, write_report
+
+    page = Report(
+        title=f"Plan: {source.name} with {checkpoint.name}",
+        when=time.strftime("planned %Y-%m-%d %H:%M; nothing was computed"),
+        tokens=counted.tokens,
+        rows=counted.rows,
+        seconds=0.0,
+        cards=[
+            ("records", f"{counted.records:,}"),
+            ("tokens asked for", f"{counted.tokens:,}"),
+            ("rows to compute", f"{counted.rows:,}"),
+            ("of the tokens saved", f"{counted.saved:.1%}"),
+            ("errors", f"{counted.errors:,}"),
+        ],
+        settings=[("input", source.name), ("model", checkpoint.name), ("task", o["task"] or "OpenAI batch lines")],
+        shape=counted.shape,
+        decode=decode,
+    )
+    write_report(page, Path(o["report"]))
+    click.echo(f"\nreport: {o['report']}", err=True)

@@ -1,0 +1,114 @@
+"""The commands that run a task: run, rerank, embed, classify, score. On a file they are jobs, on texts they answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .options import job_options
+
+__all__ = ["classify", "embed", "rerank", "run", "score"]
+
+TASKS = ("embed", "rerank", "classify", "score")
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".gz")
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Answer texts in JSON lines.")
+
+
+def is_input(arguments: tuple[str, ...]) -> bool:
+    """Whether the arguments name a job's input rather than being texts themselves."""
+    if len(arguments) != 1:
+        return False
+    name = arguments[0]
+    return name == "-" or name.lower().endswith(_SUFFIXES) or (len(name) < 4096 and Path(name).is_file())
+
+
+@click.command()
+@click.argument("input", metavar="INPUT")
+@click.option("--task", type=click.Choice(TASKS), help="What to do with a table. OpenAI batch lines say it themselves.")
+@job_options(*TASKS)
+def run(**o: Any) -> None:
+    """Run a job: INPUT is a file of OpenAI batch lines, or a table (.jsonl, .csv, .tsv, .parquet, .gz, or -).
+
+    \b
+    prefold run batch.jsonl -o out.jsonl -m Qwen/Qwen3-Embedding-0.6B
+    prefold run reviews.csv --task classify --prompt '{title}: {body}' --labels good,bad -o out.csv
+
+    Batch lines may ask for /v1/embeddings, /v1/score and /rerank. A record that cannot be processed
+    becomes an error line and the job goes on. Killed, it goes on where it was when the same command is
+    given again.
+    """
+    from .job import run_command
+
+    run_command(o["task"], o["input"], o)
+
+
+@click.command()
+@click.argument("input", metavar="INPUT | QUERY DOCUMENT...", nargs=-1, required=True)
+@job_options("rerank")
+@json_option
+def rerank(input: tuple[str, ...], **o: Any) -> None:
+    """Score how well documents answer a query.
+
+    \b
+    prefold rerank "why is the sky blue" "Light scatters ..." "Bread rises ..."
+    prefold rerank "why is the sky blue" @documents.txt       (a document a line; - is standard input)
+    prefold rerank pairs.jsonl --query question --document '{title}: {text}' -o scores.jsonl
+    """
+    if len(input) == 1 and not is_input(input):
+        raise click.UsageError(f"no such file: {input[0]}; or give a query and documents")
+    _start("rerank", input, o)
+
+
+@click.command()
+@click.argument("input", metavar="INPUT | TEXT...", nargs=-1, required=True)
+@job_options("embed")
+@json_option
+def embed(input: tuple[str, ...], **o: Any) -> None:
+    """Make embeddings of texts.
+
+    \b
+    prefold embed "a text" "another" -m Qwen/Qwen3-Embedding-0.6B
+    prefold embed articles.parquet --prompt '{title}\\n{body}' --id url -o vectors.parquet
+    """
+    _start("embed", input, o)
+
+
+@click.command()
+@click.argument("input", metavar="INPUT | TEXT...", nargs=-1, required=True)
+@job_options("classify")
+@json_option
+def classify(input: tuple[str, ...], **o: Any) -> None:
+    """Find the label that fits a text best, by label likelihoods or by the model's classification head.
+
+    \b
+    prefold classify "what a film" --labels positive,negative --instructions "Is the review positive?"
+    prefold classify reviews.csv --prompt body --labels positive,negative --examples shots.jsonl -o out.csv
+    """
+    _start("classify", input, o)
+
+
+@click.command()
+@click.argument("input", metavar="INPUT | TEXT | PROMPT CONTINUATION...", nargs=-1, required=True)
+@job_options("score")
+@json_option
+def score(input: tuple[str, ...], **o: Any) -> None:
+    """Log-probability of continuations after a prompt, or of a whole text.
+
+    \b
+    prefold score "The capital of France is" " Paris" " Rome"
+    prefold score items.jsonl --prompt '{question}' --continuation choices -o out.jsonl
+    """
+    _start("score", input, o)
+
+
+def _start(task: str, arguments: tuple[str, ...], o: dict[str, Any]) -> None:
+    if is_input(arguments):
+        from .job import run_command
+
+        return run_command(task, arguments[0], o)
+    from .direct import answer
+
+    return answer(task, arguments, o)

@@ -1,0 +1,120 @@
+"""prefold verify: how far sharing and a lower precision move the results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from .options import column_options, engine_options, limit_options, model_options, task_options
+
+__all__ = ["verify"]
+
+TASKS = ("embed", "rerank", "classify", "score")
+
+
+@click.command()
+@click.argument("input", metavar="INPUT")
+@click.option("--task", type=click.Choice(TASKS), help="As for `prefold run`.")
+@click.option("--sample", type=click.IntRange(1), default=64, show_default=True, metavar="N",
+              help="Records to run, drawn evenly over the input in groups of neighbours.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the draw.")
+@click.option("--tolerance", type=click.FloatRange(min=0), metavar="X",
+              help="Fail (status 1) if sharing moves a value by more than X.")
+@model_options
+@column_options(*TASKS)
+@task_options(*TASKS)
+@limit_options
+@engine_options
+@click.option("--json", "as_json", is_flag=True, help="The numbers as JSON.")
+def verify(**o: Any) -> None:  # fmt: skip
+    """Run a sample of a job shared and unshared, and in float32, and print how far the results are apart.
+
+    Three comparisons: sharing alone (the given --sharing against off, same dtype), precision alone
+    (the given --dtype against float32, both off), and the two together. In float32 there is only the
+    first.
+
+    \b
+    prefold verify pairs.jsonl --task rerank --dtype bfloat16 --sample 200
+    """
+    from ..job import open_source
+    from ..job.verify import sample_items
+    from .build import LazyTasks, make_adapter, open_model
+
+    source = open_source(o["input"], o["input_format"])
+    checkpoint, tokenizer = open_model(o)
+    adapter, names = make_adapter(o["task"], o, source, tokenizer)
+    tasks = LazyTasks(names, o, checkpoint, tokenizer)
+    rows = source.rows(adapter.columns)
+    if o["limit"]:
+        from itertools import islice
+
+        rows = islice(rows, o["limit"])
+    drawn, bad = sample_items(rows, adapter, o["sample"], seed=o["seed"])
+    lanes = {lane: [item for name, item in drawn if name == lane] for lane in dict.fromkeys(n for n, _ in drawn)}
+    found = _compare(lanes, tasks, o, checkpoint)
+    if o["as_json"]:
+        click.echo(json.dumps(found))
+    else:
+        click.echo(f"{len(drawn):,} items of {source.name}, {bad:,} records left out as unusable; {o['model']}\n")
+        for line in _lines(found):
+            click.echo(line)
+    moved = [f["values"] for f in found if f["comparison"].startswith("sharing")]
+    if o["tolerance"] is not None and max(moved, default=0.0) > o["tolerance"]:
+        click.echo(f"\nsharing moved a value by {max(moved):.3g}, more than {o['tolerance']:.3g}", err=True)
+        sys.exit(1)
+
+
+def _compare(lanes: dict[str, list[Any]], tasks: Any, o: dict[str, Any], checkpoint: Any) -> list[dict[str, Any]]:
+    """One dict a comparison and lane: its name, the lane, and the numbers of a Difference."""
+    from dataclasses import asdict
+
+    from ..job.verify import compare
+
+    sharing = "full" if o["sharing"] == "auto" else o["sharing"]
+    llm, dtype = _llm(o, checkpoint)
+    prepared = {lane: tasks[lane].prepare(items) for lane, items in lanes.items()}
+    shared = _run(llm.engine, sharing, tasks, prepared)
+    plain = _run(llm.engine, "off", tasks, prepared)
+    pairs = [(f"sharing ({sharing} against off, {dtype})", shared, plain)]
+    if dtype != "float32":
+        del llm
+        exact = _run(_llm({**o, "dtype": "float32"}, checkpoint)[0].engine, "off", tasks, prepared)
+        pairs.append((f"precision ({dtype} against float32, off)", plain, exact))
+        pairs.append((f"both ({sharing}, {dtype} against off, float32)", shared, exact))
+    return [
+        {"comparison": name, "task": lane, **asdict(compare(tasks[lane], lanes[lane], prepared[lane], a[lane], b[lane]))}
+        for name, a, b in pairs
+        for lane in lanes
+    ]
+
+
+def _llm(o: dict[str, Any], checkpoint: Any) -> tuple[Any, str]:
+    from .build import load_llm
+
+    llm = load_llm(o, checkpoint)
+    return llm, str(llm.dtype).removeprefix("torch.")
+
+
+def _run(engine: Any, sharing: str, tasks: Any, prepared: dict[str, list[Any]]) -> dict[str, Any]:
+    from ..job.items import run_works
+
+    engine.sharing = sharing
+    return {lane: run_works(engine, tasks[lane], works) for lane, works in prepared.items()}
+
+
+def _lines(found: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for f in found:
+        lines.append(click.style(f"{f['task']}: {f['comparison']}", bold=True))
+        lines.append(f"  largest difference    {f['values']:.3g} in what the model gave, {f['results']:.3g} in the results")
+        if f["groups"]:
+            lines.append(
+                f"  rankings              {f['first']} of {f['groups']} changed first place, {f['orders']} changed order "
+                f"({f['pairs']:,} of {f['all_pairs']:,} pairs)"
+            )
+        if f["all_tokens"]:
+            lines.append(f"  arg-maxes             {f['greedy']} of {f['all_tokens']:,} target tokens changed")
+    return lines

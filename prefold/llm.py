@@ -1,0 +1,236 @@
+"""LLM: the Python face. Text or token ids in, NumPy arrays and plain objects out, in the order given."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .checkpoint import resolve
+from .engine import Engine
+from .errors import InputError
+from .model import load_model
+from .stream import Spool
+from .tasks import Task, make_task
+from .text import load_tokenizer
+from .types import SHARING_MODES, Result, Sharing, Stats
+
+__all__ = ["LLM", "Classification", "Ranking", "Score"]
+
+# Tokens of the stream that are in memory as a trie at once.
+WINDOW_TOKENS = 1 << 20
+# Rows of a step. On a CPU larger steps hardly gain, and their intermediates are held in memory.
+MAX_BATCH_ROWS = 4096
+
+Text = str | Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """scores: of each document, in the order given, in [0, 1]; order: their indices, best first, `top_n` of them."""
+
+    scores: np.ndarray
+    order: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """The most probable label, and every label's probability."""
+
+    label: str
+    probabilities: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """logprob: of the whole continuation (natural logarithm); logprobs: of each of its tokens;
+    greedy: whether every token is the model's first choice."""
+
+    logprob: float
+    logprobs: np.ndarray
+    greedy: bool
+
+
+class LLM:
+    """A model, ready to run.
+
+    model           hub id, local Hugging Face folder, .gguf file, or a built-in name (`prefold models`)
+    dtype           "float32", "bfloat16", "float16", or "auto": what the checkpoint is stored in, where the
+                    device computes natively in it, else float32
+    device          "cpu", "cuda", "cuda:1", ..., or "auto": a GPU when there is one
+    threads         CPU threads; None: torch's own choice
+    sharing         "full", "mlp", "off" or "auto" (full: it has not been measured to cost)
+    max_batch_rows  rows of one step
+    load_format     "auto", or "dummy" for random weights of the model's geometry
+    revision        of a hub id
+
+    Raises CheckpointError, UnsupportedModelError, OutOfMemoryError, InputError. `stats` adds up over calls.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        sharing: Sharing | str = "auto",
+        max_batch_rows: int | None = None,
+        load_format: str = "auto",
+        revision: str | None = None,
+        seed: int = 0,
+    ):
+        if sharing != "auto" and sharing not in SHARING_MODES:
+            raise InputError(f"sharing is {sharing!r}", field="sharing", remedy=f"use auto, {', '.join(SHARING_MODES)}")
+        if max_batch_rows is not None and max_batch_rows < 1:
+            raise InputError(f"max_batch_rows is {max_batch_rows}", field="max_batch_rows", remedy="use 1 or more")
+        if threads is not None:
+            if threads < 1:
+                raise InputError(f"threads is {threads}", field="threads", remedy="use 1 or more")
+            torch.set_num_threads(threads)
+        self.checkpoint = resolve(model, revision=revision, load_format=load_format)
+        self.tokenizer = load_tokenizer(self.checkpoint) if self.checkpoint.path is not None else None
+        self.device = choose_device(device)
+        self.dtype = choose_dtype(dtype, self.checkpoint.config, self.device)
+        self.model = load_model(self.checkpoint, dtype=self.dtype, device=self.device, seed=seed)
+        self.config = self.model.config
+        self.engine = Engine(
+            self.model,
+            sharing="full" if sharing == "auto" else sharing,
+            max_batch_rows=max_batch_rows or MAX_BATCH_ROWS,
+        )
+
+    @property
+    def stats(self) -> Stats:
+        return self.engine.stats
+
+    def embed(self, texts: Text | Sequence[Text], **options: Any) -> np.ndarray:
+        """Embeddings, float32 [n, dim] (or [dim] for one text).
+
+        Options: pooling ("last", "mean", "first"), normalize, dimensions (kept before normalising), prompt,
+        prompt_name, instruction, max_length, truncate; by default what the checkpoint says. Raises InputError
+        naming the text that cannot be embedded.
+        """
+        items, single = as_items(texts)
+        lines = self.run(self.task("embed", **options), [{"text": text} for text in items])
+        vectors = (
+            np.stack([line["embedding"] for line in lines]) if lines else np.empty((0, self.config.hidden), np.float32)
+        )
+        return vectors[0] if single else vectors
+
+    def rerank(self, query: Text, documents: Sequence[Text], *, top_n: int | None = None, **options: Any) -> Ranking:
+        """How well each document answers the query.
+
+        Options: instruction, template, words, raw_scores, max_length, truncate (documents only). Any causal model
+        answers yes or no after the Qwen3 reranker's prompt; a checkpoint with a head of one label uses that.
+        """
+        item = {"query": query, "documents": list(documents), "top_n": top_n}
+        line = self.run(self.task("rerank", **options), [item])[0]
+        return Ranking(np.asarray(line["scores"]), list(line["order"]))
+
+    def classify(
+        self, texts: Text | Sequence[Text], labels: Sequence[str] | Mapping[str, str] | None = None, **options: Any
+    ) -> list[Classification] | Classification:
+        """The label of each text: by label likelihoods after a shared prompt, or by the checkpoint's head.
+
+        Options: instructions, examples (pairs of text and label), template, separator, normalization
+        ("tokens", "bytes"), calibrate (contextual calibration, Zhao et al. 2021), max_length, truncate.
+        """
+        items, single = as_items(texts)
+        task = self.calibrated(self.task("classify", labels=labels, **options))
+        lines = self.run(task, [{"text": text} for text in items])
+        found = [Classification(line["label"], line["probabilities"]) for line in lines]
+        return found[0] if single else found
+
+    def score(
+        self, prompts: Text | Sequence[Text], continuations: Text | Sequence[Text] | None = None, **options: Any
+    ) -> list[Score] | Score:
+        """Log-probability of each continuation after its prompt; without continuations, of each whole text (rolling).
+
+        Options: prefix_token (id that stands for an empty prompt), max_length, truncate (left of the prompt).
+        """
+        items, single = as_items(prompts)
+        if continuations is None:
+            records = [{"text": text} for text in items]
+        else:
+            wanted, _ = as_items(continuations)
+            if len(wanted) != len(items):
+                raise InputError(
+                    f"{len(items)} prompts and {len(wanted)} continuations",
+                    field="continuations",
+                    remedy="give one continuation a prompt",
+                )
+            records = [{"prompt": p, "continuation": c} for p, c in zip(items, wanted, strict=True)]
+        lines = self.run(self.task("score", **options), records)
+        found = [Score(line["logprob"], np.asarray(line["logprobs"], np.float32), line["greedy"]) for line in lines]
+        return found[0] if single else found
+
+    def task(self, name: str, **options: Any) -> Task:
+        """The task `name` as this checkpoint wants it; see `prefold.tasks.make_task`."""
+        return make_task(name, self.checkpoint, self.tokenizer, **options)
+
+    def calibrated(self, task: Any) -> Any:
+        """A classification task that has seen what the model says of content-free texts, if it asks for that."""
+        items = task.calibration_items()
+        return task.with_calibration(self.run(task, items)) if items else task
+
+    def run(self, task: Task, items: Iterable[Any]) -> list[dict[str, Any]]:
+        """Run a task over items; one dict an item, in their order. Raises the first item's InputError."""
+        works = task.prepare(list(items))
+        for number, work in enumerate(works):
+            if isinstance(work, InputError):
+                raise InputError(f"item {number}: {work}", field=work.field, code=work.code) from work
+        results: list[list[Result | None]] = [[None] * len(work.requests) for work in works]
+        with Spool() as spool:
+            for number, work in enumerate(works):
+                for part, request in enumerate(work.requests):
+                    spool.add(request, TAG.pack(number, part))
+            windows = spool.windows(
+                max_tokens=WINDOW_TOKENS, share=self.engine.sharing == "full", read=task.readout.kind
+            )
+            for tag, result in self.engine.run(windows, task.readout):
+                number, part = TAG.unpack(tag)
+                results[number][part] = result
+        return [task.finish(work.note, found) for work, found in zip(works, results, strict=True)]
+
+
+TAG = struct.Struct("<qq")
+
+
+def as_items(texts: Any) -> tuple[list[Any], bool]:
+    """A list of texts, and whether one text (a string, or a list of token ids) was given."""
+    if isinstance(texts, str):
+        return [texts], True
+    items = list(texts)
+    if items and all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in items):
+        return [items], True
+    return items, False
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"device is {name!r}", field="device", remedy="use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("this torch sees no GPU", field="device", remedy="use cpu, or install a CUDA build of torch")
+    return device
+
+
+def choose_dtype(name: str, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name != "auto":
+        if name not in known:
+            raise InputError(f"dtype is {name!r}", field="dtype", remedy=f"use auto, {', '.join(known)}")
+        return known[name]
+    stored = known.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), torch.float32)
+    if stored == torch.float32 or device.type != "cpu":
+        return stored
+    # bfloat16 on a CPU that has to emulate it is slower than float32, and float16 nearly always is.
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32

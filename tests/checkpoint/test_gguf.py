@@ -1,0 +1,94 @@
+"""The GGUF reader against the `gguf` package's own, on files that package wrote."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+
+from prefold.checkpoint import GGUFFile
+from prefold.errors import CheckpointError
+
+TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "a.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(3)
+    writer.add_rope_freq_base(10000.5)
+    writer.add_token_list(["a", "", "é😀", "x" * 300])
+    writer.add_token_types([1, 2, 3, 1])
+    writer.add_array("test.floats", [0.5, -1.25])
+    writer.add_array("test.bools", [True, False])
+    for kind, value in {"uint8": 200, "int8": -7, "uint16": 60000, "int16": -300, "int32": -70000}.items():
+        getattr(writer, f"add_{kind}")(f"test.{kind}", value)
+    writer.add_uint64("test.uint64", 2**63 + 1)
+    writer.add_int64("test.int64", -(2**40))
+    writer.add_float64("test.float64", 1e-300)
+    writer.add_bool("test.bool", True)
+    rng = np.random.default_rng(0)
+    for i, name in enumerate(TYPES):
+        kind = gguf.GGMLQuantizationType[name]
+        values = rng.normal(size=(5 + i, 96)).astype(np.float32)
+        writer.add_tensor(f"t.{name}", gguf.quantize(values, kind), raw_dtype=kind)
+    writer.add_tensor("one_dim", rng.normal(size=37).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_metadata_is_what_the_gguf_package_reads(path):
+    theirs = {k: f.contents() for k, f in gguf.GGUFReader(path).fields.items() if not k.startswith("GGUF.")}
+    assert GGUFFile(path).metadata == theirs
+    assert len(theirs) > 14
+
+
+def test_tensors_are_what_the_gguf_package_reads(path):
+    file, theirs = GGUFFile(path), gguf.GGUFReader(path).tensors
+    assert list(file.tensors) == [t.name for t in theirs]
+    for tensor in theirs:
+        assert file.tensors[tensor.name].shape == tuple(reversed(tensor.shape.tolist()))
+        assert file.type_name(tensor.name) == tensor.tensor_type.name
+        expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+        ours = file.dequantize(tensor.name)
+        assert ours.dtype == np.float32
+        np.testing.assert_array_equal(ours, expected.reshape(ours.shape))
+
+
+def test_a_file_that_ends_early_is_an_error_wherever_it_ends(path, tmp_path):
+    data, cut = path.read_bytes(), tmp_path / "cut.gguf"
+    for size in [4, 5, 23, 24, 40, 100, 500, len(data) // 4, len(data) // 2, len(data) - 100]:
+        cut.write_bytes(data[:size])
+        with pytest.raises(CheckpointError, match=r"cut\.gguf"):
+            file = GGUFFile(cut)
+            for name in file.tensors:
+                file.dequantize(name)
+
+
+def test_damaged_headers_are_errors(path, tmp_path):
+    data, bad = bytearray(path.read_bytes()), tmp_path / "bad.gguf"
+    bad.write_bytes(b"not a model")
+    with pytest.raises(CheckpointError, match="not a GGUF file"):
+        GGUFFile(bad)
+    bad.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="not a GGUF file"):
+        GGUFFile(bad)
+    bad.write_bytes(data[:4] + b"\x09\0\0\0" + data[8:])
+    with pytest.raises(CheckpointError, match="version 9"):
+        GGUFFile(bad)
+    # A string length beyond all memory must not be believed.
+    bad.write_bytes(data[:24] + b"\xff" * 8 + data[32:])
+    with pytest.raises(CheckpointError, match="damaged"):
+        GGUFFile(bad)
+
+
+def test_an_unknown_tensor_type_names_the_tensor(path):
+    file = GGUFFile(path)
+    tensor = file.tensors["t.F32"]
+    file.tensors["t.F32"] = type(tensor)(tensor.name, tensor.shape, 999, tensor.offset)
+    with pytest.raises(CheckpointError, match=r"t\.F32.*999"):
+        file.dequantize("t.F32")

@@ -1,0 +1,83 @@
+"""The promise of once: rows computed are the unique tokens of the stream, and one path is held between steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from running import as_request, prompts, run
+from tiny import tiny_checkpoint
+
+from prefold import LLM
+from prefold.types import Readout, Stats
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("once"), "llama", num_hidden_layers=1)
+    return LLM(str(folder), dtype="float32", device="cpu")
+
+
+def unique_prefixes(token_lists: list[list[int]]) -> int:
+    return len({tuple(tokens[: i + 1]) for tokens in token_lists for i in range(len(tokens))})
+
+
+@pytest.mark.parametrize("kind", ["last", "mean", "logits", "logprobs"])
+@pytest.mark.parametrize("seed", range(3))
+def test_full_sharing_computes_every_unique_token_once(llm, kind, seed):
+    token_lists = prompts(seed, count=30)
+    targets = [tokens[-1:] if kind == "logprobs" else None for tokens in token_lists]
+    requests = [as_request(t, target) for t, target in zip(token_lists, targets, strict=True)]
+    readout = Readout(kind, (1, 2) if kind == "logits" else ())
+    longest = max(map(len, token_lists))
+    for rows in (1, 2, 5, 17, 10_000):
+        for window in (10_000, 60):
+            llm.engine.stats = Stats()
+            run(llm, requests, readout, sharing="full", rows=rows, window=window)
+            stats = llm.stats
+            assert stats.tokens == sum(map(len, token_lists))
+            assert stats.unique_tokens == unique_prefixes(token_lists)
+            if window == 10_000:
+                assert stats.rows_computed == stats.unique_tokens
+            assert stats.path_rows_peak <= longest
+            # Several windows: the same, and what a window reads of the path that the one before left is read again.
+            assert stats.unique_tokens <= stats.rows_computed <= stats.unique_tokens + stats.tokens // 20
+
+
+def test_off_computes_every_token_and_mlp_what_is_unique_in_a_batch(llm):
+    token_lists = prompts(1, count=20)
+    requests = [as_request(t) for t in token_lists]
+    llm.engine.stats = Stats()
+    run(llm, requests, Readout("last"), sharing="off", rows=10_000)
+    assert llm.stats.rows_computed == llm.stats.tokens
+    llm.engine.stats = Stats()
+    run(llm, requests, Readout("last"), sharing="mlp", rows=10_000)
+    assert llm.stats.rows_computed == llm.stats.unique_tokens == unique_prefixes(token_lists)
+
+
+def test_path_is_what_lies_above_the_cut(llm):
+    """A prompt far longer than a batch: the path grows with it, and goes with it."""
+    long = np.arange(200).tolist()
+    llm.engine.stats = Stats()
+    paths = []
+    llm.engine.on_step = lambda info: paths.append(info.path_rows)
+    run(
+        llm,
+        [as_request(long), as_request([*long[:50], 7]), as_request([300])],
+        Readout("last"),
+        sharing="full",
+        rows=32,
+    )
+    llm.engine.on_step = None
+    assert max(paths) <= 200
+    assert llm.stats.rows_computed == 202
+    assert paths[0] == 0 and paths[1] > 0
+
+
+def test_reads_of_one_row_cost_one_row_of_the_last_layer(llm, monkeypatch):
+    """The labels of one prompt hang on its last row: one row is read for all of them."""
+    read = []
+    logits = llm.model.logits
+    monkeypatch.setattr(llm.model, "logits", lambda hidden, ids=None: read.append(len(hidden)) or logits(hidden, ids))
+    requests = [as_request([5, 6, 7], [label]) for label in range(20)]
+    run(llm, requests, Readout("logprobs"), sharing="full", rows=100)
+    assert read == [1]

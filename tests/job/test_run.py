@@ -1,0 +1,282 @@
+"""Jobs with a fake engine: every record has exactly one line, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prefold.errors import CheckpointError, JobError
+from prefold.job.fields import Template
+from prefold.job.openai import OpenAIBatch
+from prefold.job.output import OutputOptions, StreamOutput, open_output
+from prefold.job.progress import Progress
+from prefold.job.run import Interrupted, Job, run_job
+from prefold.job.source import open_source
+from prefold.job.tables import Columns, TableAdapter
+from prefold.stream import Spool
+
+from .fakes import FakeTask, digest, fake_llm
+
+FINGERPRINT = {"task": "embed"}
+
+
+def write_records(path, count, bad=()):
+    rng = np.random.default_rng(0)
+    with path.open("w") as file:
+        for i in range(1, count + 1):
+            text = f"common {i % 7} part of all prompts {rng.integers(1000)}"
+            record = {"text": None if i in bad else text, "k": f"id{i}"}
+            file.write(json.dumps(record) + "\n")
+
+
+def table_job(source, out, *, limit=None, llm=None, load=None, **options):
+    adapter = TableAdapter("embed", Columns(prompt=Template("text", "--prompt"), id="k"))
+    output = open_output(OutputOptions(out, limit=limit), FINGERPRINT)
+    load = load or (lambda: llm or fake_llm())
+    return Job(open_source(str(source)), adapter, {"embed": FakeTask()}, load, output, limit=limit, **options)
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_complete(source, out):
+    """Every record of the input has one line, with the result its text gives."""
+    lines = {line["record"]: line for line in read_lines(out)}
+    records = read_lines(source)
+    assert len(read_lines(out)) == len(lines) == len(records)
+    for number, record in enumerate(records, 1):
+        assert lines[number]["id"] == record["k"]
+        if record["text"] is None:
+            assert lines[number]["error"]["code"] == "null" and lines[number]["error"]["field"] == "text"
+        else:
+            assert lines[number]["score"] == digest(record["text"].encode())
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 500}, {"window": 500, "streaming": True}, {"window": 1}])
+@pytest.mark.parametrize("sharing", ["full", "off"])
+def test_every_record_has_its_line(tmp_path, options, sharing):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 300, bad={5, 77, 300})
+    job = table_job(source, out, llm=fake_llm(sharing=sharing), collect=True, **options)
+    summary = run_job(job, Progress())
+    check_complete(source, out)
+    assert (summary.records, summary.errors, summary.resumed) == (300, 3, 0)
+    assert summary.stats.requests == 297 and summary.sharing == sharing
+    assert summary.streams == (1 if not options.get("streaming") else summary.streams) and summary.streams >= 1
+    assert summary.shape.num_requests == 297 and len(summary.steps) == summary.stats.steps
+    if options.get("streaming"):
+        assert summary.streams > 5
+    again = run_job(table_job(source, out, load=lambda: pytest.fail("loaded a model for nothing")), Progress())
+    assert again.records == 300 and again.errors == 3 and again.resumed == 300
+
+
+def test_a_limit_takes_the_first_records_and_the_whole_job_goes_on(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 50)
+    assert run_job(table_job(source, out, limit=10), Progress()).records == 10
+    assert sorted(line["record"] for line in read_lines(out)) == list(range(1, 11))
+    job = table_job(source, out)
+    assert run_job(job, Progress()).resumed == 10
+    assert job.tasks["embed"].prepared == 40
+    check_complete(source, out)
+
+
+def test_records_that_all_fail_load_no_model(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 20, bad=range(1, 21))
+    summary = run_job(table_job(source, out, load=lambda: pytest.fail("loaded a model for nothing")), Progress())
+    assert summary.errors == summary.records == 20
+    check_complete(source, out)
+
+
+def test_an_empty_input_is_a_job_too(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("")
+    assert run_job(table_job(source, out), Progress()).records == 0
+    assert out.read_text() == ""
+
+
+def test_results_that_are_not_finite_become_errors(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 3)
+    llm = fake_llm()
+    run = llm.engine.run
+
+    def broken(windows, readout):
+        for i, (tag, result) in enumerate(run(windows, readout)):
+            if i == 1:
+                result.values[0] = np.nan
+            yield tag, result
+
+    llm.engine.run = broken
+    assert run_job(table_job(source, out, llm=llm), Progress()).errors == 1
+    assert [line.get("error", {}).get("code") for line in read_lines(out)].count("not_finite") == 1
+
+
+def test_errors_of_loading_and_of_the_input_end_the_job(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 5000)
+
+    def fail():
+        raise CheckpointError("no such model")
+
+    with pytest.raises(CheckpointError, match="no such model"):
+        run_job(table_job(source, out, load=fail), Progress())
+    zipped = tmp_path / "in.jsonl.gz"
+    import gzip
+
+    zipped.write_bytes(gzip.compress(source.read_bytes())[:-50])
+    adapter = TableAdapter("embed", Columns(prompt=Template("text", "--prompt")))
+    output = StreamOutput(sys.stderr)
+    with pytest.raises(JobError, match="damaged"):
+        run_job(Job(open_source(str(zipped)), adapter, {"embed": FakeTask()}, fake_llm, output), Progress())
+    assert threading.active_count() < 20
+
+
+def test_a_batch_of_several_urls_runs_lane_by_lane(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    bodies = [
+        ("/v1/embeddings", {"model": "m", "input": "x"}),
+        ("/rerank", {"query": "q", "documents": ["a", "b"]}),
+        ("/v1/score", {"text_1": "q", "text_2": ["a", "b", "c"]}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/embeddings", {"input": ""}),
+        ("/rerank", {"query": "q" * 300, "documents": ["a"]}),
+    ]
+    lines = [{"custom_id": f"c{i}", "method": "POST", "url": u, "body": b} for i, (u, b) in enumerate(bodies)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, lines[0]]) + "nonsense\n")
+    output = open_output(OutputOptions(out), FINGERPRINT)
+    tasks = {"embed": FakeTask("embed"), "rerank": FakeTask("rerank", "logits")}
+    job = Job(open_source(str(source)), OpenAIBatch("m"), tasks, fake_llm, output)
+    summary = run_job(job, Progress())
+    assert summary.records == 8 and summary.errors == 5 and summary.streams == 2
+    got = read_lines(out)
+    status = [(g["custom_id"], g["response"] and g["response"]["status_code"], bool(g["error"])) for g in got]
+    assert sorted(status, key=str) == [
+        ("c0", 200, False),
+        ("c0", None, True),
+        ("c1", 200, False),
+        ("c2", 200, False),
+        ("c3", None, True),
+        ("c4", 400, False),
+        ("c5", 400, False),
+        (None, None, True),
+    ]
+    scores = next(g for g in got if g["custom_id"] == "c2")["response"]["body"]["data"]
+    assert [s["score"] for s in scores] == [digest(b"qa"), digest(b"qb"), digest(b"qc")]
+    assert len({g["id"] for g in got}) == 8
+
+
+def test_results_are_written_as_they_come(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 30)
+    seen = []
+
+    def watch(_):
+        time.sleep(0.05)
+        seen.append(len(out.read_text().splitlines()))
+
+    run_job(table_job(source, out, llm=fake_llm(before=watch)), Progress())
+    assert any(0 < n < 30 for n in seen)
+
+
+def test_interrupted_it_writes_what_is_done_and_resumes(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 100)
+    calls = []
+
+    def interrupt(i):
+        calls.append(i)
+        if len(calls) == 40:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    llm = fake_llm(before=interrupt)
+    with pytest.raises(Interrupted):
+        run_job(table_job(source, out, llm=llm, window=400), Progress())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert llm.engine.closed == 1
+    assert 39 <= len(read_lines(out)) <= 41
+    job = table_job(source, out)
+    assert run_job(job, Progress()).resumed == len(calls) == 100 - job.tasks["embed"].prepared
+    check_complete(source, out)
+
+
+def test_a_kill_in_the_first_seconds_of_loading_resumes(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 100, bad={1})
+
+    def load():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    with pytest.raises(Interrupted) as error:
+        run_job(table_job(source, out, load=load), Progress())
+    assert error.value.signal == signal.SIGTERM
+    run_job(table_job(source, out), Progress())
+    check_complete(source, out)
+
+
+def test_spools_are_closed(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 400)
+    made = []
+
+    def make():
+        made.append(Spool(memory_bytes=20_000, directory=tmp_path))
+        return made[-1]
+
+    run_job(table_job(source, out, make_spool=make, window=3000, streaming=True), Progress())
+    assert len(made) > 2 and not list(tmp_path.glob("prefold-spool-*"))
+    out.unlink()
+    with pytest.raises(RuntimeError, match="boom"):
+        llm = fake_llm(before=lambda i: (_ for _ in ()).throw(RuntimeError("boom")))
+        run_job(table_job(source, out, make_spool=make, llm=llm), Progress())
+    assert not list(tmp_path.glob("prefold-spool-*"))
+
+
+KILLED = """
+import sys, time
+sys.path.insert(0, {root!r})
+from tests.job.test_run import *
+llm = fake_llm(before=lambda i: time.sleep(0.0004))
+import prefold.job.output as output
+output.COMMIT_SECONDS = 0.02
+print("start", flush=True)
+run_job(table_job(Path({source!r}), Path({out!r}), llm=llm, window=3000, streaming={streaming}), Progress())
+print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_killed_at_random_moments_every_record_has_one_line(tmp_path, streaming):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 1500, bad={3, 900})
+    root = str(Path(__file__).parents[2])
+    script = KILLED.format(root=root, source=str(source), out=str(out), streaming=streaming)
+    rng = np.random.default_rng(7)
+    kills = progress = 0
+    for _ in range(40):
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root)
+        assert process.stdout.readline() == "start\n"
+        try:
+            process.wait(float(rng.uniform(0.02, 0.45)))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        rest = process.communicate()[0]
+        now = out.read_bytes().count(b"\n") if out.exists() else 0
+        progress = max(progress, now)
+        if "end" in rest:
+            break
+    assert rest == "end\n" and kills >= 3
+    check_complete(source, out)

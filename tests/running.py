@@ -1,0 +1,37 @@
+"""Running requests through an engine, for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefold import LLM
+from prefold.stream import Spool
+from prefold.types import Readout, Request
+
+
+def prompts(seed: int, count: int = 12, vocab: int = 300) -> list[list[int]]:
+    """Random prompts of which many begin alike; duplicates, prefixes of one another and one-token prompts among them."""
+    rng = np.random.default_rng(seed)
+    found: list[list[int]] = []
+    for _ in range(count):
+        stem = found[rng.integers(len(found))] if found and rng.random() < 0.8 else []
+        keep = int(rng.integers(len(stem) + 1))
+        found.append([*stem[:keep], *rng.integers(0, vocab, int(rng.integers(1, 9))).tolist()])
+    return [*found, found[0], found[1][:1], found[2][: max(1, len(found[2]) // 2)]]
+
+
+def run(llm: LLM, requests: list[Request], readout: Readout, *, sharing: str, rows: int, window: int = 1 << 20) -> list:
+    llm.engine.sharing, llm.engine.max_batch_rows = sharing, rows
+    results = [None] * len(requests)
+    with Spool() as spool:
+        for number, request in enumerate(requests):
+            spool.add(request, str(number).encode())
+        windows = spool.windows(max_tokens=window, share=sharing == "full", read=readout.kind)
+        for tag, result in llm.engine.run(windows, readout):
+            assert results[int(tag)] is None
+            results[int(tag)] = result
+    return results
+
+
+def as_request(tokens: list[int], targets: list[int] | None = None) -> Request:
+    return Request(np.array(tokens, np.int32), None if targets is None else np.array(targets, np.int32))

@@ -1,0 +1,56 @@
+"""Tasks by name: options, defaults, and no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from task_inputs import FakeCheckpoint, tokenizer
+
+from prefold.errors import InputError, UnsupportedModelError
+from prefold.tasks import TASKS, make_task, task_options
+
+
+def test_unknown_tasks_and_options_list_the_known_ones():
+    with pytest.raises(InputError, match=r"no task 'embd'.*embed, rerank, classify, score"):
+        make_task("embd", FakeCheckpoint(), tokenizer())
+    message = r"embed has no option 'dimension'; did you mean dimensions.*pooling.*truncate"
+    with pytest.raises(InputError, match=message) as caught:
+        make_task("embed", FakeCheckpoint(), tokenizer(), dimension=3)
+    assert caught.value.code == "unknown_option"
+    with pytest.raises(InputError, match="score has no option 'labels'; it has: prefix_token"):
+        make_task("score", FakeCheckpoint(), tokenizer(), labels=[])
+
+
+def test_options_of_every_task():
+    assert set(TASKS) == {"embed", "rerank", "classify", "score"}
+    for name in TASKS:
+        options = task_options(name)
+        assert options["max_length"] is None
+        assert options["truncate"] is False
+        given = {"labels": ["yes", "no"]} if name == "classify" else {}
+        task = make_task(name, FakeCheckpoint(), tokenizer(), **(options | given))
+        assert task.name == name
+        assert task.inputs.max_length == 512
+        assert task.inputs.vocab_size == 300
+        assert task.prepare([]) == []
+        assert make_task(name, FakeCheckpoint(), tokenizer(), max_length=9000, **given).inputs.max_length == 9000
+        with pytest.raises(InputError, match="max_length"):
+            make_task(name, FakeCheckpoint(), tokenizer(), max_length=0, **given)
+
+
+def test_a_model_without_logits():
+    for name, options in {"rerank": {}, "classify": {"labels": ["yes", "no"]}, "score": {}}.items():
+        bare = FakeCheckpoint({"architectures": ["Qwen3Model"], "tie_word_embeddings": False})
+        with pytest.raises(UnsupportedModelError, match=f"{name} needs a language model's logits; fake has no head"):
+            make_task(name, bare, tokenizer(), **options)
+        assert make_task("embed", bare, tokenizer()).readout.kind == "last"
+    classifier = FakeCheckpoint({"architectures": ["Qwen3ForSequenceClassification"]})
+    with pytest.raises(UnsupportedModelError, match="has a classification head"):
+        make_task("score", classifier, tokenizer())
+
+
+def test_text_and_tasks_never_import_torch():
+    code = "import sys, prefold.text, prefold.tasks, prefold.text.load; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,197 @@
+"""Reranking: the prompt's tokens, truncation of the document only, scores and order."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from task_inputs import FakeCheckpoint, ids, result, tokenizer
+
+from prefold.errors import InputError, UnsupportedModelError
+from prefold.tasks import RerankItem, make_task
+from prefold.tasks.rerank import sigmoid
+from prefold.text import RERANK_INSTRUCTION
+from prefold.types import Readout
+
+TOK = tokenizer("<|im_start|> $A", think=True)
+PREFIX = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def rerank(tok=TOK, config=None, **options):
+    return make_task("rerank", FakeCheckpoint(config), tok, **options)
+
+
+def body(query: str, document: str, instruction: str = RERANK_INSTRUCTION) -> str:
+    return f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+
+
+def tokens(work) -> list[list[int]]:
+    return [request.tokens.tolist() for request in work.requests]
+
+
+def test_prefix_body_and_suffix_are_encoded_apart_without_special_tokens():
+    task = rerank()
+    one, many, own = task.prepare(
+        [
+            ("a b?", "no"),
+            RerankItem("q", documents=["x", {"text": "y"}]),
+            {"query": "q", "document": "d", "instruction": "I"},
+        ]
+    )
+    assert tokens(one) == [ids(TOK, PREFIX) + ids(TOK, body("a b?", "no")) + ids(TOK, SUFFIX)]
+    assert tokens(many) == [ids(TOK, PREFIX) + ids(TOK, body("q", d)) + ids(TOK, SUFFIX) for d in "xy"]
+    assert tokens(own) == [ids(TOK, PREFIX) + ids(TOK, body("q", "d", "I")) + ids(TOK, SUFFIX)]
+    assert task.readout == Readout("logits", (TOK.token_id("yes"), TOK.token_id("no")))
+
+
+def test_the_suffix_of_models_that_do_not_think_and_of_models_without_chatml():
+    chatml, plain = tokenizer(), tokenizer(chatml=False)
+    (work,) = rerank(chatml).prepare([("q", "d")])
+    suffix = SUFFIX.replace("<think>\n\n</think>\n\n", "")
+    assert tokens(work) == [ids(chatml, PREFIX) + ids(chatml, body("q", "d")) + ids(chatml, suffix)]
+    (work,) = rerank(plain).prepare([("q", "d")])
+    text = PREFIX + body("q", "d") + suffix
+    assert tokens(work) == [ids(plain, text)]
+    assert plain.decode(work.requests[0].tokens) == text
+    assert 1 not in work.requests[0].tokens
+
+
+def test_braces_in_what_users_write_stay():
+    (work,) = rerank().prepare([("{document} {x}", "{query}{")])
+    assert body("{document} {x}", "{query}{") in TOK.decode(work.requests[0].tokens)
+
+
+def test_token_ids():
+    task = rerank()
+    start, middle = body("", "").split("\n<Document>: ")[0], "\n<Document>: "
+    one, two, three = task.prepare([("q", [5, 6]), ([7, 8], ["d", [9]]), ([7], [8])])
+    assert tokens(one) == [ids(TOK, PREFIX) + ids(TOK, body("q", "")) + [5, 6] + ids(TOK, SUFFIX)]
+    head = ids(TOK, PREFIX) + ids(TOK, start) + [7, 8]
+    assert tokens(two) == [
+        head + ids(TOK, middle + "d") + ids(TOK, SUFFIX),
+        head + ids(TOK, middle) + [9] + ids(TOK, SUFFIX),
+    ]
+    assert tokens(three) == [ids(TOK, PREFIX) + ids(TOK, start) + [7] + ids(TOK, middle) + [8] + ids(TOK, SUFFIX)]
+
+
+def test_only_the_document_is_truncated():
+    document = "the quick brown fox yes no"
+    whole = ids(TOK, body("what?", document))
+    head = len(ids(TOK, body("what?", "")))
+    around = len(ids(TOK, PREFIX)) + len(ids(TOK, SUFFIX))
+    for budget in range(head - 2, len(whole) + 3):
+        item = ("what?", document)
+        (cut,) = rerank(max_length=around + budget, truncate=True).prepare([item])
+        (strict,) = rerank(max_length=around + budget).prepare([item])
+        # The reference way: the body alone, cut to what is left of the limit.
+        expected = ids(TOK, PREFIX) + whole[:budget] + ids(TOK, SUFFIX)
+        if budget <= head:
+            assert cut.field == "query"
+            assert cut.code == "too_long"
+        else:
+            assert tokens(cut) == [expected]
+        if budget >= len(whole):
+            assert tokens(strict) == [expected]
+        else:
+            assert (strict.field, strict.code) == ("document", "too_long")
+
+
+def test_one_document_too_long_is_named():
+    (error,) = rerank().prepare([("q", ["fine", "x" * 600])])
+    assert error.field == "documents[1]"
+    assert "512" in str(error)
+
+
+def test_scores_and_order():
+    task = rerank()
+    one, many = task.prepare([("q", "d"), RerankItem("q", documents=list("abcde"), top_n=3, return_documents=True)])
+    assert json.loads(json.dumps(many.note)) == many.note
+    out = task.finish(one.note, [result(2.5, 1.0)])
+    assert out["score"] == pytest.approx(1 / (1 + math.exp(-1.5)), rel=1e-12)
+    assert out["num_tokens"] == one.requests[0].tokens.size
+    # The third and fifth tie; the second and fourth round to one score but differ.
+    out = task.finish(many.note, [result(0, 0), result(90, 0), result(1, 2), result(91, 0), result(-1, 0)])
+    assert out["order"] == [3, 1, 0]
+    assert out["documents"] == ["d", "b", "a"]
+    assert out["scores"] == pytest.approx([0.5, 1.0, 1 / (1 + math.e), 1.0, 1 / (1 + math.e)], rel=1e-6)
+    (plain,) = task.prepare([("q", list("abc"))])
+    out = task.finish(plain.note, [result(0, 1), result(0, 1), result(1, 0)])
+    assert out["order"] == [2, 0, 1]
+    assert "documents" not in out
+    json.dumps(out)
+
+
+def test_raw_scores():
+    task = rerank(raw_scores=True)
+    (work,) = task.prepare([("q", "d")])
+    assert task.finish(work.note, [result(2.5, 1.0)])["score"] == 1.5
+
+
+def test_sigmoid_does_not_overflow():
+    assert sigmoid(0) == 0.5
+    assert sigmoid(1e4) == 1.0
+    assert sigmoid(-1e4) == 0.0
+    for x in (-30, -1.5, 0.1, 7):
+        assert sigmoid(x) == pytest.approx(1 / (1 + math.exp(-x)), rel=1e-14)
+        assert sigmoid(x) + sigmoid(-x) == pytest.approx(1)
+
+
+def test_a_template_and_words_of_ones_own():
+    task = rerank(template="Q {query} D {document} A:", words=("a", "b"))
+    (work,) = task.prepare([("x", "y")])
+    assert TOK.decode(work.requests[0].tokens) == "Q x D y A:"
+    assert tokens(work) == [ids(TOK, "Q ") + ids(TOK, "x D y") + ids(TOK, " A:")]
+    assert task.readout.ids == (TOK.token_id("a"), TOK.token_id("b"))
+
+
+def test_a_classification_head_of_one_label():
+    config = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    task = rerank(config=config)
+    assert task.readout == Readout("head")
+    (work,) = task.prepare([("q", "d")])
+    assert task.finish(work.note, [result(1.5)])["score"] == pytest.approx(sigmoid(1.5))
+    with pytest.raises(UnsupportedModelError, match="2 labels"):
+        rerank(config={"architectures": ["Qwen3ForSequenceClassification"]})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"words": ("yes", "nope")}, "'nope' is 3 tokens"),
+        ({"words": ("", "no")}, "'' is 0 tokens"),
+        ({"words": ("yes", "yes")}, "same token"),
+        ({"words": "no"}, "words is 'no'"),
+        ({"words": ("yes",)}, "words is"),
+        ({"template": "{query}"}, "rerank template"),
+        ({"template": 5}, "'template' is of type int"),
+        ({"instruction": None}, "'instruction' is null"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(InputError, match=message):
+        rerank(**options)
+
+
+def test_bad_items_name_their_field():
+    bad = {
+        "documents": [
+            {"query": "q"},
+            {"query": "q", "document": "d", "documents": ["d"]},
+            ("q", []),
+            RerankItem("q", documents="d"),
+        ],
+        "query": [(None, "d"), {"document": "d"}, ("\ud800", ["d"])],
+        "documents[1]": [("q", ["a", None]), ("q", ["a", 5]), RerankItem("q", documents=np.array(["a", None]))],
+        "top_n": [RerankItem("q", "d", top_n=0), RerankItem("q", "d", top_n=True)],
+        "instruction": [RerankItem("q", "d", instruction={})],
+    }
+    for field, items in bad.items():
+        for error in rerank().prepare(items):
+            assert isinstance(error, InputError)
+            assert error.field == field, error
