@@ -79,27 +79,76 @@ def write_json(path: str | None, **content) -> None:
 # Limits of the machine
 
 
-def linear_rate(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, repeats: int = 5) -> float:
-    """FLOP/s of a model's linear layers with packed weights: the best over several numbers of rows.
+def linear_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
+    """FLOP/s of a model's linears with packed weights: the best over several numbers of rows, through one layer."""
+    from prefold.model.layers import Linear
 
-    shapes: (inputs, outputs) of each linear of one layer.
-    """
-    from prefold.model.linear import Linear
-
+    q, kv = config.q_size, 2 * config.kv_size
+    shapes = [
+        (config.hidden, q + kv),
+        (q, config.hidden),
+        (config.hidden, 2 * config.intermediate),
+        (config.intermediate, config.hidden),
+    ]
+    layers = [Linear(k, n, bias=False, dtype=dtype, device=torch.device("cpu")) for k, n in shapes]
+    for layer in layers:
+        torch.nn.init.normal_(layer.weight, std=0.02)
+        layer.pack()
     best = 0.0
-    for rows in (1024, 2048, 4096):
-        layers = [Linear(torch.randn(n, k).to(dtype)) for k, n in shapes]
-        inputs = [torch.randn(rows, k).to(dtype) for k, _ in shapes]
-        with torch.inference_mode():
+    with torch.inference_mode():
+        for rows in (768, 2048, 4096):
+            inputs = [torch.randn(rows, k).to(dtype) for k, _ in shapes]
+            # Layer by layer, the best of each: a limit, not what a model would see.
+            seconds = 0.0
             for layer, x in zip(layers, inputs, strict=True):
                 layer(x)
-            for _ in range(repeats):
-                started = time.perf_counter()
-                for layer, x in zip(layers, inputs, strict=True):
-                    layer(x)
-                seconds = time.perf_counter() - started
-                best = max(best, sum(2 * rows * k * n for k, n in shapes) / seconds)
+                seconds += min(timed(lambda layer=layer, x=x: layer(x), repeats))
+            best = max(best, sum(2 * rows * k * n for k, n in shapes) / seconds)
     return best
+
+
+def attention_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
+    """Useful FLOP/s of our kernel where it is best: plain causal prompts of 1,024 tokens."""
+    from prefold.attention import interval_attention, plan_attention
+
+    rows = 4096
+    end = (np.arange(rows) // 1024 + 1) * 1024
+    plan = plan_attention(end, np.arange(rows))
+    q = torch.randn(rows, config.heads, config.head_dim).to(dtype)
+    k, v = (torch.randn(rows, config.kv_heads, config.head_dim).to(dtype) for _ in range(2))
+    with torch.inference_mode():
+        interval_attention(q, k, v, plan, scale=config.scale)
+        seconds = min(timed(lambda: interval_attention(q, k, v, plan, scale=config.scale), repeats))
+    return attention_flops(config, visible_pairs(end)) / seconds
+
+
+def attention_flops(config, pairs: int) -> float:
+    """One layer: a product and a sum for each of q k and p v."""
+    return 4.0 * pairs * config.heads * config.head_dim
+
+
+def limit_seconds(config, trie, dtype: torch.dtype, num_reads: int | None = None) -> dict:
+    """The machine's limit for a stream: linear FLOPs over the packed rate plus attention FLOPs over the best rate.
+
+    num_reads: rows read, when the last layer need compute no more (K and V of all rows remain).
+    """
+    linear, attention = linear_rate(config, dtype), attention_rate(config, dtype)
+    layer = config.linear_flops / config.layers
+    layers = config.layers
+    flops = trie.num_rows * config.linear_flops
+    if num_reads is not None:
+        kv = 2 * config.hidden * 2 * config.kv_size
+        flops = trie.num_rows * (layer * (layers - 1) + kv) + num_reads * (layer - kv)
+        layers -= 1
+    pairs = visible_pairs(trie.end)
+    return {
+        "linear_gflops": linear / 1e9,
+        "attention_gflops": attention / 1e9,
+        "linear_seconds": flops / linear,
+        "attention_seconds": layers * attention_flops(config, pairs) / attention,
+        "seconds": flops / linear + layers * attention_flops(config, pairs) / attention,
+        "all_rows_linear_seconds": trie.num_rows * config.linear_flops / linear,
+    }
 
 
 def visible_pairs(end: np.ndarray) -> int:
@@ -124,19 +173,42 @@ def run_peer(python: str, system: str, job: dict) -> dict:
         return json.loads(out_file.read_text())
 
 
-def export_folder(llm, folder: str | Path, dtype: torch.dtype) -> Path:
-    """Write an LLM's weights as a Hugging Face folder, so that peers run the very same ones."""
+def export_folder(checkpoint, tokenizer, folder: str | Path, dtype: torch.dtype) -> Path:
+    """Write a GGUF checkpoint's weights as a Hugging Face folder, so that peers run the very same ones."""
     from safetensors.torch import save_file
+
+    from prefold.model import config_from
+    from prefold.model.sources import open_source
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = {k: v for k, v in llm.checkpoint.config.items() if v is not None}
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config = dict(checkpoint.config) | {"dtype": str(dtype).removeprefix("torch."), "bos_token_id": tokenizer.bos_id}
+    config |= {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    llm.tokenizer.backend.save(str(folder / "tokenizer.json"))
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    save_file(llm.checkpoint_tensors(dtype), folder / "model.safetensors", metadata={"format": "pt"})
+    source = open_source(checkpoint, config_from(checkpoint.config), {}, 0)
+    tensors = {}
+    for name, shape in source.shapes.items():
+        tensor = torch.empty(shape, dtype=dtype)
+        source.read_into(name, tensor)
+        tensors[name if name.startswith("lm_head") else f"model.{name}"] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def run_engine(engine, requests, readout) -> list:
+    """Results of requests in their order; the time to sort them and to plan is part of the run."""
+    from prefold.stream import Spool
+
+    results = [None] * len(requests)
+    with Spool() as spool:
+        for number, request in enumerate(requests):
+            spool.add(request, number.to_bytes(8, "little"))
+        windows = spool.windows(max_tokens=1 << 20, share=engine.sharing == "full", read=readout.kind)
+        for tag, result in engine.run(windows, readout):
+            results[int.from_bytes(tag, "little")] = result
+    return results
 
 
 def python_of(environment: str | None) -> str:

@@ -20,8 +20,8 @@ __all__ = ["Checkpoint", "resolve"]
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt"]
 WEIGHT_FILES = ["*.safetensors"]
-# Copies of the weights, or other models, that some repositories keep in subfolders.
-OTHER_FOLDERS = ["original/*", "onnx/*", "openvino/*", "coreml/*", "runs/*"]
+# Second copies of the weights that some repositories keep.
+COPIES = ["original/*", "onnx/*", "openvino/*", "coreml/*", "consolidated*.safetensors"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -145,7 +145,7 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
 
     patterns = SMALL_FILES + (WEIGHT_FILES if weights else [])
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=OTHER_FOLDERS))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=COPIES))
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
             f"cannot reach the Hugging Face hub for {name!r}, and it is not in the local cache; check the "

@@ -26,6 +26,9 @@ class _Group(click.Group):
         ctx.meta["prefold.arguments"] = list(args)
         return super().parse_args(ctx, args)
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # as added, not by the alphabet
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)

@@ -17,7 +17,7 @@ TASKS = ("embed", "rerank", "classify", "score")
 MODES = ("full", "mlp", "off")
 
 
-@click.command()
+@click.command(short_help="Time sharing full, mlp and off.")
 @click.argument("input", metavar="[INPUT]", required=False)
 @click.option("--task", type=click.Choice(TASKS), help="As for `prefold run`.")
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Runs of each mode.")
@@ -45,10 +45,11 @@ def bench(**o: Any) -> None:
     found = measure(llm.engine, tasks, prepared, o["repeat"])
     dtype = str(llm.dtype).removeprefix("torch.")
     if o["as_json"]:
-        click.echo(json.dumps({"input": name, "model": o["model"], "dtype": dtype, "machine": _machine(), "modes": found}))
+        head = {"input": name, "model": o["model"], "dtype": dtype, "machine": _machine()}
+        click.echo(json.dumps(head | {"modes": found}))
         return
     click.echo(f"{name}, {o['model']}, {dtype}, {llm.engine.max_batch_rows} rows a step, median of {o['repeat']}")
-    click.echo("; ".join(f"{name} {value}" for name, value in _machine().items()) + "\n")
+    click.echo("; ".join(f"{key} {value}" for key, value in _machine().items()) + "\n")
     for line in table(found):
         click.echo(line)
 
@@ -100,7 +101,8 @@ def measure(engine: Any, tasks: Any, prepared: dict[str, list[Any]], repeat: int
 def table(found: dict[str, dict[str, Any]]) -> list[str]:
     """The numbers of `measure` as lines."""
     base = statistics.median(found["off"]["seconds"])
-    lines = [f"{'sharing':<9}{'tokens':>10}{'rows':>10}{'saved':>8}{'seconds':>10}{'spread':>16}{'rows/s':>10}{'speed':>8}"]
+    head = ("tokens", 10), ("rows", 10), ("saved", 8), ("seconds", 10), ("spread", 16), ("rows/s", 10), ("speed", 8)
+    lines = [f"{'sharing':<9}" + "".join(f"{name:>{width}}" for name, width in head)]
     for mode, numbers in found.items():
         seconds = statistics.median(numbers["seconds"])
         spread = f"{min(numbers['seconds']):.2f} .. {max(numbers['seconds']):.2f}"

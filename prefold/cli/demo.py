@@ -21,7 +21,7 @@ def demo_items() -> list[dict[str, Any]]:
     return [{name: record[name] for name in ("query", "documents")} for record in map(json.loads, text.splitlines())]
 
 
-@click.command()
+@click.command(short_help="See reranking, what is shared and what that saves.")
 @model_options
 @engine_options
 @click.option("--write", metavar="FILE", help="Only write the demo's data to FILE (JSONL), to try a job on.")
@@ -38,7 +38,7 @@ def demo(**o: Any) -> None:
     started = time.perf_counter()
     items = demo_items()
     count = sum(len(item["documents"]) for item in items)
-    click.echo(f"{len(items)} queries with {len(items[0]['documents'])} passages each: {count} prompts for {o['model']}.")
+    click.echo(f"{len(items)} queries, {len(items[0]['documents'])} passages each: {count} prompts for {o['model']}.")
     checkpoint, tokenizer = open_model(o)
     task = make_task("rerank", checkpoint, tokenizer)
     works = task.prepare(items)
@@ -83,9 +83,8 @@ def _run(engine: Any, task: Any, works: list[Any]) -> tuple[dict[str, Any], dict
         results = run_works(engine, task, works)
         numbers[mode] = {"seconds": time.perf_counter() - started, "stats": engine.stats}
         scores[mode] = [result["scores"] for result in finish_items(task, works, results)]
-    numbers["full"]["difference"] = max(
-        abs(a - b) for one, two in zip(scores["full"], scores["off"], strict=True) for a, b in zip(one, two, strict=True)
-    )
+    one, two = ([score for scores_ in scores[mode] for score in scores_] for mode in ("full", "off"))
+    numbers["full"]["difference"] = max(abs(a - b) for a, b in zip(one, two, strict=True))
     return numbers["full"], numbers["off"], scores["full"], shape
 
 
@@ -103,19 +102,16 @@ def _show_ranking(items: list[dict[str, Any]], scores: list[list[float]]) -> Non
 def _show_trie(shape: Any) -> None:
     from ..job.picture import trie_picture
 
-    click.echo("\nThe prompts as a trie. Across: the prompts. Down: their tokens; the darker, the more prompts share them.\n")
+    click.echo("\nThe prompts as a trie. Across: prompts. Down: tokens; the darker, the more prompts share them.\n")
     for line in trie_picture(shape):
         click.echo(f"  {click.style(line, fg='blue')}")
 
 
 def _show_saving(full: dict[str, Any], off: dict[str, Any]) -> None:
     stats, seconds = full["stats"], full["seconds"]
-    click.echo(
-        f"\n{stats.tokens:,} tokens were asked for; {stats.rows_computed:,} rows were computed, each unique token once: "
-        f"{click.style(f'{stats.saved:.0%} saved', bold=True)}."
-    )
-    click.echo(
-        f"{seconds:.2f} s, against {off['seconds']:.2f} s without sharing: "
-        f"{click.style(f'{off["seconds"] / seconds:.1f} times as fast', bold=True)}. "
-        f"No score differs by more than {full['difference']:.2g}."
-    )
+    saved = click.style(f"{stats.saved:.0%} saved", bold=True)
+    faster = click.style(f"{off['seconds'] / seconds:.1f} times as fast", bold=True)
+    rows = f"{stats.rows_computed:,} rows computed, each unique token once"
+    click.echo(f"\n{stats.tokens:,} tokens asked for, {rows}: {saved}.")
+    click.echo(f"{seconds:.2f} s, against {off['seconds']:.2f} s without sharing: {faster}.")
+    click.echo(f"No score differs by more than {full['difference']:.2g}.")

@@ -86,7 +86,8 @@ def _say_how_to_resume(o: dict[str, Any]) -> None:
         return
     context = click.get_current_context()
     arguments = [a for a in context.find_root().meta.get("prefold.arguments", []) if a != "--overwrite"]
-    click.echo(f"\nprefold: interrupted; what is done is written. To go on:\n  prefold {shlex.join(arguments)}", err=True)
+    command = f"prefold {shlex.join(arguments)}"
+    click.echo(f"\nprefold: interrupted; what is done is written. To go on:\n  {command}", err=True)
 
 
 def summary_lines(summary: Any, o: dict[str, Any], adapter: Any) -> list[str]:
@@ -106,7 +107,7 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any) -> list[str]:
         if summary.excess:
             lines[-1] += f", {summary.excess:,} rows more than those"
         if summary.streams > 1:
-            lines.append(f"  streams   {summary.streams:,}, each sorted for itself: what they share was computed in each")
+            lines.append(f"  streams   {summary.streams:,}, each sorted for itself: what they share was computed again")
         computing = summary.seconds - summary.load_seconds
         lines.append(
             f"  seconds   {format_seconds(summary.seconds)}, {summary.load_seconds:.1f} s of them loading the model; "
@@ -134,7 +135,7 @@ def report(summary: Any, task: str | None, source: Any, checkpoint: Any, tokeniz
     ]
     shown = {k: v for k, v in o.items() if v not in (None, False, ()) and k not in ("input", "report", "quiet")}
     parts = {f"seconds, {part}": f"{seconds:.2f}" for part, seconds in stats.seconds.items()}
-    settings = {"input": source.name, "task": task or "OpenAI batch lines", "model path": str(checkpoint.path or "none")}
+    settings = {"input": source.name, "task": task or "OpenAI batch lines", "model path": str(checkpoint.path)}
     settings |= {name.replace("_", "-"): str(value) for name, value in shown.items()}
     settings |= {"sharing used": str(summary.sharing), "steps": f"{stats.steps:,}"}
     settings |= {"most path rows held between steps": f"{stats.path_rows_peak:,}"} | parts

@@ -7,7 +7,7 @@ import click
 __all__ = ["models"]
 
 
-@click.command()
+@click.command(short_help="What runs here.")
 def models() -> None:
     """List what runs here: built-in models, families, RoPE types, formats, and the compiled kernels."""
     for name, lines in sections():

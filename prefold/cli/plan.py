@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ __all__ = ["plan"]
 TASKS = ("embed", "rerank", "classify", "score")
 
 
-@click.command()
+@click.command(short_help="What a job would share and cost; computes nothing.")
 @click.argument("input", metavar="INPUT")
 @click.option("--task", type=click.Choice(TASKS), help="As for `prefold run`.")
 @model_options
@@ -65,7 +66,7 @@ def plan(**o: Any) -> None:  # fmt: skip
 
 def _as_json(counted: Any, costs: Any, seconds: float) -> dict[str, Any]:
     names = ("records", "errors", "requests", "tokens", "rows", "rows_mlp", "longest", "saved")
-    flops = {name: {"linear": c.linear, "attention": c.attention} for name, c in zip(("full", "off"), costs, strict=True)}
+    flops = {name: asdict(cost) for name, cost in zip(("full", "off"), costs, strict=True)}
     return {name: getattr(counted, name) for name in names} | {"flops": flops, "seconds": seconds}
 
 

@@ -25,7 +25,7 @@ def is_input(arguments: tuple[str, ...]) -> bool:
     return name == "-" or name.lower().endswith(_SUFFIXES) or (len(name) < 4096 and Path(name).is_file())
 
 
-@click.command()
+@click.command(short_help="Run a job: OpenAI batch lines, or a table.")
 @click.argument("input", metavar="INPUT")
 @click.option("--task", type=click.Choice(TASKS), help="What to do with a table. OpenAI batch lines say it themselves.")
 @job_options(*TASKS)
@@ -45,7 +45,7 @@ def run(**o: Any) -> None:
     run_command(o["task"], o["input"], o)
 
 
-@click.command()
+@click.command(short_help="How well documents answer a query.")
 @click.argument("input", metavar="INPUT | QUERY DOCUMENT...", nargs=-1, required=True)
 @job_options("rerank")
 @json_option
@@ -62,7 +62,7 @@ def rerank(input: tuple[str, ...], **o: Any) -> None:
     _start("rerank", input, o)
 
 
-@click.command()
+@click.command(short_help="Embeddings of texts.")
 @click.argument("input", metavar="INPUT | TEXT...", nargs=-1, required=True)
 @job_options("embed")
 @json_option
@@ -76,7 +76,7 @@ def embed(input: tuple[str, ...], **o: Any) -> None:
     _start("embed", input, o)
 
 
-@click.command()
+@click.command(short_help="The label that fits a text best.")
 @click.argument("input", metavar="INPUT | TEXT...", nargs=-1, required=True)
 @job_options("classify")
 @json_option
@@ -90,7 +90,7 @@ def classify(input: tuple[str, ...], **o: Any) -> None:
     _start("classify", input, o)
 
 
-@click.command()
+@click.command(short_help="Log-probabilities of continuations, or of texts.")
 @click.argument("input", metavar="INPUT | TEXT | PROMPT CONTINUATION...", nargs=-1, required=True)
 @job_options("score")
 @json_option

@@ -15,7 +15,7 @@ __all__ = ["verify"]
 TASKS = ("embed", "rerank", "classify", "score")
 
 
-@click.command()
+@click.command(short_help="Measure what sharing and precision do to results.")
 @click.argument("input", metavar="INPUT")
 @click.option("--task", type=click.Choice(TASKS), help="As for `prefold run`.")
 @click.option("--sample", type=click.IntRange(1), default=64, show_default=True, metavar="N",
@@ -84,11 +84,12 @@ def _compare(lanes: dict[str, list[Any]], tasks: Any, o: dict[str, Any], checkpo
         exact = _run(_llm({**o, "dtype": "float32"}, checkpoint)[0].engine, "off", tasks, prepared)
         pairs.append((f"precision ({dtype} against float32, off)", plain, exact))
         pairs.append((f"both ({sharing}, {dtype} against off, float32)", shared, exact))
-    return [
-        {"comparison": name, "task": lane, **asdict(compare(tasks[lane], lanes[lane], prepared[lane], a[lane], b[lane]))}
-        for name, a, b in pairs
-        for lane in lanes
-    ]
+    found = []
+    for name, a, b in pairs:
+        for lane, items in lanes.items():
+            difference = compare(tasks[lane], items, prepared[lane], a[lane], b[lane])
+            found.append({"comparison": name, "task": lane, **asdict(difference)})
+    return found
 
 
 def _llm(o: dict[str, Any], checkpoint: Any) -> tuple[Any, str]:
@@ -109,12 +110,12 @@ def _lines(found: list[dict[str, Any]]) -> list[str]:
     lines = []
     for f in found:
         lines.append(click.style(f"{f['task']}: {f['comparison']}", bold=True))
-        lines.append(f"  largest difference    {f['values']:.3g} in what the model gave, {f['results']:.3g} in the results")
+        largest = f"{f['values']:.3g} in what the model gave, {f['results']:.3g} in the results"
+        lines.append(f"  largest difference  {largest}")
         if f["groups"]:
-            lines.append(
-                f"  rankings              {f['first']} of {f['groups']} changed first place, {f['orders']} changed order "
-                f"({f['pairs']:,} of {f['all_pairs']:,} pairs)"
-            )
+            pairs = f"{f['pairs']:,} of {f['all_pairs']:,} pairs"
+            orders = f"{f['first']} changed first place, {f['orders']} changed order ({pairs})"
+            lines.append(f"  {f['groups']:,} rankings".ljust(22) + orders)
         if f["all_tokens"]:
-            lines.append(f"  arg-maxes             {f['greedy']} of {f['all_tokens']:,} target tokens changed")
+            lines.append(f"  arg-maxes           {f['greedy']} of {f['all_tokens']:,} target tokens changed")
     return lines

@@ -84,9 +84,11 @@ def plan_job(
     """Read, tokenise and sort a job, and count."""
     plan, counts = JobPlan(), Counts()
     tally = _Tally(plan)
-    reader = Reader(
-        source, adapter, lambda lane, items: tasks[lane].prepare(items), tally, counts, limit=limit, make_spool=make_spool
-    )
+
+    def prepare(lane: str, items: list[Any]) -> list[Any]:
+        return tasks[lane].prepare(items)
+
+    reader = Reader(source, adapter, prepare, tally, counts, limit=limit, make_spool=make_spool)
     progress = progress or Progress()
     reader.start()
     try:

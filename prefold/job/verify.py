@@ -19,7 +19,9 @@ __all__ = ["Difference", "compare", "sample_items"]
 _BLOCK = 8
 
 
-def sample_items(rows: Iterable[Row], adapter: Adapter, count: int, *, seed: int = 0) -> tuple[list[tuple[str, Any]], int]:
+def sample_items(
+    rows: Iterable[Row], adapter: Adapter, count: int, *, seed: int = 0
+) -> tuple[list[tuple[str, Any]], int]:
     """(lane, item) of about `count` records, evenly drawn over the input, and how many records were unusable.
 
     Records are drawn in blocks of neighbours, which are the ones that share prefixes.

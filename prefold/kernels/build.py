@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 __all__ = ["BuildError", "build", "cache_folder", "find_compiler"]
@@ -58,32 +59,34 @@ def build(*, flags: Sequence[str] = FLAGS, again: bool = False) -> Path:
             compile_sources(compiler, flags, made)
             made.replace(target)
     except OSError as error:
-        raise BuildError(f"cannot write to the cache folder {folder}: {error}") from error
+        raise BuildError(f"cannot write to the cache folder {folder} (set PREFOLD_CACHE to another): {error}") from error
     return target
 
 
 def compile_sources(compiler: str, flags: Sequence[str], target: Path) -> None:
     """One compiler process a source, side by side, then one to link."""
-    objects = []
-    running = []
-    for source in sorted(SOURCES.glob("*.cpp")):
-        objects.append(target.with_name(f"{source.stem}.o"))
-        command = [compiler, *flags, "-fPIC", "-c", str(source), "-o", str(objects[-1])]
-        running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
-    finished = [(process, process.communicate(timeout=TIMEOUT_SECONDS)[1]) for process in running]
-    for process, errors in finished:
-        check(compiler, process.returncode, errors)
-    command = [compiler, *flags, "-shared", *map(str, objects), "-o", str(target)]
-    linked = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    check(compiler, linked.returncode, linked.stderr)
+    sources = sorted(SOURCES.glob("*.cpp"))
+    objects = [target.with_name(f"{source.stem}.o") for source in sources]
+    commands = [
+        [compiler, *flags, "-fPIC", "-c", str(source), "-o", str(made)]
+        for source, made in zip(sources, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(len(commands)) as pool:
+        list(pool.map(run_compiler, commands))
+    run_compiler([compiler, *flags, "-shared", *map(str, objects), "-o", str(target)])
 
 
-def check(compiler: str, returncode: int, errors: str) -> None:
-    if returncode == 0:
-        return
-    lines = errors.strip().splitlines()
-    first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
-    raise BuildError(f"{compiler} failed: {first}")
+def run_compiler(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{command[0]} took more than {TIMEOUT_SECONDS} seconds") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+        raise BuildError(f"{command[0]} failed: {first}")
 
 
 def fingerprint(flags: Sequence[str]) -> str:

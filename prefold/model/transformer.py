@@ -126,13 +126,14 @@ class CausalLM(nn.Module):
             for b, read in zip(blocks, reads, strict=True)
         ]
         for plane, (layer, following) in enumerate(zip(self.layers[:-1], self.layers[1:], strict=True)):
-            o = attend(plane, *_join(parts))
+            xs = [part.x for part in parts]
+            o = attend(plane, *_take_qkv(parts))
             parts = [
-                following.start(*layer.finish(part.x, o[b]), cos_sin[b], read if following is last else None)
-                for part, b, read in zip(parts, blocks, reads, strict=True)
+                following.start(*layer.finish(x, o[b]), cos_sin[b], read if following is last else None)
+                for x, b, read in zip(xs, blocks, reads, strict=True)
             ]
-        o = attend(len(self.layers) - 1, *_join(parts), read_only=read_rows is not None)
         x = _cat([part.x for part in parts])
+        o = attend(len(self.layers) - 1, *_take_qkv(parts), read_only=read_rows is not None)
         return _cat([self._norm(*last.finish(x[b], o[b])) for b in self._blocks(len(x))])
 
     def logits(self, hidden: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
@@ -141,9 +142,9 @@ class CausalLM(nn.Module):
         Products of the model's dtype are summed and kept in float32: a bfloat16 logit of 20 has steps
         of 0.125, which ties words. Raises InputError when the checkpoint has no LM head.
         """
-        weight = self.embedding if self.config.lm_head and self.config.tie_embeddings else self.lm_head
-        if weight is None:
+        if not self.config.lm_head:
             raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
+        weight = self.embedding if self.lm_head is None else self.lm_head
         if ids is not None:
             weight = weight[torch.as_tensor(ids, device=weight.device)]
         hidden = hidden.float()
@@ -209,8 +210,11 @@ def _split_reads(read_rows: Tensor | None, blocks: list[slice]) -> list[Tensor |
     return [rows - block.start for rows, block in zip(read_rows.split(counts.tolist()), blocks, strict=True)]
 
 
-def _join(parts: list[Projected]) -> tuple[Tensor, Tensor, Tensor]:
-    return _cat([p.q for p in parts]), _cat([p.k for p in parts]), _cat([p.v for p in parts])
+def _take_qkv(parts: list[Projected]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of all blocks. Empties `parts`, so that attention does not run beside a second copy."""
+    q, k, v = ([part[i] for part in parts] for i in (1, 2, 3))
+    parts.clear()
+    return _cat(q), _cat(k), _cat(v)
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
+from .config import ModelConfig
 from .families import config_from
 from .layers import Linear
 from .memory import check_fits
@@ -17,6 +18,8 @@ from .sources import TensorSource, open_source
 from .transformer import CausalLM, Layer
 
 __all__ = ["load_model"]
+
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,11 @@ def load_model(
     config = config_from(checkpoint.config)
     # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
     model = CausalLM(config, dtype=dtype, device=torch.device("meta"))
+    source = open_source(checkpoint, config, wanted_shapes(model_slots(model)), seed)
+    settled = _settle_lm_head(config, source)
+    if settled != config:
+        model = CausalLM(settled, dtype=dtype, device=torch.device("meta"))
     slots = list(model_slots(model))
-    wanted = {name: shape for slot in slots for name, shape in slot.shapes.items()}
-    source = open_source(checkpoint, config, wanted, seed)
-    slots = _settle_lm_head(model, slots, source)
     _check_tensors(checkpoint, slots, source)
     _check_memory(checkpoint, slots, device, dtype)
     with torch.no_grad():
@@ -75,9 +79,9 @@ def load_model(
 def model_slots(model: CausalLM) -> Iterator[Slot]:
     """Every parameter of the model with the names of its tensors; head and embedding first, then layer by layer."""
     config = model.config
-    yield Slot(model, "embedding", (("embed_tokens.weight", config.vocab_size),))
+    yield Slot(model, "embedding", ((EMBEDDING, config.vocab_size),))
     if model.lm_head is not None:
-        yield Slot(model, "lm_head", (("lm_head.weight", config.vocab_size),))
+        yield Slot(model, "lm_head", ((LM_HEAD, config.vocab_size),))
     yield Slot(model, "norm", (("norm.weight", config.hidden),))
     if isinstance(model.score, Linear):
         yield from _linear(model.score, ("score", config.num_labels))
@@ -113,18 +117,34 @@ def _linear(linear: Linear, *parts: tuple[str, int]) -> Iterator[Slot]:
         yield Slot(linear, "bias", tuple((name + ".bias", rows) for name, rows in parts))
 
 
-def _settle_lm_head(model: CausalLM, slots: list[Slot], source: TensorSource) -> list[Slot]:
-    """An LM head that the checkpoint does not have (embedding models) is left out: `logits` says so."""
-    if model.lm_head is None or "lm_head.weight" in source.shapes:
-        return slots
-    model.lm_head = None
-    return [slot for slot in slots if slot.attribute != "lm_head"]
+def wanted_shapes(slots: Iterable[Slot]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for slot in slots for name, shape in slot.shapes.items()}
+
+
+def _settle_lm_head(config: ModelConfig, source: TensorSource) -> ModelConfig:
+    """The config with the LM head that the checkpoint has in fact, as transformers sees it.
+
+    A head that should be there and is not (embedding models) is none: `logits` says so. A head that
+    should be tied, but is saved with other values than the embedding, is not tied.
+    """
+    saved = source.shapes.get(LM_HEAD)
+    if not config.lm_head or (saved is None) == config.tie_embeddings:
+        return config
+    if saved is None:
+        return replace(config, lm_head=False)
+    if saved == source.shapes.get(EMBEDDING):
+        head, embedding = torch.empty(saved), torch.empty(saved)
+        source.read_into(LM_HEAD, head)
+        source.read_into(EMBEDDING, embedding)
+        if torch.equal(head, embedding):
+            return config
+    return replace(config, tie_embeddings=False)
 
 
 def _check_tensors(checkpoint: Checkpoint, slots: list[Slot], source: TensorSource) -> None:
-    wanted = {name: shape for slot in slots for name, shape in slot.shapes.items()}
+    wanted = wanted_shapes(slots)
     # A tied head may be saved beside the embedding it is tied to, and a head that is not asked for beside a classifier.
-    unexpected = sorted(set(source.shapes) - set(wanted) - {"lm_head.weight"})
+    unexpected = sorted(set(source.shapes) - set(wanted) - {LM_HEAD})
     missing = sorted(set(wanted) - set(source.shapes))
     misshapen = [
         f"{name} is {list(source.shapes[name])}, not {list(shape)}"

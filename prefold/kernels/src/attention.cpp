@@ -352,6 +352,7 @@ void attend(const AttentionCall& call, Workspace& workspace) {
 // 0, or 1 where memory is short.
 extern "C" int32_t prefold_attention(const prefold::AttentionCall* call, int32_t is_bf16) {
   using namespace prefold;
+  if (call->queries == 0) return 0;
   thread_local Workspace workspace;
   try {
     if (is_bf16) {

@@ -1,0 +1,159 @@
+"""Building and loading: the cache, many builders at once, no compiler, a broken one."""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from nests import random_nest
+
+from prefold import kernels
+from prefold.attention import dense_attention, interval_attention, plan_attention, visibility
+from prefold.kernels import loader
+from prefold.kernels.build import FLAGS, BuildError, build, find_compiler, fingerprint
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+# Without optimisation: a second, and all the same functions.
+QUICK = ("-std=gnu++17", "-O0", "-fopenmp", "-Wno-psabi")
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """An empty cache, and a process that has loaded nothing."""
+    monkeypatch.setenv("PREFOLD_CACHE", str(tmp_path))
+    monkeypatch.delenv("PREFOLD_KERNELS", raising=False)
+    monkeypatch.setattr(loader, "_loaded", None)
+    return tmp_path
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+
+
+def check_kernels(loaded: kernels.Kernels, *, rows: int = 90) -> None:
+    """Attention of `loaded` against the definition."""
+    nest = random_nest(np.random.default_rng(0), rows, 0.2)
+    queries = np.arange(5, rows)
+    tiles = loaded.plan_tiles(nest.end, queries, nest.positions, 30)
+    visible = visibility(nest.end, queries, nest.positions, 30)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        for heads, kv_heads, dim in ((6, 2, 40), (4, 4, 64), (7, 1, 33)):
+            q, k, v = (torch.randn(n, h, dim).to(dtype) for n, h in ((rows - 5, heads), (rows, kv_heads), (rows, kv_heads)))
+            v[rows // 2] = torch.nan
+            out = loaded.attention(q, k, v, tiles, scale=0.2)
+            wanted = dense_attention(q.double(), k.double(), v.double(), visible, scale=0.2)
+            torch.testing.assert_close(out.double(), wanted, rtol=0, atol=tolerance, equal_nan=True)
+
+
+@needs_compiler
+def test_second_build_comes_from_the_cache(fresh, monkeypatch):
+    first = build(flags=QUICK)
+    stamp = first.stat().st_mtime_ns
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert build(flags=QUICK) == first
+    assert first.stat().st_mtime_ns == stamp
+    assert [path.name for path in first.parent.iterdir()] == [first.name], "nothing is left behind"
+
+
+@needs_compiler
+def test_many_builders_at_once(fresh):
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(lambda _: build(flags=QUICK, again=True), range(2)))
+    assert len(set(paths)) == 1
+    check_kernels(kernels.Kernels(paths[0]))
+
+
+def test_the_name_tells_flags_and_sources_apart(monkeypatch, tmp_path):
+    plain = fingerprint(FLAGS)
+    assert fingerprint(FLAGS) == plain
+    assert fingerprint((*FLAGS, "-g")) != plain
+    (tmp_path / "a.cpp").write_text("int a;")
+    monkeypatch.setattr("prefold.kernels.build.SOURCES", tmp_path)
+    other = fingerprint(FLAGS)
+    assert other != plain
+    (tmp_path / "a.cpp").write_text("int b;")
+    assert fingerprint(FLAGS) != other
+
+
+def test_no_compiler_falls_back_with_one_warning(fresh, no_compiler):
+    with pytest.warns(RuntimeWarning, match="no C\\+\\+ compiler") as seen:
+        assert kernels.load() is None
+    assert len(seen) == 1
+    assert "\n" not in str(seen[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels.load() is None
+        check_fallback()
+    assert "no C++ compiler" in kernels.unavailable_reason()
+
+
+def test_switched_off_by_the_environment(fresh, monkeypatch):
+    monkeypatch.setenv("PREFOLD_KERNELS", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels.load() is None
+        check_fallback()
+    assert "PREFOLD_KERNELS" in kernels.unavailable_reason()
+
+
+def check_fallback() -> None:
+    nest = random_nest(np.random.default_rng(0), 50, 0.2)
+    plan = plan_attention(nest.end, np.arange(50))
+    q, k, v = torch.randn(50, 6, 8), torch.randn(50, 2, 8), torch.randn(50, 2, 8)
+    out = interval_attention(q, k, v, plan, scale=0.3)
+    wanted = dense_attention(q, k, v, visibility(nest.end, np.arange(50)), scale=0.3)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-5)
+
+
+def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch, tmp_path):
+    broken = tmp_path / "broken-cc"
+    broken.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such thing' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(BuildError, match="no such thing"):
+        build()
+    with pytest.warns(RuntimeWarning, match="no such thing"):
+        assert kernels.load() is None
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written(fresh, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PREFOLD_CACHE", str(tmp_path / "file"))
+    with pytest.raises(BuildError):
+        build()
+
+
+@needs_compiler
+def test_a_damaged_library_is_built_again(fresh, monkeypatch):
+    monkeypatch.setattr(loader, "build", lambda again=False: build(flags=QUICK, again=again))
+    path = build(flags=QUICK)
+    path.write_bytes(b"not a library")
+    loaded = kernels.load()
+    assert loaded is not None
+    check_kernels(loaded)
+
+
+@needs_compiler
+def test_without_optimisation_and_instruction_sets(fresh):
+    """The generic code: no AVX on x86."""
+    check_kernels(kernels.Kernels(build(flags=QUICK)))
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("flags", [("-march=x86-64-v3",), ("-mno-avx512bf16",), ("-march=x86-64",)])
+def test_other_instruction_sets(fresh, flags):
+    """What this machine can run of what other machines would build."""
+    native = tuple(f for f in FLAGS if not (f.startswith("-march") and flags[0].startswith("-march")))
+    try:
+        path = build(flags=(*native, *flags))
+    except BuildError as error:
+        pytest.skip(str(error))
+    check_kernels(kernels.Kernels(path), rows=300)

@@ -1,0 +1,184 @@
+"""Hugging Face configs, in the forms that are about, become ModelConfigs; what is not supported is refused."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from prefold.checkpoint import GEOMETRIES
+from prefold.errors import UnsupportedModelError
+from prefold.model import ModelConfig, config_from, register_family, supported_architectures
+from prefold.model.families import _FAMILIES, llama
+from tests.tiny import SIZES
+
+BASE = {k: v for k, v in SIZES.items() if not k.endswith("_token_id")}
+
+
+def config(architecture="LlamaForCausalLM", **overrides) -> ModelConfig:
+    given = BASE | {"architectures": [architecture]} | overrides
+    return config_from({k: v for k, v in given.items() if v is not ...})
+
+
+def windows(**overrides):
+    return [plane.window for plane in config(**overrides).planes]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_a_config_written_by_transformers_reads_as_transformers_reads_it(name):
+    theirs = getattr(transformers, name + "Config")(**BASE)
+    ours = config_from(theirs.to_dict() | {"architectures": [name + "ForCausalLM"]})
+    assert (ours.vocab_size, ours.hidden, ours.layers) == (307, 36, 3)
+    assert (ours.heads, ours.kv_heads, ours.intermediate) == (6, 2, 50)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 6)
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+    assert ours.scale == ours.head_dim**-0.5
+
+
+def test_biases_and_norms():
+    def flags(c):
+        return c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm
+
+    assert flags(config()) == (False, False, False, False)
+    assert flags(config(attention_bias=True)) == (True, True, False, False)
+    assert flags(config(mlp_bias=True)) == (False, False, True, False)
+    assert flags(config("MistralForCausalLM")) == (False, False, False, False)
+    assert flags(config("Qwen2ForCausalLM")) == (True, False, False, False)
+    assert flags(config("Qwen3ForCausalLM")) == (False, False, False, True)
+
+
+def test_defaults_of_old_configs():
+    assert config(num_key_value_heads=...).kv_heads == 6
+    assert config("Qwen3ForCausalLM").head_dim == 128
+    assert config().rope.theta == 10000.0
+    assert config(rope_theta=5e5).rope.theta == 5e5
+    assert config(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).rope.theta == 5e5
+    assert config(torch_dtype="float16").dtype == config(dtype="float16").dtype == "float16"
+    assert config(architectures=None, model_type="qwen2").qkv_bias
+
+
+def test_mistral_windows():
+    assert windows(architecture="MistralForCausalLM", sliding_window=16) == [16] * 3
+    assert windows(architecture="MistralForCausalLM", sliding_window=None) == [None] * 3
+    assert windows(architecture="MistralForCausalLM") == [4096] * 3
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_qwen_windows(architecture):
+    on = {"architecture": architecture, "use_sliding_window": True, "sliding_window": 16}
+    assert windows(architecture=architecture, sliding_window=16) == [None] * 3
+    assert windows(**on, max_window_layers=2) == [None, None, 16]
+    assert windows(**on, max_window_layers=0) == [16] * 3
+    assert windows(**on, max_window_layers=28) == [None] * 3
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows(**on, layer_types=types) == [16, None, 16]
+    with pytest.raises(UnsupportedModelError, match="chunked_attention"):
+        windows(**on, layer_types=["chunked_attention"] * 3)
+
+
+def test_rope_in_old_and_new_form():
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    old = config(rope_theta=5e5, rope_scaling=scaling).rope
+    new = config(rope_parameters=scaling | {"rope_theta": 5e5}).rope
+    oldest = config(rope_theta=5e5, rope_scaling=scaling | {"type": "llama3", "rope_type": "llama3"}).rope
+    assert old == new == oldest
+    assert (old.kind, old.theta, old.settings["factor"]) == ("llama3", 5e5, 8.0)
+    typed = config(rope_scaling={"type": "linear", "factor": 2.0}).rope
+    assert (typed.kind, typed.settings) == ("linear", {"factor": 2.0})
+
+
+def test_yarn_defaults():
+    rope = config(rope_scaling={"type": "yarn", "factor": None, "original_max_position_embeddings": 128}).rope
+    assert rope.settings["factor"] == 4.0
+    assert (rope.settings["beta_fast"], rope.settings["beta_slow"], rope.settings["truncate"]) == (32, 1, True)
+    assert config(rope_scaling={"type": "yarn", "factor": 2}).rope.settings["original_max_position_embeddings"] == 512
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"architecture": "GPT2LMHeadModel"}, "'GPT2LMHeadModel' is not supported.*LlamaForCausalLM.*Qwen3Model"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported.*default, linear, llama3, yarn$"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs the setting 'factor'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ from layer to layer"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised.*'gptq'.*GGUF"),
+        ({"is_causal": False}, "both directions"),
+        ({"auto_map": {"AutoModel": "modeling_x.X"}}, "auto_map"),
+        ({"hidden_size": ...}, "no 'hidden_size'"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"num_key_value_heads": 4}, "6 query heads cannot share 4"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"architecture": "Qwen2ForCausalLM", "num_key_value_heads": ...}, "no 'num_key_value_heads'"),
+    ],
+)
+def test_refusals(overrides, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        config(**overrides)
+
+
+def test_code_for_the_tokenizer_alone_is_no_model_code():
+    assert config(auto_map={"AutoTokenizer": ["tok.T", None]}).hidden == 36
+
+
+def test_heads():
+    causal, bare = config(), config("Qwen3Model")
+    assert (causal.lm_head, causal.num_labels, bare.lm_head) == (True, None, False)
+    assert config("Qwen3Model", tie_word_embeddings=True).lm_head
+    two = config("Qwen3ForSequenceClassification")
+    assert (two.lm_head, two.num_labels, two.labels) == (False, 2, ())
+    named = config("LlamaForSequenceClassification", id2label={"10": "k", "0": "a", "2": "c"})
+    assert (named.num_labels, named.labels) == (3, ("a", "c", "k"))
+    assert config("LlamaForSequenceClassification", num_labels=1).num_labels == 1
+    reward = config("Qwen2ForRewardModel", auto_map={"AutoModel": "modeling_qwen2_rm.X"})
+    assert (reward.num_labels, reward.head_layers) == (1, 2)
+
+
+def test_a_family_of_ones_own():
+    register_family("MyForCausalLM", lambda hf: llama(hf | {"num_attention_heads": 3, "num_key_value_heads": 3}))
+    try:
+        assert config("MyForCausalLM").heads == 3
+        assert "MyForCausalLM" in supported_architectures()
+    finally:
+        del _FAMILIES["MyForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("smollm2-135m", 134515008), ("qwen3-0.6b", 596049920), ("qwen3-4b", 4022468096), ("qwen3-8b", 8190735360)],
+)
+def test_published_sizes(name, parameters):
+    import torch
+
+    c = config_from(GEOMETRIES[name])
+    assert c.num_parameters == parameters
+    theirs = transformers.AutoConfig.for_model(**{k: v for k, v in GEOMETRIES[name].items() if k != "architectures"})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    linears = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+    assert c.linear_flops == 2 * sum(m.weight.numel() for m in linears)
+
+
+@pytest.mark.parametrize("overrides", [{"attention_bias": True, "mlp_bias": True}, {"num_labels": 3}, {}])
+def test_parameters_are_counted_with_biases_and_heads(overrides):
+    import torch
+
+    from prefold.model import CausalLM
+
+    for name in ("Llama", "Qwen2", "Qwen3"):
+        for head in ("ForCausalLM", "ForSequenceClassification"):
+            c = config(name + head, **overrides)
+            model = CausalLM(c, dtype=torch.float32, device=torch.device("meta"))
+            assert sum(p.numel() for p in model.parameters()) == c.num_parameters
+    c = config("Qwen2ForRewardModel", num_labels=2)
+    model = CausalLM(c, dtype=torch.float32, device=torch.device("meta"))
+    assert sum(p.numel() for p in model.parameters()) == c.num_parameters

@@ -1,0 +1,318 @@
+"""Loading: what is read is what was written; what does not fit is named before anything is read."""
+
+from __future__ import annotations
+
+import gguf
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from prefold.checkpoint import GEOMETRIES, Checkpoint, resolve
+from prefold.errors import CheckpointError, InputError, OutOfMemoryError
+from prefold.model import config_from, load_model, memory
+from prefold.model.layers import Linear, can_pack
+from tests.tiny import DenseAttend, reference, tiny_checkpoint
+
+TOKENS = torch.tensor([5, 9, 100, 7, 7, 250, 11])
+
+
+def load(path, **options):
+    return load_model(resolve(str(path)), **({"dtype": torch.float32, "device": "cpu"} | options))
+
+
+def hidden(model):
+    with torch.no_grad():
+        return model(TOKENS, torch.arange(len(TOKENS)), DenseAttend(model.config))
+
+
+def edit(folder, change):
+    """Applies change(tensors) to the folder's safetensors."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_shards(tmp_path):
+    whole = tiny_checkpoint(tmp_path, "llama")
+    parts = tiny_checkpoint(tmp_path, "llama", max_shard_size="50KB")
+    assert len(list(parts.glob("*.safetensors"))) > 2
+    torch.testing.assert_close(hidden(load(parts)), hidden(load(whole)), rtol=0, atol=0)
+    next(parts.glob("*-00002-*")).unlink()
+    with pytest.raises(CheckpointError, match="lacks model-00002"):
+        load(parts)
+
+
+def test_bare_tensors_under_a_causal_architecture(tmp_path):
+    """As embedding checkpoints come: tensors without "model.", no LM head, and an architecture that has one."""
+    folder = tiny_checkpoint(tmp_path, "qwen3")
+    expected = hidden(load(folder))
+
+    def strip(tensors):
+        del tensors["lm_head.weight"]
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    edit(folder, strip)
+    model = load(folder)
+    torch.testing.assert_close(hidden(model), expected, rtol=0, atol=0)
+    with pytest.raises(InputError, match="no LM head"):
+        model.logits(expected)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bare_models(tmp_path, tied):
+    folder = tiny_checkpoint(tmp_path, "qwen3", head="bare", tie_word_embeddings=tied)
+    model = load(folder)
+    with torch.no_grad():
+        expected = reference(folder, "bare")(TOKENS[None]).last_hidden_state[0]
+    torch.testing.assert_close(hidden(model), expected, rtol=1e-4, atol=1e-4)
+    if tied:
+        torch.testing.assert_close(model.logits(expected), expected @ model.embedding.T)
+
+
+def test_a_tied_head_may_be_saved_too(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    expected = hidden(load(folder))
+    edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    model = load(folder)
+    assert model.lm_head is None
+    torch.testing.assert_close(hidden(model), expected, rtol=0, atol=0)
+
+
+def test_a_head_that_is_saved_with_other_values_is_not_tied(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    edit(folder, lambda t: t.update({"lm_head.weight": torch.randn(307, 36)}))
+    model = load(folder)
+    assert not model.config.tie_embeddings
+    with torch.no_grad():
+        expected = reference(folder)(TOKENS[None]).logits[0]
+    torch.testing.assert_close(model.logits(hidden(model)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_reward_head_of_two_layers(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "qwen2", head="bare")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"Qwen2Model"', '"Qwen2ForRewardModel"'))
+    a, b = torch.randn(36, 36), torch.randn(36)
+    c, d = torch.randn(1, 36), torch.randn(1)
+    edit(folder, lambda t: t.update({"score.0.weight": a, "score.0.bias": b, "score.2.weight": c, "score.2.bias": d}))
+    model = load(folder)
+    states = hidden(model)
+    torch.testing.assert_close(model.head(states), (states @ a.T + b).relu() @ c.T + d, rtol=1e-4, atol=1e-4)
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "llama")
+
+    def break_it(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.self_attn.rel_bias"] = torch.zeros(3)
+        tensors["model.norm.weight"] = torch.zeros(37)
+
+    edit(folder, break_it)
+    with pytest.raises(CheckpointError) as error:
+        load(folder)
+    assert "missing: layers.1.mlp.up_proj.weight" in str(error.value)
+    assert "unexpected: layers.0.self_attn.rel_bias" in str(error.value)
+    assert "misshapen: norm.weight is [37], not [36]" in str(error.value)
+
+
+def test_old_buffers_are_no_weights(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "llama")
+    edit(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)}))
+    load(folder)
+
+
+def test_a_class_count_that_differs_from_the_head(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "llama", head="classifier", num_labels=3)
+    edit(folder, lambda t: t.update({"score.weight": torch.zeros(4, 36)}))
+    with pytest.raises(CheckpointError, match=r"score\.weight is \[4, 36\], not \[3, 36\]"):
+        load(folder)
+
+
+def test_pickles_are_not_opened(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "llama")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="convert them to safetensors"):
+        load(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match="no weights"):
+        load(folder)
+
+
+def test_a_damaged_file(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "llama")
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load(folder)
+
+
+def test_memory_is_refused_before_loading(tmp_path, monkeypatch):
+    checkpoint = resolve("qwen3-8b", load_format="dummy")
+    monkeypatch.setattr(memory, "available_memory", lambda device: 20_000_000_000)
+    with pytest.raises(
+        OutOfMemoryError, match=r"qwen3-8b in float32 needs 3\d\.\d GB.*20\.0 GB.*bfloat16 \(16\.4 GB\)"
+    ):
+        load_model(checkpoint, dtype=torch.float32, device="cpu")
+    monkeypatch.setattr(memory, "available_memory", lambda device: 16_000_000_000)
+    with pytest.raises(OutOfMemoryError, match="in bfloat16 needs 17"):
+        load_model(checkpoint, dtype=torch.bfloat16, device="cpu")
+    tiny = tiny_checkpoint(tmp_path, "llama")
+    size = (tiny / "model.safetensors").stat().st_size
+    monkeypatch.setattr(memory, "available_memory", lambda device: size * 9 // 10)
+    with pytest.raises(OutOfMemoryError):
+        load(tiny)
+    monkeypatch.setattr(memory, "available_memory", lambda device: size * 2)
+    load(tiny)
+
+
+def test_available_memory_respects_the_container(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    cpu = torch.device("cpu")
+    assert 0 < memory.available_memory(cpu) <= psutil.virtual_memory().total
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
+    assert memory.available_memory(cpu) == 150_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available_memory(cpu) > 150_000
+
+
+def test_random_weights_are_seeded_and_normal():
+    config = GEOMETRIES["smollm2-135m"] | {"num_hidden_layers": 2, "vocab_size": 3000}
+    models = [
+        load_model(Checkpoint.dummy(config), dtype=torch.float32, device="cpu", pack=False, seed=s) for s in (0, 0, 1)
+    ]
+    weights = [m.layers[0].gate_up.weight.detach() for m in models]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert abs(weights[0].std().item() - 0.02) < 1e-3
+    assert abs(weights[0].mean().item()) < 1e-3
+    assert torch.equal(models[0].norm.detach(), torch.ones(576))
+    first, second = weights[0], models[0].layers[1].gate_up.weight.detach()
+    assert (first - second).abs().mean() > 0.01
+    assert hidden(models[0]).isfinite().all()
+
+
+@pytest.mark.parametrize("sizes", [(576, 960), (37, 11), (1, 5), (64, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_linear_computes_the_same(sizes, dtype, bias):
+    linear = Linear(*sizes, bias=bias, dtype=dtype, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in linear.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+        for rows in (0, 1, 3, 70):
+            x = torch.randn(rows, sizes[0], generator=generator).to(dtype)
+            exact = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
+            packed = Linear(*sizes, bias=bias, dtype=dtype, device=torch.device("cpu"))
+            packed.load_state_dict(linear.state_dict())
+            packed.pack()
+            assert (packed.weight is None) == can_pack(linear.weight)
+            tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
+            torch.testing.assert_close(packed(x).double(), exact, **tolerance)
+            assert packed(x).dtype == dtype
+
+
+def test_packing_frees_the_weight(tmp_path):
+    model = load(tiny_checkpoint(tmp_path, "llama"))
+    linears = [m for m in model.modules() if isinstance(m, Linear)]
+    assert len(linears) == 3 * 4 + 1
+    if can_pack(torch.zeros(2, 2)):
+        assert all(m.weight is None and m.packed is not None for m in linears)
+    unpacked = load(tiny_checkpoint(tmp_path, "llama"), pack=False)
+    torch.testing.assert_close(hidden(model), hidden(unpacked), rtol=1e-5, atol=1e-5)
+
+
+# GGUF ---------------------------------------------------------------------------------------------------------------
+
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+TOP = {
+    "embed_tokens.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def permute(weight, heads):
+    """What llama.cpp's converter does to q and k of Llama: the halves of a head interleaved."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(folder, path, arch):
+    """The checkpoint of `folder` as a GGUF file, tensors in float32."""
+    config = config_from(resolve(str(folder)).config)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.layers)
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden)
+    writer.add_feed_forward_length(config.intermediate)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope.theta)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        short, values = name.removeprefix("model."), tensor.numpy()
+        if short not in TOP:
+            _, number, rest = short.split(".", 2)
+            role, kind = rest.rsplit(".", 1)
+            if arch == "llama" and role.endswith(("q_proj", "k_proj")):
+                values = permute(values, config.heads if role.endswith("q_proj") else config.kv_heads)
+            short = f"blk.{number}.{NAMES[role]}.{kind}"
+        writer.add_tensor(TOP.get(short, short), values.copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gguf_file_is_the_same_model(tmp_path, family, tied):
+    extra = {"attention_bias": True} if family == "llama" else {}
+    folder = tiny_checkpoint(tmp_path, family, tie_word_embeddings=tied, **extra)
+    path = tmp_path / "m.gguf"
+    write_gguf(folder, path, family)
+    ours, expected = load(path), load(folder)
+    torch.testing.assert_close(hidden(ours), hidden(expected), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.logits(hidden(ours)), expected.logits(hidden(expected)), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_smollm2_is_the_model_transformers_reads():
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    checkpoint = resolve("smollm2-135m")
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    # from_pretrained(gguf_file=...) does the same by way of the package accelerate.
+    config = AutoConfig.from_pretrained(checkpoint.path.parent, gguf_file=checkpoint.path.name)
+    oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    tensors = load_gguf_checkpoint(checkpoint.path, return_tensors=True, model_to_load=oracle)["tensors"]
+    left = oracle.load_state_dict(tensors, strict=False)
+    assert left.unexpected_keys == []
+    assert left.missing_keys in ([], ["lm_head.weight"])
+    tokens = torch.tensor([1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28])
+    with torch.inference_mode():
+        expected = oracle(tokens[None]).logits[0]
+        ours = model.logits(model(tokens, torch.arange(len(tokens)), DenseAttend(model.config)))
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    assert expected.std() > 1
