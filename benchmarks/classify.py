@@ -1,4 +1,4 @@
-"""Few-shot classification on a CPU: accuracy and time of prefold's modes, transformers and vLLM, same prompts and weights.
+"""Few-shot classification on a CPU: accuracy and time of our modes, transformers and vLLM on the same prompts.
 
     python benchmarks/classify.py --data FOLDER [--tasks sst2,trec,banking77,mmlu] [--vllm VENV] [--transformers]
 
@@ -71,7 +71,7 @@ def load(name: str, folder: Path, llm: LLM) -> Problem:
         examples = [(shot["text"], written(shot["label"])) for shot in shots]
         labels = list(dict.fromkeys(label for _, label in examples))
         texts, answers = [item["text"] for item in items], [written(item["label"]) for item in items]
-        task = llm.task("classify", labels=labels, instructions="Classify each text.\n\n", examples=examples)
+        task = llm.task("classify", labels=labels, instructions="Classify each text.", examples=examples)
     return Problem(labels, task.prepare([{"text": text} for text in texts]), answers, task)
 
 
@@ -161,7 +161,7 @@ def peers(arguments) -> list[tuple[str, str, str, dict]]:
 
 
 def peer_job(problem: Problem, folder: str, arguments) -> dict:
-    """Labels of one token: one prompt an item, its labels' ids wanted at its end. Else a prompt a label, to be scored."""
+    """Labels of one token: a prompt an item, their ids wanted at its end. Else a prompt a label, to be scored."""
     job = {"model": folder, "dtype": arguments.dtype, "threads": arguments.threads, "max_model_len": 8192}
     if all(len(request.targets) == 1 for work in problem.works for request in work.requests):
         return job | {

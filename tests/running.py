@@ -10,7 +10,7 @@ from prefold.types import Readout, Request
 
 
 def prompts(seed: int, count: int = 12, vocab: int = 300) -> list[list[int]]:
-    """Random prompts of which many begin alike; duplicates, prefixes of one another and one-token prompts among them."""
+    """Random prompts, many of which begin alike; duplicates, prefixes of others and one-token prompts among them."""
     rng = np.random.default_rng(seed)
     found: list[list[int]] = []
     for _ in range(count):

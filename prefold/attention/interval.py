@@ -48,7 +48,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, path_k: Tensor 
     path_rows = 0 if path_k is None else len(path_k)
     if len(q) != plan.num_queries or path_rows + len(k) != plan.num_keys:
         raise InputError(
-            f"{len(q)} queries and {path_rows} + {len(k)} keys, but the plan is for {plan.num_queries} and {plan.num_keys}",
+            f"{len(q)} queries and {path_rows} + {len(k)} keys, in place of {plan.num_queries} and {plan.num_keys}",
             field="plan",
             remedy="pass the plan of this step",
         )

@@ -70,9 +70,12 @@ def plan_attention(
 ) -> AttentionPlan:
     """Plan attention of `query_rows` over `len(end)` keys (carried path rows first, then the new rows).
 
-    end int64 [keys], end[j] > j, intervals nested as in any trie; query_rows int64 [queries], ascending, within [0, keys);
-    positions int64 [keys], ascending along every path, needed with a window only. NumPy work on the host: it may run in another thread while the
-    step before computes. InputError where an array breaks these rules.
+    end         int64 [keys], end[j] > j, intervals [j, end[j]) nested as in any trie
+    query_rows  int64 [queries], ascending, within [0, keys)
+    positions   int64 [keys], ascending along every path; needed with a window only
+
+    Work of the host without a tensor: it may run in another thread while the step before computes.
+    InputError where an array breaks these rules.
     """
     end = np.ascontiguousarray(end, dtype=np.int64)
     query_rows = np.ascontiguousarray(query_rows, dtype=np.int64)

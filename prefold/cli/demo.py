@@ -10,9 +10,19 @@ from typing import Any
 
 import click
 
-from .options import engine_options, model_options
+from .options import DEFAULT_MODEL, engine_options, model_options
 
-__all__ = ["demo", "demo_items"]
+__all__ = ["SMALL_MODEL", "demo", "demo_items"]
+
+# A small general model judges better when asked in its own chat format than by Qwen3-Reranker's prompt.
+SMALL_MODEL = {
+    "template": (
+        "<|im_start|>system\nYou judge whether a text answers a question. Answer only Yes or No.<|im_end|>\n"
+        "<|im_start|>user\nQuestion: {query}\n\nText: {document}\n\nDoes the text answer the question?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    ),
+    "words": ("Yes", "No"),
+}
 
 
 def demo_items() -> list[dict[str, Any]]:
@@ -40,7 +50,7 @@ def demo(**o: Any) -> None:
     count = sum(len(item["documents"]) for item in items)
     click.echo(f"{len(items)} queries, {len(items[0]['documents'])} passages each: {count} prompts for {o['model']}.")
     checkpoint, tokenizer = open_model(o)
-    task = make_task("rerank", checkpoint, tokenizer)
+    task = make_task("rerank", checkpoint, tokenizer, **(SMALL_MODEL if o["model"] == DEFAULT_MODEL else {}))
     works = task.prepare(items)
     llm = load_llm({**o, "sharing": "full"}, checkpoint)
     loaded = time.perf_counter() - started

@@ -59,7 +59,9 @@ def build(*, flags: Sequence[str] = FLAGS, again: bool = False) -> Path:
             compile_sources(compiler, flags, made)
             made.replace(target)
     except OSError as error:
-        raise BuildError(f"cannot write to the cache folder {folder} (set PREFOLD_CACHE to another): {error}") from error
+        raise BuildError(
+            f"cannot write to the cache folder {folder} (set PREFOLD_CACHE to another): {error}"
+        ) from error
     return target
 
 

@@ -173,7 +173,7 @@ class Kernels:
         return out
 
     def rope(self, x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> None:
-        """x [rows, heads, dim] rotated in place, after its norm where there is a weight; cos_sin float32 [rows, dim]."""
+        """x [rows, heads, dim] rotated in place, normed before where there is a weight; cos_sin float32 [rows, dim]."""
         self._rope[x.dtype](
             x.data_ptr(),
             cos_sin.data_ptr(),

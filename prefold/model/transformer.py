@@ -7,7 +7,8 @@ rows are tokens or trie tokens, is the caller's business.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, *, last: bool, dtype: torch.dtype, device: torch.device):
         super().__init__()
-        place = {"dtype": dtype, "device": device}
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
         q, kv, hidden = config.q_size, 2 * config.kv_size, config.hidden
         self.config = config
         self.input_norm = _norm(hidden, **place)
@@ -99,7 +100,7 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device):
         super().__init__()
-        place = {"dtype": dtype, "device": device}
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
         self.config = config
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden, **place))
         self.layers = nn.ModuleList(Layer(config, last=i == config.layers - 1, **place) for i in range(config.layers))
@@ -120,12 +121,13 @@ class CausalLM(nn.Module):
         blocks = self._blocks(len(tokens))
         reads = _split_reads(read_rows, blocks)
         cos_sin = self._cos_sin(positions)
-        first, last = self.layers[0], self.layers[-1]
+        layers = cast(list[Layer], list(self.layers))
+        first, last = layers[0], layers[-1]
         parts = [
             first.start(F.embedding(tokens[b], self.embedding), None, cos_sin[b], read if first is last else None)
             for b, read in zip(blocks, reads, strict=True)
         ]
-        for plane, (layer, following) in enumerate(zip(self.layers[:-1], self.layers[1:], strict=True)):
+        for plane, (layer, following) in enumerate(pairwise(layers)):
             xs = [part.x for part in parts]
             o = attend(plane, *_take_qkv(parts))
             parts = [
@@ -133,7 +135,7 @@ class CausalLM(nn.Module):
                 for x, b, read in zip(xs, blocks, reads, strict=True)
             ]
         x = _cat([part.x for part in parts])
-        o = attend(len(self.layers) - 1, *_take_qkv(parts), read_only=read_rows is not None)
+        o = attend(len(layers) - 1, *_take_qkv(parts), read_only=read_rows is not None)
         return _cat([self._norm(*last.finish(x[b], o[b])) for b in self._blocks(len(x))])
 
     def logits(self, hidden: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
@@ -144,7 +146,7 @@ class CausalLM(nn.Module):
         """
         if not self.config.lm_head:
             raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
-        weight = self.embedding if self.lm_head is None else self.lm_head
+        weight: Tensor = self.embedding if self.lm_head is None else self.lm_head
         if ids is not None:
             weight = weight[torch.as_tensor(ids, device=weight.device)]
         hidden = hidden.float()
@@ -192,7 +194,8 @@ def _norm(size: int, *, dtype: torch.dtype, device: torch.device) -> nn.Paramete
 
 def _score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:
     """In float32 whatever the model is in: it costs next to nothing, and scores are compared."""
-    place = {"dtype": torch.float32, "device": device}
+    place: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    assert config.num_labels is not None
     if config.head_layers == 1:
         return Linear(config.hidden, config.num_labels, bias=False, **place)
     first = Linear(config.hidden, config.hidden, bias=True, **place)

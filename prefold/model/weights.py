@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -83,13 +84,18 @@ def model_slots(model: CausalLM) -> Iterator[Slot]:
     if model.lm_head is not None:
         yield Slot(model, "lm_head", ((LM_HEAD, config.vocab_size),))
     yield Slot(model, "norm", (("norm.weight", config.hidden),))
-    if isinstance(model.score, Linear):
-        yield from _linear(model.score, ("score", config.num_labels))
-    elif model.score is not None:
-        yield from _linear(model.score[0], ("score.0", config.hidden))
-        yield from _linear(model.score[2], ("score.2", config.num_labels))
+    yield from _head(model.score)
     for number, layer in enumerate(model.layers):
-        yield from _layer(layer, f"layers.{number}.")
+        yield from _layer(cast(Layer, layer), f"layers.{number}.")
+
+
+def _head(score: nn.Module | None) -> Iterator[Slot]:
+    if isinstance(score, Linear):
+        yield from _linear(score, ("score", score.outputs))
+    elif isinstance(score, nn.Sequential):  # linear, ReLU, linear: numbered as PyTorch numbers them
+        for number, module in enumerate(score):
+            if isinstance(module, Linear):
+                yield from _linear(module, (f"score.{number}", module.outputs))
 
 
 def _layer(layer: Layer, prefix: str) -> Iterator[Slot]:

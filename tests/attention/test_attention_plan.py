@@ -46,7 +46,7 @@ def seen_in_blocks(plan: AttentionPlan) -> np.ndarray:
 
 
 @needs_kernels
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_tiles_are_the_visible_pairs(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
@@ -61,7 +61,7 @@ def test_tiles_are_the_visible_pairs(data):
     np.testing.assert_array_equal(seen_in_tiles(plan), visibility(nest.end, queries, nest.positions, window))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_blocks_hold_the_visible_pairs_and_no_useless_key(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))

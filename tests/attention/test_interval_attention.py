@@ -79,12 +79,12 @@ def test_visibility_is_the_definition():
             assert visible[i, j] == seen
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("compiled", [True, False])
 def test_random_tries(compiled, data):
-    rows = data.draw(st.integers(1, 150))
-    nest = random_nest(np.random.default_rng(data.draw(st.integers(0, 999))), rows, data.draw(st.sampled_from([0.02, 0.3, 0.8])))
+    rows, branching = data.draw(st.integers(1, 150)), data.draw(st.sampled_from([0.02, 0.3, 0.8]))
+    nest = random_nest(np.random.default_rng(data.draw(st.integers(0, 999))), rows, branching)
     kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
     case = Case(
         nest,

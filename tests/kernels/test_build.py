@@ -43,7 +43,8 @@ def check_kernels(loaded: kernels.Kernels, *, rows: int = 90) -> None:
     visible = visibility(nest.end, queries, nest.positions, 30)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         for heads, kv_heads, dim in ((6, 2, 40), (4, 4, 64), (7, 1, 33)):
-            q, k, v = (torch.randn(n, h, dim).to(dtype) for n, h in ((rows - 5, heads), (rows, kv_heads), (rows, kv_heads)))
+            q = torch.randn(rows - 5, heads, dim).to(dtype)
+            k, v = (torch.randn(rows, kv_heads, dim).to(dtype) for _ in range(2))
             v[rows // 2] = torch.nan
             out = loaded.attention(q, k, v, tiles, scale=0.2)
             wanted = dense_attention(q.double(), k.double(), v.double(), visible, scale=0.2)

@@ -1,0 +1,58 @@
+"""The shape of the code: who may import whom, and who never imports torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import prefold
+
+PACKAGE = Path(prefold.__file__).parent
+# A module imports only from its own layer and from those above it.
+LAYERS = [
+    "errors", "types", "checkpoint", "prefix", "text", "stream", "schedule", "kernels", "attention", "model",
+    "engine", "tasks", "llm", "job", "cli",
+]  # fmt: skip
+WITHOUT_TORCH = ["prefix", "text", "checkpoint", "stream", "schedule", "tasks", "job", "cli", "model"]
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_layers(path: Path) -> set[str]:
+    """Layers of prefold that a file imports, anywhere in it."""
+    depth = len(path.relative_to(PACKAGE).parts)
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == depth:
+            found |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith("prefold"):
+            found |= {(node.module + ".").split(".")[1]} - {""}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_only_from_above(path):
+    if path == PACKAGE / "__init__.py":
+        return
+    layer = layer_of(path)
+    assert layer in LAYERS, f"{layer} has no place in the order"
+    allowed = {*LAYERS[: LAYERS.index(layer) + 1], "__version__"}
+    assert imported_layers(path) <= allowed, imported_layers(path) - allowed
+
+
+@pytest.mark.parametrize("layer", WITHOUT_TORCH)
+def test_never_imports_torch(layer):
+    code = f"import sys, prefold.{layer}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_public_names():
+    assert prefold.__all__ == ["LLM", "__version__"]
+    with pytest.raises(AttributeError):
+        prefold.nothing  # noqa: B018
