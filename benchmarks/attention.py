@@ -177,7 +177,7 @@ def main() -> None:
     about = machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     if kernels.load() is None:
-        print(f"no compiled kernels: {kernels.unavailable_reason()}")
+        print(kernels.status())
     shape = Shape(options.heads, options.kv_heads, options.head_dim)
     found = measure_planning(options.repeats)
     with torch.inference_mode():

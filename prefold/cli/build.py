@@ -179,6 +179,8 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
         if o.get(name)
     }
     if o.get("messages"):
+        if tokenizer is None:
+            raise JobError("--messages needs a chat template, and the model has no tokenizer; give --prompt")
         columns["messages"] = o["messages"]
     have = source.columns if source.columns is not None else first and list(first)
     columns |= default_columns(task, have, columns)
@@ -203,14 +205,16 @@ def render_chat(task: str, tokenizer: Any) -> Any:
 
 def fingerprint(task: str | None, o: Options, source: Any, checkpoint: Any) -> dict[str, Any]:
     """What makes a job this one: its input, its model, its task, and the options that change a result."""
-    options = {
-        name: value
-        for name in (*_COLUMN_OPTIONS, *_RESULT_OPTIONS)
-        if (value := o.get(name)) not in (None, False) and not name.endswith(("examples", "labels_file"))
-    }
-    for name in ("examples", "labels_file"):
-        if o.get(name):
-            options[name] = hashlib.blake2b(_read_bytes(o[name]), digest_size=8).hexdigest()
+    from ..job.fields import read_argument
+
+    options: dict[str, Any] = {}
+    for name in (*_COLUMN_OPTIONS, *_RESULT_OPTIONS):
+        value = o.get(name)
+        if value is None or (value is False and name != "normalize"):
+            continue
+        if name in ("examples", "labels_file"):
+            value = hashlib.blake2b(_read_bytes(value), digest_size=8).hexdigest()
+        options[name] = read_argument(value) if isinstance(value, str) else value
     return {
         "input": source.identity,
         "task": task or "openai batch",

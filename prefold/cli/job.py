@@ -95,9 +95,11 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any) -> list[str]:
     from ..job.progress import format_seconds
 
     stats, where = summary.stats, o["output"] or "standard output"
-    lines = [f"prefold: {summary.records:,} records written to {where}"]
-    if summary.resumed:
-        lines[0] += f", {summary.resumed:,} of them before"
+    if summary.resumed == summary.records and not summary.streams:
+        lines = [f"prefold: nothing left to do, {where} has all {summary.records:,} records"]
+    else:
+        lines = [f"prefold: {summary.records:,} records written to {where}"]
+        lines[0] += f", {summary.resumed:,} of them before" if summary.resumed else ""
     if summary.errors:
         lines.append(f"  errors    {summary.errors:,} records failed; their lines say why")
     if stats.tokens:
@@ -143,7 +145,7 @@ def report(summary: Any, task: str | None, source: Any, checkpoint: Any, tokeniz
         f"With sharing {summary.sharing} every prompt went through attention by itself; this is what could be shared."
     )  # fmt: skip
     page = Report(
-        title=f"{task or 'Batch'}: {source.name} with {checkpoint.name}",
+        title=f"{task or 'batch'}: {Path(source.name).name} with {checkpoint.name}",
         when=time.strftime("finished %Y-%m-%d %H:%M"),
         tokens=stats.tokens,
         rows=stats.rows_computed,

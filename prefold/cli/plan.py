@@ -84,14 +84,14 @@ def _lines(counted: Any, costs: Any, seconds: float, decode: Any, o: dict[str, A
     full, off = costs
     rate, where = _rate(o["gflops"])
     lines.append("")
-    lines.append(f"{'sharing':<9}{'rows':>16}{'saved':>9}{'PFLOP':>12}{'about':>16}")
+    lines.append(f"{'sharing':<9}{'rows':>16}{'saved':>9}{'TFLOP':>12}{'about':>16}")
     for name, rows, flops in (
         ("full", counted.rows, full.total),
         ("mlp", counted.rows_mlp, full.linear * counted.rows_mlp / max(1, counted.rows) + off.attention),
         ("off", counted.tokens, off.total),
     ):
         saved = 1 - rows / counted.tokens
-        lines.append(f"{name:<9}{rows:>16,}{saved:>9.1%}{flops / 1e15:>12.4g}{format_seconds(flops / rate):>16}")
+        lines.append(f"{name:<9}{rows:>16,}{saved:>9.1%}{flops / 1e12:>12,.4g}{format_seconds(flops / rate):>16}")
     lines.append(f"at {rate / 1e9:,.0f} GFLOP/s, {where}; counted in {format_seconds(seconds)}")
     lines.append("\nThe trie (width: prompts, depth: tokens; the darker, the more prompts share it)")
     lines += [f"  {line}" for line in trie_picture(counted.shape)]
@@ -122,7 +122,7 @@ def _report(counted: Any, checkpoint: Any, source: Any, decode: Any, o: dict[str
     from ..job import Report, write_report
 
     page = Report(
-        title=f"Plan: {source.name} with {checkpoint.name}",
+        title=f"plan: {Path(source.name).name} with {checkpoint.name}",
         when=time.strftime("planned %Y-%m-%d %H:%M; nothing was computed"),
         tokens=counted.tokens,
         rows=counted.rows,

@@ -31,8 +31,11 @@ def tagged(number: int, meta: Any, works: list[Any]) -> Iterator[tuple[Request, 
             yield request, tag
 
 
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def _encode(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    return _json(value).encode("utf-8", "surrogatepass")
 
 
 @dataclass(slots=True)

@@ -111,35 +111,43 @@ class StreamShape:
         return tokens if len(tokens) else None
 
 
-def icicle(shape: StreamShape, *, max_nodes: int = 1500) -> Node:
-    """The trie of a stream as a tree of nodes; the root has no rows of its own.
+def icicle(shape: StreamShape, *, max_nodes: int = 2000) -> Node:
+    """The trie of a stream as a tree of at most max_nodes nodes; the root has no rows of its own.
 
-    Branches of fewer than 1 / max_nodes of the prompts, and all beyond max_nodes, are folded into
-    their parent's `rest`. Every prompt and every row is in exactly one node or rest.
+    The branches of most prompts come first; those that are left, and in a larger stream those of a few
+    prompts, are folded into their parent's `rest`. Every prompt and every row is in exactly one node or rest.
     """
     lengths, shared = shape.arrays()
     tree = _Tree(lengths, shared)
     root = Node(0, 0, len(lengths), 0, shape.num_rows)
-    least = max(1, len(lengths) // max_nodes)
-    todo: list[tuple[int, int, Node]] = [(-root.prompts, 0, root)] if len(lengths) else []
-    made = 1
-    while todo:
-        _, _, node = heapq.heappop(todo)
-        if node.prompts == 1 and node.length:
-            continue
-        groups = tree.below(node)
-        for first, stop in groups:
-            prompts = stop - first
-            if lengths[first] == node.start + node.length:
-                node.ending += prompts
-            elif prompts < least or made >= max_nodes:
-                node.rest = tree.fold(node, first, stop)
-            else:
-                kid = tree.node(first, stop, node.start + node.length)
-                node.kids.append(kid)
-                made += 1
-                heapq.heappush(todo, (-kid.prompts, made, kid))
+    least = 1 if len(lengths) <= max_nodes else max(2, len(lengths) // (8 * max_nodes))
+    made, todo = 1, _branches(tree, root, least)
+    heapq.heapify(todo)
+    while todo and made < max_nodes:
+        _, first, stop, parent = heapq.heappop(todo)
+        kid = tree.node(first, stop, parent.start + parent.length)
+        parent.kids.append(kid)
+        made += 1
+        for branch in _branches(tree, kid, least):
+            heapq.heappush(todo, branch)
+    for _, first, stop, parent in sorted(todo, key=lambda branch: branch[1]):
+        parent.rest = tree.fold(parent, first, stop)
+    for node, _ in walk(root):
+        node.kids.sort(key=lambda kid: kid.first)
     return root
+
+
+def _branches(tree: _Tree, node: Node, least: int) -> list[tuple[int, int, int, Node]]:
+    """(-prompts, first, stop, node) of each branch below a node; prompts that end there, and thin ones, are folded."""
+    out = []
+    for first, stop in tree.below(node):
+        if tree.lengths[first] == node.start + node.length:
+            node.ending += stop - first
+        elif stop - first < least:
+            node.rest = tree.fold(node, first, stop)
+        else:
+            out.append((first - stop, first, stop, node))
+    return out
 
 
 class _Tree:

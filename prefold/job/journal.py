@@ -72,7 +72,11 @@ class Journal:
         if not output_bytes and next(journal._entries(), None) is None:
             journal._start(job)  # killed before its first line was whole
             return journal
-        journal._check_job(job)
+        try:
+            journal._check_job(job)
+        except JobError:
+            file.close()
+            raise
         end = journal._replay(output_bytes, made)
         file.truncate(end)
         file.seek(end)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +17,12 @@ from .gather import tagged
 from .lines import dumps
 from .output import Output
 from .progress import Counts
-from .source import Source
+from .source import Row, Source
 
 __all__ = ["Batch", "Reader"]
 
 CHUNK_ITEMS = 512
+IDLE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,8 @@ class Reader:
     """Reads a source in a thread of its own.
 
     fill    None: the whole input is spooled before the first batch, so that all of it is one stream.
-            A number of tokens: a batch is handed on as soon as it holds as many.
+            A number of tokens: a batch is handed on when it holds as many, or when nothing has come
+            for a moment, or the engine has waited for one.
     stop    set by the owner to end early.
     """
 
@@ -70,6 +74,7 @@ class Reader:
         self._chunks: dict[str, _Chunk] = {}
         self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._run, name="prefold-reader", daemon=True)
+        self._wanted: float | None = None  # since when the owner waits for a batch
         self.stop = threading.Event()
         self.found = False  # a request is there
         self.has_ended = threading.Event()  # everything is read, and waits to be taken
@@ -81,7 +86,9 @@ class Reader:
     def batches(self) -> Iterator[Batch]:
         """The batches as they become ready. Raises what the reading raised."""
         while True:
+            self._wanted = time.monotonic()
             item = self._ready.get()
+            self._wanted = None
             if item is None:
                 return
             if isinstance(item, BaseException):
@@ -92,7 +99,7 @@ class Reader:
         """End the reading, and drop what is spooled and not taken."""
         self.stop.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(2)  # it may hang in a read of a pipe; it is a daemon
         while not self._ready.empty():
             item = self._ready.get_nowait()
             if isinstance(item, Batch):
@@ -103,8 +110,7 @@ class Reader:
     def _run(self) -> None:
         try:
             self._read()
-            for lane in list(self._chunks):
-                self._flush(lane)
+            self._flush_all()
             self._counts.read_all = not self.stop.is_set()
             self.has_ended.set()
             for lane in list(self._spools):
@@ -119,21 +125,70 @@ class Reader:
             self.has_ended.set()
 
     def _read(self) -> None:
-        for row in self._source.rows(self._adapter.columns):
-            if self.stop.is_set() or (self._limit is not None and row.number > self._limit):
+        rows = self._source.rows(self._adapter.columns)
+        for row in rows if self._fill is None else self._pumped(rows):
+            if self.stop.is_set() or (row is not None and self._limit is not None and row.number > self._limit):
                 return
-            self._counts.read += 1
-            parsed = self._adapter.read(row)  # also for records that are done: it looks for duplicate ids
-            if row.number in self._output.done:
+            if row is not None:
+                self._take(row)
+            if self._fill is not None and (row is None or self._engine_waits()):
+                self._flush_all()
+                for lane in list(self._spools):
+                    self._hand_on(lane)
+
+    def _pumped(self, rows: Iterator[Row]) -> Iterator[Row | None]:
+        """The rows; None whenever the source has had none for a moment (it may be a pipe that goes on later)."""
+        pipe: queue.Queue[Row | BaseException | None] = queue.Queue(maxsize=CHUNK_ITEMS)
+
+        def put(item: Row | BaseException | None) -> None:
+            while not self.stop.is_set():
+                with contextlib.suppress(queue.Full):
+                    return pipe.put(item, timeout=0.1)
+
+        def pump() -> None:
+            try:
+                for row in rows:
+                    put(row)
+                    if self.stop.is_set():
+                        return
+                put(None)
+            except BaseException as error:
+                put(error)
+
+        threading.Thread(target=pump, name="prefold-source", daemon=True).start()
+        while not self.stop.is_set():
+            try:
+                item = pipe.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                yield None
                 continue
-            if parsed.error is not None:
-                self._fail(row.number, parsed.meta, parsed.error)
-                continue
-            chunk = self._chunks.setdefault(parsed.lane, _Chunk())
-            chunk.records.append((row.number, parsed))
-            chunk.items += parsed.items
-            if len(chunk.items) >= CHUNK_ITEMS:
-                self._flush(parsed.lane)
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def _engine_waits(self) -> bool:
+        wanted = self._wanted
+        return wanted is not None and self.found and time.monotonic() - wanted > IDLE_SECONDS
+
+    def _take(self, row: Row) -> None:
+        self._counts.read += 1
+        parsed = self._adapter.read(row)  # also for records that are done: it looks for duplicate ids
+        if row.number in self._output.done:
+            return
+        if parsed.error is not None:
+            self._fail(row.number, parsed.meta, parsed.error)
+            return
+        chunk = self._chunks.setdefault(parsed.lane, _Chunk())
+        chunk.records.append((row.number, parsed))
+        chunk.items += parsed.items
+        if len(chunk.items) >= CHUNK_ITEMS:
+            self._flush(parsed.lane)
+
+    def _flush_all(self) -> None:
+        for lane in list(self._chunks):
+            self._flush(lane)
 
     def _flush(self, lane: str) -> None:
         """Tokenise the records that wait, and spool their requests."""
@@ -161,6 +216,7 @@ class Reader:
 
     def _hand_on(self, lane: str) -> None:
         self._put(Batch(lane, self._spools.pop(lane)))
+        self._wanted = None
 
     def _put(self, item: Batch | BaseException | None) -> None:
         while True:

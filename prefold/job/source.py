@@ -21,7 +21,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import InputError, JobError, MissingExtraError
+from ..errors import InputError, JobError
 
 __all__ = ["FORMATS", "Row", "Source", "open_source"]
 
@@ -84,7 +84,9 @@ def open_source(name: str, format: str | None = None, *, stdin: BinaryIO | None 
     format = format or _format_of(path)
     identity = _file_identity(path)
     if format == "parquet":
-        return _ParquetSource(name, path, identity)
+        from .parquet import ParquetSource
+
+        return ParquetSource(name, path, identity)
     opener = gzip.open if _is_gzip(path) else open
     with _broken(name, 0), opener(path, "rb") as file:
         head = file.readline()
@@ -118,16 +120,23 @@ def _file_identity(path: Path) -> dict[str, Any]:
     return {"bytes": size, "digest": digest.hexdigest()}
 
 
+_BROKEN = (EOFError, OSError, zlib.error)
+
+
 @contextmanager
 def _broken(name: str, number: int) -> Iterator[None]:
     """Errors of the file itself as JobError."""
     try:
         yield
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except _BROKEN as error:
+        raise _job_error(name, number, error) from error
+
+
+def _job_error(name: str, number: int, error: BaseException) -> JobError:
+    if isinstance(error, (EOFError, gzip.BadGzipFile, zlib.error)):
         where = f"after record {number}" if number else "at its start"
-        raise JobError(f"the gzip stream of {name} is damaged {where} ({error}); make the file again") from error
-    except OSError as error:
-        raise JobError(f"cannot read {name}: {error.strerror or error}") from error
+        return JobError(f"the gzip stream of {name} is damaged {where} ({error}); make the file again")
+    return JobError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}")
 
 
 # ---------------------------------------------------------------------------------------------- lines
@@ -160,14 +169,15 @@ class _LineSource(Source):
         self._number = 0
         with self._opener() as file:
             lines = iter(file)
-            first = True
-            while True:
-                with _broken(self.name, self._number):
+            with _broken(self.name, self._number):
+                line = next(lines, b"")
+            line = line.removeprefix(_BOM)
+            while line:
+                yield line
+                try:
                     line = next(lines, b"")
-                if not line:
-                    return
-                yield line.removeprefix(_BOM) if first else line
-                first = False
+                except _BROKEN as error:
+                    raise _job_error(self.name, self._number, error) from error
 
 
 class _JsonlSource(_LineSource):
@@ -290,53 +300,3 @@ def _open_stdin(format: str, stream: BinaryIO) -> Source:
         yield from stream
 
     return _LineSource.make("-", format, identity, head, opener)
-
-
-# -------------------------------------------------------------------------------------------- parquet
-
-
-class _ParquetSource(Source):
-    def __init__(self, name: str, path: Path, identity: dict[str, Any]):
-        try:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-        except ImportError:
-            raise MissingExtraError("pyarrow", "parquet", f"reading {name}") from None
-        try:
-            with pq.ParquetFile(path) as file:
-                columns = file.schema_arrow.names
-        except pa.ArrowInvalid as error:
-            raise JobError(f"{name} is not a Parquet file: {error}") from error
-        super().__init__(name, "parquet", identity, columns)
-        self._path = path
-
-    def rows(self, columns: Collection[str] | None = None) -> Iterator[Row]:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        assert self.columns is not None
-        names = self.columns if columns is None else [name for name in self.columns if name in columns]
-        number = 0
-        try:
-            with pq.ParquetFile(self._path) as file:
-                for batch in file.iter_batches(batch_size=512, columns=names):
-                    yield from _batch_rows(batch, number)
-                    number += batch.num_rows
-        except (pa.ArrowException, OSError) as error:
-            raise JobError(f"cannot read {self.name} after record {number}: {error}") from error
-
-
-def _batch_rows(batch: Any, number: int) -> Iterator[Row]:
-    try:
-        for index, data in enumerate(batch.to_pylist(), number + 1):
-            yield Row(index, data)
-    except UnicodeDecodeError:
-        names = batch.schema.names
-        for index in range(batch.num_rows):
-            try:
-                data = {name: batch.column(i)[index].as_py() for i, name in enumerate(names)}
-            except UnicodeDecodeError as error:
-                bad = InputError(f"a text is not valid UTF-8: {error}", remedy="re-encode it", code="invalid_utf8")
-                yield Row(number + index + 1, error=bad)
-            else:
-                yield Row(number + index + 1, data)

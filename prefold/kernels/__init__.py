@@ -1,12 +1,12 @@
 """The compiled CPU kernels: C++ built on first use with the machine's own compiler, or None.
 
 `load()` returns the kernels, or None where there is no compiler or PREFOLD_KERNELS=0; everything they do
-has a PyTorch form elsewhere. `unavailable_reason()` says why.
+has a PyTorch form elsewhere. `status()` says which, and why.
 """
 
 from __future__ import annotations
 
 from .library import Kernels, Tiles
-from .loader import load, unavailable_reason
+from .loader import load, status
 
-__all__ = ["Kernels", "Tiles", "load", "unavailable_reason"]
+__all__ = ["Kernels", "Tiles", "load", "status"]

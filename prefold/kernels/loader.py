@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from .build import BuildError, build
 from .library import Kernels
 
-__all__ = ["load", "unavailable_reason"]
+__all__ = ["load", "status"]
 
 
 @dataclass(slots=True)
 class Loaded:
     kernels: Kernels | None
-    reason: str | None = None
+    status: str
 
 
 _lock = threading.Lock()
@@ -32,9 +32,9 @@ def load() -> Kernels | None:
     return _load().kernels
 
 
-def unavailable_reason() -> str | None:
-    """Why `load` gives None, in one line; None where it gives the kernels."""
-    return _load().reason
+def status() -> str:
+    """One line for people: that the kernels are in use, or why not."""
+    return _load().status
 
 
 def _load() -> Loaded:
@@ -48,15 +48,15 @@ def _load() -> Loaded:
 
 def _attempt() -> Loaded:
     if os.environ.get("PREFOLD_KERNELS", "1") == "0":
-        return Loaded(None, "switched off by PREFOLD_KERNELS=0")
+        return Loaded(None, "PyTorch: compiled kernels are switched off by PREFOLD_KERNELS=0")
     try:
         path = build()
         try:
-            return Loaded(Kernels(path))
+            return Loaded(Kernels(path), f"compiled: {path}")
         except (OSError, AttributeError):
             # Damaged in the cache, or made against another C library: once more.
             path = build(again=True)
-            return Loaded(Kernels(path))
+            return Loaded(Kernels(path), f"compiled: {path}")
     except (BuildError, OSError, AttributeError) as error:
         warnings.warn(f"prefold runs without its compiled kernels, more slowly: {error}", RuntimeWarning, stacklevel=3)
-        return Loaded(None, str(error))
+        return Loaded(None, f"PyTorch: {error}")

@@ -22,7 +22,7 @@ def backend(request, monkeypatch) -> str:
     """Both forms behind the same call."""
     if request.param == "compiled":
         if kernels.load() is None:
-            pytest.skip(f"no kernels: {kernels.unavailable_reason()}")
+            pytest.skip(kernels.status())
 
         def refuse(*args, **kwargs):
             raise AssertionError("fell back to PyTorch")

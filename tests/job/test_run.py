@@ -177,6 +177,31 @@ def test_a_batch_of_several_urls_runs_lane_by_lane(tmp_path):
     assert len({g["id"] for g in got}) == 8
 
 
+def test_a_pipe_that_pauses_gets_its_results(tmp_path):
+    read, write = os.pipe()
+    pipe = os.fdopen(write, "w")
+    pipe.write('{"text": "a", "k": "id1"}\n{"text": "b", "k": "id2"}\n')
+    pipe.flush()
+    adapter = TableAdapter("embed", Columns(prompt=Template("text", "--prompt"), id="k"))
+    out = tmp_path / "out.jsonl"
+    source = open_source("-", stdin=os.fdopen(read, "rb"))
+    output = open_output(OutputOptions(out), FINGERPRINT)
+    llm = fake_llm()
+    job = Job(source, adapter, {"embed": FakeTask()}, lambda: llm, output, window=10_000, streaming=True)
+    summaries = []
+    thread = threading.Thread(target=lambda: summaries.append(run_job(job, Progress())))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and out.read_text().count("\n") < 2:
+        time.sleep(0.05)
+    assert [line["record"] for line in read_lines(out)] == [1, 2]
+    pipe.write('{"text": "c", "k": "id3"}\n')
+    pipe.close()
+    thread.join(20)
+    assert summaries[0].records == 3 and summaries[0].streams == 2
+    assert [line["score"] for line in read_lines(out)] == [digest(b"a"), digest(b"b"), digest(b"c")]
+
+
 def test_results_are_written_as_they_come(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_records(source, 30)

@@ -91,7 +91,7 @@ def test_no_compiler_falls_back_with_one_warning(fresh, no_compiler):
         warnings.simplefilter("error")
         assert kernels.load() is None
         check_fallback()
-    assert "no C++ compiler" in kernels.unavailable_reason()
+    assert "no C++ compiler" in kernels.status()
 
 
 def test_switched_off_by_the_environment(fresh, monkeypatch):
@@ -100,7 +100,7 @@ def test_switched_off_by_the_environment(fresh, monkeypatch):
         warnings.simplefilter("error")
         assert kernels.load() is None
         check_fallback()
-    assert "PREFOLD_KERNELS" in kernels.unavailable_reason()
+    assert "PREFOLD_KERNELS" in kernels.status()
 
 
 def check_fallback() -> None:

@@ -163,3 +163,19 @@ def test_rows_that_are_one_another_are_not_written_into():
     x = torch.randn(1, 16).expand(5, 16)
     sums, _ = ops.add_rms_norm(x, torch.ones(5, 16), torch.ones(16), 1e-6)
     torch.testing.assert_close(sums, x + 1)
+
+
+@needs_kernels
+def test_every_thread_count_gives_the_same():
+    x, delta, cos_sin = torch.randn(401, 576), torch.randn(401, 576), angles(401, 64)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            sums, norm = ops.add_rms_norm(x.clone(), delta, torch.ones(576), 1e-6)
+            results.append((sums, norm, ops.rope(x.clone().view(401, 9, 64), cos_sin), ops.silu_mul(x)))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import transformers
+from tiny import SIZES
 
 from prefold.checkpoint import GEOMETRIES
 from prefold.errors import UnsupportedModelError
 from prefold.model import ModelConfig, config_from, register_family, supported_architectures
 from prefold.model.families import _FAMILIES, llama
-from tests.tiny import SIZES
 
 BASE = {k: v for k, v in SIZES.items() if not k.endswith("_token_id")}
 

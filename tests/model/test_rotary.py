@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from tiny import SIZES
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from prefold.model import RopeConfig, config_from
 from prefold.model.rotary import RotaryTable, frequencies
-from tests.tiny import SIZES
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SETTINGS = [

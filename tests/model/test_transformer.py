@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny import FAMILIES, DenseAttend, reference, tiny_checkpoint
 
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
 from prefold.model import load_model
-from tests.tiny import FAMILIES, DenseAttend, reference, tiny_checkpoint
 
 ROWS = 45
 LLAMA3 = {

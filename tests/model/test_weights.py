@@ -7,12 +7,12 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import DenseAttend, reference, tiny_checkpoint
 
 from prefold.checkpoint import GEOMETRIES, Checkpoint, resolve
 from prefold.errors import CheckpointError, InputError, OutOfMemoryError
 from prefold.model import config_from, load_model, memory
 from prefold.model.layers import Linear, can_pack
-from tests.tiny import DenseAttend, reference, tiny_checkpoint
 
 TOKENS = torch.tensor([5, 9, 100, 7, 7, 250, 11])
 
@@ -151,14 +151,12 @@ def test_a_damaged_file(tmp_path):
 
 
 def test_memory_is_refused_before_loading(tmp_path, monkeypatch):
-    checkpoint = resolve("qwen3-8b", load_format="dummy")
-    monkeypatch.setattr(memory, "available_memory", lambda device: 20_000_000_000)
-    with pytest.raises(
-        OutOfMemoryError, match=r"qwen3-8b in float32 needs 3\d\.\d GB.*20\.0 GB.*bfloat16 \(16\.4 GB\)"
-    ):
+    checkpoint = resolve("smollm2-135m", load_format="dummy")
+    monkeypatch.setattr(memory, "available_memory", lambda device: 600_000_000)
+    with pytest.raises(OutOfMemoryError, match=r"smollm2-135m in float32 needs 0\.7 GB.*0\.6 GB.*bfloat16 \(0\.3 GB\)"):
         load_model(checkpoint, dtype=torch.float32, device="cpu")
-    monkeypatch.setattr(memory, "available_memory", lambda device: 16_000_000_000)
-    with pytest.raises(OutOfMemoryError, match="in bfloat16 needs 17"):
+    monkeypatch.setattr(memory, "available_memory", lambda device: 300_000_000)
+    with pytest.raises(OutOfMemoryError, match=r"in bfloat16 needs 0\.3 GB"):
         load_model(checkpoint, dtype=torch.bfloat16, device="cpu")
     tiny = tiny_checkpoint(tmp_path, "llama")
     size = (tiny / "model.safetensors").stat().st_size

@@ -5,69 +5,24 @@
 // sum ever runs across lanes. Keys come in chunks: scores of a chunk, online softmax (Milakov and
 // Gimelshein 2018), then the chunk's values. What a query does not see is chosen away, never multiplied
 // by zero, so that a NaN of one sequence stays in that sequence.
-#include <cstddef>
-
+#include "chunks.h"
 #include "pack.h"
 
 namespace prefold {
 namespace {
 
-constexpr int kChunkPairs = 32;
 constexpr int kMaxDim = 256;
 constexpr int kMaxVectors = 4;  // heads of a task
 
 // Vectors that one register block accumulates; the rest hold queries (or probabilities) and a broadcast.
 constexpr int kAccumulators = kRegisters * 3 / 4;
 
-// Some keys of a tile. Pairs that need masks come after those that do not.
-struct Chunk {
-  int count = 0;     // pairs
-  int unmasked = 0;  // the first so many need no mask
-  int32_t pair[kChunkPairs];
-  uint32_t mask[kChunkPairs];
-};
-
-// Deals out a tile's lists in chunks.
-class ChunkReader {
- public:
-  ChunkReader(const AttentionCall& call, int64_t tile)
-      : run_(call.runs + call.run_offsets[tile]),
-        run_stop_(call.runs + call.run_offsets[tile + 1]),
-        masked_(call.masked + call.mask_offsets[tile]),
-        masked_stop_(call.masked + call.mask_offsets[tile + 1]) {}
-
-  bool next(Chunk& chunk) {
-    int n = 0;
-    while (n < kChunkPairs && run_ != run_stop_) {
-      const int take = std::min(kChunkPairs - n, run_->count - used_);
-      for (int i = 0; i < take; ++i) chunk.pair[n + i] = run_->first + used_ + i;
-      n += take;
-      used_ += take;
-      if (used_ == run_->count) ++run_, used_ = 0;
-    }
-    chunk.unmasked = n;
-    for (; n < kChunkPairs && masked_ != masked_stop_; ++n, ++masked_) {
-      chunk.pair[n] = masked_->pair;
-      chunk.mask[n] = masked_->mask;
-    }
-    chunk.count = n;
-    return n > 0;
-  }
-
- private:
-  const Run *run_, *run_stop_;
-  const MaskedPair *masked_, *masked_stop_;
-  int used_ = 0;  // pairs of the current run
-};
-
-// Keys (or dimensions) times V vectors of one register block.
-constexpr int block_size(int vectors, int most) {
-  int size = kAccumulators / vectors / 2 * 2;
-  if (size < 2) size = 2;
-  return size < most ? size : most;
+// Keys of a register block of scores, for so many vectors of queries: whole pairs.
+constexpr int key_block(int vectors) {
+  return std::clamp(kAccumulators / vectors / 2 * 2, 2, kLanes);
 }
 
-// The largest power of two, so that it divides the padded dimensions.
+// Dimensions of a register block of the result: a power of two, so that it divides the padded dimensions.
 constexpr int dim_block(int vectors) {
   int size = 1;
   while (size * 2 * vectors <= kAccumulators && size < kLanes) size *= 2;
@@ -140,7 +95,7 @@ class Task {
   }
 
   // scores_[key][head] = q . k
-  void score(int pairs) { score_blocks<block_size(V, kLanes)>(0, pairs); }
+  void score(int pairs) { score_blocks<key_block(V)>(0, pairs); }
 
   // As many blocks of KEYS keys as fit, then smaller ones.
   template <int KEYS>
@@ -326,6 +281,14 @@ void run_task(const AttentionCall& call, const Packed<Format>& packed, int64_t t
   Task<Format, V>(call, packed, tile, kv_head, first_head).run(tile);
 }
 
+// No more threads than the work is worth.
+int useful_threads(const AttentionCall& call, int64_t tiles) {
+  int64_t pairs = call.mask_offsets[tiles];
+  for (int64_t i = 0; i < call.run_offsets[tiles]; ++i) pairs += call.runs[i].count;
+  const int64_t products = pairs * 2 * kLanes * call.heads * call.dim * 2;
+  return static_cast<int>(std::min<int64_t>(call.threads, 1 + products / kProductsPerThread));
+}
+
 template <class Format>
 void attend(const AttentionCall& call, Workspace& workspace) {
   const Packed<Format> packed = pack<Format>(call, workspace);
@@ -338,7 +301,7 @@ void attend(const AttentionCall& call, Workspace& workspace) {
   const int64_t tiles = (call.queries + kLanes - 1) / kLanes;
   const int64_t tile_tasks = call.kv_heads * parts;
   // Late tiles see the most keys: they go first, so that no thread is left with a long task at the end.
-  parallel_tasks(tiles * tile_tasks, call.threads, [&](int64_t i) {
+  parallel_tasks(tiles * tile_tasks, useful_threads(call, tiles), [&](int64_t i) {
     const int64_t tile = tiles - 1 - i / tile_tasks;
     const int64_t kv_head = i % tile_tasks / parts, part = i % parts;
     const int64_t first = part * group / parts, stop = (part + 1) * group / parts;

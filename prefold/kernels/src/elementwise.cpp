@@ -8,9 +8,6 @@
 namespace prefold {
 namespace {
 
-// Rows a thread takes at least: less costs more to hand out than to compute.
-constexpr int64_t kGrain = 32;
-
 // body(d, count) for whole vectors of [0, width), and for the rest of fewer than sixteen numbers.
 template <class Body>
 PREFOLD_INLINE void for_vectors(int64_t width, const Body& body) {
@@ -84,7 +81,7 @@ void silu_mul_row(const E* gate, const E* up, E* out, int64_t width) {
 template <class E>
 void add_rms_norm(E* x, const E* delta, const E* weight, E* out, int64_t rows, int64_t width, int64_t x_row,
                   int64_t delta_row, float eps, int threads) {
-  parallel_ranges(rows, kGrain, threads, [&](int64_t first, int64_t stop) {
+  parallel_ranges(rows, width, threads, [&](int64_t first, int64_t stop) {
     for (int64_t i = first; i < stop; ++i) {
       add_norm_row(x + i * x_row, delta ? delta + i * delta_row : nullptr, weight, out + i * width, width, eps);
     }
@@ -94,7 +91,7 @@ void add_rms_norm(E* x, const E* delta, const E* weight, E* out, int64_t rows, i
 template <class E>
 void rope(E* x, const float* cos_sin, const E* weight, int64_t rows, int64_t heads, int64_t dim, int64_t row,
           int64_t head, float eps, int threads) {
-  parallel_ranges(rows, kGrain, threads, [&](int64_t first, int64_t stop) {
+  parallel_ranges(rows, heads * dim, threads, [&](int64_t first, int64_t stop) {
     for (int64_t i = first; i < stop; ++i) {
       const float* angles = cos_sin + i * dim;
       for (int64_t h = 0; h < heads; ++h) {
@@ -106,7 +103,7 @@ void rope(E* x, const float* cos_sin, const E* weight, int64_t rows, int64_t hea
 
 template <class E>
 void silu_mul(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row, int threads) {
-  parallel_ranges(rows, kGrain, threads, [&](int64_t first, int64_t stop) {
+  parallel_ranges(rows, width, threads, [&](int64_t first, int64_t stop) {
     for (int64_t i = first; i < stop; ++i) {
       silu_mul_row(gate_up + i * row, gate_up + i * row + width, out + i * width, width);
     }

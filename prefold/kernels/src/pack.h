@@ -117,7 +117,7 @@ Packed<Format> pack(const AttentionCall& call, Workspace& workspace) {
   const auto keys = source(call.path_k, call.k, call.path_k_row, call.path_k_head, call.k_row, call.k_head);
   const auto values = source(call.path_v, call.v, call.path_v_row, call.path_v_head, call.v_row, call.v_head);
   std::atomic<bool> any_unsafe{false};
-  parallel_ranges(packed.pairs, 64, call.threads, [&](int64_t first, int64_t last) {
+  parallel_ranges(packed.pairs, 4 * call.kv_heads * call.dim, call.threads, [&](int64_t first, int64_t last) {
     bool safe = true;
     for (int64_t pair = first; pair < last; ++pair) {
       for (int64_t head = 0; head < call.kv_heads; ++head) {

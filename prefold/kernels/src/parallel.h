@@ -11,10 +11,15 @@
 
 namespace prefold {
 
-// body(first, last) on equal contiguous shares of [0, n), none smaller than `grain` but the last.
+// Numbers to read or write, and products to sum, below which another thread costs more than it saves: some
+// microseconds, and far more on a busy machine.
+constexpr int64_t kNumbersPerThread = 16384;
+constexpr int64_t kProductsPerThread = 500000;
+
+// body(first, last) on equal contiguous shares of [0, n); `size` numbers each.
 template <class Body>
-void parallel_ranges(int64_t n, int64_t grain, int threads, const Body& body) {
-  const int64_t workers = std::min<int64_t>(threads, (n + grain - 1) / grain);
+void parallel_ranges(int64_t n, int64_t size, int threads, const Body& body) {
+  const int64_t workers = std::min<int64_t>({threads, n, 1 + n * size / kNumbersPerThread});
   if (workers <= 1) {
     if (n > 0) body(int64_t{0}, n);
     return;

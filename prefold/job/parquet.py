@@ -1,0 +1,59 @@
+"""Parquet files as a source; needs pyarrow."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, JobError, MissingExtraError
+from .source import Row, Source
+
+__all__ = ["ParquetSource"]
+
+
+class ParquetSource(Source):
+    def __init__(self, name: str, path: Path, identity: dict[str, Any]):
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError:
+            raise MissingExtraError("pyarrow", "parquet", f"reading {name}") from None
+        try:
+            with pq.ParquetFile(path) as file:
+                columns = file.schema_arrow.names
+        except pa.ArrowInvalid as error:
+            raise JobError(f"{name} is not a Parquet file: {error}") from error
+        super().__init__(name, "parquet", identity, columns)
+        self._path = path
+
+    def rows(self, columns: Collection[str] | None = None) -> Iterator[Row]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        assert self.columns is not None
+        names = self.columns if columns is None else [name for name in self.columns if name in columns]
+        number = 0
+        try:
+            with pq.ParquetFile(self._path) as file:
+                for batch in file.iter_batches(batch_size=512, columns=names):
+                    yield from _batch_rows(batch, number)
+                    number += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            raise JobError(f"cannot read {self.name} after record {number}: {error}") from error
+
+
+def _batch_rows(batch: Any, number: int) -> Iterator[Row]:
+    try:
+        for index, data in enumerate(batch.to_pylist(), number + 1):
+            yield Row(index, data)
+    except UnicodeDecodeError:
+        names = batch.schema.names
+        for index in range(batch.num_rows):
+            try:
+                data = {name: batch.column(i)[index].as_py() for i, name in enumerate(names)}
+            except UnicodeDecodeError as error:
+                bad = InputError(f"a text is not valid UTF-8: {error}", remedy="re-encode it", code="invalid_utf8")
+                yield Row(number + index + 1, error=bad)
+            else:
+                yield Row(number + index + 1, data)

@@ -1,0 +1,107 @@
+"""The commands for a person at a terminal: direct answers, demo, plan, verify, bench, models."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from prefold import LLM
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    return LLM(model, dtype="float32")
+
+
+def test_rerank_of_texts(prefold, llm, tmp_path):
+    documents = ["one thing", "another", "a third"]
+    want = llm.rerank("the query", documents)
+    done = prefold("rerank", "the query", *documents, "--dtype", "float32")
+    assert done.exit_code == 0
+    ranked = [line.split(None, 2) for line in done.stdout.splitlines()]
+    assert [line[2] for line in ranked] == [documents[i] for i in want.order]
+    assert float(ranked[0][1]) == pytest.approx(want.scores[want.order[0]], abs=1e-4)
+    assert "rows computed" in done.stderr
+    (tmp_path / "docs.txt").write_text("\n".join(documents) + "\n\n")
+    assert prefold("rerank", "the query", "@docs.txt", "--dtype", "float32").stdout == done.stdout
+    assert prefold("rerank", "the query", "-", "--dtype", "float32", input="\n".join(documents)).stdout == done.stdout
+    as_json = json.loads(prefold("rerank", "the query", *documents, "--json", "--dtype", "float32").stdout)
+    assert as_json["order"] == want.order and as_json["query"] == "the query"
+
+
+def test_embed_classify_and_score_of_texts(prefold, llm):
+    line = json.loads(prefold("embed", "a text", "--dtype", "float32").stdout)
+    assert line["embedding"] == pytest.approx(llm.embed("a text").tolist(), abs=1e-5)
+    done = prefold("embed", "a text", "a text", "other")
+    assert "3 vectors of 36 values" in done.stdout and " 1.00  1.00" in done.stdout
+    done = prefold("classify", "a text", "--labels", "yes,no", "--dtype", "float32")
+    assert done.stdout.startswith(llm.classify("a text", ["yes", "no"]).label)
+    done = prefold("score", "the cat", " sat", " flew", "--dtype", "float32")
+    assert float(done.stdout.split()[0]) == pytest.approx(llm.score("the cat", " sat").logprob, abs=1e-3)
+    assert len(done.stdout.splitlines()) == 2
+    rolling = prefold("score", "the cat sat", "--dtype", "float32")
+    assert float(rolling.stdout.split()[0]) == pytest.approx(llm.score("the cat sat").logprob, abs=1e-3)
+
+
+def test_bad_texts_are_an_error(prefold):
+    done = prefold("classify", "x" * 5000, "--labels", "yes,no")
+    assert done.exit_code == 1 and "shorten it" in done.stderr
+
+
+def test_demo_shows_what_was_shared(prefold, tmp_path):
+    done = prefold("demo")
+    assert done.exit_code == 0
+    for part in ("4 queries", "what causes the ocean tides", "█", "% saved", "times as fast", "prefold rerank"):
+        assert part in done.stdout
+    assert prefold("demo", "--write", "demo.jsonl").exit_code == 0
+    assert prefold("run", "demo.jsonl", "--task", "rerank", "--id", "id", "-o", "out.jsonl").exit_code == 0
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 4
+
+
+def test_plan_says_what_a_job_would_do(prefold, tmp_path):
+    prefold("demo", "--write", "demo.jsonl")
+    done = prefold("plan", "demo.jsonl", "--task", "rerank", "--json")
+    counts = json.loads(done.stdout)
+    prefold("run", "demo.jsonl", "--task", "rerank", "-o", "out.jsonl", "--report", "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert f'"totals":{{"tokens":{counts["tokens"]},"rows":{counts["rows"]}}}' in page
+    assert counts["records"] == 4 and counts["requests"] == 32
+    assert counts["rows"] <= counts["rows_mlp"] < counts["tokens"]
+    text = prefold("plan", "demo.jsonl", "--task", "rerank", "--gflops", "100", "--limit", "2").stdout
+    assert "2 records, 16 prompts" in text and "100 GFLOP/s, as given" in text and "Judge whether" in text
+    (tmp_path / "bad.jsonl").write_text('{"query": null, "documents": ["x"]}\n')
+    assert "1 records would fail" in prefold("plan", "bad.jsonl", "--task", "rerank").stdout
+
+
+def test_verify_measures_the_drift(prefold):
+    prefold("demo", "--write", "demo.jsonl")
+    exact = prefold("verify", "demo.jsonl", "--task", "rerank", "--dtype", "float32", "--json")
+    found = json.loads(exact.stdout)
+    assert [f["comparison"] for f in found] == ["sharing (full against off, float32)"]
+    assert 0 < found[0]["values"] < 1e-4 and found[0]["first"] == 0 and found[0]["groups"] == 4
+    done = prefold("verify", "demo.jsonl", "--task", "rerank", "--dtype", "bfloat16", "--sample", "2", "--json")
+    drift = json.loads(done.stdout)
+    assert len(drift) == 3 and drift[2]["values"] > 1e-3 and drift[0]["groups"] == 2
+    text = prefold("verify", "demo.jsonl", "--task", "rerank", "--dtype", "float32").stdout
+    assert "largest difference" in text and "4 rankings" in text
+    strict = prefold("verify", "demo.jsonl", "--task", "rerank", "--dtype", "float32", "--tolerance", "0")
+    assert strict.exit_code == 1 and "sharing moved a value" in strict.stderr
+
+
+def test_bench_times_the_three_ways(prefold, tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "the same start {i}"}}\n' for i in range(20)))
+    done = prefold("bench", "in.jsonl", "--task", "embed", "--repeat", "2", "--json")
+    found = json.loads(done.stdout)["modes"]
+    assert list(found) == ["full", "mlp", "off"] and all(len(m["seconds"]) == 2 for m in found.values())
+    assert found["full"]["rows"] < found["off"]["rows"] == found["off"]["tokens"]
+    assert found["full"]["rows"] == found["mlp"]["rows"]
+    text = prefold("bench", "in.jsonl", "--task", "embed", "--repeat", "1", "--limit", "5").stdout
+    assert "rows/s" in text and "1.00x" in text and "the first 5 records" in text
+
+
+def test_models_lists_what_runs(prefold):
+    done = prefold("models")
+    assert done.exit_code == 0
+    for part in ("smollm2-135m", "Qwen3ForCausalLM", "llama3, yarn", "GGUF", "CPU kernels"):
+        assert part in done.stdout

@@ -1,0 +1,82 @@
+"""What the command line promises before it does anything: help, speed, no torch where none is needed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+
+from prefold.cli import main
+
+DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+
+
+def sections():
+    """The text under each `## prefold NAME` heading of docs/cli.md, and that before the first."""
+    parts = re.split(r"^## (?:`prefold (\w+)`|.*)$", DOCS.read_text(encoding="utf-8"), flags=re.M)
+    return {name or f"other {i}": text for i, (name, text) in enumerate(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_every_command_and_every_option_is_documented(name):
+    text = sections()
+    assert name in text, f"docs/cli.md has no section `## prefold {name}`"
+    everywhere = "".join(part for other, part in text.items() if other == name or other.startswith("other"))
+    for parameter in main.commands[name].params:
+        if isinstance(parameter, click.Option):
+            for option in [*parameter.opts, *parameter.secondary_opts]:
+                assert f"`{option}`" in everywhere, f"docs/cli.md does not say what {option} of prefold {name} does"
+
+
+def test_nothing_is_documented_that_is_not_there():
+    known = {option for c in main.commands.values() for p in c.params for option in (*p.opts, *p.secondary_opts)}
+    documented = set(re.findall(r"`(--[a-z-]+)`", DOCS.read_text(encoding="utf-8")))
+    assert documented <= known | {"--help", "--version"}
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_every_option_has_a_help_text_and_every_command_a_summary(name):
+    command = main.commands[name]
+    assert command.help and command.short_help and len(command.short_help) < 60
+    assert all(p.help for p in command.params if isinstance(p, click.Option))
+
+
+def test_help_is_quick(environment):
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        code = "import sys; sys.argv[:] = ['prefold', '--help']; from prefold.cli import main; main()"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+        seconds.append(time.perf_counter() - started)
+    assert "prefold demo" in done.stdout
+    # 0.15 s on an idle machine; the bound leaves room for a busy one
+    assert min(seconds) < 0.6
+
+
+def test_help_imports_nothing_heavy(environment):
+    heavy = {"torch", "numpy", "tokenizers", "rich", "pyarrow"}
+    code = f"import sys, prefold.cli; print(sorted({heavy!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["plan", "in.jsonl", "--task", "rerank"], ["plan", "in.jsonl", "--task", "rerank", "--report", "page.html"]],
+)
+def test_plan_never_imports_torch(tmp_path, model, environment, arguments):
+    (tmp_path / "in.jsonl").write_text('{"query": "q", "document": "a"}\n{"query": "q", "document": "b"}\n')
+    code = (
+        f"import sys, atexit; sys.argv[:] = ['prefold', *{arguments!r}, '-m', {model!r}]\n"
+        "atexit.register(lambda: print('torch' in sys.modules, flush=True))\n"
+        "from prefold.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path, check=True
+    )
+    assert done.stdout.endswith("False\n") and "2 records, 2 prompts" in done.stdout

@@ -1,0 +1,283 @@
+"""Jobs from the shell, on a tiny random model: right results, exit codes, files, resuming."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from prefold import LLM
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    return LLM(model, dtype="float32")
+
+
+FLOAT32 = ("--dtype", "float32", "--quiet")
+
+
+def write(path, records):
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return path
+
+
+def test_rerank_of_a_table_is_what_the_llm_says(prefold, tmp_path, lines, llm):
+    documents = [[f"because {j} of {i}" for j in range(1 + i % 4)] for i in range(12)]
+    records = [{"q": f"why {i % 3}", "docs": docs, "k": i} for i, docs in enumerate(documents)]
+    write(tmp_path / "in.jsonl", records)
+    done = prefold("rerank", "in.jsonl", "--query", "q", "--document", "docs", "--id", "k", "-o", "out.jsonl", *FLOAT32)
+    assert done.exit_code == 0 and done.output == ""
+    got = {line["record"]: line for line in lines("out.jsonl")}
+    assert sorted(got) == list(range(1, 13))
+    for number, record in enumerate(records, 1):
+        want = llm.rerank(record["q"], record["docs"])
+        np.testing.assert_allclose(got[number]["scores"], want.scores, atol=1e-5)
+        assert got[number]["id"] == record["k"] and got[number]["order"] == want.order
+
+
+def test_embed_to_parquet_in_order(prefold, tmp_path, llm):
+    pq = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "in.csv").write_text("a,b\n" + "".join(f"x{i},y{i % 2}\n" for i in range(20)))
+    done = prefold("embed", "in.csv", "--prompt", "{a}: {b}", "--keep", "b", "--keep-order", "--dimensions", 7,
+                   "-o", "out.parquet", *FLOAT32)  # fmt: skip
+    assert done.exit_code == 0
+    table = pq.read_table("out.parquet")
+    assert table["record"].to_pylist() == list(range(1, 21)) and table["b"].to_pylist() == ["y0", "y1"] * 10
+    want = llm.embed([f"x{i}: y{i % 2}" for i in range(20)], dimensions=7)
+    np.testing.assert_allclose(np.array(table["embedding"].to_pylist()), want, atol=1e-5)
+
+
+def test_classify_with_examples_labels_and_calibration(prefold, tmp_path, lines, llm):
+    write(tmp_path / "shots.jsonl", [{"text": "good one", "label": "yes"}, {"text": "bad one", "label": "no"}])
+    texts = ["a good film", "a bad film", "neither"]
+    write(tmp_path / "in.jsonl", [{"text": t} for t in texts])
+    options = ["--labels", "yes, no", "--instructions", "Good?", "--examples", "shots.jsonl", "--calibrate"]
+    assert prefold("classify", "in.jsonl", *options, "-o", "out.jsonl", *FLOAT32).exit_code == 0
+    examples = [("good one", "yes"), ("bad one", "no")]
+    want = llm.classify(texts, ["yes", "no"], instructions="Good?", examples=examples, calibrate=True)
+    for line, text in zip(sorted(lines("out.jsonl"), key=lambda v: v["record"]), want, strict=True):
+        assert line["label"] == text.label
+        assert line["probabilities"] == pytest.approx(text.probabilities, abs=1e-5)
+    (tmp_path / "labels.json").write_text('{"yes": "yes", "no": "no"}')
+    options[0:2] = ["--labels-file", "labels.json"]
+    assert prefold("classify", "in.jsonl", *options, "-o", "again.jsonl", *FLOAT32).exit_code == 0
+    key = lambda line: line["record"]  # noqa: E731
+    assert sorted(lines("again.jsonl"), key=key) == sorted(lines("out.jsonl"), key=key)
+
+
+def test_score_of_lists_rolling_and_chat(prefold, tmp_path, lines, llm):
+    write(tmp_path / "in.jsonl", [{"p": "the cat", "c": [" sat", " ran off"]}])
+    done = prefold("score", "in.jsonl", "--prompt", "p", "--continuation", "c", "-o", "a.jsonl", *FLOAT32)
+    assert done.exit_code == 0
+    want = llm.score(["the cat", "the cat"], [" sat", " ran off"])
+    got = lines("a.jsonl")[0]["results"]
+    assert [r["logprob"] for r in got] == pytest.approx([s.logprob for s in want], abs=1e-4)
+    assert prefold("score", "in.jsonl", "--prompt", "p", "-o", "b.jsonl", *FLOAT32).exit_code == 0
+    assert lines("b.jsonl")[0]["logprob"] == pytest.approx(llm.score("the cat").logprob, abs=1e-4)
+    messages = [{"role": "user", "content": "hi"}]
+    write(tmp_path / "chat.jsonl", [{"m": messages, "c": "yes"}])
+    done = prefold("score", "chat.jsonl", "--messages", "m", "--continuation", "c", "-o", "c.jsonl", *FLOAT32)
+    assert done.exit_code == 0
+    text = llm.tokenizer.render_chat(messages, add_generation_prompt=True)
+    want = llm.score([llm.tokenizer.encode(text, special=False)], [llm.tokenizer.encode("yes")])[0]
+    assert lines("c.jsonl")[0]["logprob"] == pytest.approx(want.logprob, abs=1e-4)
+
+
+def test_an_openai_batch(prefold, tmp_path, lines, llm):
+    def line(i, url, body):
+        return {"custom_id": f"c{i}", "method": "POST", "url": url, "body": body}
+
+    records = [
+        line(1, "/v1/embeddings", {"model": "gpt", "input": ["x", "the y"]}),
+        line(2, "/rerank", {"query": "q", "documents": ["a", "b"], "top_n": 1}),
+        line(3, "/v1/score", {"text_1": "q", "text_2": "a"}),
+        line(4, "/v1/chat/completions", {"messages": []}),
+        line(1, "/rerank", {"query": "q", "documents": ["a"]}),
+        line(5, "/v1/embeddings", {"input": "x" * 5000}),
+        line(6, "/v1/embeddings", {"input": [0, 99999]}),
+        '{"custom_id": "c7"',
+    ]
+    write(tmp_path / "in.jsonl", records)
+    done = prefold("run", "in.jsonl", "-o", "out.jsonl", "--dtype", "float32")
+    assert done.exit_code == 3
+    assert "5 records failed" in done.stderr and "asked for 'gpt'" in done.stderr
+    got = lines("out.jsonl")
+    assert sorted(str(g["custom_id"]) for g in got) == ["None", "c1", "c1", "c2", "c3", "c4", "c5", "c6"]
+    ok = {g["custom_id"]: g["response"]["body"] for g in got if g["response"] and g["response"]["status_code"] == 200}
+    vectors = [d["embedding"] for d in ok["c1"]["data"]]
+    np.testing.assert_allclose(vectors, llm.embed(["x", "the y"]), atol=1e-5)
+    ranking = llm.rerank("q", ["a", "b"])
+    assert ok["c2"]["results"][0]["index"] == ranking.order[0] and len(ok["c2"]["results"]) == 1
+    assert ok["c3"]["data"][0]["score"] == pytest.approx(ranking.scores[0], abs=1e-5)
+    bad = {g["custom_id"]: g["response"]["body"]["error"] for g in got if g["response"] and g["custom_id"] not in ok}
+    assert bad["c5"]["param"] == "input" and bad["c5"]["code"] == "too_long" and "record 6" in bad["c5"]["message"]
+    assert bad["c6"]["param"] == "input"
+
+
+def test_bad_records_are_lines_and_status_3(prefold, tmp_path, lines):
+    bad = {
+        2: ({"other": "x"}, "missing_field"),
+        3: ({"text": None}, "null"),
+        4: ({"text": {"a": 1}}, "wrong_type"),
+        5: ({"text": "x" * 5000}, "too_long"),
+        6: ("nonsense", "invalid_json"),
+        7: ({"text": "\ud800"}, "invalid_utf8"),
+        8: ({"text": ""}, "empty"),
+    }
+    write(tmp_path / "in.jsonl", [{"text": "fine"}, *(record for record, _ in bad.values()), {"text": "fine"}])
+    done = prefold("embed", "in.jsonl", "-o", "out.jsonl", "--prompt", "text")
+    assert done.exit_code == 3 and "9 records" in done.stderr and "7 records failed" in done.stderr
+    got = {line["record"]: line for line in lines("out.jsonl")}
+    assert len(got) == 9 and "embedding" in got[1] and "embedding" in got[9]
+    for number, (_, code) in bad.items():
+        assert got[number]["error"]["code"] == code, number
+        assert got[number]["error"]["message"]
+        if code != "invalid_json":
+            assert got[number]["error"]["field"] == "text" and got[number]["error"]["remedy"]
+    done = prefold("embed", "in.jsonl", "-o", "cut.jsonl", "--prompt", "text", "--truncate", "--quiet")
+    assert "embedding" in {line["record"]: line for line in lines("cut.jsonl")}[5]
+
+
+def test_standard_input_to_standard_output(prefold):
+    done = prefold("embed", "-", "--quiet", input='{"text": "a"}\n{"text": "b"}\n')
+    assert done.exit_code == 0
+    assert [json.loads(line)["record"] for line in done.stdout.splitlines()] == [1, 2]
+    done = prefold("embed", "-", "--quiet", "--stream", "--window", "1", "--format", "csv", input="text\na\nb\n")
+    assert [json.loads(line)["record"] for line in done.stdout.splitlines()] == [1, 2]
+
+
+def test_a_finished_job_is_left_alone_and_another_is_refused(prefold, tmp_path, lines):
+    write(tmp_path / "in.jsonl", [{"text": str(i)} for i in range(5)])
+    assert prefold("embed", "in.jsonl", "-o", "out.jsonl", "--limit", "2").exit_code == 0
+    assert len(lines("out.jsonl")) == 2
+    assert prefold("embed", "in.jsonl", "-o", "out.jsonl").exit_code == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    again = prefold("embed", "in.jsonl", "-o", "out.jsonl", "--sharing", "off")
+    assert again.exit_code == 0 and "nothing left to do" in again.stderr
+    other = prefold("embed", "in.jsonl", "-o", "out.jsonl", "--pooling", "mean")
+    assert other.exit_code == 1 and 'options.pooling: null in the journal, "mean" now' in other.stderr
+    write(tmp_path / "in.jsonl", [{"text": "new"}])
+    other = prefold("embed", "in.jsonl", "-o", "out.jsonl")
+    assert other.exit_code == 1 and "input." in other.stderr and "--overwrite" in other.stderr
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    assert prefold("embed", "in.jsonl", "-o", "out.jsonl", "--overwrite").exit_code == 0
+    assert len(lines("out.jsonl")) == 1
+    (tmp_path / "own.jsonl").write_text("mine\n")
+    refused = prefold("embed", "in.jsonl", "-o", "own.jsonl")
+    assert refused.exit_code == 1 and "--overwrite" in refused.stderr
+    assert (tmp_path / "own.jsonl").read_text() == "mine\n"
+
+
+def test_the_report_is_written(prefold, tmp_path):
+    write(tmp_path / "in.jsonl", [{"query": "the q", "document": f"d {i}"} for i in range(9)])
+    done = prefold("rerank", "in.jsonl", "-o", "out.csv", "--report", "page.html", "--max-batch-rows", "64")
+    assert done.exit_code == 0 and "page.html" in done.stderr
+    assert len(list(csv.DictReader((tmp_path / "out.csv").open(newline="")))) == 9
+    data = json.loads(re.search(r'application/json">(.*?)</script>', (tmp_path / "page.html").read_text(), re.S)[1])
+    assert len(data["nodes"]) > 9 and len(data["steps"]) > 1
+    assert data["totals"]["rows"] == sum(node[2] for node in data["nodes"])
+    assert "Judge whether" in data["nodes"][1][7]
+    assert str(data["totals"]["tokens"]) in done.stderr.replace(",", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["embed", "missing.jsonl"], 1, "no such input file"),
+        (["run", "in.jsonl"], 1, "--task"),
+        (["run", "in.jsonl", "--task", "classify"], 1, "labels"),
+        (["embed", "in.jsonl", "--prompt", "{"], 1, "--prompt"),
+        (["rerank", "in.jsonl"], 1, "--query"),
+        (["embed", "in.jsonl", "--messages", "text", "--prompt", "text"], 2, "exclude each other"),
+        (["embed", "in.jsonl", "--keep-order"], 1, "-o FILE"),
+        (["embed", "in.jsonl", "--resume"], 2, "-o FILE"),
+        (["embed", "in.jsonl", "--resume", "-o", "new.jsonl"], 1, "nothing to resume"),
+        (["embed", "in.jsonl", "-o", "no/such/folder.jsonl"], 1, "no folder"),
+        (["embed", "in.jsonl", "-m", "no-such-model"], 1, "no model 'no-such-model'"),
+        (["embed", "in.csv", "--prompt", "{other}"], 1, "no column 'other'"),
+        (["embed", "in.jsonl", "--pooling", "max"], 2, "max"),
+        (["embed", "in.jsonl", "--dimensions", "9999"], 1, "dimensions"),
+        (["classify", "in.jsonl", "--labels", "a,b", "--labels-file", "x"], 2, "exclude each other"),
+        (["embed", "text one", "text two", "-o", "x.jsonl"], 2, "--output is for jobs"),
+        (["rerank", "only a query"], 2, "no such file"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(prefold, tmp_path, arguments, code, says):
+    write(tmp_path / "in.jsonl", [{"text": "a"}])
+    (tmp_path / "in.csv").write_text("text\na\n")
+    done = prefold(*arguments)
+    assert done.exit_code == code, done.output
+    assert says in done.stderr and "Traceback" not in done.output
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("new")) == []
+
+
+def test_interrupted_it_prints_the_command_that_resumes(model, tmp_path, environment):
+    write(tmp_path / "in.jsonl", [{"text": f"{i} " * 60} for i in range(1500)])
+    arguments = ["embed", "in.jsonl", "-o", "my out.jsonl", "-m", model, "--max-batch-rows", "256", "--overwrite"]
+    code = "from prefold.cli import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+        if (tmp_path / "my out.jsonl").exists() and (tmp_path / "my out.jsonl").stat().st_size:
+            break
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, errors
+    command = errors.strip().splitlines()[-1].strip()
+    assert command == f"prefold embed in.jsonl -o 'my out.jsonl' -m {model} --max-batch-rows 256"
+    written = len((tmp_path / "my out.jsonl").read_text().splitlines())
+    assert 0 < written < 1500
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments[:-1], "--limit", "1500"],
+        cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and f"resuming my out.jsonl: {written:,} records are done" in done.stderr
+    got = [json.loads(line)["record"] for line in (tmp_path / "my out.jsonl").read_text().splitlines()]
+    assert sorted(got) == list(range(1, 1501))
+
+
+def test_a_closed_pipe_is_no_traceback(model, tmp_path, environment):
+    write(tmp_path / "in.jsonl", [{"text": f"{i} " * 20} for i in range(300)])
+    code = "from prefold.cli import main; main()"
+    command = f"{sys.executable} -c '{code}' embed in.jsonl -m {model} | head -n 1"
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr and json.loads(done.stdout)["record"]
+
+
+def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, environment):
+    count = 3000
+    write(tmp_path / "in.jsonl", [{"text": f"{i % 11} common {i}"} if i % 50 else {} for i in range(count)])
+    code = "from prefold.cli import main; main()"
+    arguments = ["embed", "in.jsonl", "--prompt", "text", "-o", "out.jsonl", "-m", model, "--max-batch-rows", "64"]
+    rng = np.random.default_rng(3)
+    kills = 0
+    for _ in range(12):
+        process = subprocess.Popen([sys.executable, "-c", code, *arguments, "--quiet"], cwd=tmp_path, env=environment)
+        before = os.path.getsize(tmp_path / "out.jsonl") if (tmp_path / "out.jsonl").exists() else 0
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline and kills < 3:
+            time.sleep(0.02)
+            if (tmp_path / "out.jsonl").exists() and os.path.getsize(tmp_path / "out.jsonl") > before:
+                time.sleep(float(rng.uniform(0, 0.5)))
+                process.kill()
+                kills += process.wait() == -signal.SIGKILL
+        if process.wait() in (0, 3):
+            break
+    assert process.returncode == 3 and kills >= 1, kills
+    got = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert sorted(line["record"] for line in got) == list(range(1, count + 1))
+    assert sum("error" in line for line in got) == count // 50

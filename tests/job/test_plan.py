@@ -1,0 +1,116 @@
+"""Plans and comparisons, against obvious versions."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from prefold.errors import InputError
+from prefold.job.fields import Template
+from prefold.job.items import calibrated, run_items
+from prefold.job.plan import cost_of, plan_job, shared_most
+from prefold.job.source import Row, open_source
+from prefold.job.tables import Columns, TableAdapter
+from prefold.job.verify import compare, sample_items
+from prefold.model import ModelConfig, Plane, RopeConfig
+from prefold.tasks.base import Work
+from prefold.types import Request, Result
+
+from .fakes import FakeEngine, FakeTask, digest
+from .test_icicle import shape_of
+
+
+def adapter():
+    return TableAdapter("embed", Columns(prompt=Template("text", "--prompt")))
+
+
+def test_a_plan_counts_what_a_job_would_do(tmp_path):
+    rng = np.random.default_rng(0)
+    texts = [f"{'shared ' * int(rng.integers(1, 4))}{rng.integers(30)}" for _ in range(200)]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in [*texts, None, "x" * 500]))
+    plan = plan_job(open_source(str(path)), adapter(), {"embed": FakeTask()}, window=400, max_batch_rows=100)
+    prefixes = {text[:n] for text in texts for n in range(1, len(text) + 1)}
+    assert (plan.records, plan.errors, plan.requests) == (202, 2, 200)
+    assert plan.tokens == sum(map(len, texts)) and plan.rows == len(prefixes)
+    assert plan.longest == max(map(len, texts)) and plan.rows < plan.rows_mlp < plan.tokens
+    assert len(plan.first_errors) == 2 and "null" in plan.first_errors[0]
+    best = shared_most(plan.shape, lambda ids: bytes(ids.tolist()).decode())
+    assert best[0].text == "shared " and best[0].prompts == 200 and best[0].saved == 7 * 199
+
+
+def config(planes=(None, None)):
+    return ModelConfig(
+        vocab_size=10, hidden=8, layers=len(planes), heads=4, kv_heads=2, head_dim=6, intermediate=20, norm_eps=1e-5,
+        rope=RopeConfig(), max_positions=100, planes=tuple(Plane(w) for w in planes),
+    )  # fmt: skip
+
+
+def test_costs_are_counted_row_by_row():
+    prompts = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [7]]
+    full, off = cost_of(shape_of(prompts), config((None, 3)))
+    linear = 2 * 2 * (8 * 24 + 2 * 8 * 12 + 24 * 8 + 3 * 8 * 20)
+    rows = {tuple(p[:n]) for p in prompts for n in range(1, len(p) + 1)}
+    assert full.linear == linear * len(rows) and off.linear == linear * 10
+    keys = [len(r) + min(len(r), 3) for r in rows]
+    assert full.attention == 4 * 4 * 6 * sum(keys)
+    assert off.attention == 4 * 4 * 6 * sum(n + min(n, 3) for p in prompts for n in range(1, len(p) + 1))
+
+
+def test_samples_are_neighbours_from_all_over():
+    rows = [Row(i, {"text": str(i)}) for i in range(1, 1001)]
+    rows[500] = Row(501, {"text": None})
+    items, bad = sample_items(rows, adapter(), 64)
+    numbers = [int(item["text"]) for _, item in items]
+    assert len(numbers) == 64 and bad <= 1 and numbers == sorted(numbers)
+    blocks = {(n - 1) // 8 for n in numbers}
+    assert len(blocks) <= 9 and max(blocks) - min(blocks) > 60
+    assert sample_items(rows, adapter(), 64) == (items, bad)
+    assert sample_items(rows, adapter(), 64, seed=1)[0] != items
+    everything, bad = sample_items(rows, adapter(), 5000)
+    assert len(everything) == 999 and bad == 1
+
+
+def test_items_run_in_memory():
+    task = FakeTask("rerank", "logits")
+    items = [{"query": "q", "documents": ["b", "a"]}, {"query": "x" * 300, "document": "y"}, {"text": "t"}]
+    results = run_items(FakeEngine(), task, items)
+    assert results[0]["scores"] == [digest(b"qb"), digest(b"qa")]
+    assert isinstance(results[1], InputError) and results[2]["score"] == digest(b"t")
+    assert calibrated(FakeEngine(), task) is task
+
+
+def test_differences_are_what_was_changed():
+    task = FakeTask("rerank", "logits")
+    items = [{"query": "q", "documents": ["a", "b", "c"]}, {"query": "r", "document": "a"}]
+    items += [{"query": "r", "document": "b"}, {"query": "x" * 300, "document": "y"}]
+    works = task.prepare(items)
+
+    def results(*values):
+        scores = iter(values)
+        return [
+            None if isinstance(w, InputError) else [Result(np.array([next(scores)], np.float32)) for _ in w.requests]
+            for w in works
+        ]
+
+    one, two = results(0.1, 0.2, 0.3, 0.5, 0.6), results(0.1, 0.3, 0.25, 0.5, 0.75)
+    same = compare(task, items, works, one, one)
+    assert same.values == same.results == same.first == same.orders == same.pairs == 0
+    found = compare(task, items, works, one, two)
+    assert found.values == pytest.approx(0.15) and found.results == pytest.approx(0.15)
+    assert (found.groups, found.first, found.orders, found.pairs, found.all_pairs) == (2, 1, 1, 1, 4)
+    assert found.all_tokens == 0
+
+
+def test_greedy_flags_that_change_are_counted():
+    class Score(FakeTask):
+        def finish(self, note, results):
+            return {"logprob": float(sum(r.values.sum() for r in results)), "num_tokens": 1}
+
+    work = [Work([Request(np.array([1], np.int32))])]
+    a = [[Result(np.array([-1, -2], np.float32), np.array([True, False]))]]
+    b = [[Result(np.array([-1, -2], np.float32), np.array([True, True]))]]
+    found = compare(Score(), [{"prompt": "p", "continuation": "c"}], work, a, b)
+    assert (found.greedy, found.all_tokens, found.groups) == (1, 2, 0)
