@@ -1,12 +1,12 @@
 """Every error prefold raises on purpose.
 
-    PrefoldError
-    ├── InputError          one record, prompt or argument is wrong; names the field and the remedy
-    ├── CheckpointError     a model cannot be found or read
-    │   └── UnsupportedModelError   an architecture, tensor or setting we do not know
-    ├── OutOfMemoryError    what was asked for does not fit; raised before it is loaded
-    ├── MissingExtraError   an optional dependency is not installed; names the extra
-    └── JobError            a job cannot start or go on (output exists, journal of another job, ...)
+PrefoldError
+├── InputError          one record, prompt or argument is wrong; names the field and the remedy
+├── CheckpointError     a model cannot be found or read
+│   └── UnsupportedModelError   an architecture, tensor or setting we do not know
+├── OutOfMemoryError    what was asked for does not fit; raised before it is loaded
+├── MissingExtraError   an optional dependency is not installed; names the extra
+└── JobError            a job cannot start or go on (output exists, journal of another job, ...)
 """
 
 from __future__ import annotations

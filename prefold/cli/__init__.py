@@ -35,6 +35,9 @@ class _Group(click.Group):
         except PrefoldError as error:
             click.echo(f"prefold: {error}", err=True)
             sys.exit(1)
+        except KeyboardInterrupt:
+            click.echo("prefold: interrupted", err=True)
+            sys.exit(130)
         except BrokenPipeError:
             # Whoever read our output has gone: nothing to tell, and nothing more to flush.
             sys.stderr.close()

@@ -184,10 +184,16 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
         columns["messages"] = o["messages"]
     have = source.columns if source.columns is not None else first and list(first)
     columns |= default_columns(task, have, columns)
-    keep = tuple(name.strip() for name in o["keep"].split(",")) if o.get("keep") else ()
+    keep = dict(_kept(part.strip()) for part in o["keep"].split(",")) if o.get("keep") else {}
     adapter = TableAdapter(task, Columns(**columns, id=o.get("id_column"), keep=keep), render_chat(task, tokenizer))
     adapter.check(source.columns)
     return adapter
+
+
+def _kept(part: str) -> tuple[str, str]:
+    """(name in the output, column) of COLUMN or NAME=COLUMN."""
+    name, equals, column = part.partition("=")
+    return (name.strip(), column.strip()) if equals else (part, part)
 
 
 def render_chat(task: str, tokenizer: Any) -> Any:

@@ -50,7 +50,7 @@ def make_job(task: str | None, o: dict[str, Any], source: Any, checkpoint: Any, 
     from ..job.items import calibrated
 
     path = None if o["output"] in (None, "-") else Path(o["output"])
-    _check_paths(path, o)
+    _check_paths(path, source.name, o)
 
     def load() -> Any:
         llm = load_llm(o, checkpoint)
@@ -70,11 +70,15 @@ def make_job(task: str | None, o: dict[str, Any], source: Any, checkpoint: Any, 
     )  # fmt: skip
 
 
-def _check_paths(path: Path | None, o: dict[str, Any]) -> None:
+def _check_paths(path: Path | None, source: str, o: dict[str, Any]) -> None:
     if path is None and (o["resume"] or o["overwrite"]):
         raise click.UsageError("--resume and --overwrite need an output file: add -o FILE")
     if o["resume"] and o["overwrite"]:
         raise click.UsageError("--resume and --overwrite exclude each other")
+    used = {Path(source).resolve(): "input"} if source != "-" else {}
+    for name, what in ((path, "output"), (o["report"], "report")):
+        if name is not None and used.setdefault(Path(name).resolve(), what) != what:
+            raise JobError(f"the {what} {name} would replace the {used[Path(name).resolve()]}; give another name")
     for name in (o["output"], o["report"]):
         if name not in (None, "-") and not Path(name).absolute().parent.is_dir():
             raise JobError(f"there is no folder {Path(name).parent} for {name}; make it first")

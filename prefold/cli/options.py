@@ -135,7 +135,8 @@ def column_options(*tasks: str) -> Decorator:
     return _all(
         *options,
         click.option("--id", "id_column", metavar="COLUMN", help="A column that the output repeats as id."),
-        click.option("--keep", metavar="A,B,...", help="Further columns that the output repeats."),
+        click.option("--keep", metavar="A,B,...",
+                     help="Further columns that the output repeats, under another name as NAME=COLUMN."),
         click.option("--format", "input_format", type=click.Choice(FORMATS),
                      help="Format of the input.  [default: as its name says; standard input: jsonl]"),
     )  # fmt: skip

@@ -24,10 +24,20 @@ TASKS = ("embed", "rerank", "classify", "score")
 @column_options(*TASKS)
 @task_options(*TASKS)
 @limit_options
-@click.option("--max-batch-rows", type=click.IntRange(1), default=4096, show_default=True, metavar="N",
-              help="Rows of a step, which is as far as sharing mlp reaches.")
-@click.option("--gflops", type=click.FloatRange(min=0, min_open=True), metavar="X",
-              help="Reckon the time at X GFLOP/s.  [default: this machine's float32 matrix product, measured]")
+@click.option(
+    "--max-batch-rows",
+    type=click.IntRange(1),
+    default=4096,
+    show_default=True,
+    metavar="N",
+    help="Rows of a step, which is as far as sharing mlp reaches.",
+)
+@click.option(
+    "--gflops",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="Reckon the time at X GFLOP/s.  [default: this machine's float32 matrix product, measured]",
+)
 @click.option("--report", metavar="FILE", help="Write an HTML page with the trie.")
 @click.option("--json", "as_json", is_flag=True, help="The counts as JSON.")
 def plan(**o: Any) -> None:  # fmt: skip

@@ -18,11 +18,21 @@ TASKS = ("embed", "rerank", "classify", "score")
 @click.command(short_help="Measure what sharing and precision do to results.")
 @click.argument("input", metavar="INPUT")
 @click.option("--task", type=click.Choice(TASKS), help="As for `prefold run`.")
-@click.option("--sample", type=click.IntRange(1), default=64, show_default=True, metavar="N",
-              help="Records to run, drawn evenly over the input in groups of neighbours.")
+@click.option(
+    "--sample",
+    type=click.IntRange(1),
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="Records to run, drawn evenly over the input in groups of neighbours.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the draw.")
-@click.option("--tolerance", type=click.FloatRange(min=0), metavar="X",
-              help="Fail (status 1) if sharing moves a value by more than X.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    metavar="X",
+    help="Fail (status 1) if sharing moves a value by more than X.",
+)
 @model_options
 @column_options(*TASKS)
 @task_options(*TASKS)

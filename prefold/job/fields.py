@@ -73,9 +73,7 @@ def as_texts(value: Any, field: str) -> list[str]:
         raise InputError(f"{field!r} is not a list", field=field, remedy="give it a list of texts", code="wrong_type")
     if not value:
         raise InputError(f"{field!r} is an empty list", field=field, remedy="give it a text", code="empty")
-    return [
-        as_text(v.get("text") if isinstance(v, dict) else v, f"{field}[{i}]") for i, v in enumerate(value)
-    ]
+    return [as_text(v.get("text") if isinstance(v, dict) else v, f"{field}[{i}]") for i, v in enumerate(value)]
 
 
 class Template:

@@ -33,9 +33,7 @@ def trie_picture(shape: StreamShape, *, width: int = 64, height: int = 12) -> li
     return lines
 
 
-def _line(
-    columns: np.ndarray, group: np.ndarray, members: np.ndarray, alive: np.ndarray, count: int, each: int
-) -> str:
+def _line(columns: np.ndarray, group: np.ndarray, members: np.ndarray, alive: np.ndarray, count: int, each: int) -> str:
     out = []
     for i, prompt in enumerate(columns):
         if not alive[prompt]:

@@ -21,7 +21,7 @@ from .source import Row, Source
 
 __all__ = ["Batch", "Reader"]
 
-CHUNK_ITEMS = 512
+CHUNK_TEXTS = 512
 IDLE_SECONDS = 0.5
 
 
@@ -39,6 +39,7 @@ class _Chunk:
 
     records: list[tuple[int, Parsed]] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
+    texts: int = 0
 
 
 class Reader:
@@ -138,7 +139,7 @@ class Reader:
 
     def _pumped(self, rows: Iterator[Row]) -> Iterator[Row | None]:
         """The rows; None whenever the source has had none for a moment (it may be a pipe that goes on later)."""
-        pipe: queue.Queue[Row | BaseException | None] = queue.Queue(maxsize=CHUNK_ITEMS)
+        pipe: queue.Queue[Row | BaseException | None] = queue.Queue(maxsize=CHUNK_TEXTS)
 
         def put(item: Row | BaseException | None) -> None:
             while not self.stop.is_set():
@@ -183,7 +184,8 @@ class Reader:
         chunk = self._chunks.setdefault(parsed.lane, _Chunk())
         chunk.records.append((row.number, parsed))
         chunk.items += parsed.items
-        if len(chunk.items) >= CHUNK_ITEMS:
+        chunk.texts += sum(map(_texts_of, parsed.items))
+        if chunk.texts >= CHUNK_TEXTS:
             self._flush(parsed.lane)
 
     def _flush_all(self) -> None:
@@ -227,6 +229,12 @@ class Reader:
                     if isinstance(item, Batch):
                         item.spool.close()
                     return
+
+
+def _texts_of(item: Any) -> int:
+    """About how many texts an item holds: one, or as many as its longest list."""
+    lists = [len(value) for value in item.values() if isinstance(value, list)] if isinstance(item, dict) else []
+    return max(lists, default=1)
 
 
 def _first_error(works: list[Any]) -> InputError | None:

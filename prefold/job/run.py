@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -132,6 +133,10 @@ class _Run:
             if not self.hard:
                 self.output.commit()
             raise Interrupted(self.signal or signal.SIGINT) from None
+        except BaseException:
+            with contextlib.suppress(JobError):
+                self.output.commit()  # what came before the failure is done
+            raise
         finally:
             self.reader.close()
             self.output.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError, JobError
@@ -16,7 +16,14 @@ from .source import Row
 
 __all__ = ["Columns", "TableAdapter", "default_columns"]
 
-_RESERVED = {"record", "id", "error", "results"}
+# What lines have of their own, and what the tasks put into them.
+_RESERVED = {
+    "": {"record", "id", "error", "results", "num_tokens"},
+    "embed": {"embedding", "embeddings"},
+    "rerank": {"score", "scores", "order", "documents"},
+    "classify": {"label", "probabilities", "logprobs", "logits"},
+    "score": {"logprob", "logprobs", "greedy", "num_bytes"},
+}
 _USUAL = {
     "embed": {"prompt": ("text", "prompt", "input")},
     "classify": {"prompt": ("text", "prompt", "input")},
@@ -32,7 +39,7 @@ class Columns:
     prompt, query, document, continuation   templates, or bare column names
     messages   a column of chat messages, in place of prompt
     id         a column whose value the output line repeats
-    keep       further columns it repeats
+    keep       further columns it repeats: {name in the line: column}
     """
 
     prompt: Template | None = None
@@ -41,12 +48,17 @@ class Columns:
     document: Template | None = None
     continuation: Template | None = None
     id: str | None = None
-    keep: tuple[str, ...] = ()
+    keep: Mapping[str, str] = field(default_factory=dict)
 
     def paths(self) -> list[str]:
         templates = [t for t in (self.prompt, self.query, self.document, self.continuation) if t is not None]
         names = [path for template in templates for path in template.paths]
-        return [*names, *([self.messages] if self.messages else []), *([self.id] if self.id else []), *self.keep]
+        return [
+            *names,
+            *([self.messages] if self.messages else []),
+            *([self.id] if self.id else []),
+            *self.keep.values(),
+        ]
 
 
 def default_columns(task: str, have: list[str] | None, given: dict[str, Any]) -> dict[str, Template]:
@@ -78,9 +90,9 @@ class TableAdapter:
     """
 
     def __init__(self, task: str, columns: Columns, render_chat: Callable[[list[Any]], Any] | None = None):
-        clash = sorted(_RESERVED & set(columns.keep))
-        if clash:
-            raise JobError(f"--keep {clash[0]}: the output has a {clash[0]!r} of its own; leave it out")
+        for name in columns.keep:
+            if name in _RESERVED[""] | _RESERVED[task]:
+                raise JobError(f"--keep {name}: a line has its own {name!r}; name it: --keep my_{name}={name}")
         self.task = task
         self.columns_used = columns
         self.columns = {part for path in columns.paths() for part in (path, path.split(".")[0])}
@@ -115,7 +127,7 @@ class TableAdapter:
                 raise InputError(message, field=columns.id, remedy=remedy, code="wrong_type")
             meta["id"] = value
         if columns.keep:
-            meta["keep"] = {name: _plain(lookup(data, name), name) for name in columns.keep}
+            meta["keep"] = {name: _plain(lookup(data, path), path) for name, path in columns.keep.items()}
         return meta
 
     def _items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["BuildError", "build", "cache_folder", "find_compiler"]
+from ..checkpoint import cache_folder
+
+__all__ = ["BuildError", "build", "find_compiler"]
 
 SOURCES = Path(__file__).parent / "src"
 # gnu++17 (rather than c++17) and these flags let the compiler fuse multiply and add. The ABI notes are about
@@ -23,12 +25,6 @@ TIMEOUT_SECONDS = 300
 
 class BuildError(Exception):
     """The kernels cannot be compiled here; the message says why, in one line."""
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: $PREFOLD_CACHE/kernels, else ~/.cache/prefold/kernels."""
-    base = os.environ.get("PREFOLD_CACHE")
-    return (Path(base) if base else Path.home() / ".cache" / "prefold") / "kernels"
 
 
 def find_compiler() -> str | None:
@@ -45,7 +41,7 @@ def build(*, flags: Sequence[str] = FLAGS, again: bool = False) -> Path:
     `again` compiles even so. Safe with many processes at once: each compiles to a name of its own and
     renames, and the last one wins with the same content. BuildError where it cannot be done.
     """
-    folder = cache_folder()
+    folder = cache_folder() / "kernels"
     target = folder / f"kernels-{fingerprint(flags)}.so"
     if target.exists() and not again:
         return target

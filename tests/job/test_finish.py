@@ -19,7 +19,7 @@ LINES = {
     3: {"record": 3, "id": "c", "embedding": [0.25, 1.0], "score": 1.5},
     1: {"record": 1, "id": "a", "embedding": [1, 0], "score": 2},
     2: {"record": 2, "id": "b", "error": {"code": "null", "message": "'text' is null", "remedy": "give it a text"}},
-    4: {"record": 4, "id": "d, \"q\"\nx", "embedding": [0.5, 0.5], "score": 0.125},
+    4: {"record": 4, "id": 'd, "q"\nx', "embedding": [0.5, 0.5], "score": 0.125},
 }
 
 

@@ -150,5 +150,5 @@ def test_identity_tells_inputs_apart_by_content_only(tmp_path):
     body = "".join(f'{{"a": {i}}}\n' for i in range(50_000))
     a.write_text(body)
     b.write_text(body)
-    c.write_text(body.replace("{\"a\": 25000}", "{\"a\": 25001}"))
+    c.write_text(body.replace('{"a": 25000}', '{"a": 25001}'))
     assert open_source(str(a)).identity == open_source(str(b)).identity != open_source(str(c)).identity

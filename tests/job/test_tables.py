@@ -19,7 +19,7 @@ def read(adapter, data):
 
 
 def test_embed_one_and_many():
-    adapter = TableAdapter("embed", Columns(prompt=t("body"), id="key", keep=("lang",)))
+    adapter = TableAdapter("embed", Columns(prompt=t("body"), id="key", keep={"lang": "lang"}))
     parsed = read(adapter, {"body": "x", "key": 7, "lang": None})
     assert parsed.items == [{"text": "x"}]
     line = adapter.line(4, parsed.meta, [{"embedding": [1.0]}])
@@ -103,10 +103,14 @@ def test_usual_column_names_are_found():
 
 
 def test_columns_are_checked_against_a_known_header():
-    adapter = TableAdapter("rerank", Columns(query=t("q"), document=t("docs.text"), keep=("lang",)))
+    adapter = TableAdapter("rerank", Columns(query=t("q"), document=t("docs.text"), keep={"lang": "lang"}))
     assert {"q", "docs", "lang"} <= set(adapter.columns)
     adapter.check(["q", "docs", "lang"])
     with pytest.raises(JobError, match="no column 'lang'"):
         adapter.check(["q", "docs"])
-    with pytest.raises(JobError, match="--keep record"):
-        TableAdapter("embed", Columns(prompt=t("text"), keep=("record",)))
+    for name in ("record", "embedding"):
+        with pytest.raises(JobError, match=f"--keep my_{name}={name}"):
+            TableAdapter("embed", Columns(prompt=t("text"), keep={name: name}))
+    renamed = TableAdapter("embed", Columns(prompt=t("text"), keep={"mine": "record"}))
+    parsed = read(renamed, {"text": "x", "record": 77})
+    assert renamed.line(1, parsed.meta, [{"embedding": [1.0]}]) == {"record": 1, "mine": 77, "embedding": [1.0]}
