@@ -1,6 +1,6 @@
 """Attention and the element-wise operations of a layer: the compiled kernels beside PyTorch, and the best rate.
 
-    python benchmarks/attention.py [--heads 9 --kv-heads 3 --head-dim 64] [--repeats N] [--json FILE]
+    python benchmarks/attention.py [--heads 9 --kv-heads 3 --head-dim 64] [--threads T] [--repeats N] [--json FILE]
 
 `trie` is a step of a reranking job: a head of 60 rows, 4 queries, 8 passages each. `reads` is the same with one
 query row in 120, as in the last layer. `causal` is 4 plain sequences of 1024 rows, the easiest there is: its rate
@@ -172,8 +172,11 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=3)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, help="all by default")
     parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
     about = machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     if kernels.load() is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,11 @@ import torch
 
 from .checkpoint import resolve
 from .engine import Engine
-from .errors import InputError
+from .errors import CheckpointError, InputError
 from .model import load_model
 from .stream import Spool
 from .tasks import Task, make_task
-from .text import load_tokenizer
+from .text import Tokenizer, load_tokenizer
 from .types import SHARING_MODES, Result, Sharing, Stats
 
 __all__ = ["LLM", "Classification", "Ranking", "Score"]
@@ -92,8 +93,8 @@ class LLM:
             if threads < 1:
                 raise InputError(f"threads is {threads}", field="threads", remedy="use 1 or more")
             torch.set_num_threads(threads)
-        self.checkpoint = resolve(model, revision=revision, load_format=load_format)
-        self.tokenizer = load_tokenizer(self.checkpoint) if self.checkpoint.path is not None else None
+        self.checkpoint = resolve(model, revision=revision, load_format=load_format, notify=tell)
+        self.tokenizer = self._load_tokenizer()
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.checkpoint.config, self.device)
         self.model = load_model(self.checkpoint, dtype=self.dtype, device=self.device, seed=seed)
@@ -103,6 +104,14 @@ class LLM:
             sharing="full" if sharing == "auto" else sharing,
             max_batch_rows=max_batch_rows or MAX_BATCH_ROWS,
         )
+
+    def _load_tokenizer(self) -> Tokenizer | None:
+        try:
+            return load_tokenizer(self.checkpoint)
+        except CheckpointError:
+            if self.checkpoint.format == "dummy":
+                return None  # token ids only
+            raise
 
     @property
     def stats(self) -> Stats:
@@ -199,6 +208,11 @@ class LLM:
 
 
 TAG = struct.Struct("<qq")
+
+
+def tell(line: str) -> None:
+    """What takes long enough that a person wonders (a download), on standard error."""
+    print(f"prefold: {line}", file=sys.stderr, flush=True)
 
 
 def as_items(texts: Any) -> tuple[list[Any], bool]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..prefix import PrefixMap, Trie
+from ..prefix import PrefixMap, Trie, common_prefix_lengths
 from ..stream import Window
 from ..types import Readout, Sharing
 
@@ -65,7 +65,8 @@ class PrefillScheduler:
     """Cuts the stream of one window into steps of at most `max_batch_rows` rows.
 
     sharing "full": any contiguous range of the depth-first rows; "mlp" and "off": whole prompts in
-    order of arrival, an over-long prompt in chunks of its own, and "mlp" folds a step's prompts.
+    order of arrival, an over-long prompt in chunks of its own, and "mlp" folds a step's prompts. Of
+    twins that arrive one after the other (the one-token labels of a prompt) these too run one.
     """
 
     def __init__(self, window: Window, readout: Readout, *, sharing: Sharing, max_batch_rows: int):
@@ -73,12 +74,19 @@ class PrefillScheduler:
         self.readout = readout
         self.sharing = sharing
         self.max_batch_rows = max_batch_rows
-        # sharing "full" windows come in lexicographic order, the others in order of arrival
-        self.trie = Trie.build(window.tokens, window.offsets, share=sharing == "full", is_sorted=sharing == "full")
-        self._position = window.carried if sharing == "full" else 0
+        if sharing == "full":
+            self.trie = Trie.build(window.tokens, window.offsets, is_sorted=window.is_sorted)
+            self._offsets = window.offsets
+            self._last_row, self._order = self.trie.last_row, self.trie.order
+            self._position = window.carried
+        else:
+            tokens, self._offsets, twin_of = merge_twins(window.tokens, window.offsets)
+            self.trie = Trie.build(tokens, self._offsets, share=False)
+            self._last_row, self._order = self.trie.last_row[twin_of], np.arange(window.num_requests)
+            self._position = 0
         self._path = np.arange(self._position, dtype=np.int64)
-        # Last rows ascend along the depth-first order, so the sequences a step ends are a slice of it.
-        self._last_rows = self.trie.last_row[self.trie.order]
+        # Last rows ascend along this order, so the sequences a step ends are a slice of it.
+        self._last_rows = self._last_row[self._order]
         self._pair_rows, self._pair_targets = self._pairs()
 
     def plan(self) -> Step | None:
@@ -95,7 +103,7 @@ class PrefillScheduler:
             tokens, positions = tokens[fold.gather], positions[fold.gather]
 
         first, last = np.searchsorted(self._last_rows, (start, stop))
-        done = trie.order[first:last]
+        done = self._order[first:last]
         pair_first, pair_last = np.searchsorted(self._pair_rows, (start, stop))
         pair_rows = self._pair_rows[pair_first:pair_last] - start
         done_rows = self._last_rows[first:last] - start
@@ -144,7 +152,7 @@ class PrefillScheduler:
             # Steps of equal size: a last step of a few rows would run far below the machine's speed.
             steps = -(-remaining // self.max_batch_rows)
             return start + -(-remaining // steps)
-        offsets = self.window.offsets
+        offsets = self._offsets
         sequence = int(np.searchsorted(offsets, start, side="right")) - 1
         if start > offsets[sequence]:  # within an over-long prompt: its chunks run alone
             return min(start + self.max_batch_rows, int(offsets[sequence + 1]))
@@ -161,7 +169,7 @@ class PrefillScheduler:
         return np.isin(keys, self.trie.rows_of(int(self.trie.order[-1])))
 
     def _fold(self, start: int, stop: int) -> PrefixMap | None:
-        offsets = self.window.offsets
+        offsets = self._offsets
         first, last = np.searchsorted(offsets, (start, stop))
         if offsets[first] != start or offsets[last] != stop:
             return None  # a chunk of an over-long prompt: one sequence, nothing to fold
@@ -176,7 +184,7 @@ class PrefillScheduler:
         counts = stops - starts
         rows = np.empty(int(self.window.target_offsets[-1]), np.int64)
         active = np.flatnonzero(counts > 0)
-        at, above = self.trie.last_row[active], 0
+        at, above = self._last_row[active], 0
         while len(active):
             rows[stops[active] - 1 - above] = at
             above += 1
@@ -184,6 +192,16 @@ class PrefillScheduler:
             active, at = active[more], self.trie.parent[at[more]]
         order = np.argsort(rows, kind="stable")
         return rows[order], order
+
+
+def merge_twins(tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Drop every sequence equal to the one before it: (tokens, offsets, number of the one that stands for each)."""
+    lengths = np.diff(offsets)
+    shared = common_prefix_lengths(tokens, offsets, np.arange(len(lengths)))
+    twin = np.zeros(len(lengths), bool)
+    twin[1:] = (shared[1:] == lengths[1:]) & (lengths[1:] == lengths[:-1])
+    kept = lengths[~twin]
+    return tokens[np.repeat(~twin, lengths)], np.concatenate(([0], np.cumsum(kept))), np.cumsum(~twin) - 1
 
 
 def _to_rows(stream_rows: np.ndarray, fold: PrefixMap | None) -> np.ndarray:

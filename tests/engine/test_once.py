@@ -54,6 +54,20 @@ def test_off_computes_every_token_and_mlp_what_is_unique_in_a_batch(llm):
     assert llm.stats.rows_computed == llm.stats.unique_tokens == unique_prefixes(token_lists)
 
 
+@pytest.mark.parametrize("sharing", ["mlp", "off"])
+def test_twins_in_a_row_run_once_in_the_baselines_too(llm, sharing):
+    requests = [as_request([5, 6, 7], [label]) for label in range(4)] + [
+        as_request([5, 6], [1]),
+        as_request([5, 6], [2]),
+    ]
+    llm.engine.stats = Stats()
+    found = run(llm, requests, Readout("logprobs"), sharing=sharing, rows=100)
+    assert llm.stats.rows_computed == {"off": 5, "mlp": 3}[sharing]
+    full = run(llm, requests, Readout("logprobs"), sharing="full", rows=100)
+    for one, other in zip(found, full, strict=True):
+        np.testing.assert_allclose(one.values, other.values, atol=1e-5)
+
+
 def test_path_is_what_lies_above_the_cut(llm):
     """A prompt far longer than a batch: the path grows with it, and goes with it."""
     long = np.arange(200).tolist()

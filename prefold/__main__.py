@@ -1,0 +1,5 @@
+"""`python -m prefold`: the command line."""
+
+from .cli import main
+
+main()
