@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--suffixes", default="32,128,512")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--max-batch-rows", type=int, default=4096)
+    parser.add_argument("--max-batch-rows", type=int, default=1 << 17, help="by default all prompts are one batch")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     config = resolve(arguments.model, load_format="dummy").config

@@ -71,6 +71,8 @@ def vllm_runner(job):
         enable_prefix_caching=True,
         max_model_len=job.get("max_model_len", 4096),
         max_logprobs=128,
+        # Of the allowed ids only: the raw ones need not be among the best.
+        logprobs_mode="processed_logprobs",
         **options,
     )
 
