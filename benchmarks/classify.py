@@ -41,6 +41,12 @@ TREC = {
     "LOC": "location",
     "NUM": "number",
 }
+# How each task is asked: instructions and template.
+ASKED = {
+    "sst2": ("Say whether each review is positive or negative.", "Review: {text}\nSentiment: {label}"),
+    "trec": ("Say what each question asks for.", "Question: {text}\nType: {label}"),
+    "banking77": ("Say which of these intents a customer of a bank has: {labels}.", "Customer: {text}\nIntent: {label}"),
+}
 
 
 @dataclass
@@ -65,19 +71,37 @@ def load(name: str, folder: Path, llm: LLM) -> Problem:
     else:
         place = folder / {"trec": "trec_qc"}.get(name, name)
         names = TREC if name == "trec" else {}
-        items = read_jsonl(place / "dev.jsonl.gz")[:count]
+        items = spread_over(read_jsonl(place / "dev.jsonl.gz"), count)
         shots = read_jsonl(place / "fewshot.jsonl.gz")
         written = lambda label: names.get(label, label.replace("_", " "))  # noqa: E731
-        examples = [(shot["text"], written(shot["label"])) for shot in shots]
+        examples = interleaved([(shot["text"], written(shot["label"])) for shot in shots])
         labels = list(dict.fromkeys(label for _, label in examples))
         texts, answers = [item["text"] for item in items], [written(item["label"]) for item in items]
-        task = llm.task("classify", labels=labels, instructions="Classify each text.", examples=examples)
+        instructions, template = ASKED[name]
+        task = llm.task(
+            "classify",
+            labels=labels,
+            instructions=instructions.replace("{labels}", ", ".join(labels)),
+            # The list of 77 labels is the shared prefix; two examples of each would make it ten times as long.
+            examples=examples[:8] if name == "banking77" else examples,
+            template=template,
+        )
     return Problem(labels, task.prepare([{"text": text} for text in texts]), answers, task)
 
 
 def spread_over(items: list[dict], count: int) -> list[dict]:
     """`count` items, evenly over the file: every subject is there."""
     return [items[i * len(items) // count] for i in range(count)]
+
+
+def interleaved(examples: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """One of each label in turn: a model repeats the label of the last examples when they are all alike."""
+    seen: dict[str, int] = {}
+    turns = []
+    for example in examples:
+        turns.append(seen.get(example[1], 0))
+        seen[example[1]] = turns[-1] + 1
+    return [examples[i] for i in sorted(range(len(examples)), key=turns.__getitem__)]
 
 
 def predict(problem: Problem, sums: np.ndarray) -> list[str]:

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from .checkpoint import resolve
-from .engine import Engine
-from .errors import CheckpointError, InputError
+from .cache import CacheOptions, RadixCache
+from .checkpoint import Checkpoint, resolve
+from .engine import Engine, GenerateOptions
+from .engine.service import Service
+from .errors import InputError
 from .model import load_model
-from .stream import Spool
 from .tasks import Task, make_task
-from .text import Tokenizer, load_tokenizer
-from .types import SHARING_MODES, Result, Sharing, Stats
+from .tasks.facts import generation_settings
+from .tasks.run import calibrated, finish_items, run_works
+from .text import Tokenizer, tokenizer_or_none
+from .types import SHARING_MODES, Generated, GenerateRequest, Sharing, Stats
 
-__all__ = ["LLM", "Classification", "Ranking", "Score"]
+__all__ = ["LLM", "Classification", "Piece", "Ranking", "Score"]
 
-# Tokens of the stream that are in memory as a trie at once.
-WINDOW_TOKENS = 1 << 20
 # Rows of a step. On a CPU larger steps hardly gain, and their intermediates are held in memory.
 MAX_BATCH_ROWS = 4096
 
@@ -59,13 +61,19 @@ class Score:
 class LLM:
     """A model, ready to run.
 
-    model           hub id, local Hugging Face folder, .gguf file, or a built-in name (`prefold models`)
+    model           hub id, local Hugging Face folder, .gguf file, a built-in name (`prefold models`), or a Checkpoint
+    tokenizer       the checkpoint's, where it has been loaded already
     dtype           "float32", "bfloat16", "float16", or "auto": what the checkpoint is stored in, where the
                     device computes natively in it, else float32
     device          "cpu", "cuda", "cuda:1", ..., or "auto": a GPU when there is one
     threads         CPU threads; None: torch's own choice
     sharing         "full", "mlp", "off" or "auto" (full: it has not been measured to cost)
     max_batch_rows  rows of one step
+    kv_memory       bytes of K/V for generation; None: half of the free memory, on a CPU at most 4 GiB
+    max_running     sequences that generate at once
+    reserve_output  set aside room for a whole output when max_tokens is given (else an output may be interrupted, and
+                    computed again, when memory runs out)
+    cache           keep K/V between calls of `generate`: "lru", "lfu", "priority", a CacheOptions, or "off"
     load_format     "auto", or "dummy" for random weights of the model's geometry
     revision        of a hub id
 
@@ -74,13 +82,18 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "smollm2-135m",
+        model: str | Checkpoint = "smollm2-135m",
         *,
+        tokenizer: Tokenizer | None = None,
         dtype: str = "auto",
         device: str = "auto",
         threads: int | None = None,
         sharing: Sharing | str = "auto",
         max_batch_rows: int | None = None,
+        kv_memory: int | None = None,
+        max_running: int = 256,
+        reserve_output: bool = True,
+        cache: CacheOptions | str = "lru",
         load_format: str = "auto",
         revision: str | None = None,
         seed: int = 0,
@@ -93,8 +106,10 @@ class LLM:
             if threads < 1:
                 raise InputError(f"threads is {threads}", field="threads", remedy="use 1 or more")
             torch.set_num_threads(threads)
-        self.checkpoint = resolve(model, revision=revision, load_format=load_format, notify=tell)
-        self.tokenizer = self._load_tokenizer()
+        if not isinstance(model, Checkpoint):
+            model = resolve(model, revision=revision, load_format=load_format, notify=tell)
+        self.checkpoint = model
+        self.tokenizer = tokenizer_or_none(model) if tokenizer is None else tokenizer
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.checkpoint.config, self.device)
         self.model = load_model(self.checkpoint, dtype=self.dtype, device=self.device, seed=seed)
@@ -103,15 +118,14 @@ class LLM:
             self.model,
             sharing="full" if sharing == "auto" else sharing,
             max_batch_rows=max_batch_rows or MAX_BATCH_ROWS,
+            generation=GenerateOptions(
+                kv_memory=kv_memory,
+                max_running=max_running,
+                reserve_output=reserve_output,
+                cache=cache_options(cache),
+            ),
+            eos_ids=generation_settings(self.checkpoint, self.tokenizer)[0],
         )
-
-    def _load_tokenizer(self) -> Tokenizer | None:
-        try:
-            return load_tokenizer(self.checkpoint)
-        except CheckpointError:
-            if self.checkpoint.format == "dummy":
-                return None  # token ids only
-            raise
 
     @property
     def stats(self) -> Stats:
@@ -178,36 +192,128 @@ class LLM:
         found = [Score(line["logprob"], np.asarray(line["logprobs"], np.float32), line["greedy"]) for line in lines]
         return found[0] if single else found
 
+    def generate(
+        self, prompts: Text | Sequence[Text], **options: Any
+    ) -> Generated | list[Generated] | list[list[Generated]]:
+        """Continuations: a Generated a prompt (one for one prompt), lists of them with n > 1.
+
+        Options: the fields of Sampling (max_tokens, temperature, top_p, stop, seed, n, logprobs, ...; greedy and at
+        most 256 tokens by default), response_format-like grammars as grammar={"json_schema": ...}, {"regex": ...},
+        {"choice": [...]}, {"lark": ...}; adapter, salt, priority, truncate. Raises InputError naming the prompt that
+        cannot be continued.
+        """
+        items, single = as_items(prompts)
+        return self._generate(items, single, options)
+
+    def chat(self, messages: Sequence[Any], **options: Any) -> Generated | list[Generated] | list[list[Generated]]:
+        """`generate` for one conversation ([{"role": ..., "content": ...}, ...]) or a list of them, in the checkpoint's
+        chat template. Further options: system, tools, chat_template, chat_template_kwargs."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        chats = [messages] if single else list(messages)
+        return self._generate([{"messages": chat} for chat in chats], single, options)
+
+    def _generate(self, items: list[Any], single: bool, options: dict[str, Any]) -> Any:
+        task = self.task("generate", **options)
+        works = checked(task.prepare(items))
+        answers = checked([answer for (answer,) in run_works(self.engine, task, works)])  # type: ignore[misc]
+        found = [answer if len(answer) > 1 else answer[0] for answer in answers]
+        return found[0] if single else found
+
+    def stream(self, prompt: Any, **options: Any) -> Iterator[Piece]:
+        """The text of one prompt, or conversation, as it is made; options as for `generate`. A piece a sample and step
+        at most; the last piece of a sample carries its Generated. Left early, the request is cancelled."""
+        request = self._request(prompt, options)
+        generator, pieces = self.engine.generator, deque[Any]()
+        key = generator.add(
+            request, self.tokenizer, pieces.append, lambda sample, text: pieces.append(Piece(sample, text))
+        )
+        try:
+            while True:
+                while pieces:
+                    piece = pieces.popleft()
+                    if isinstance(piece, Piece):
+                        yield piece
+                    else:
+                        key = None
+                        yield from (Piece(i, "", one) for i, one in enumerate(samples_of(piece)))
+                        return
+                generator.step()
+        finally:
+            if key is not None:
+                generator.cancel(key)
+
+    async def agenerate(self, prompt: Any, **options: Any) -> Generated | list[Generated]:
+        """`generate` for one prompt, or conversation, from an event loop; calls that wait at once run together."""
+        request = self._request(prompt, options)
+        async for event in self._service.stream(request, self.tokenizer, text=False):
+            if isinstance(event, list):
+                return event if len(event) > 1 else event[0]
+        raise AssertionError("a request ended without an answer")
+
+    async def astream(self, prompt: Any, **options: Any) -> AsyncIterator[Piece]:
+        """`stream` from an event loop."""
+        request = self._request(prompt, options)
+        async for event in self._service.stream(request, self.tokenizer):
+            if isinstance(event, list):
+                for i, one in enumerate(event):
+                    yield Piece(i, "", one)
+            else:
+                yield Piece(*event)
+
+    @cached_property
+    def _service(self) -> Service:
+        return Service(self.engine.generator)
+
+    def _request(self, prompt: Any, options: dict[str, Any]) -> GenerateRequest:
+        task = self.task("generate", **options)
+        return checked(task.prepare([prompt]))[0].requests[0]
+
+    @property
+    def cache(self) -> RadixCache | None:
+        """What is kept of earlier calls: `pin`, `unpin`, `clear`; None when nothing is."""
+        return self.engine.generator.scheduler.cache
+
     def task(self, name: str, **options: Any) -> Task:
         """The task `name` as this checkpoint wants it; see `prefold.tasks.make_task`."""
         return make_task(name, self.checkpoint, self.tokenizer, **options)
 
     def calibrated(self, task: Any) -> Any:
         """A classification task that has seen what the model says of content-free texts, if it asks for that."""
-        items = task.calibration_items()
-        return task.with_calibration(self.run(task, items)) if items else task
+        return calibrated(self.engine, task)
 
     def run(self, task: Task, items: Iterable[Any]) -> list[dict[str, Any]]:
         """Run a task over items; one dict an item, in their order. Raises the first item's InputError."""
-        works = task.prepare(list(items))
-        for number, work in enumerate(works):
-            if isinstance(work, InputError):
-                raise InputError(f"item {number}: {work}", field=work.field, code=work.code) from work
-        results: list[list[Result | None]] = [[None] * len(work.requests) for work in works]
-        with Spool() as spool:
-            for number, work in enumerate(works):
-                for part, request in enumerate(work.requests):
-                    spool.add(request, TAG.pack(number, part))
-            windows = spool.windows(
-                max_tokens=WINDOW_TOKENS, share=self.engine.sharing == "full", read=task.readout.kind
-            )
-            for tag, result in self.engine.run(windows, task.readout):
-                number, part = TAG.unpack(tag)
-                results[number][part] = result
-        return [task.finish(work.note, found) for work, found in zip(works, results, strict=True)]
+        works = checked(task.prepare(list(items)))
+        return checked(finish_items(task, works, run_works(self.engine, task, works)))
 
 
-TAG = struct.Struct("<qq")
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some more text of a sample; `done` with its last piece, whose text is empty."""
+
+    sample: int
+    text: str
+    done: Generated | None = None
+
+
+def checked(found: list[Any]) -> list[Any]:
+    """What was found, item by item. Raises the InputError of the first item that has one, with its number."""
+    for number, one in enumerate(found):
+        if isinstance(one, InputError):
+            raise InputError(f"item {number}: {one}", field=one.field, code=one.code) from one
+    return found
+
+
+def samples_of(answer: list[Generated] | InputError) -> list[Generated]:
+    if isinstance(answer, InputError):
+        raise answer
+    return answer
+
+
+def cache_options(cache: CacheOptions | str) -> CacheOptions | None:
+    if isinstance(cache, CacheOptions):
+        return cache
+    return None if cache == "off" else CacheOptions(policy=cache)  # type: ignore[arg-type]
 
 
 def tell(line: str) -> None:

@@ -7,7 +7,20 @@ from typing import Literal
 
 import numpy as np
 
-__all__ = ["SHARING_MODES", "Readout", "Request", "Result", "Sharing", "Stats"]
+__all__ = [
+    "SHARING_MODES",
+    "GenerateRequest",
+    "Generated",
+    "GenerationStats",
+    "Grammar",
+    "Readout",
+    "Request",
+    "Result",
+    "Sampling",
+    "Sharing",
+    "Stats",
+    "TokenLogprobs",
+]
 
 Sharing = Literal["full", "mlp", "off"]
 SHARING_MODES: tuple[Sharing, ...] = ("full", "mlp", "off")
@@ -25,9 +38,11 @@ class Readout:
     "logits"    logits of the vocabulary ids `ids`, [len(ids)]        its last row
     "logprobs"  log-probability of each target, [len(targets)],       its last len(targets) rows
                 and whether the target is the arg-max
+    "tokens"    what is generated after it: list[Generated], one      its last row, and each row
+                a sample (`Engine.generate` instead of `run`)         that is generated
     """
 
-    kind: Literal["last", "first", "mean", "head", "logits", "logprobs"]
+    kind: Literal["last", "first", "mean", "head", "logits", "logprobs", "tokens"]
     ids: tuple[int, ...] = ()
 
 
@@ -53,17 +68,152 @@ class Result:
     greedy: np.ndarray | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What generated text must look like.
+
+    kind   "json_schema" (text: the schema as JSON), "json" (any JSON object), "regex", "choice" (text: a JSON
+           list of strings), "lark" (text: a grammar in Lark's syntax)
+    """
+
+    kind: Literal["json_schema", "json", "regex", "choice", "lark"]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tokens of a request are chosen, and when they end.
+
+    max_tokens           None: until the model's context is full
+    min_tokens           no end before so many
+    temperature          0: greedy
+    top_k                0: off
+    top_p, min_p         Holtzman et al. 2020; Nguyen et al. 2024 (relative to the most likely token)
+    repetition_penalty   of tokens in prompt or output (Keskar et al. 2019); 1: off
+    presence_penalty, frequency_penalty   of tokens in the output, as OpenAI defines them; 0: off
+    logit_bias           (id, added to its logit)
+    seed                 None: drawn once a job. The noise depends on seed, sample and position alone
+    n                    samples of the prompt
+    stop, stop_ids       texts and ids that end the output; a text is cut off, with what follows it
+    ignore_eos           go on after the model's end-of-text ids
+    logprobs             None: none; k: the chosen token's, and the k most likely ones
+    grammar              what the text must look like
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt to be continued.
+
+    tokens    int32 [n], n >= 1
+    adapter   the LoRA adapter it runs with, None: the base model
+    salt      requests share a prefix only where adapter and salt are equal
+    priority  a larger one is kept longer in a cache with the "priority" policy
+    """
+
+    tokens: np.ndarray
+    sampling: Sampling = Sampling()
+    adapter: str | None = None
+    salt: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One generated token's log-probability, and the most likely (id, log-probability) at its place, best first.
+
+    Of the model's own distribution: before temperature, penalties and filters.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One sample of a request.
+
+    tokens         the ids, without what ended them
+    text           decoded, None without a tokenizer
+    finish_reason  "stop" (end of text, a stop text or id, the grammar's end), "length", "cancelled"
+    stop           the text or id that ended it, None for the end of text and for "length"
+    cached_tokens  tokens of the prompt that were not computed for this request
+    logprobs       one a token, if asked for
+    """
+
+    tokens: tuple[int, ...]
+    text: str | None
+    finish_reason: Literal["stop", "length", "cancelled"]
+    stop: str | int | None = None
+    cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """What generation did, beside what `Stats` says.
+
+    generated_tokens        tokens of all outputs
+    prefill_rows            rows of prompts, those computed again included
+    decode_rows             rows of running sequences: one a sequence and step
+    recomputed_rows         rows computed again after a preemption
+    first_admission_hits    tokens of prompts that were there when the request was first admitted
+    in_step_hits            tokens of prompts shared with a prompt admitted in the same step
+    cross_window_hits       tokens of prompts found in the cache, from an earlier window or call
+    preemptions             sequences taken out for want of memory
+    kv_bytes_now            K/V held
+    kv_bytes_peak           most K/V held at once
+    kv_bytes_unshared_peak  the same, had every sequence K/V of its own
+    steps                   forward passes
+    running_peak            most sequences running in one step
+    """
+
+    generated_tokens: int = 0
+    prefill_rows: int = 0
+    decode_rows: int = 0
+    recomputed_rows: int = 0
+    first_admission_hits: int = 0
+    in_step_hits: int = 0
+    cross_window_hits: int = 0
+    preemptions: int = 0
+    kv_bytes_now: int = 0
+    kv_bytes_peak: int = 0
+    kv_bytes_unshared_peak: int = 0
+    steps: int = 0
+    running_peak: int = 0
+
+
 @dataclass(slots=True)
 class Stats:
     """What was asked, what was computed, and where the time went.
 
-    tokens          tokens of all prompts, as the user sees them
+    tokens          tokens of all prompts, as the user sees them; where text is generated, of each sample's prompt
+                    and output, but for the last one, which needs no row
     unique_tokens   rows of the job's stream: its unique tokens, were they computed each exactly once
     rows_computed   rows that went through the model's position-wise layers
     requests        prompts
     steps           forward passes
     path_rows_peak  most rows whose K/V was held between two steps
     seconds         by part: "plan" (host), "model" (device), ...; parts may overlap
+    generation      what generation did, None without any
     """
 
     tokens: int = 0
@@ -73,11 +223,12 @@ class Stats:
     steps: int = 0
     path_rows_peak: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    generation: GenerationStats | None = None
 
     def add_seconds(self, part: str, seconds: float) -> None:
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
     @property
     def saved(self) -> float:
-        """Share of the tokens that was not computed, in [0, 1)."""
+        """Share of the tokens that was not computed, below 1."""
         return 1.0 - self.rows_computed / self.tokens if self.tokens else 0.0

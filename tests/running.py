@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from prefold import LLM
 from prefold.stream import Spool
@@ -35,3 +36,21 @@ def run(llm: LLM, requests: list[Request], readout: Readout, *, sharing: str, ro
 
 def as_request(tokens: list[int], targets: list[int] | None = None) -> Request:
     return Request(np.array(tokens, np.int32), None if targets is None else np.array(targets, np.int32))
+
+
+def as_transformers(llm: LLM, attention: str) -> torch.nn.Module:
+    """The same float32 weights in transformers' own model."""
+    import transformers
+
+    from prefold.model.sources import open_source
+
+    config = transformers.AutoConfig.for_model(**llm.checkpoint.config)
+    config._attn_implementation = attention
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    source = open_source(llm.checkpoint, llm.config, {}, 0)
+    names = dict(model.named_parameters())
+    assert {name.removeprefix("model.") for name in names} == set(source.shapes)
+    with torch.no_grad():
+        for name, parameter in names.items():
+            source.read_into(name.removeprefix("model."), parameter)
+    return model

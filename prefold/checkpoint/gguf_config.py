@@ -9,7 +9,12 @@ from .gguf import GGUFFile
 
 __all__ = ["config_from_gguf"]
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 DTYPES = {"F32": "float32", "F16": "float16"}
 
 
@@ -50,9 +55,28 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     }
     if arch == "llama" and read("attention.sliding_window", 0):
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": read("attention.sliding_window")}
+    elif arch == "gemma3":
+        config |= _gemma3(read, config)
     elif arch != "llama":
         read.refuse("attention.sliding_window", "a sliding window")
     return config
+
+
+def _gemma3(read: _Reader, config: dict[str, Any]) -> dict[str, Any]:
+    """What is different for Gemma 3; what its files leave out is as in llama.cpp."""
+    read.refuse("attn_logit_softcapping", "soft capping")
+    read.refuse("final_logit_softcapping", "soft capping")
+    # The 27B model alone, the one with 62 layers, scales by its width and not by head_dim.
+    wide = config["num_hidden_layers"] == 62
+    local = {"rope_type": "default", "rope_theta": read("rope.freq_base_swa", 10000.0)}
+    return {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"],
+        "sliding_window": read("attention.sliding_window"),
+        "sliding_window_pattern": read("attention.sliding_window_pattern", 6),
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+    }
 
 
 class _Reader:

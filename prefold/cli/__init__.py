@@ -13,7 +13,7 @@ from .bench import bench
 from .demo import demo
 from .models import models
 from .plan import plan
-from .tasks import classify, embed, rerank, run, score
+from .tasks import classify, embed, generate, rerank, run, score
 from .verify import verify
 
 __all__ = ["main"]
@@ -51,7 +51,8 @@ def main() -> None:
 
     \b
     prefold demo                                    see what it does, in a minute
-    prefold rerank "a query" "a text" "another"     try it on texts
+    prefold generate "a question"                   text from a prompt
+    prefold rerank "a query" "a text" "another"     which text answers it
     prefold rerank pairs.jsonl -o scores.jsonl      a job, from a file
     prefold run batch.jsonl -o out.jsonl            a job of OpenAI batch lines
 
@@ -60,5 +61,5 @@ def main() -> None:
     """
 
 
-for _command in (run, plan, rerank, embed, classify, score, verify, models, demo, bench):
+for _command in (run, plan, generate, rerank, embed, classify, score, verify, models, demo, bench):
     main.add_command(_command)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from itertools import islice
 from typing import Any
 
 import click
 
+from .options import NUMERIC_TASKS as TASKS
 from .options import column_options, limit_options, model_options, task_options
 
 __all__ = ["bench"]
 
-TASKS = ("embed", "rerank", "classify", "score")
 MODES = ("full", "mlp", "off")
 
 
@@ -38,10 +39,10 @@ def bench(**o: Any) -> None:
     \b
     prefold bench pairs.jsonl --task rerank --limit 200
     """
-    tasks, prepared, name = _prepare(o)
+    tasks, prepared, name, model = _prepare(o)
     from .build import load_llm
 
-    llm = load_llm({**o, "sharing": "full"}, None)
+    llm = load_llm({**o, "sharing": "full"}, *model)
     found = measure(llm.engine, tasks, prepared, o["repeat"])
     dtype = str(llm.dtype).removeprefix("torch.")
     if o["as_json"]:
@@ -54,34 +55,29 @@ def bench(**o: Any) -> None:
         click.echo(line)
 
 
-def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str]:
-    """(tasks, works by lane, what they are of)"""
+def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, tuple[Any, Any]]:
+    """(tasks, works by lane, what they are of, checkpoint and tokenizer)"""
     from ..errors import JobError
-    from ..job import open_source
-    from ..job.verify import sample_items
-    from .build import LazyTasks, make_adapter, open_model
+    from .build import LazyTasks, draw, open_input, open_model
     from .demo import demo_items
 
-    checkpoint, tokenizer = open_model(o)
     if o["input"] is None:
-        tasks: Any = LazyTasks(("rerank",), o, checkpoint, tokenizer)
-        return tasks, {"rerank": tasks["rerank"].prepare(demo_items())}, "reranking the demo's passages"
-    source = open_source(o["input"], o["input_format"])
-    adapter, names = make_adapter(o["task"], o, source, tokenizer)
-    tasks = LazyTasks(names, o, checkpoint, tokenizer)
+        model = open_model(o)
+        tasks = LazyTasks(("rerank",), o, *model)
+        return tasks, {"rerank": tasks["rerank"].prepare(demo_items())}, "reranking the demo's passages", model
+    input = open_input(o["task"], o["input"], o)
     limit = o["limit"] or 100
-    rows = (row for row in source.rows(adapter.columns) if row.number <= limit)
-    drawn, _ = sample_items(rows, adapter, limit)
-    if not drawn:
-        raise JobError(f"no usable record among the first {limit} of {source.name}")
-    lanes = dict.fromkeys(lane for lane, _ in drawn)
-    works = {lane: tasks[lane].prepare([item for name, item in drawn if name == lane]) for lane in lanes}
-    return tasks, works, f"{o['task'] or 'batch lines'} of {source.name}, the first {limit} records"
+    lanes, _ = draw(input, islice(input.source.rows(input.adapter.columns), limit), limit)
+    if not lanes:
+        raise JobError(f"no usable record among the first {limit} of {input.source.name}")
+    works = {lane: input.tasks[lane].prepare(items) for lane, items in lanes.items()}
+    name = f"{o['task'] or 'batch lines'} of {input.source.name}, the first {limit} records"
+    return input.tasks, works, name, (input.checkpoint, input.tokenizer)
 
 
 def measure(engine: Any, tasks: Any, prepared: dict[str, list[Any]], repeat: int) -> dict[str, dict[str, Any]]:
     """Seconds of each run, tokens and rows, by mode. The modes take turns, so that a busy moment hits all."""
-    from ..job.items import run_works
+    from ..tasks.run import run_works
     from ..types import Stats
 
     found: dict[str, dict[str, Any]] = {mode: {"seconds": []} for mode in MODES}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..errors import CheckpointError, JobError
+from ..errors import JobError
 
-__all__ = ["LazyTasks", "fingerprint", "load_llm", "make_adapter", "open_model", "render_chat", "task_settings"]
+__all__ = ["Input", "LazyTasks", "draw", "fingerprint", "load_llm", "open_input", "open_model", "uses_chat"]
 
 Options = dict[str, Any]
 
@@ -21,24 +22,60 @@ def open_model(o: Options) -> tuple[Any, Any]:
     """(checkpoint, tokenizer or None) of --model. Reads no weights."""
     from ..checkpoint import resolve
     from ..model import config_from
-    from ..text import load_tokenizer
+    from ..text import tokenizer_or_none
 
     checkpoint = resolve(o["model"], load_format=o["load_format"], notify=lambda line: click.echo(line, err=True))
     config_from(checkpoint.config)  # an unsupported model is refused before anything is read
-    try:
-        return checkpoint, load_tokenizer(checkpoint)
-    except CheckpointError:
-        if checkpoint.format == "dummy":
-            return checkpoint, None  # token ids only
-        raise
+    return checkpoint, tokenizer_or_none(checkpoint)
 
 
-def load_llm(o: Options, checkpoint: Any) -> Any:
+def load_llm(o: Options, checkpoint: Any, tokenizer: Any) -> Any:
     """The LLM of the options. Imports torch."""
     from ..llm import LLM
 
-    names = ("dtype", "device", "threads", "sharing", "max_batch_rows", "load_format")
-    return LLM(o["model"], **{name: o[name] for name in names})
+    names = ("dtype", "device", "threads", "sharing", "max_batch_rows")
+    given = {name: o[name] for name in ("kv_memory", "max_running") if o.get(name) is not None}
+    if o.get("adapter"):
+        given["adapters"] = adapter_folders(o)
+    given["cache"] = o.get("cache") or "off"  # a job knows its future: what is done with is not needed again
+    return LLM(checkpoint, tokenizer=tokenizer, **{name: o[name] for name in names}, **given)
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a command works on: records, how they are read, and the model and tasks they are for."""
+
+    source: Any
+    adapter: Any
+    tasks: LazyTasks
+    checkpoint: Any
+    tokenizer: Any
+
+
+def open_input(task: str | None, name: str, o: Options) -> Input:
+    """Open the input `name`. task None: told from the input, which must be OpenAI batch lines."""
+    from ..job import open_source
+
+    source = open_source(name, o["input_format"])
+    checkpoint, tokenizer = open_model(o)
+    adapter, names = make_adapter(task, o, source, checkpoint, tokenizer)
+    return Input(source, adapter, LazyTasks(names, o, checkpoint, tokenizer), checkpoint, tokenizer)
+
+
+def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> tuple[dict[str, list[Any]], int]:
+    """(items by task, records left out as unusable) of about `count` records drawn from all over `rows`.
+
+    Raises JobError for records that ask for text: what calls this compares numbers.
+    """
+    from ..job.verify import sample_items
+
+    drawn, bad = sample_items(rows, input.adapter, count, seed=seed)
+    lanes: dict[str, list[Any]] = {}
+    for lane, item in drawn:
+        lanes.setdefault(lane, []).append(item)
+    if "generate" in lanes:
+        raise JobError(f"{input.source.name} asks for generated text, which this command does not know; leave it out")
+    return lanes, bad
 
 
 # ---------------------------------------------------------------------------------------------- tasks
@@ -58,7 +95,7 @@ class LazyTasks(Mapping[str, Any]):
         if name not in self._tasks:
             from ..tasks import make_task
 
-            settings = task_settings(name, self._options)
+            settings = task_settings(name, self._options, self._checkpoint, self._tokenizer)
             self._tasks[name] = make_task(name, self._checkpoint, self._tokenizer, **settings)
         return self._tasks[name]
 
@@ -72,10 +109,13 @@ class LazyTasks(Mapping[str, Any]):
         return len(self._names)
 
 
-def task_settings(task: str, o: Options) -> dict[str, Any]:
+def task_settings(task: str, o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
     """The keyword arguments for make_task: those that were given."""
     from ..job.fields import read_argument
 
+    limits = {name: o[name] for name in ("max_length", "truncate") if o.get(name)}
+    if task == "generate":
+        return generate_settings(o, checkpoint, tokenizer) | limits
     names = {
         "embed": ("pooling", "normalize", "dimensions", "prompt_name", "instruction"),
         "rerank": ("instruction", "raw_scores", "template"),
@@ -93,7 +133,7 @@ def task_settings(task: str, o: Options) -> dict[str, Any]:
         settings |= _labels(o)
         if o.get("examples"):
             settings["examples"] = _examples(o["examples"])
-    return settings | {name: o[name] for name in ("max_length", "truncate") if o.get(name)}
+    return settings | limits
 
 
 def _labels(o: Options) -> dict[str, Any]:
@@ -143,12 +183,122 @@ def _read_bytes(name: str) -> bytes:
         raise JobError(f"cannot read {name}: {error.strerror}") from None
 
 
+# ----------------------------------------------------------------------------------------- generation
+
+_SAMPLING = (
+    "min_tokens", "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logprobs",
+)  # fmt: skip
+_FORMATS = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+
+def generate_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
+    """The same for the task "generate"."""
+    from ..job.fields import read_argument
+
+    folders = adapter_folders(o)
+    settings = sampling_settings(o, checkpoint, tokenizer) | {"adapters": tuple(folders)}
+    settings |= {name: read_argument(o[name]) for name in ("system", "chat_template") if o.get(name)}
+    if o.get("chat_template_kwargs"):
+        settings["chat_template_kwargs"] = _json_option(o["chat_template_kwargs"], "--chat-template-kwargs", dict)
+    if (o.get("tools") or "").startswith("@"):
+        settings["tools"] = _json_option(read_argument(o["tools"]), "--tools", list)
+    if len(folders) == 1 and not o.get("adapter_column"):
+        settings["adapter"] = next(iter(folders))
+    return settings
+
+
+def sampling_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
+    """{field of Sampling: value}: what was given, over the checkpoint's with --recommended. The seed is the job's."""
+    from ..tasks import generation_settings
+
+    settings: dict[str, Any] = generation_settings(checkpoint, tokenizer)[1] if o.get("recommended") else {}
+    settings |= {name: o[name] for name in _SAMPLING if o.get(name) is not None}
+    if o.get("max_tokens") is not None:
+        settings["max_tokens"] = o["max_tokens"] or None
+    if o.get("stop"):
+        settings["stop"] = o["stop"]
+    if o.get("stop_id"):
+        settings["stop_ids"] = o["stop_id"]
+    if o.get("ignore_eos"):
+        settings["ignore_eos"] = True
+    if o.get("logit_bias"):
+        settings["logit_bias"] = [_bias(text) for text in o["logit_bias"]]
+    grammar = _grammar(o)
+    return settings if grammar is None else settings | {"grammar": grammar}
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise click.UsageError(f"--logit-bias {text!r} is not a token id and a number, such as 42=-5") from None
+
+
+def _grammar(o: Options) -> Any:
+    from ..job.fields import read_argument
+
+    given = [name for name in _FORMATS if o.get(name)]
+    if not given:
+        return None
+    if len(given) > 1:
+        first, second = (f"--{name.replace('_', '-')}" for name in given[:2])
+        raise click.UsageError(f"{first} and {second} exclude each other")
+    value = o[given[0]]
+    if given[0] == "json_schema":
+        schema = value if value.lstrip()[:1] == "{" else _read(value.removeprefix("@"))
+        return {"json_schema": _json_option(schema, "--json-schema", dict)}
+    if given[0] == "json_object":
+        return {"json": True}
+    if given[0] == "choice":
+        return {"choice": value}
+    return {"regex" if given[0] == "regex" else "lark": read_argument(value)}
+
+
+def _json_option(text: str, option: str, kind: type) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise JobError(f"{option} is not valid JSON: {error}") from None
+    if not isinstance(value, kind):
+        raise JobError(f"{option} is not a JSON {'object' if kind is dict else 'list'}")
+    return value
+
+
+def adapter_folders(o: Options) -> dict[str, str]:
+    """{name: folder} of --adapter."""
+    out = {}
+    for text in o.get("adapter") or ():
+        name, equals, folder = text.partition("=")
+        if not equals or not name or not folder:
+            raise click.UsageError(f"--adapter {text!r}: write NAME=FOLDER")
+        if not Path(folder).is_dir():
+            raise JobError(f"--adapter {name}: there is no folder {folder}")
+        out[name] = folder
+    return out
+
+
+def uses_chat(o: Options, tokenizer: Any) -> bool:
+    """Whether a prompt is put into the chat template. Raises JobError where that was asked for and there is none."""
+    has = tokenizer is not None and bool(tokenizer.chat_templates or o.get("chat_template"))
+    if o.get("chat") and not has:
+        raise JobError("--chat needs a chat template, and the model has none; leave it out, or give --chat-template")
+    if o.get("system") and (o.get("chat") is False or not has) and not o.get("messages"):
+        raise JobError("--system is for conversations, and prompts are taken as they are; write it into the prompt")
+    return has and o.get("chat") is not False
+
+
 # ------------------------------------------------------------------------------------------- adapters
 
-_COLUMN_OPTIONS = ("prompt", "messages", "query", "document", "continuation", "id_column", "keep")
+_COLUMN_OPTIONS = (
+    "prompt", "messages", "query", "document", "continuation", "tools", "adapter_column", "id_column", "keep",
+)  # fmt: skip
 
 
-def make_adapter(task: str | None, o: Options, source: Any, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
+def make_adapter(
+    task: str | None, o: Options, source: Any, checkpoint: Any, tokenizer: Any
+) -> tuple[Any, tuple[str, ...]]:
     """(adapter, the tasks it may ask for). task None: told from the input, which must be batch lines."""
     from ..job.openai import LANES, OpenAIBatch, is_batch_line
 
@@ -158,11 +308,13 @@ def make_adapter(task: str | None, o: Options, source: Any, tokenizer: Any) -> t
         if given:
             raise JobError(f"{given[0]} is for tables; {source.name} holds OpenAI batch lines")
         seed = json.dumps(source.identity, sort_keys=True)
-        return OpenAIBatch(o["model"], seed=seed), tuple(dict.fromkeys(LANES.values()))
+        sampling = sampling_settings(o, checkpoint, tokenizer)
+        batch = OpenAIBatch(o["model"], seed=seed, sampling=sampling, adapters=tuple(adapter_folders(o)))
+        return batch, tuple(dict.fromkeys(LANES.values()))
     if task is None:
         raise JobError(
             f"{source.name} does not begin with an OpenAI batch line; for a table say what to do with it: "
-            "--task embed, rerank, classify or score"
+            "--task embed, rerank, classify, score or generate"
         )
     return _table_adapter(task, o, source, first, tokenizer), (task,)
 
@@ -183,11 +335,29 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
             raise JobError("--messages needs a chat template, and the model has no tokenizer; give --prompt")
         columns["messages"] = o["messages"]
     have = source.columns if source.columns is not None else first and list(first)
+    chat = task == "generate" and uses_chat(o, tokenizer)
+    if task == "generate":
+        columns |= _generate_columns(o, have, chat, given=bool(columns))
     columns |= default_columns(task, have, columns)
     keep = dict(_kept(part.strip()) for part in o["keep"].split(",")) if o.get("keep") else {}
-    adapter = TableAdapter(task, Columns(**columns, id=o.get("id_column"), keep=keep), render_chat(task, tokenizer))
+    named = Columns(**columns, id=o.get("id_column"), keep=keep)
+    adapter = TableAdapter(task, named, render_chat(task, tokenizer), chat=chat)
     adapter.check(source.columns)
     return adapter
+
+
+def _generate_columns(o: Options, have: list[str] | None, chat: bool, *, given: bool) -> dict[str, str]:
+    """The columns that only generation looks at; a column "messages" is taken as such where no other was named."""
+    columns = {}
+    if not given and chat and "messages" in (have or []):
+        columns["messages"] = "messages"
+    if o.get("tools") and not o["tools"].startswith("@"):
+        columns["tools"] = o["tools"]
+    if o.get("adapter_column"):
+        columns["adapter"] = o["adapter_column"]
+    elif len(o.get("adapter") or ()) > 1:
+        raise JobError("which records use which --adapter? add --adapter-column COLUMN")
+    return columns
 
 
 def _kept(part: str) -> tuple[str, str]:
@@ -209,39 +379,58 @@ def render_chat(task: str, tokenizer: Any) -> Any:
 # ---------------------------------------------------------------------------------------- fingerprint
 
 
-def fingerprint(task: str | None, o: Options, source: Any, checkpoint: Any) -> dict[str, Any]:
-    """What makes a job this one: its input, its model, its task, and the options that change a result."""
+def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) -> dict[str, Any]:
+    """What makes a job this one: its input, its model, its task, and the options that change a result.
+
+    seed: of sampling; None where nothing is sampled.
+    """
     from ..job.fields import read_argument
 
     options: dict[str, Any] = {}
     for name in (*_COLUMN_OPTIONS, *_RESULT_OPTIONS):
         value = o.get(name)
-        if value is None or (value is False and name != "normalize"):
+        if value is None or value == () or (value is False and name not in ("normalize", "chat")):
             continue
-        if name in ("examples", "labels_file"):
-            value = hashlib.blake2b(_read_bytes(value), digest_size=8).hexdigest()
+        if name in ("examples", "labels_file") or (name == "json_schema" and value.lstrip()[:1] != "{"):
+            value = hashlib.blake2b(_read_bytes(value.removeprefix("@")), digest_size=8).hexdigest()
         options[name] = read_argument(value) if isinstance(value, str) else value
-    return {
-        "input": source.identity,
+    if o.get("adapter"):
+        options["adapter"] = {name: _folder_digest(Path(folder)) for name, folder in adapter_folders(o).items()}
+    found = {
+        "input": input.source.identity,
         "task": task or "openai batch",
-        "model": model_identity(checkpoint),
+        "model": model_identity(input.checkpoint),
         "dtype": o["dtype"],
         "options": options,
+        **({} if seed is None else {"seed": seed}),
     }
+    return json.loads(json.dumps(found))  # as the journal gives it back: lists, not tuples
 
 
 _RESULT_OPTIONS = (
     "pooling", "normalize", "dimensions", "prompt_name", "instruction", "words", "raw_scores", "template",
     "labels", "labels_file", "instructions", "examples", "normalization", "calibrate", "max_length", "truncate",
+    "chat", "system", "chat_template", "chat_template_kwargs", "max_tokens", *_SAMPLING, "logit_bias", "recommended",
+    "stop", "stop_id", "ignore_eos", *_FORMATS,
 )  # fmt: skip
 
 
 def model_identity(checkpoint: Any) -> dict[str, Any]:
-    """Name, format, and a digest of the config and of the weights' file names and sizes."""
-    files = []
-    if checkpoint.path is not None:
-        paths = sorted(checkpoint.path.glob("*.safetensors")) if checkpoint.path.is_dir() else [checkpoint.path]
-        files = [(path.name, path.stat().st_size) for path in paths]
+    """Name, format, and a digest of what the model is made of."""
+    files = "" if checkpoint.path is None else _folder_digest(checkpoint.path)
     content = json.dumps([checkpoint.config, files], sort_keys=True, default=str)
     digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
     return {"name": checkpoint.name, "format": checkpoint.format, "digest": digest}
+
+
+def _folder_digest(path: Path) -> str:
+    """A digest of a checkpoint's files: of weights the name and size, of the small files the content."""
+    files = [path]
+    if path.is_dir():
+        files = [file for pattern in ("*", "*/config.json") for file in path.glob(pattern) if file.is_file()]
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(files):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        if file.suffix in (".json", ".jinja"):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

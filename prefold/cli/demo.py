@@ -52,7 +52,7 @@ def demo(**o: Any) -> None:
     checkpoint, tokenizer = open_model(o)
     task = make_task("rerank", checkpoint, tokenizer, **(SMALL_MODEL if o["model"] == DEFAULT_MODEL else {}))
     works = task.prepare(items)
-    llm = load_llm({**o, "sharing": "full"}, checkpoint)
+    llm = load_llm({**o, "sharing": "full"}, checkpoint, tokenizer)
     loaded = time.perf_counter() - started
     full, off, scores, shape = _run(llm.engine, task, works)
     _show_ranking(items, scores)
@@ -74,8 +74,8 @@ _NEXT = (
 def _run(engine: Any, task: Any, works: list[Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any], Any]:
     """(numbers of sharing full, numbers of off, scores of each query, shape of the stream)."""
     from ..job.icicle import StreamShape
-    from ..job.items import finish_items, run_works
     from ..stream import Spool
+    from ..tasks.run import finish_items, run_works
     from ..types import Stats
 
     shape = StreamShape()

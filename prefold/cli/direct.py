@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from ..errors import InputError, JobError
-from .build import load_llm, open_model, task_settings
+from .build import LazyTasks, load_llm, open_model, uses_chat
 
 __all__ = ["answer"]
 
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "keep_order", "stream", "limit", "id_column", "keep",
-             "prompt", "messages", "query", "document", "continuation", "input_format")  # fmt: skip
+             "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format")  # fmt: skip
 
 
 def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any]) -> None:
@@ -23,29 +23,36 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any]) -> None:
     if given:
         option = given[0].removesuffix("_column").removeprefix("input_").replace("_", "-")
         raise click.UsageError(f"--{option} is for jobs; give one input file, or leave it out")
-    from ..job.items import calibrated, run_items
     from ..job.lines import dumps
-    from ..tasks import make_task
+    from ..tasks.run import calibrated, finish_items, run_works
 
+    if o.get("tools") and not o["tools"].startswith("@"):
+        raise click.UsageError("--tools COLUMN is for jobs; give @FILE")
     texts = [text for argument in arguments for text in expand(argument)]
-    items, shown = make_items(task, texts)
     checkpoint, tokenizer = open_model(o)
-    made = make_task(task, checkpoint, tokenizer, **task_settings(task, o))
-    engine = load_llm(o, checkpoint).engine
+    items, shown = make_items(task, texts, chat=task == "generate" and uses_chat(o, tokenizer))
+    made = LazyTasks((task,), o, checkpoint, tokenizer)[task]
+    works = _checked(made.prepare(items))  # before the weights are loaded
+    engine = load_llm(o, checkpoint, tokenizer).engine
     made = calibrated(engine, made)
-    results = run_items(engine, made, items)
-    for result in results:
-        if isinstance(result, InputError):
-            raise result
+    results = _checked(finish_items(made, works, run_works(engine, made, works, seed=o.get("seed"))))
     if o["as_json"] or (task == "embed" and len(texts) == 1):
         for text, result in zip(shown, results, strict=True):
             click.echo(dumps({**text, **result}))
         return
     _SHOW[task](texts, results)
     stats = engine.stats
-    click.echo(click.style(
-        f"{stats.tokens:,} tokens, {stats.rows_computed:,} rows computed ({stats.saved:.0%} saved), {o['model']}",
-        dim=True), err=True)  # fmt: skip
+    rows = f"{stats.tokens:,} tokens, {stats.rows_computed:,} rows computed ({stats.saved:.0%} saved)"
+    if stats.generation is not None:
+        rows += f", {stats.generation.generated_tokens:,} tokens generated"
+    click.echo(click.style(f"{rows}, {o['model']}", dim=True), err=True)
+
+
+def _checked(found: list[Any]) -> list[Any]:
+    for one in found:
+        if isinstance(one, InputError):
+            raise one
+    return found
 
 
 def expand(argument: str) -> list[str]:
@@ -64,8 +71,11 @@ def expand(argument: str) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
-def make_items(task: str, texts: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(items of the task, what JSON output says each result belongs to)."""
+def make_items(task: str, texts: list[str], *, chat: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(items of the task, what JSON output says each result belongs to). chat: each text is a user's message."""
+    if task == "generate":
+        prompts = [{"prompt": text} for text in texts]
+        return [{"messages": [{"role": "user", "content": text}]} for text in texts] if chat else prompts, prompts
     if task == "rerank":
         if len(texts) < 2:
             raise click.UsageError("give a query and at least one document")
@@ -111,7 +121,24 @@ def _show_score(texts: list[str], results: list[dict[str, Any]]) -> None:
         click.echo(f"{logprob}  {result['num_tokens']:>4} tokens{greedy}  {one_line(text)}")
 
 
-_SHOW = {"rerank": _show_rerank, "embed": _show_embed, "classify": _show_classify, "score": _show_score}
+def _show_generate(texts: list[str], results: list[dict[str, Any]]) -> None:
+    pairs = zip(texts, results, strict=True)
+    answers = [(text, choice) for text, result in pairs for choice in result.get("choices", [result])]
+    for place, (prompt, choice) in enumerate(answers):
+        if len(answers) > 1:
+            click.echo(("\n" if place else "") + click.style(one_line(prompt), bold=True))
+        click.echo(choice["text"])
+        if choice["finish_reason"] == "length":
+            click.echo(click.style("(ended by --max-tokens, or by the model's context)", dim=True), err=True)
+
+
+_SHOW = {
+    "rerank": _show_rerank,
+    "embed": _show_embed,
+    "classify": _show_classify,
+    "score": _show_score,
+    "generate": _show_generate,
+}
 
 
 def one_line(text: str, width: int = 90) -> str:

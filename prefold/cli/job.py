@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ..errors import JobError
-from .build import LazyTasks, fingerprint, load_llm, make_adapter, open_model
+from .build import Input, fingerprint, load_llm, open_input
 
 __all__ = ["FAILED_RECORDS", "run_command"]
 
@@ -21,15 +21,12 @@ FAILED_RECORDS = 3
 
 def run_command(task: str | None, name: str, o: dict[str, Any]) -> None:
     """Run the job that the options describe; ends the process with the status the help promises."""
-    from ..job import Interrupted, open_progress, open_source, run_job
+    from ..job import Interrupted, open_progress, run_job
 
-    source = open_source(name, o["input_format"])
-    checkpoint, tokenizer = open_model(o)
-    adapter, names = make_adapter(task, o, source, tokenizer)
-    tasks = LazyTasks(names, o, checkpoint, tokenizer)
+    input = open_input(task, name, o)
     if task is not None:
-        tasks[task]  # bad options are refused before the input is read
-    job = make_job(task, o, source, checkpoint, adapter, tasks)
+        input.tasks[task]  # bad options are refused before the input is read
+    job = make_job(task, o, input)
     if getattr(job.output, "resumed", 0) and not job.output.ended and not o["quiet"]:
         click.echo(f"prefold: resuming {o['output']}: {job.output.resumed:,} records are done", err=True)
     try:
@@ -38,22 +35,24 @@ def run_command(task: str | None, name: str, o: dict[str, Any]) -> None:
         _say_how_to_resume(o)
         sys.exit(130 if error.signal == signal.SIGINT else 128 + error.signal)
     if not o["quiet"]:
-        click.echo("\n".join(summary_lines(summary, o, adapter)), err=True)
+        click.echo("\n".join(summary_lines(summary, o, input.adapter)), err=True)
     if o["report"]:
-        report(summary, task, source, checkpoint, tokenizer, o)
+        report(summary, task, input, o)
     if summary.errors:
         sys.exit(FAILED_RECORDS)
 
 
-def make_job(task: str | None, o: dict[str, Any], source: Any, checkpoint: Any, adapter: Any, tasks: LazyTasks) -> Any:
+def make_job(task: str | None, o: dict[str, Any], input: Input) -> Any:
     from ..job import Job, OutputOptions, open_output
-    from ..job.items import calibrated
+    from ..tasks.run import calibrated
 
     path = None if o["output"] in (None, "-") else Path(o["output"])
-    _check_paths(path, source.name, o)
+    _check_paths(path, input.source.name, o)
+    tasks = input.tasks
+    seed = _seed(o, path) if "generate" in tasks else None
 
     def load() -> Any:
-        llm = load_llm(o, checkpoint)
+        llm = load_llm(o, input.checkpoint, input.tokenizer)
         if "classify" in tasks:
             tasks.replace("classify", calibrated(llm.engine, tasks["classify"]))
         return llm
@@ -62,12 +61,23 @@ def make_job(task: str | None, o: dict[str, Any], source: Any, checkpoint: Any, 
         OutputOptions(
             path, keep_order=o["keep_order"], overwrite=o["overwrite"], only_resume=o["resume"], limit=o["limit"]
         ),
-        fingerprint(task, o, source, checkpoint),
+        fingerprint(task, o, input, seed),
     )
     return Job(
-        source, adapter, tasks, load, output,
-        limit=o["limit"], window=o["window"], streaming=o["stream"], collect=bool(o["report"]),
+        input.source, input.adapter, tasks, load, output, limit=o["limit"], window=o["window"],
+        streaming=o["stream"], collect=bool(o["report"]), seed=seed or 0,
     )  # fmt: skip
+
+
+def _seed(o: dict[str, Any], path: Path | None) -> int:
+    """The job's seed: as given, as drawn when the job was started, or drawn now."""
+    from ..job.journal import recorded_job
+    from ..tasks.run import draw_seed
+
+    if o["seed"] is not None:
+        return o["seed"]
+    recorded = recorded_job(path).get("seed") if path is not None and not o["overwrite"] else None
+    return recorded if isinstance(recorded, int) else draw_seed()
 
 
 def _check_paths(path: Path | None, source: str, o: dict[str, Any]) -> None:
@@ -107,11 +117,14 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any) -> list[str]:
     if summary.errors:
         lines.append(f"  errors    {summary.errors:,} records failed; their lines say why")
     if stats.tokens:
-        lines.append(f"  tokens    {stats.tokens:,} in {stats.requests:,} prompts")
+        outputs = " and what was generated" if stats.generation is not None else ""
+        lines.append(f"  tokens    {stats.tokens:,} in {stats.requests:,} prompts{outputs}")
         rows = f"  rows      {stats.rows_computed:,} computed ({stats.saved:.1%} saved), sharing {summary.sharing}"
         lines.append(rows + f"; {stats.unique_tokens:,} unique tokens")
         if summary.excess:
             lines[-1] += f", {summary.excess:,} rows more than those"
+        if stats.generation is not None:
+            lines += _generation_lines(stats.generation, summary)
         if summary.streams > 1:
             lines.append(f"  streams   {summary.streams:,}, each sorted for itself: what they share was computed again")
         computing = summary.seconds - summary.load_seconds
@@ -125,17 +138,59 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any) -> list[str]:
     return lines
 
 
-def report(summary: Any, task: str | None, source: Any, checkpoint: Any, tokenizer: Any, o: dict[str, Any]) -> None:
+def _generation_lines(generation: Any, summary: Any) -> list[str]:
+    from ..job.progress import format_bytes
+
+    seconds = max(summary.seconds - summary.load_seconds, 1e-9)
+    rate = f"{generation.generated_tokens / seconds:,.0f} a second"
+    lines = [f"  generated {generation.generated_tokens:,} tokens, {rate}, in {generation.steps:,} steps"]
+    lines[0] += f" of up to {generation.running_peak:,} sequences"
+    held, unshared = format_bytes(generation.kv_bytes_peak), format_bytes(generation.kv_bytes_unshared_peak)
+    lines.append(f"  K/V       {held} at peak, {unshared} were nothing shared")
+    if generation.preemptions:
+        again = f"{generation.recomputed_rows:,} rows were computed again"
+        lines.append(f"  memory    was short {generation.preemptions:,} times: {again} (--kv-memory gives more)")
+    return lines
+
+
+def _generation_table(generation: Any) -> list[tuple[str, str]]:
+    """Everything that was counted, for the report."""
+    from ..job.progress import format_bytes
+
+    numbers = [
+        ("tokens generated", generation.generated_tokens),
+        ("rows of prompts", generation.prefill_rows),
+        ("rows of running sequences", generation.decode_rows),
+        ("rows computed again after a preemption", generation.recomputed_rows),
+        ("tokens of prompts that were there on admission", generation.first_admission_hits),
+        ("tokens of prompts shared within a step", generation.in_step_hits),
+        ("tokens of prompts found from earlier windows", generation.cross_window_hits),
+        ("preemptions", generation.preemptions),
+        ("steps", generation.steps),
+        ("most sequences in a step", generation.running_peak),
+    ]
+    kv = [
+        ("K/V held now", generation.kv_bytes_now),
+        ("K/V held at peak", generation.kv_bytes_peak),
+        ("K/V at peak, were nothing shared", generation.kv_bytes_unshared_peak),
+    ]
+    return [(name, f"{n:,}") for name, n in numbers] + [(name, format_bytes(n)) for name, n in kv]
+
+
+def report(summary: Any, task: str | None, input: Input, o: dict[str, Any]) -> None:
     """Write the --report page."""
     from ..job import Report, write_report
     from ..job.progress import format_seconds
 
-    stats = summary.stats
+    stats, source, checkpoint, tokenizer = summary.stats, input.source, input.checkpoint, input.tokenizer
+    generation = stats.generation
+    generated = [] if generation is None else [("tokens generated", f"{generation.generated_tokens:,}")]
     cards = [
         ("records", f"{summary.records:,}"),
         ("tokens asked for", f"{stats.tokens:,}"),
         ("rows computed", f"{stats.rows_computed:,}"),
         ("of the tokens saved", f"{stats.saved:.1%}"),
+        *generated,
         ("errors", f"{summary.errors:,}"),
         ("seconds", format_seconds(summary.seconds)),
     ]
@@ -159,6 +214,7 @@ def report(summary: Any, task: str | None, source: Any, checkpoint: Any, tokeniz
         shape=summary.shape,
         trie_note=note,
         steps=summary.steps,
+        generation=[] if generation is None else _generation_table(generation),
         decode=None if tokenizer is None else tokenizer.decode,
     )
     write_report(page, Path(o["report"]))

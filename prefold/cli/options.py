@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
-__all__ = ["DEFAULT_MODEL", "column_options", "engine_options", "job_options", "limit_options", "model_options"]
-__all__ += ["output_options", "task_options"]
+__all__ = ["DEFAULT_MODEL", "NUMERIC_TASKS", "TASKS", "column_options", "engine_options", "generation_options"]
+__all__ += ["job_options", "limit_options", "model_options", "output_options", "task_options"]
 
 DEFAULT_MODEL = "smollm2-135m"
+NUMERIC_TASKS = ("embed", "rerank", "classify", "score")  # those whose results are numbers
+TASKS = (*NUMERIC_TASKS, "generate")
 FORMATS = ("jsonl", "csv", "tsv", "parquet")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Bytes(click.ParamType):
+    """A number of bytes: 1000000, 512MiB, 4GiB, 2GB."""
+
+    name = "bytes"
+    units: ClassVar[str] = "kmgt"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", str(value).strip().lower())
+        if match is None or not float(match[1]):
+            self.fail(f"{value!r} is not a number of bytes; write 512MiB, or 4GiB", param, ctx)
+        number, unit, binary = match.groups()
+        return int(float(number) * (1024 if binary else 1000) ** (1 + self.units.index(unit) if unit else 0))
 
 
 def _all(*decorators: Decorator) -> Decorator:
@@ -41,12 +58,20 @@ engine_options = _all(
     click.option("--max-batch-rows", type=click.IntRange(1), metavar="N", help="Rows of a step."),
 )  # fmt: skip
 
+generation_options = _all(
+    click.option("--kv-memory", type=Bytes(), metavar="BYTES",
+                 help="Memory for keys and values while text is generated, such as 4GiB.  [default: what is free]"),
+    click.option("--max-running", type=click.IntRange(1), metavar="N", help="Sequences generated at once."),
+    click.option("--cache", type=click.Choice(["off", "lru", "lfu", "priority"]),
+                 help="Keep keys and values of prompts for later windows, and forget by this policy.  [default: off]"),
+)  # fmt: skip
+
 limit_options = _all(
     click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N records."),
     click.option("--max-length", type=click.IntRange(1), metavar="N",
                  help="Tokens a prompt may have.  [default: what the model takes]"),
     click.option("--truncate", is_flag=True,
-                 help="Cut prompts that are too long (rerank: the document; score: the prompt's beginning). "
+                 help="Cut prompts that are too long (rerank: the document; score, generate: the prompt's beginning). "
                       "Without it they are errors."),
     click.option("--window", type=click.IntRange(1), default=1 << 20, show_default=True, metavar="N",
                  help="Tokens held in memory at once."),
@@ -82,6 +107,12 @@ _COLUMNS = {
                      help="What is scored: a column (a list is scored one by one), or a template. Without it, "
                           "the prompt as a whole."),
     ),
+    "generate": (
+        _PROMPT,
+        click.option("--tools", metavar="COLUMN",
+                     help="Tools that the chat template is told of: a column, or @FILE (JSON) for all records."),
+        click.option("--adapter-column", metavar="COLUMN", help="The name of each record's adapter."),
+    ),
 }  # fmt: skip
 _MESSAGES = click.option("--messages", metavar="COLUMN", help="Chat messages, written by the model's chat template.")
 
@@ -109,6 +140,47 @@ _TASKS: dict[str, tuple[Decorator, ...]] = {
         click.option("--calibrate", is_flag=True, help="Contextual calibration (Zhao et al. 2021)."),
     ),
     "score": (),
+    "generate": (
+        click.option("--chat/--raw", default=None,
+                     help="Put prompts into the model's chat template, or not.  [default: if it has one]"),
+        click.option("--system", metavar="TEXT", help="A system message before conversations without one."),
+        click.option("--chat-template", metavar="TEXT", help="The name of one of the checkpoint's, or a template."),
+        click.option("--chat-template-kwargs", metavar="JSON", help='Variables of it: {"enable_thinking": false}.'),
+        click.option("--max-tokens", type=click.IntRange(0), metavar="N",
+                     help="Tokens of an answer, at most; 0: until the model's context is full.  "
+                          "[default: 256, or fewer where the context ends]"),
+        click.option("--min-tokens", type=click.IntRange(0), metavar="N", help="No end before so many."),
+        click.option("--n", type=click.IntRange(1), metavar="N", help="Answers to each prompt."),
+        click.option("--temperature", type=click.FloatRange(0), metavar="X",
+                     help="0: always the most likely token.  [default: 0; batch lines: 1]"),
+        click.option("--top-k", type=click.IntRange(0), metavar="N", help="Only the N most likely tokens."),
+        click.option("--top-p", type=click.FloatRange(0, 1), metavar="X",
+                     help="Only the most likely tokens that together have this probability."),
+        click.option("--min-p", type=click.FloatRange(0, 1), metavar="X",
+                     help="Only tokens this likely, relative to the most likely one."),
+        click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True), metavar="X",
+                     help="Of tokens in prompt or answer.  [default: 1]"),
+        click.option("--presence-penalty", type=float, metavar="X", help="Of tokens in the answer, once."),
+        click.option("--frequency-penalty", type=float, metavar="X", help="Of tokens in the answer, each time."),
+        click.option("--logit-bias", metavar="ID=X", multiple=True, help="Added to a token's logit. May be repeated."),
+        click.option("--recommended", is_flag=True,
+                     help="Where an option is not given, sample as the checkpoint's generation_config.json says."),
+        click.option("--seed", type=click.IntRange(0, 2**53 - 1), metavar="N",
+                     help="Of sampling; each record's own is made of it.  [default: drawn, and kept in the journal]"),
+        click.option("--stop", metavar="TEXT", multiple=True, help="A text that ends the answer. May be repeated."),
+        click.option("--stop-id", type=click.IntRange(0), metavar="ID", multiple=True, help="The same, a token id."),
+        click.option("--ignore-eos", is_flag=True, help="Go on after the model's end of text."),
+        click.option("--logprobs", type=click.IntRange(0), metavar="K",
+                     help="Each token's log-probability, and those of the K most likely."),
+        click.option("--json-schema", metavar="FILE|JSON", help="Answers are JSON of this schema."),
+        click.option("--json-object", is_flag=True, help="Answers are a JSON object."),
+        click.option("--regex", metavar="REGEX", help="Answers match it."),
+        click.option("--choice", metavar="TEXT", multiple=True, help="Answers are one of these texts. Repeated."),
+        click.option("--grammar", metavar="TEXT", help="Answers follow a grammar in Lark's syntax; @FILE reads it."),
+        click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
+                     help="A LoRA adapter (PEFT). One is used for all records; of several, --adapter-column or the "
+                          "model of a batch line chooses."),
+    ),
 }  # fmt: skip
 _INSTRUCTION = click.option("--instruction", metavar="TEXT",
                             help="embed: what queries are for; rerank: what is wanted of a document.")  # fmt: skip
@@ -145,5 +217,11 @@ def column_options(*tasks: str) -> Decorator:
 def job_options(*tasks: str) -> Decorator:
     """All the options of a job of one of these tasks."""
     return _all(
-        model_options, column_options(*tasks), task_options(*tasks), output_options, limit_options, engine_options
+        model_options,
+        column_options(*tasks),
+        task_options(*tasks),
+        output_options,
+        limit_options,
+        engine_options,
+        *([generation_options] if "generate" in tasks else []),
     )

@@ -10,11 +10,9 @@ from typing import Any
 
 import click
 
-from .options import column_options, limit_options, model_options, task_options
+from .options import TASKS, column_options, limit_options, model_options, task_options
 
 __all__ = ["plan"]
-
-TASKS = ("embed", "rerank", "classify", "score")
 
 
 @click.command(short_help="What a job would share and cost; computes nothing.")
@@ -49,38 +47,38 @@ def plan(**o: Any) -> None:  # fmt: skip
     \b
     prefold plan pairs.jsonl --task rerank -m Qwen/Qwen3-Reranker-0.6B
     """
-    from ..job import open_progress, open_source, plan_job
-    from ..job.plan import cost_of
+    from ..job import open_progress, plan_job
+    from ..job.plan import cost_of, kv_row_bytes
     from ..model import config_from
-    from .build import LazyTasks, make_adapter, open_model
+    from .build import open_input
 
-    source = open_source(o["input"], o["input_format"])
-    checkpoint, tokenizer = open_model(o)
-    adapter, names = make_adapter(o["task"], o, source, tokenizer)
-    tasks = LazyTasks(names, o, checkpoint, tokenizer)
+    input = open_input(o["task"], o["input"], o)
     started = time.perf_counter()
     counted = plan_job(
-        source, adapter, tasks, limit=o["limit"], window=o["window"], max_batch_rows=o["max_batch_rows"],
-        progress=open_progress(),
+        input.source, input.adapter, input.tasks, limit=o["limit"], window=o["window"],
+        max_batch_rows=o["max_batch_rows"], progress=open_progress(),
     )  # fmt: skip
     seconds = time.perf_counter() - started
-    costs = cost_of(counted.shape, config_from(checkpoint.config))
-    decode = None if tokenizer is None else tokenizer.decode
+    config = config_from(input.checkpoint.config)
+    costs, row_bytes = cost_of(counted.shape, config), kv_row_bytes(config)
+    decode = None if input.tokenizer is None else input.tokenizer.decode
     if o["as_json"]:
-        click.echo(json.dumps(_as_json(counted, costs, seconds)))
+        click.echo(json.dumps(_as_json(counted, costs, row_bytes, seconds)))
     else:
-        click.echo("\n".join(_lines(counted, costs, seconds, decode, o)))
+        click.echo("\n".join(_lines(counted, costs, row_bytes, seconds, decode, o)))
     if o["report"]:
-        _report(counted, checkpoint, source, decode, o)
+        _report(counted, input.checkpoint, input.source, decode, o)
 
 
-def _as_json(counted: Any, costs: Any, seconds: float) -> dict[str, Any]:
-    names = ("records", "errors", "requests", "tokens", "rows", "rows_mlp", "longest", "saved")
+def _as_json(counted: Any, costs: Any, row_bytes: int, seconds: float) -> dict[str, Any]:
+    names = ("records", "errors", "requests", "tokens", "rows", "rows_mlp", "longest", "saved", "outputs")
+    names += ("output_tokens",)
     flops = {name: asdict(cost) for name, cost in zip(("full", "off"), costs, strict=True)}
-    return {name: getattr(counted, name) for name in names} | {"flops": flops, "seconds": seconds}
+    counts = {name: getattr(counted, name) for name in names}
+    return counts | {"kv_row_bytes": row_bytes, "flops": flops, "seconds": seconds}
 
 
-def _lines(counted: Any, costs: Any, seconds: float, decode: Any, o: dict[str, Any]) -> list[str]:
+def _lines(counted: Any, costs: Any, row_bytes: int, seconds: float, decode: Any, o: dict[str, Any]) -> list[str]:
     from ..job.picture import trie_picture
     from ..job.plan import shared_most
     from ..job.progress import format_seconds
@@ -103,6 +101,8 @@ def _lines(counted: Any, costs: Any, seconds: float, decode: Any, o: dict[str, A
         saved = 1 - rows / counted.tokens
         lines.append(f"{name:<9}{rows:>16,}{saved:>9.1%}{flops / 1e12:>12,.4g}{format_seconds(flops / rate):>16}")
     lines.append(f"at {rate / 1e9:,.0f} GFLOP/s, {where}; counted in {format_seconds(seconds)}")
+    if counted.outputs:
+        lines += _generation_lines(counted, row_bytes)
     lines.append("\nThe trie (width: prompts, depth: tokens; the darker, the more prompts share it)")
     lines += [f"  {line}" for line in trie_picture(counted.shape)]
     shared = shared_most(counted.shape, decode)
@@ -110,6 +110,18 @@ def _lines(counted: Any, costs: Any, seconds: float, decode: Any, o: dict[str, A
         lines.append(f"\n{'tokens':>8}{'prompts':>10}{'saved':>14}  shared most")
         lines += [f"{p.length:>8,}{p.prompts:>10,}{p.saved:>14,}  {one_line(p.text, 64)!r}" for p in shared]
     return lines
+
+
+def _generation_lines(counted: Any, row_bytes: int) -> list[str]:
+    from ..job.progress import format_bytes
+
+    shared, unshared = format_bytes(counted.rows * row_bytes), format_bytes(counted.tokens * row_bytes)
+    tails = format_bytes(counted.output_tokens * row_bytes)
+    return [
+        f"\nThe prompts only; then {counted.outputs:,} outputs of up to {counted.output_tokens:,} tokens together.",
+        f"K/V, {format_bytes(row_bytes)} a row: {shared} for all prompts at once ({unshared} unshared), and up to "
+        f"{tails} for all outputs. Only those that run are held.",
+    ]
 
 
 def _rate(gflops: float | None) -> tuple[float, str]:

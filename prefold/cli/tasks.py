@@ -1,4 +1,4 @@
-"""The commands that run a task: run, rerank, embed, classify, score. On a file they are jobs, on texts they answer."""
+"""The commands that run a task, and `run`. On a file they are jobs, on texts they answer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 import click
 
-from .options import job_options
+from .options import TASKS, job_options
 
-__all__ = ["classify", "embed", "rerank", "run", "score"]
+__all__ = ["classify", "embed", "generate", "rerank", "run", "score"]
 
-TASKS = ("embed", "rerank", "classify", "score")
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".gz")
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Answer texts in JSON lines.")
@@ -36,9 +35,9 @@ def run(**o: Any) -> None:
     prefold run batch.jsonl -o out.jsonl -m Qwen/Qwen3-Embedding-0.6B
     prefold run reviews.csv --task classify --prompt '{title}: {body}' --labels good,bad -o out.csv
 
-    Batch lines may ask for /v1/embeddings, /v1/score and /rerank. A record that cannot be processed
-    becomes an error line and the job goes on. Killed, it goes on where it was when the same command is
-    given again.
+    Batch lines may ask for /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/score and /rerank.
+    A record that cannot be processed becomes an error line and the job goes on. Killed, it goes on where
+    it was when the same command is given again.
     """
     from .job import run_command
 
@@ -102,6 +101,22 @@ def score(input: tuple[str, ...], **o: Any) -> None:
     prefold score items.jsonl --prompt '{question}' --continuation choices -o out.jsonl
     """
     _start("score", input, o)
+
+
+@click.command(short_help="Text that follows a prompt, or answers a message.")
+@click.argument("input", metavar="INPUT | PROMPT...", nargs=-1, required=True)
+@job_options("generate")
+@json_option
+def generate(input: tuple[str, ...], **o: Any) -> None:
+    """Generate text. A model with a chat template answers the prompt as a user's message (--raw: continues it).
+
+    \b
+    prefold generate "Why is the sky blue?"
+    prefold generate "The capital of France is" --raw --max-tokens 5
+    prefold generate reviews.csv --prompt 'Summarise: {body}' --max-tokens 60 -o out.csv
+    prefold generate chats.jsonl --messages messages --temperature 0.7 --seed 1 -o out.jsonl
+    """
+    _start("generate", input, o)
 
 
 def _start(task: str, arguments: tuple[str, ...], o: dict[str, Any]) -> None:

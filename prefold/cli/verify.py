@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import islice
 from typing import Any
 
 import click
 
+from .options import NUMERIC_TASKS as TASKS
 from .options import column_options, engine_options, limit_options, model_options, task_options
 
 __all__ = ["verify"]
-
-TASKS = ("embed", "rerank", "classify", "score")
 
 
 @click.command(short_help="Measure what sharing and precision do to results.")
@@ -49,26 +49,17 @@ def verify(**o: Any) -> None:  # fmt: skip
     \b
     prefold verify pairs.jsonl --task rerank --dtype bfloat16 --sample 200
     """
-    from ..job import open_source
-    from ..job.verify import sample_items
-    from .build import LazyTasks, make_adapter, open_model
+    from .build import draw, open_input
 
-    source = open_source(o["input"], o["input_format"])
-    checkpoint, tokenizer = open_model(o)
-    adapter, names = make_adapter(o["task"], o, source, tokenizer)
-    tasks = LazyTasks(names, o, checkpoint, tokenizer)
-    rows = source.rows(adapter.columns)
-    if o["limit"]:
-        from itertools import islice
-
-        rows = islice(rows, o["limit"])
-    drawn, bad = sample_items(rows, adapter, o["sample"], seed=o["seed"])
-    lanes = {lane: [item for name, item in drawn if name == lane] for lane in dict.fromkeys(n for n, _ in drawn)}
-    found = _compare(lanes, tasks, o, checkpoint)
+    input = open_input(o["task"], o["input"], o)
+    rows = islice(input.source.rows(input.adapter.columns), o["limit"])
+    lanes, bad = draw(input, rows, o["sample"], o["seed"])
+    count = sum(map(len, lanes.values()))
+    found = _compare(lanes, input, o)
     if o["as_json"]:
         click.echo(json.dumps(found))
     else:
-        click.echo(f"{len(drawn):,} items of {source.name}, {bad:,} records left out as unusable; {o['model']}\n")
+        click.echo(f"{count:,} items of {input.source.name}, {bad:,} records left out as unusable; {o['model']}\n")
         for line in _lines(found):
             click.echo(line)
     moved = [f["values"] for f in found if f["comparison"].startswith("sharing")]
@@ -77,21 +68,21 @@ def verify(**o: Any) -> None:  # fmt: skip
         sys.exit(1)
 
 
-def _compare(lanes: dict[str, list[Any]], tasks: Any, o: dict[str, Any], checkpoint: Any) -> list[dict[str, Any]]:
+def _compare(lanes: dict[str, list[Any]], input: Any, o: dict[str, Any]) -> list[dict[str, Any]]:
     """One dict a comparison and lane: its name, the lane, and the numbers of a Difference."""
     from dataclasses import asdict
 
     from ..job.verify import compare
 
-    sharing = "full" if o["sharing"] == "auto" else o["sharing"]
-    llm, dtype = _llm(o, checkpoint)
+    sharing, tasks = "full" if o["sharing"] == "auto" else o["sharing"], input.tasks
+    llm, dtype = _llm(o, input)
     prepared = {lane: tasks[lane].prepare(items) for lane, items in lanes.items()}
     shared = _run(llm.engine, sharing, tasks, prepared)
     plain = _run(llm.engine, "off", tasks, prepared)
     pairs = [(f"sharing ({sharing} against off, {dtype})", shared, plain)]
     if dtype != "float32":
         del llm
-        exact = _run(_llm({**o, "dtype": "float32"}, checkpoint)[0].engine, "off", tasks, prepared)
+        exact = _run(_llm({**o, "dtype": "float32"}, input)[0].engine, "off", tasks, prepared)
         pairs.append((f"precision ({dtype} against float32, off)", plain, exact))
         pairs.append((f"both ({sharing}, {dtype} against off, float32)", shared, exact))
     found = []
@@ -102,15 +93,15 @@ def _compare(lanes: dict[str, list[Any]], tasks: Any, o: dict[str, Any], checkpo
     return found
 
 
-def _llm(o: dict[str, Any], checkpoint: Any) -> tuple[Any, str]:
+def _llm(o: dict[str, Any], input: Any) -> tuple[Any, str]:
     from .build import load_llm
 
-    llm = load_llm(o, checkpoint)
+    llm = load_llm(o, input.checkpoint, input.tokenizer)
     return llm, str(llm.dtype).removeprefix("torch.")
 
 
 def _run(engine: Any, sharing: str, tasks: Any, prepared: dict[str, list[Any]]) -> dict[str, Any]:
-    from ..job.items import run_works
+    from ..tasks.run import run_works
 
     engine.sharing = sharing
     return {lane: run_works(engine, tasks[lane], works) for lane, works in prepared.items()}

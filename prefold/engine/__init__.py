@@ -1,5 +1,6 @@
-"""The engine: steps to tensors, the forward pass, and read-outs."""
+"""The engine: steps to tensors, the forward pass, read-outs, and the loops over them."""
 
 from .engine import Engine, StepInfo
+from .generate import GenerateOptions, Generator
 
-__all__ = ["Engine", "StepInfo"]
+__all__ = ["Engine", "GenerateOptions", "Generator", "StepInfo"]

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 
+from ..errors import InputError
 from ..model import CausalLM
 from ..prefix import common_prefix_lengths, lexsort_sequences
 from ..schedule import PrefillScheduler
+from ..schedule.generate import GenerateStep
 from ..stream import Window
-from ..types import Readout, Result, Sharing, Stats
+from ..stream.options import decode_options
+from ..text import Tokenizer
+from ..types import GenerateRequest, Readout, Result, Sharing, Stats
 from .attend import Path
 from .batch import Batch, prepare
+from .generate import Answer, GenerateOptions, Generator
 from .runner import Output, Runner
 
 __all__ = ["Engine", "StepInfo"]
@@ -29,7 +36,8 @@ class StepInfo:
     """What one step did, for progress and the report.
 
     rows went through the model; tokens is what the prompts that ended here held; path_rows were
-    carried in; seconds is the forward pass with its read-outs; started is time.perf_counter().
+    carried in; seconds is the forward pass with its read-outs; started is time.perf_counter();
+    running sequences got a token each.
     """
 
     rows: int
@@ -38,12 +46,16 @@ class StepInfo:
     tokens_done: int
     started: float
     seconds: float
+    running: int = 0
 
 
 class Engine:
     """Runs windows of requests through a model.
 
-    on_step is called after every step. `stats` adds up over runs until it is replaced.
+    generation  how `generate` holds K/V and runs; eos_ids: what ends a text
+    on_step     called after every step
+
+    `stats` adds up over runs until it is replaced.
     """
 
     def __init__(
@@ -53,6 +65,8 @@ class Engine:
         sharing: Sharing = "full",
         max_batch_rows: int = 4096,
         on_step: Callable[[StepInfo], None] | None = None,
+        generation: GenerateOptions = GenerateOptions(),  # noqa: B008
+        eos_ids: Sequence[int] = (),
     ):
         if max_batch_rows < 1:
             raise ValueError(f"max_batch_rows must be at least 1, not {max_batch_rows}")
@@ -61,6 +75,8 @@ class Engine:
         self.max_batch_rows = max_batch_rows
         self.on_step = on_step
         self.stats = Stats()
+        self.generation = generation
+        self.eos_ids = tuple(eos_ids)
         self._runner = Runner(model)
 
     def run(self, windows: Iterable[Window], readout: Readout) -> Iterator[tuple[bytes, Result]]:
@@ -78,6 +94,82 @@ class Engine:
             output, path = self._runner.run(batch, path, readout, window.targets)
             self._account(batch, path, window, started)
             yield from current.take(batch, output)
+
+    @cached_property
+    def generator(self) -> Generator:
+        """What generates text; it holds the KV store, and is made when first asked for."""
+        if self.sharing == "mlp":
+            raise InputError("text is generated with sharing full or off", field="sharing", remedy="use one of them")
+        return Generator(
+            self.model,
+            self.generation,
+            sharing=self.sharing == "full",
+            max_batch_rows=self.max_batch_rows,
+            eos_ids=self.eos_ids,
+            stats=lambda: self.stats,
+            on_step=self._tell,
+        )
+
+    def generate(self, windows: Iterable[Window], tokenizer: Tokenizer | None) -> Iterator[tuple[bytes, Answer]]:
+        """Yield (tag, a Generated a sample) of every request, as they end; (tag, InputError) for one that cannot run.
+
+        The next window is taken in when few requests wait, so that its prompts join those that still run.
+        """
+        generator = self.generator
+        finished: deque[tuple[bytes, Answer]] = deque()
+        running: set[int] = set()
+        requests = self._requests(windows)
+        more = True
+        try:
+            while more or running or finished:
+                while more and generator.num_waiting <= generator.options.max_running:
+                    found = next(requests, None)
+                    more = found is not None
+                    if found is not None:
+                        for tag, request in found:
+                            self._add(generator, request, tokenizer, tag, running, finished)
+                yield from _drain(finished)
+                if running and not generator.step() and not finished:
+                    raise AssertionError("requests wait, and no step can be made")
+        finally:
+            for key in list(running):
+                generator.cancel(key)
+
+    @staticmethod
+    def _add(
+        generator: Generator,
+        request: GenerateRequest,
+        tokenizer: Tokenizer | None,
+        tag: bytes,
+        running: set[int],
+        finished: deque[tuple[bytes, Answer]],
+    ) -> None:
+        keys: list[int] = []
+
+        def done(answer: Answer) -> None:
+            running.difference_update(keys)
+            finished.append((tag, answer))
+
+        key = generator.add(request, tokenizer, done)
+        if key is not None:
+            keys.append(key)
+            running.add(key)
+
+    def _requests(self, windows: Iterable[Window]) -> Iterator[list[tuple[bytes, GenerateRequest]]]:
+        for window in windows:
+            self.stats.requests += window.num_requests
+            requests = []
+            for i, tag in enumerate(window.tags):
+                tokens = window.tokens[window.offsets[i] : window.offsets[i + 1]]
+                requests.append((tag, decode_options(window.options[i], tokens)))
+            yield requests
+
+    def _tell(self, step: GenerateStep, started: float, requests: int, tokens: int) -> None:
+        self.stats.tokens += tokens
+        if self.on_step is not None:
+            seconds = time.perf_counter() - started
+            path_rows = int(step.run_count.sum()) - step.num_rows
+            self.on_step(StepInfo(step.num_rows, path_rows, requests, tokens, started, seconds, step.decode_rows))
 
     def _batches(self, windows: Iterable[Window], readout: Readout) -> Iterator[tuple[Window, Batch]]:
         """Host work: every step of every window, planned and as tensors."""
@@ -128,6 +220,11 @@ class _WindowResults:
         for sequence in step.done.tolist():
             targets = slice(window.target_offsets[sequence], window.target_offsets[sequence + 1])
             yield window.tags[sequence], Result(self.values[targets].copy(), self.greedy[targets].copy())
+
+
+def _drain(items: deque[T]) -> Iterator[T]:
+    while items:
+        yield items.popleft()
 
 
 def unique_tokens(window: Window) -> int:

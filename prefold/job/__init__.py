@@ -14,8 +14,9 @@ from .output import OutputOptions, open_output
 from .plan import JobPlan, plan_job
 from .progress import Progress, open_progress
 from .report import Report, write_report
+from .rows import FORMATS, Row, Source
 from .run import Interrupted, Job, Summary, run_job
-from .source import FORMATS, Row, Source, open_source
+from .source import open_source
 from .tables import Columns, TableAdapter
 
 __all__ = [

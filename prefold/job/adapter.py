@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..errors import InputError
-from .source import Row
+from .rows import Row
 
 __all__ = ["Adapter", "Parsed"]
 

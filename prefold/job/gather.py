@@ -14,21 +14,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..types import Request, Result
+from ..tasks.run import with_seed
+from ..types import GenerateRequest, Request
 
 __all__ = ["Done", "Gather", "tagged"]
 
 _HEAD = struct.Struct("<QIIII")  # record, item, items of the record, part, parts of the item
 
 
-def tagged(number: int, meta: Any, works: list[Any]) -> Iterator[tuple[Request, bytes]]:
-    """Every request of a record with its tag. `works`: tasks.Work of each of its items."""
+def tagged(
+    number: int, meta: Any, works: list[Any], seed: int = 0
+) -> Iterator[tuple[Request | GenerateRequest, bytes]]:
+    """Every request of a record with its tag. `works`: tasks.Work of each of its items; seed: of the job."""
     for item, work in enumerate(works):
         for part, request in enumerate(work.requests):
             tag = _HEAD.pack(number, item, len(works), part, len(work.requests))
             if part == 0:
                 tag += _encode([work.note, meta] if item == 0 else [work.note])
-            yield request, tag
+            yield with_seed(request, seed, number, item, part), tag
 
 
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -40,17 +43,20 @@ def _encode(value: Any) -> bytes:
 
 @dataclass(slots=True)
 class Done:
-    """A record whose results are all there: of each item its note, and its results in order."""
+    """A record whose results are all there: of each item its note, and its results in order.
+
+    A result is what the engine gives for a request (see `results_of`).
+    """
 
     number: int
     meta: Any = None
-    items: list[tuple[Any, list[Result]]] = field(default_factory=list)
+    items: list[tuple[Any, list[Any]]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Item:
     missing: int
-    results: list[Result | None]
+    results: list[Any]
     note: Any = None
 
 
@@ -71,7 +77,7 @@ class Gather:
     def waiting(self) -> int:
         return len(self._records)
 
-    def add(self, tag: bytes, result: Result) -> Done | None:
+    def add(self, tag: bytes, result: Any) -> Done | None:
         """Take one result; the record, when it was the last one missing."""
         number, item, items, part, parts = _HEAD.unpack_from(tag)
         head = json.loads(tag[_HEAD.size :].decode("utf-8", "surrogatepass")) if part == 0 else None

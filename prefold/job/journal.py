@@ -22,13 +22,24 @@ from typing import Any, BinaryIO
 from ..errors import JobError
 from .recordset import RecordSet, format_ranges, parse_ranges
 
-__all__ = ["Journal", "differences", "journal_path"]
+__all__ = ["Journal", "differences", "journal_path", "recorded_job"]
 
 _VERSION = 1
 
 
 def journal_path(output: Path) -> Path:
     return output.with_name(output.name + ".journal")
+
+
+def recorded_job(output: Path) -> dict[str, Any]:
+    """The fingerprint in the journal beside an output; {} when there is none that can be read."""
+    try:
+        with journal_path(output).open("rb") as file:
+            entry = json.loads(file.readline())
+    except (OSError, ValueError):
+        return {}
+    job = entry.get("job") if isinstance(entry, dict) else None
+    return job if isinstance(job, dict) else {}
 
 
 class Journal:

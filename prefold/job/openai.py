@@ -1,4 +1,5 @@
-"""OpenAI batch lines: /v1/embeddings, and as vLLM's batch runner has them /v1/score and /rerank.
+"""OpenAI batch lines: /v1/embeddings, /v1/chat/completions and /v1/completions (see `completions.py`), and as vLLM's
+batch runner has them /v1/score and /rerank.
 
 A line that cannot be sent anywhere (bad JSON, no or a second custom_id, an unknown url) has a null
 response and an error; one whose body is refused has a response with status 400 and the error in it.
@@ -8,16 +9,18 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..errors import InputError
 from .adapter import Parsed
+from .completions import chat_body, completion_body, read_chat, read_completion, usage_of
 from .fields import as_text
 from .lines import error_object
 from .recordset import TextSet
-from .source import Row
+from .rows import Row
 
 __all__ = ["LANES", "OpenAIBatch", "is_batch_line"]
 
@@ -29,6 +32,8 @@ LANES = {
     "/v1/rerank": "rerank",
     "/v2/rerank": "rerank",
     "/rerank": "rerank",
+    "/v1/chat/completions": "generate",
+    "/v1/completions": "generate",
 }
 _LINE_ERRORS = {"duplicate_custom_id", "unknown_url", "invalid_line"}
 _IGNORED = {"user", "model", "priority", "request_id"}
@@ -43,13 +48,24 @@ class OpenAIBatch:
 
     served        the model's name in responses; what requests call it is counted in `other_models`
     seed          makes the ids of one job different from another's
+    sampling      {field of Sampling: value} of completions that do not say otherwise
+    adapters      names of LoRA adapters: a completion whose model is one of them is its
     """
 
     columns = None
 
-    def __init__(self, served: str, *, seed: str = ""):
+    def __init__(
+        self,
+        served: str,
+        *,
+        seed: str = "",
+        sampling: Mapping[str, Any] | None = None,
+        adapters: Collection[str] = (),
+    ):
         self.served = served
         self.seed = seed
+        self.sampling = sampling or {}
+        self.adapters = frozenset(adapters)
         self.other_models: Counter[str] = Counter()
         self._ids = TextSet()
 
@@ -65,23 +81,34 @@ class OpenAIBatch:
                 raise InputError(message, field="custom_id", remedy="make it unique", code="duplicate_custom_id")
             url, body = _request(row.data)
             parsed.lane = LANES[url]
-            model = body.get("model")
-            if isinstance(model, str) and model != self.served:
-                self.other_models[model] += 1
             self._read_body(parsed, url, body)
+            model = body.get("model")
+            if parsed.lane == "generate" and model in self.adapters:
+                parsed.meta["model"] = model
+                parsed.items = [item | {"adapter": model} for item in parsed.items]
+            elif isinstance(model, str) and model != self.served:
+                self.other_models[model] += 1
         except InputError as error:
             parsed.error = error
         return parsed
 
     def _read_body(self, parsed: Parsed, url: str, body: dict[str, Any]) -> None:
-        read = _embeddings if url == "/v1/embeddings" else _score if url.endswith("/score") else _rerank
-        parsed.items, meta = read(body)
+        if LANES[url] == "generate":
+            read = read_chat if "chat" in url else read_completion
+            parsed.items, meta = read(body, self.sampling)
+        else:
+            parsed.items, meta = _READERS.get(url, _rerank)(body)
         parsed.meta |= meta
 
     def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-        body = _BODIES[meta["kind"]](meta, results)
+        model = {"model": meta.get("model", self.served)}
+        if meta["kind"] in _COMPLETIONS:
+            prefix, make = _COMPLETIONS[meta["kind"]]
+            head = {"id": self._id(prefix, number), "created": int(time.time())}
+            return self._response(number, meta["id"], 200, head | model | make(results) | {"usage": usage_of(results)})
         tokens = sum(result["num_tokens"] for result in results)
-        body |= {"model": self.served, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        body = _BODIES[meta["kind"]](meta, results) | model | {"usage": usage}
         return self._response(number, meta["id"], 200, body)
 
     def error_line(self, number: int, meta: dict[str, Any] | None, error: InputError) -> dict[str, Any]:
@@ -90,18 +117,22 @@ class OpenAIBatch:
         if meta is None or error.code in _LINE_ERRORS:
             details["message"] = f"record {number}: {details['message']}"
             return {"id": self._id("batch_req", number), "custom_id": custom_id, "response": None, "error": details}
-        field = self._field(meta["kind"], error.field) if "kind" in meta else error.field
+        field = self._field(meta, error.field) if "kind" in meta else error.field
         message = f"record {number}: {error}"
         body = {"error": {"message": message, "type": "invalid_request_error", "param": field, "code": error.code}}
         return self._response(number, custom_id, 400, body)
 
     @staticmethod
-    def _field(kind: str, field: str | None) -> str | None:
+    def _field(meta: dict[str, Any], field: str | None) -> str | None:
         """The request's name for a field of the task's."""
         score = {"query": "text_1", "document": "text_2", "documents": "text_2"}
-        names = {"embeddings": {"text": "input"}, "score": score}
+        completion = {"stop_ids": "stop_token_ids", "salt": "cache_salt"}
+        chat = completion | {"logprobs": "top_logprobs"}
+        names = {"embeddings": {"text": "input"}, "score": score, "chat": chat, "completion": completion}
         name, bracket, index = (field or "").partition("[")
-        return field and names.get(kind, {}).get(name, name) + bracket + index
+        if name.partition(".")[0] == "grammar":
+            return meta.get("format", name)
+        return field and names.get(meta["kind"], {}).get(name, name) + bracket + index
 
     def _response(self, number: int, custom_id: str | None, status: int, body: dict[str, Any]) -> dict[str, Any]:
         response = {"status_code": status, "request_id": self._id("req", number), "body": body}
@@ -188,6 +219,9 @@ def _score(body: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     return [{"query": a, "document": b, **fixed} for a, b in zip(first, second, strict=True)], {"kind": "score"}
 
 
+_READERS = {"/v1/embeddings": _embeddings, "/v1/score": _score, "/score": _score}
+
+
 # ------------------------------------------------------------------------------------------ responses
 
 
@@ -218,3 +252,5 @@ _BODIES: dict[str, Callable[[dict[str, Any], list[dict[str, Any]]], dict[str, An
     "rerank": _rerank_body,
     "score": _score_body,
 }
+# kind -> what the response's id begins with, and what makes the response
+_COMPLETIONS = {"chat": ("chatcmpl", chat_body), "completion": ("cmpl", completion_body)}

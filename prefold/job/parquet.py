@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, JobError, MissingExtraError
-from .source import Row, Source
+from .rows import Row, Source
 
 __all__ = ["ParquetSource"]
 

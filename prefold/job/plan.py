@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from ..model import ModelConfig
-from ..stream import Spool
+from ..stream import Spool, Window
 from .icicle import StreamShape, icicle, walk
 from .progress import Counts, Progress
 from .reader import Reader
 from .recordset import RecordSet
 
-__all__ = ["Cost", "JobPlan", "Prefix", "cost_of", "plan_job", "shared_most"]
+__all__ = ["Cost", "JobPlan", "Prefix", "cost_of", "kv_row_bytes", "plan_job", "shared_most"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,11 @@ class Cost:
 
 @dataclass
 class JobPlan:
-    """The counts of a job. rows_mlp: rows of sharing "mlp" at `max_batch_rows`, first come."""
+    """The counts of a job.
+
+    rows_mlp       rows of sharing "mlp" at `max_batch_rows`, first come
+    outputs        texts to be generated; output_tokens: the most tokens they may have together
+    """
 
     records: int = 0
     errors: int = 0
@@ -42,6 +46,8 @@ class JobPlan:
     rows: int = 0
     rows_mlp: int = 0
     longest: int = 0
+    outputs: int = 0
+    output_tokens: int = 0
     shape: StreamShape = field(default_factory=StreamShape)
 
     @property
@@ -99,6 +105,8 @@ def plan_job(
                 read = tasks[batch.lane].readout.kind
                 for window_ in plan.shape.watch(spool.windows(max_tokens=window, share=True, read=read)):
                     plan.longest = max(plan.longest, int(np.diff(window_.offsets).max()))
+                    if read == "tokens":
+                        _count_outputs(plan, window_, tasks[batch.lane].context)
                 for window_ in spool.windows(max_tokens=max_batch_rows, share=False, read=read):
                     plan.rows_mlp += _unique(window_.tokens, window_.offsets)
     finally:
@@ -107,6 +115,20 @@ def plan_job(
     plan.records, plan.errors = counts.read, tally.errors
     plan.requests, plan.tokens, plan.rows = plan.shape.num_requests, plan.shape.num_tokens, plan.shape.num_rows
     return plan
+
+
+def _count_outputs(plan: JobPlan, window: Window, context: int | None) -> None:
+    for number, length in enumerate(np.diff(window.offsets).tolist()):
+        sampling = window.generate_request(number).sampling
+        limits = [limit for limit in (sampling.max_tokens, context and context - length) if limit is not None]
+        plan.outputs += sampling.n
+        plan.output_tokens += sampling.n * min(limits, default=0)
+
+
+def kv_row_bytes(config: ModelConfig) -> int:
+    """Bytes of one row's K/V in all planes, in the dtype the checkpoint is stored in."""
+    size = 2 if config.dtype in ("bfloat16", "float16") else 4
+    return 2 * config.kv_size * len(config.planes) * size
 
 
 def _unique(tokens: np.ndarray, offsets: np.ndarray) -> int:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-__all__ = ["Counts", "Progress", "format_count", "format_seconds", "open_progress"]
+__all__ = ["Counts", "Progress", "format_bytes", "format_count", "format_seconds", "open_progress"]
 
 
 @dataclass(slots=True)
@@ -17,8 +17,10 @@ class Counts:
     phase      "reading", "loading the model", "computing", ...
     read       records read; read_all: whether these are all
     done       records with their line, those of earlier runs included; errors: error lines among them
-    tokens     tokens spooled; tokens_done: tokens of the requests whose results are there
+    tokens     tokens spooled; tokens_done: tokens of the requests whose results are there, generated ones included
+    requests   spooled; requests_done: those whose results are there
     rows       rows computed
+    generated  tokens generated
     """
 
     phase: str = "reading"
@@ -29,12 +31,21 @@ class Counts:
     errors: int = 0
     tokens: int = 0
     tokens_done: int = 0
+    requests: int = 0
+    requests_done: int = 0
     rows: int = 0
+    generated: int = 0
 
     @property
     def saved(self) -> float | None:
         """Share of the tokens done that was not computed."""
         return max(0.0, 1 - self.rows / self.tokens_done) if self.tokens_done and self.rows else None
+
+    @property
+    def share_done(self) -> float:
+        """Of what was read, in [0, 1]: by requests where text is generated, as nobody knows how long it becomes."""
+        done, all_ = (self.requests_done, self.requests) if self.generated else (self.tokens_done, self.tokens)
+        return min(1.0, done / all_) if all_ else 0.0
 
 
 class Progress:
@@ -62,6 +73,9 @@ class Progress:
         parts = [f"{format_count(counts.done)}{total} records", f"{format_count(counts.rows)} rows"]
         if seconds > 0.5 and counts.rows:
             parts.append(f"{format_count(counts.rows / seconds)} rows/s")
+        if counts.generated:
+            rate = f" ({format_count(counts.generated / seconds)}/s)" if seconds > 0.5 else ""
+            parts.append(f"{format_count(counts.generated)} tokens generated{rate}")
         if counts.saved is not None:
             parts.append(f"{counts.saved:.1%} saved")
         if counts.errors:
@@ -72,12 +86,12 @@ class Progress:
         return ", ".join(parts)
 
     def seconds_left(self, counts: Counts) -> float | None:
-        if self._computing is None or not counts.read_all or not counts.tokens_done:
+        if self._computing is None or not counts.read_all or not counts.share_done:
             return None
         seconds = time.monotonic() - self._computing
         if seconds < 1:
             return None
-        return seconds * max(0, counts.tokens - counts.tokens_done) / counts.tokens_done
+        return seconds * (1 - counts.share_done) / counts.share_done
 
 
 class PlainProgress(Progress):
@@ -124,8 +138,8 @@ class LiveProgress(Progress):
         self._bar.update(
             self._task,
             description=self.text(counts),
-            total=counts.tokens if known else None,
-            completed=counts.tokens_done,
+            total=1 if known else None,
+            completed=counts.share_done,
         )
 
     def note(self, text: str) -> None:
@@ -149,6 +163,15 @@ def format_count(number: float) -> str:
         if number >= limit:
             return f"{number / limit:.2f}{unit}"
     return f"{number:,.0f}"
+
+
+def format_bytes(number: float) -> str:
+    """12.3 KiB, 4.56 MiB, ..."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:,.3g} {unit}" if unit != "bytes" else f"{number:.0f} bytes"
+        number /= 1024
+    return f"{number:,.3g} GiB" if number < 1000 else f"{number:,.0f} GiB"
 
 
 def format_seconds(seconds: float) -> str:

@@ -17,7 +17,7 @@ from .gather import tagged
 from .lines import dumps
 from .output import Output
 from .progress import Counts
-from .source import Row, Source
+from .rows import Row, Source
 
 __all__ = ["Batch", "Reader"]
 
@@ -48,6 +48,7 @@ class Reader:
     fill    None: the whole input is spooled before the first batch, so that all of it is one stream.
             A number of tokens: a batch is handed on when it holds as many, or when nothing has come
             for a moment, or the engine has waited for one.
+    seed    of the job, for requests that sample without one of their own
     stop    set by the owner to end early.
     """
 
@@ -61,6 +62,7 @@ class Reader:
         *,
         limit: int | None = None,
         fill: int | None = None,
+        seed: int = 0,
         make_spool: Callable[[], Spool] = Spool,
     ):
         self._source = source
@@ -70,6 +72,7 @@ class Reader:
         self._counts = counts
         self._limit = limit
         self._fill = fill
+        self._seed = seed
         self._make_spool = make_spool
         self._spools: dict[str, Spool] = {}
         self._chunks: dict[str, _Chunk] = {}
@@ -205,9 +208,10 @@ class Reader:
             spool = self._spools.get(lane)
             if spool is None:
                 spool = self._spools[lane] = self._make_spool()
-            for request, tag in tagged(number, parsed.meta, mine):
+            for request, tag in tagged(number, parsed.meta, mine, self._seed):
                 spool.add(request, tag)
                 self._counts.tokens += len(request.tokens)
+                self._counts.requests += 1
             self.found = True
             self.has_work.set()
             if self._fill is not None and spool.num_tokens >= self._fill:

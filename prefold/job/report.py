@@ -25,7 +25,7 @@ _MAX_BINS = 320
 class StepLog:
     """The steps of a run over time; adjacent ones are added up when there are very many.
 
-    Each entry: start (s), seconds computed, number of steps, rows, path rows.
+    Each entry: start (s), seconds computed, number of steps, rows, path rows, sequences running.
     """
 
     def __init__(self, limit: int = _MAX_STEPS) -> None:
@@ -33,16 +33,16 @@ class StepLog:
         self._values = array("d")
 
     def __len__(self) -> int:
-        return len(self._values) // 5
+        return len(self._values) // 6
 
-    def add(self, started: float, seconds: float, rows: int, path_rows: int) -> None:
-        self._values.extend((started, seconds, 1, rows, path_rows))
+    def add(self, started: float, seconds: float, rows: int, path_rows: int, running: int = 0) -> None:
+        self._values.extend((started, seconds, 1, rows, path_rows, running))
         if len(self) > self._limit:
             self._values = array("d", _merged(self.bins(), self._limit // 2).ravel())
 
     def bins(self) -> np.ndarray:
-        """float64 [entries, 5]"""
-        return np.array(self._values).reshape(-1, 5)
+        """float64 [entries, 6]"""
+        return np.array(self._values).reshape(-1, 6)
 
 
 def _merged(entries: np.ndarray, most: int) -> np.ndarray:
@@ -71,11 +71,12 @@ class Report:
     shape: StreamShape | None = None
     trie_note: str = ""
     steps: StepLog | None = None
+    generation: list[tuple[str, str]] = field(default_factory=list)
     decode: Callable[[np.ndarray], str] | None = None
 
     def data(self) -> dict[str, Any]:
         """The page's data, as plain JSON."""
-        steps = _merged(self.steps.bins(), _MAX_BINS) if self.steps is not None else np.empty((0, 5))
+        steps = _merged(self.steps.bins(), _MAX_BINS) if self.steps is not None else np.empty((0, 6))
         nodes = None
         if self.shape is not None and self.shape.num_requests:
             nodes = to_data(self.shape, icicle(self.shape), self.decode)
@@ -85,6 +86,7 @@ class Report:
             "cards": self.cards,
             "totals": {"tokens": self.tokens, "rows": self.rows},
             "barText": self._bar_text(),
+            "generation": self.generation,
             "settings": self.settings,
             "machine": self.machine,
             "nodes": nodes,
@@ -97,7 +99,8 @@ class Report:
         if not self.tokens:
             return ""
         saved = self.tokens - self.rows
-        text = f"The prompts hold {self.tokens:,} tokens; {self.rows:,} rows were computed"
+        what = "Prompts and outputs" if self.generation else "The prompts"
+        text = f"{what} hold {self.tokens:,} tokens; {self.rows:,} rows were computed"
         text += f" ({saved / self.tokens:.1%} saved)."
         if self.seconds > 0 and self.rows and saved > 0:
             text += (

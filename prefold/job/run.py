@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import InputError, JobError
 from ..stream import Spool
+from ..tasks.run import finish, results_of
 from ..types import Stats
 from .adapter import Adapter
 from .gather import Done, Gather
@@ -22,7 +23,7 @@ from .output import Output
 from .progress import Counts, Progress
 from .reader import Batch, Reader
 from .report import StepLog
-from .source import Source
+from .rows import Source
 
 __all__ = ["Interrupted", "Job", "Summary", "run_job"]
 
@@ -47,6 +48,7 @@ class Job:
     window    tokens of a window
     streaming windows are sorted each for itself as they fill; else the whole input is one stream
     collect   keep the shape of the stream and the steps for the report
+    seed      what the seeds of records that sample without one of their own are made of
     """
 
     source: Source
@@ -58,6 +60,7 @@ class Job:
     window: int = WINDOW_TOKENS
     streaming: bool = False
     collect: bool = False
+    seed: int = 0
     make_spool: Callable[[], Spool] = Spool
 
 
@@ -101,6 +104,7 @@ class _Run:
         self.counts = Counts(resumed=job.output.resumed)
         self.summary = Summary(resumed=job.output.resumed)
         self.gather = Gather()
+        self._engine: Any = None
         self.signal: int | None = None
         self.hard = False  # stopped in the middle of something: leave the output as it is
         self.graceful = False  # a signal waits for the end of the step
@@ -114,6 +118,7 @@ class _Run:
             self.counts,
             limit=job.limit,
             fill=job.window if job.streaming else None,
+            seed=job.seed,
             make_spool=job.make_spool,
         )
 
@@ -161,7 +166,7 @@ class _Run:
     def _load(self) -> Any:
         started = time.perf_counter()
         self.counts.phase = "loading the model, reading"
-        engine = self.job.load().engine
+        self._engine = engine = self.job.load().engine
         engine.stats = Stats()
         engine.on_step = self._step
         self.summary.sharing = engine.sharing
@@ -176,7 +181,7 @@ class _Run:
         if shape is not None and share:
             windows = shape.watch(windows)
         self.counts.phase, self.graceful = "computing", True
-        with closing(engine.run(windows, task.readout)) as results:
+        with closing(results_of(engine, task, windows)) as results:  # type: ignore[type-var]
             for tag, result in results:
                 done = self.gather.add(tag, result)
                 if done is not None:
@@ -191,7 +196,7 @@ class _Run:
     def _write(self, task: Any, done: Done) -> None:
         adapter, failed = self.job.adapter, False
         try:
-            results = [task.finish(note, values) for note, values in done.items]
+            results = [finish(task, note, values) for note, values in done.items]
             if not all_finite(results):
                 remedy = "try --dtype float32; if it stays, the weights are damaged"
                 raise InputError("the result is not a finite number", remedy=remedy, code="not_finite")
@@ -203,8 +208,11 @@ class _Run:
     def _step(self, info: Any) -> None:
         self.counts.rows += info.rows
         self.counts.tokens_done += info.tokens_done
+        self.counts.requests_done += info.requests_done
+        if (generation := self._engine.stats.generation) is not None:
+            self.counts.generated = generation.generated_tokens
         if self.summary.steps is not None:
-            self.summary.steps.add(info.started, info.seconds, info.rows, info.path_rows)
+            self.summary.steps.add(info.started, info.seconds, info.rows, info.path_rows, info.running)
 
     def _count(self) -> Counts:
         self.counts.done, self.counts.errors = self.output.count, self.output.errors

@@ -16,55 +16,21 @@ import sys
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import InputError, JobError
+from .parquet import ParquetSource
+from .rows import FORMATS, Row, Source
 
-__all__ = ["FORMATS", "Row", "Source", "open_source"]
+__all__ = ["open_source"]
 
-FORMATS = ("jsonl", "csv", "tsv", "parquet")
 _SUFFIXES = {".ndjson": "jsonl", ".json": "jsonl"} | {f".{format}": format for format in FORMATS}
 _WHOLE_DIGEST = 256 << 20  # bytes up to which a file's digest is of all of it ...
 _DIGEST_BLOCKS, _DIGEST_BYTES = 512, 1 << 16  # ... and of these blocks, evenly spread, of a larger one
 _MAX_FIELD = 1 << 30
 _BOM = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One record of the input: its number (from 1), and its data or what is wrong with it."""
-
-    number: int
-    data: dict[str, Any] | None = None
-    error: InputError | None = None
-
-
-class Source:
-    """The records of one input.
-
-    name      as the user wrote it
-    format    one of FORMATS
-    columns   names known before the first record is read (CSV, TSV, Parquet), else None
-    identity  what tells this input from another: its size and a digest (of a very large file: of
-              blocks all over it; of standard input: of the first line)
-    """
-
-    def __init__(self, name: str, format: str, identity: dict[str, Any], columns: list[str] | None):
-        self.name = name
-        self.format = format
-        self.identity = identity
-        self.columns = columns
-
-    def rows(self, columns: Collection[str] | None = None) -> Iterator[Row]:
-        """The records in order. `columns`: those that will be used; a Parquet file reads no others."""
-        raise NotImplementedError
-
-    def peek(self) -> dict[str, Any] | None:
-        """The first record that can be read, None when there is none among the first few."""
-        return next((row.data for row in islice(self.rows(), 100) if row.data is not None), None)
 
 
 def open_source(name: str, format: str | None = None, *, stdin: BinaryIO | None = None) -> Source:
@@ -84,8 +50,6 @@ def open_source(name: str, format: str | None = None, *, stdin: BinaryIO | None 
     format = format or _format_of(path)
     identity = _file_identity(path)
     if format == "parquet":
-        from .parquet import ParquetSource
-
         return ParquetSource(name, path, identity)
     opener = gzip.open if _is_gzip(path) else open
     with _broken(name, 0), opener(path, "rb") as file:

@@ -12,7 +12,7 @@ from ..errors import InputError, JobError
 from .adapter import Parsed
 from .fields import Template, lookup
 from .lines import error_object
-from .source import Row
+from .rows import Row
 
 __all__ = ["Columns", "TableAdapter", "default_columns"]
 
@@ -23,12 +23,14 @@ _RESERVED = {
     "rerank": {"score", "scores", "order", "documents"},
     "classify": {"label", "probabilities", "logprobs", "logits"},
     "score": {"logprob", "logprobs", "greedy", "num_bytes"},
+    "generate": {"text", "tokens", "finish_reason", "stop", "logprobs", "choices", "num_generated", "cached_tokens"},
 }
 _USUAL = {
     "embed": {"prompt": ("text", "prompt", "input")},
     "classify": {"prompt": ("text", "prompt", "input")},
     "rerank": {"query": ("query",), "document": ("document", "documents", "passage", "passages", "text")},
     "score": {"prompt": ("prompt", "context"), "continuation": ("continuation", "continuations")},
+    "generate": {"prompt": ("prompt", "question", "instruction", "text", "input")},
 }
 
 
@@ -38,12 +40,16 @@ class Columns:
 
     prompt, query, document, continuation   templates, or bare column names
     messages   a column of chat messages, in place of prompt
+    tools      of generate: a column of the tools that the chat template is told of
+    adapter    of generate: a column that names the LoRA adapter; null or no text for none
     id         a column whose value the output line repeats
     keep       further columns it repeats: {name in the line: column}
     """
 
     prompt: Template | None = None
     messages: str | None = None
+    tools: str | None = None
+    adapter: str | None = None
     query: Template | None = None
     document: Template | None = None
     continuation: Template | None = None
@@ -53,12 +59,8 @@ class Columns:
     def paths(self) -> list[str]:
         templates = [t for t in (self.prompt, self.query, self.document, self.continuation) if t is not None]
         names = [path for template in templates for path in template.paths]
-        return [
-            *names,
-            *([self.messages] if self.messages else []),
-            *([self.id] if self.id else []),
-            *self.keep.values(),
-        ]
+        single = (self.messages, self.tools, self.adapter, self.id)
+        return [*names, *(path for path in single if path), *self.keep.values()]
 
 
 def default_columns(task: str, have: list[str] | None, given: dict[str, Any]) -> dict[str, Template]:
@@ -85,11 +87,19 @@ def default_columns(task: str, have: list[str] | None, given: dict[str, Any]) ->
 class TableAdapter:
     """The adapter for tables, for the task of that name.
 
-    render_chat makes a text, or token ids, of a list of chat messages. A record whose last column
-    (document, continuation, else prompt) is a list makes one line for all of it.
+    render_chat makes a text, or token ids, of a list of chat messages (of generate: the task does). A record
+    whose last column (document, continuation, else prompt) is a list makes one line for all of it.
+    chat: of generate: a prompt is what a user says, and is put into the chat template.
     """
 
-    def __init__(self, task: str, columns: Columns, render_chat: Callable[[list[Any]], Any] | None = None):
+    def __init__(
+        self,
+        task: str,
+        columns: Columns,
+        render_chat: Callable[[list[Any]], Any] | None = None,
+        *,
+        chat: bool = False,
+    ):
         for name in columns.keep:
             if name in _RESERVED[""] | _RESERVED[task]:
                 raise JobError(f"--keep {name}: a line has its own {name!r}; name it: --keep my_{name}={name}")
@@ -97,6 +107,7 @@ class TableAdapter:
         self.columns_used = columns
         self.columns = {part for path in columns.paths() for part in (path, path.split(".")[0])}
         self._render_chat = render_chat
+        self._chat = chat
         self._names = self._field_names()
 
     def check(self, have: list[str] | None) -> None:
@@ -133,6 +144,8 @@ class TableAdapter:
     def _items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
         """The task's items, and whether the line has a list of results."""
         columns = self.columns_used
+        if self.task == "generate":
+            return self._generate_items(data)
         if columns.document is not None:
             assert columns.query is not None
             query, value = columns.query.render(data), columns.document.render_many(data)
@@ -145,6 +158,21 @@ class TableAdapter:
         if self.task != "embed" and isinstance(prompt, list):
             return True, [{"text": text} for text in prompt]
         return False, [{"text": prompt}]
+
+    def _generate_items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
+        columns, beside = self.columns_used, {}
+        if columns.tools is not None:
+            beside["tools"] = _from_json(lookup(data, columns.tools))
+        if columns.adapter is not None:
+            beside["adapter"] = lookup(data, columns.adapter) or None
+        if columns.messages is not None:
+            return False, [{"messages": _messages(data, columns.messages), **beside}]
+        assert columns.prompt is not None
+        value = columns.prompt.render_many(data)
+        texts = value if isinstance(value, list) else [value]
+        if self._chat:
+            return isinstance(value, list), [{"messages": [{"role": "user", "content": t}], **beside} for t in texts]
+        return isinstance(value, list), [{"prompt": text, **beside} for text in texts]
 
     def _prompt(self, data: dict[str, Any]) -> Any:
         columns = self.columns_used
@@ -160,7 +188,9 @@ class TableAdapter:
         names = {"query": columns.query, "document": columns.document, "continuation": columns.continuation}
         out = {name: ", ".join(template.paths) for name, template in names.items() if template is not None}
         prompt = columns.messages or (columns.prompt and ", ".join(columns.prompt.paths))
-        return out | ({"prompt": prompt, "text": prompt} if prompt else {})
+        out |= {"tool": columns.tools} if columns.tools else {}
+        out |= {"adapter": columns.adapter} if columns.adapter else {}
+        return out | ({"prompt": prompt, "text": prompt, "message": prompt} if prompt else {})
 
     def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
         head = self._head(number, meta)
@@ -184,12 +214,18 @@ def _messages(data: dict[str, Any], path: str) -> list[Any]:
     value = lookup(data, path)
     if value is None:
         raise InputError(f"{path!r} is null", field=path, remedy="give it a list of messages", code="null")
-    if isinstance(value, str):  # CSV holds them as JSON
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
+    value = _from_json(value)
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
         remedy = 'give it [{"role": "user", "content": "..."}]'
         raise InputError(f"{path!r} is not a list of messages", field=path, remedy=remedy, code="wrong_type")
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    """A value that CSV holds as JSON; any other text stays as it is."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
     return value
 
 

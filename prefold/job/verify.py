@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import InputError
 from ..types import Result
 from .adapter import Adapter
-from .source import Row
+from .rows import Row
 
 __all__ = ["Difference", "compare", "sample_items"]
 

@@ -6,7 +6,8 @@ has a PyTorch form elsewhere. `status()` says which, and why.
 
 from __future__ import annotations
 
-from .library import Kernels, Tiles
+from .library import MAX_HEAD_DIM, Kernels, SlotPlane, SlotTiles, Tiles
 from .loader import load, status
+from .panels import pack_pairs
 
-__all__ = ["Kernels", "Tiles", "load", "status"]
+__all__ = ["MAX_HEAD_DIM", "Kernels", "SlotPlane", "SlotTiles", "Tiles", "load", "pack_pairs", "status"]

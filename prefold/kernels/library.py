@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Kernels", "Tiles"]
+__all__ = ["MAX_HEAD_DIM", "Kernels", "SlotPlane", "SlotTiles", "Tiles"]
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MAX_HEAD_DIM = 256
@@ -32,15 +32,67 @@ class Tiles:
     masked: np.ndarray
 
 
-class AttentionCall(Structure):
-    """struct AttentionCall of src/attention.h: same fields, same order."""
+@dataclass(frozen=True, slots=True)
+class SlotTiles:
+    """The same over slots, where tiles differ in size and a query may have keys of its own.
+
+    tile_starts                int64 [tiles + 1]: first query
+    run_offsets, mask_offsets  int64 [tiles + 1]
+    runs                       int32 [runs, 2], as in Tiles
+    masked                     uint32 [masked, 2], as in Tiles
+    own_offsets                int64 [queries + 1]
+    own                        int32 [own, 2]: first slot, number of slots; seen by one query
+    """
+
+    tile_starts: np.ndarray
+    run_offsets: np.ndarray
+    mask_offsets: np.ndarray
+    runs: np.ndarray
+    masked: np.ndarray
+    own_offsets: np.ndarray
+    own: np.ndarray
+
+
+def _fields(names: str, kind: type) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class TileCall(Structure):
+    """struct TileCall of src/attention.h: same fields, same order. So are those below."""
 
     _fields_ = (
-        [(name, c_void_p) for name in ("q", "k", "v", "path_k", "path_v", "out")]
-        + [(f"{name}_{stride}", c_int64) for name in ("q", "k", "v", "path_k", "path_v") for stride in ("row", "head")]
-        + [(name, c_int64) for name in ("queries", "rows", "path", "heads", "kv_heads", "dim")]
-        + [(name, c_void_p) for name in ("run_offsets", "mask_offsets", "runs", "masked")]
-        + [("scale", c_float), ("threads", c_int32)]
+        *_fields("q out", c_void_p),
+        *_fields("q_row q_head queries heads kv_heads dim tiles", c_int64),
+        *_fields("run_offsets mask_offsets runs masked tile_starts own_offsets own", c_void_p),
+        ("scale", c_float),
+        ("threads", c_int32),
+    )
+
+
+class AttentionCall(Structure):
+    _fields_ = (
+        ("tiles", TileCall),
+        *_fields("k v path_k path_v", c_void_p),
+        *_fields("k_row k_head v_row v_head path_k_row path_k_head path_v_row path_v_head rows path", c_int64),
+    )
+
+
+class SlotPlane(Structure):
+    """Where one plane of a KV store lies; the memory is its owner's."""
+
+    _fields_ = (*_fields("keys values unsafe", c_void_p), *_fields("slots kv_heads dim", c_int64))
+
+
+class SlotCall(Structure):
+    _fields_ = (("tiles", TileCall), ("plane", SlotPlane))
+
+
+class WriteCall(Structure):
+    _fields_ = (
+        ("plane", SlotPlane),
+        *_fields("slots k v", c_void_p),
+        *_fields("k_row k_head v_row v_head rows", c_int64),
+        ("threads", c_int32),
     )
 
 
@@ -59,11 +111,30 @@ class Kernels:
         self._copy_tiles.argtypes = [c_void_p] * 5
         self._free_tiles = library.prefold_free_tiles
         self._free_tiles.argtypes = [c_void_p]
+        self._plan_slots = library.prefold_plan_slots
+        self._plan_slots.restype = c_void_p
+        self._plan_slots.argtypes = [*[c_void_p] * 5, c_int64, c_int64, c_void_p, c_int64, c_int64]
+        self._slot_list_sizes = library.prefold_slot_list_sizes
+        self._slot_list_sizes.argtypes = [c_void_p, POINTER(c_int64)]
+        self._copy_slot_lists = library.prefold_copy_slot_lists
+        self._copy_slot_lists.argtypes = [c_void_p] * 8
+        self._free_slot_lists = library.prefold_free_slot_lists
+        self._free_slot_lists.argtypes = [c_void_p]
+        self._write_slots = library.prefold_write_slots
+        self._write_slots.argtypes = [POINTER(WriteCall), c_int32]
+        self._slot_attention = library.prefold_slot_attention
+        self._slot_attention.argtypes = [POINTER(SlotCall), c_int32]
+        self._slot_attention.restype = None
+        # Whether a store keeps bfloat16 as such, two numbers that are summed at once side by side, or as float32.
+        self.stores_bf16_pairs = bool(library.prefold_stores_bf16_pairs())
         self._attention = library.prefold_attention
         self._attention.argtypes = [POINTER(AttentionCall), c_int32]
-        self._add_rms_norm = _by_dtype(library, "add_rms_norm", [c_void_p] * 4 + [c_int64] * 4 + [c_float, c_int32])
-        self._rope = _by_dtype(library, "rope", [c_void_p] * 3 + [c_int64] * 5 + [c_float, c_int32])
+        self._add_rms_norm = _normed(library, "add_rms_norm", [c_void_p] * 4 + [c_int64] * 4 + [c_float, c_int32])
+        self._rope = _normed(library, "rope", [c_void_p] * 3 + [c_int64] * 5 + [c_float, c_int32])
         self._silu_mul = _by_dtype(library, "silu_mul", [c_void_p] * 2 + [c_int64] * 3 + [c_int32])
+        self._gelu_mul = _by_dtype(library, "gelu_mul", [c_void_p] * 2 + [c_int64] * 3 + [c_int32])
+        self._head = library.prefold_head
+        self._head.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32]
 
     def plan_tiles(
         self, end: np.ndarray, query_rows: np.ndarray, positions: np.ndarray | None, window: int | None
@@ -123,22 +194,9 @@ class Kernels:
     ) -> Tensor:
         """As `prefold.attention.interval_attention`, for tensors that `can_attend` accepts and tiles of their plan."""
         out = torch.empty(q.shape, dtype=q.dtype)
-        call = AttentionCall(
-            out=out.data_ptr(),
-            queries=len(q),
-            rows=len(k),
-            path=0 if path_k is None else len(path_k),
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            dim=q.shape[2],
-            run_offsets=tiles.run_offsets.ctypes.data,
-            mask_offsets=tiles.mask_offsets.ctypes.data,
-            runs=tiles.runs.ctypes.data,
-            masked=tiles.masked.ctypes.data,
-            scale=scale,
-            threads=torch.get_num_threads(),
-        )
-        for name, tensor in (("q", q), ("k", k), ("v", v), ("path_k", path_k), ("path_v", path_v)):
+        call = AttentionCall(rows=len(k), path=0 if path_k is None else len(path_k))
+        _fill(call.tiles, q, out, tiles, kv_heads=k.shape[1], scale=scale)
+        for name, tensor in (("k", k), ("v", v), ("path_k", path_k), ("path_v", path_v)):
             if tensor is not None:
                 setattr(call, name, tensor.data_ptr())
                 setattr(call, f"{name}_row", tensor.stride(0))
@@ -147,18 +205,101 @@ class Kernels:
             raise MemoryError("attention workspace")
         return out
 
-    def can_compute(self, *tensors: Tensor | None) -> bool:
+    def plan_slots(
+        self,
+        runs: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+        num_queries: int,
+        query_positions: np.ndarray | None,
+        window: int | None,
+        group: int,
+    ) -> SlotTiles:
+        """The tiles of queries over slots. runs: start, count, position, first, last of `attention.KeyRuns`.
+
+        Contiguous int64 arrays, checked by the caller.
+        """
+        handle = self._plan_slots(
+            *(a.ctypes.data for a in runs),
+            len(runs[0]),
+            num_queries,
+            None if query_positions is None else query_positions.ctypes.data,
+            window or 0,
+            group,
+        )
+        if not handle:
+            raise MemoryError("attention plan")
+        try:
+            sizes = (c_int64 * 4)()
+            self._slot_list_sizes(handle, sizes)
+            tiles, num_runs, masked, own = sizes
+            lists = SlotTiles(
+                np.empty(tiles + 1, np.int64),
+                np.empty(tiles + 1, np.int64),
+                np.empty(tiles + 1, np.int64),
+                np.empty((num_runs, 2), np.int32),
+                np.empty((masked, 2), np.uint32),
+                np.empty(num_queries + 1, np.int64),
+                np.empty((own, 2), np.int32),
+            )
+            self._copy_slot_lists(
+                handle,
+                lists.tile_starts.ctypes.data,
+                lists.run_offsets.ctypes.data,
+                lists.mask_offsets.ctypes.data,
+                lists.own_offsets.ctypes.data,
+                lists.runs.ctypes.data,
+                lists.masked.ctypes.data,
+                lists.own.ctypes.data,
+            )
+        finally:
+            self._free_slot_lists(handle)
+        return lists
+
+    def write_slots(self, plane: SlotPlane, slots: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Put rows k, v [n, kv_heads, dim] into int64 slots [n]; False where one is out of range: nothing is written.
+
+        Tensors on the CPU, the last dimension contiguous.
+        """
+        call = WriteCall(
+            plane,
+            slots.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            *k.stride()[:2],
+            *v.stride()[:2],
+            len(slots),
+            torch.get_num_threads(),
+        )
+        return not self._write_slots(byref(call), k.dtype == torch.bfloat16)
+
+    def slot_attention(self, plane: SlotPlane, q: Tensor, tiles: SlotTiles, scale: float) -> Tensor:
+        """softmax(q k^T * scale) v over the slots of `tiles`; q [queries, heads, dim], numbers of a head contiguous."""
+        out = torch.empty(q.shape, dtype=q.dtype)
+        call = SlotCall(plane=plane)
+        _fill(call.tiles, q, out, tiles, kv_heads=plane.kv_heads, scale=scale)
+        call.tiles.tile_starts = tiles.tile_starts.ctypes.data
+        call.tiles.own_offsets = tiles.own_offsets.ctypes.data
+        call.tiles.own = tiles.own.ctypes.data
+        self._slot_attention(byref(call), q.dtype == torch.bfloat16)
+        return out
+
+    def can_compute(self, *tensors: Tensor | None, weight: Tensor | None = None) -> bool:
         """Whether the element-wise functions take these tensors: on the CPU, of one known dtype, rows contiguous.
 
-        They write into the first: its rows must not be views of each other.
+        They write into the first: its rows must not be views of each other. weight: of a norm, of that
+        dtype or float32.
         """
         given = [t for t in tensors if t is not None]
+        if weight is not None:
+            if weight.dtype not in (given[0].dtype, torch.float32) or weight.device.type != "cpu":
+                return False
+            if weight.stride(-1) != 1:
+                return False
         return _on_cpu(*given) and all(t.stride(-1) == 1 for t in given) and 0 not in given[0].stride()
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """x += delta in place, and its norm; x, delta [rows, width]."""
         out = torch.empty(x.shape, dtype=x.dtype)
-        self._add_rms_norm[x.dtype](
+        self._add_rms_norm[x.dtype, weight.dtype](
             x.data_ptr(),
             None if delta is None else delta.data_ptr(),
             weight.data_ptr(),
@@ -174,7 +315,7 @@ class Kernels:
 
     def rope(self, x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> None:
         """x [rows, heads, dim] rotated in place, normed before where there is a weight; cos_sin float32 [rows, dim]."""
-        self._rope[x.dtype](
+        self._rope[x.dtype, x.dtype if norm_weight is None else norm_weight.dtype](
             x.data_ptr(),
             cos_sin.data_ptr(),
             None if norm_weight is None else norm_weight.data_ptr(),
@@ -187,21 +328,61 @@ class Kernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of gate_up [rows, 2 * width]."""
-        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((rows, width), dtype=gate_up.dtype)
-        self._silu_mul[gate_up.dtype](
-            gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0), torch.get_num_threads()
-        )
+        return _gate_mul(self._silu_mul, gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gelu(gate) * up, with the approximation by tanh, of gate_up [rows, 2 * width]."""
+        return _gate_mul(self._gelu_mul, gate_up)
+
+    def head(self, x: Tensor, packed: Tensor, columns: int) -> Tensor:
+        """float32 [rows, columns]: bfloat16 x [rows, k] times the matrix that `pack_pairs` has packed."""
+        rows, k = x.shape
+        if not (_on_cpu(x) and x.dtype == torch.bfloat16 and k == 2 * packed.shape[1]):
+            raise ValueError(
+                f"x is {x.dtype} {list(x.shape)} on {x.device}, not bfloat16 [rows, {2 * packed.shape[1]}]"
+            )
+        x = x.contiguous()
+        out = torch.empty((rows, columns), dtype=torch.float32)
+        threads = torch.get_num_threads()
+        if self._head(x.data_ptr(), k, packed.data_ptr(), out.data_ptr(), rows, columns, k, threads):
+            raise MemoryError("LM head")
         return out
 
 
+def _fill(call: TileCall, q: Tensor, out: Tensor, tiles: Tiles | SlotTiles, *, kv_heads: int, scale: float) -> None:
+    call.q, call.out = q.data_ptr(), out.data_ptr()
+    call.q_row, call.q_head = q.stride()[:2]
+    call.queries, call.heads, call.dim = q.shape
+    call.kv_heads, call.tiles = kv_heads, len(tiles.run_offsets) - 1
+    call.run_offsets, call.mask_offsets = tiles.run_offsets.ctypes.data, tiles.mask_offsets.ctypes.data
+    call.runs, call.masked = tiles.runs.ctypes.data, tiles.masked.ctypes.data
+    call.scale, call.threads = scale, torch.get_num_threads()
+
+
 def _by_dtype(library: ctypes.CDLL, name: str, argtypes: list) -> dict[torch.dtype, ctypes._CFuncPtr]:
-    functions = {}
-    for dtype, suffix in DTYPES.items():
-        functions[dtype] = getattr(library, f"prefold_{name}_{suffix}")
-        functions[dtype].argtypes = argtypes
-        functions[dtype].restype = None
-    return functions
+    return {dtype: _function(library, f"prefold_{name}_{suffix}", argtypes) for dtype, suffix in DTYPES.items()}
+
+
+def _normed(library: ctypes.CDLL, name: str, argtypes: list) -> dict[tuple[torch.dtype, torch.dtype], ctypes._CFuncPtr]:
+    """By the dtypes of the numbers and of the norm's weight."""
+    functions = {(dtype, dtype): function for dtype, function in _by_dtype(library, name, argtypes).items()}
+    mixed = _function(library, f"prefold_{name}_bfloat16_float32", argtypes)
+    return functions | {(torch.bfloat16, torch.float32): mixed}
+
+
+def _function(library: ctypes.CDLL, name: str, argtypes: list) -> ctypes._CFuncPtr:
+    function = getattr(library, name)
+    function.argtypes = argtypes
+    function.restype = None
+    return function
+
+
+def _gate_mul(functions: dict[torch.dtype, ctypes._CFuncPtr], gate_up: Tensor) -> Tensor:
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype)
+    threads = torch.get_num_threads()
+    functions[gate_up.dtype](gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0), threads)
+    return out
 
 
 def _on_cpu(*tensors: Tensor) -> bool:

@@ -15,13 +15,6 @@ SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "int
 
 
 @dataclass(frozen=True, slots=True)
-class Plane:
-    """One KV layer. window: a key is visible while position(query) - position(key) < window; None: always."""
-
-    window: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary position embedding: its kind ("default", "linear", "llama3", "yarn" or "factors"), base and settings."""
 
@@ -31,11 +24,28 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Plane:
+    """One KV layer.
+
+    window  a key is visible while position(query) - position(key) < window; None: always
+    rope    the rotary settings of this layer; None: the model's
+    """
+
+    window: int | None = None
+    rope: RopeConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A pre-norm decoder with RMS norms, rotary positions and a gated SiLU MLP.
+    """A pre-norm decoder with RMS norms, rotary positions and a gated MLP.
 
     qkv_bias, o_bias, mlp_bias   biases of those linears
     qk_norm        an RMS norm over head_dim on every query and key head, before the rotation
+    out_norms      RMS norms on what attention and the MLP give too, before it is added to the residual stream
+    norm_offset    what is added to the norm weights of the checkpoint (1: they are stored less one)
+    activation     of the MLP's gate
+    embedding_scale   what the embedding is multiplied with, rounded to the model's dtype
+    query_scalar   attention multiplies q k with its inverse root; None: head_dim
     lm_head        whether there may be logits at all (a bare encoder or a classifier has none)
     num_labels     rows of the classification head; None: no such head
     head_layers    1: one linear. 2: linear, ReLU, linear, with biases (reward models)
@@ -60,6 +70,11 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    out_norms: bool = False
+    norm_offset: float = 0.0
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embedding_scale: float = 1.0
+    query_scalar: float | None = None
     lm_head: bool = True
     num_labels: int | None = None
     head_layers: Literal[1, 2] = 1
@@ -81,7 +96,12 @@ class ModelConfig:
     @property
     def scale(self) -> float:
         """What attention multiplies q k with."""
-        return self.head_dim**-0.5
+        return (self.query_scalar or self.head_dim) ** -0.5
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Rotary settings, one a layer."""
+        return tuple(plane.rope or self.rope for plane in self.planes)
 
     @property
     def q_size(self) -> int:
@@ -105,7 +125,7 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """All parameters, the LM head counted once when it is tied; an untied one counts where `lm_head` is set."""
-        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        norms = (4 if self.out_norms else 2) * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         biases = (
             self.qkv_bias * (self.q_size + 2 * self.kv_size)
             + self.o_bias * self.hidden

@@ -35,6 +35,9 @@ ROPE_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "factors": {"factors": ...},  # one divisor a frequency, as GGUF files carry them
 }
+# Activations by the names that configs give them.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def config_from(hf: HFConfig) -> ModelConfig:
@@ -95,18 +98,49 @@ def qwen3(hf: HFConfig) -> ModelConfig:
     return decoder(hf, head_dim=head_dim, qkv_bias=bias, o_bias=bias, qk_norm=True, windows=_qwen_windows(hf))
 
 
+def gemma3(hf: HFConfig) -> ModelConfig:
+    """Gemma 3, the text model: norms before and after each part; windowed layers, with a rotary base of their own."""
+    if hf.get("use_bidirectional_attention"):
+        raise UnsupportedModelError(
+            "the model attends in both directions (use_bidirectional_attention); only causal ones work"
+        )
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if hf.get(key) is not None:
+            raise UnsupportedModelError(f"{key} {hf[key]} is not supported; Gemma 3 has none")
+    types = hf.get("layer_types") or _every(hf.get("sliding_window_pattern") or 6, _required(hf, "num_hidden_layers"))
+    bias = bool(hf.get("attention_bias", False))
+    defaults = {"head_dim": 256, "tie_word_embeddings": True}
+    activation = {"hidden_act": hf.get("hidden_activation") or "gelu_pytorch_tanh"}
+    config = decoder(
+        defaults | _rope_of(hf, FULL, "rope_theta", 1e6) | activation,
+        windows=_windows(types, hf.get("sliding_window", 4096)),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        out_norms=True,
+        norm_offset=1.0,
+        embedding_scale=_required(hf, "hidden_size") ** 0.5,
+        query_scalar=hf.get("query_pre_attn_scalar", 256),
+    )
+    local = read_rope(_rope_of(hf, SLIDING, "rope_local_base_freq", 1e4))
+    planes = zip(config.planes, types, strict=True)
+    return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
+
+
 def decoder(
     hf: HFConfig,
     *,
     kv_heads: int | None = None,
     head_dim: int | None = None,
     windows: list[int | None] | None = None,
-    **options: bool,
+    **options: Any,
 ) -> ModelConfig:
     """The part that all these families share; `options` are fields of ModelConfig."""
     activation = hf.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; 'silu' is")
+    if activation not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"hidden_act {activation!r} is not supported; these are: {', '.join(map(repr, ACTIVATIONS))}"
+        )
     hidden, heads, layers = (_required(hf, f"{name}") for name in SIZES)
     return ModelConfig(
         vocab_size=_required(hf, "vocab_size"),
@@ -120,9 +154,10 @@ def decoder(
         rope=read_rope(hf),
         max_positions=_required(hf, "max_position_embeddings"),
         planes=tuple(Plane(window or None) for window in windows or [None] * layers),
+        activation=ACTIVATIONS[activation],  # type: ignore[arg-type]
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         dtype=hf.get("dtype") or hf.get("torch_dtype"),
-        **options,  # type: ignore[arg-type]
+        **options,
     )
 
 
@@ -170,11 +205,33 @@ def _qwen_windows(hf: HFConfig) -> list[int | None]:
     if not hf.get("use_sliding_window", False) or window is None:
         return [None] * layers
     first = hf.get("max_window_layers", 28)
-    types = hf.get("layer_types") or ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
-    unknown = set(types) - {"full_attention", "sliding_attention"}
+    return _windows(hf.get("layer_types") or [FULL] * min(first, layers) + [SLIDING] * (layers - first), window)
+
+
+def _windows(types: list[str], window: int | None) -> list[int | None]:
+    unknown = set(types) - {FULL, SLIDING}
     if unknown:
         raise UnsupportedModelError(f"layer_types has {', '.join(sorted(unknown))}; full and sliding attention work")
-    return [window if kind == "sliding_attention" else None for kind in types]
+    return [window if kind == SLIDING else None for kind in types]
+
+
+def _every(pattern: int, layers: int) -> list[str]:
+    """Layer types where one layer in `pattern` is full: the last of each."""
+    return [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
+
+
+def _rope_of(hf: HFConfig, kind: str, base: str, default: float) -> dict[str, Any]:
+    """The config as `read_rope` reads it, for the layers of one kind.
+
+    Transformers 5 has settings for each kind in `rope_parameters`; before, `rope_scaling` was for the full
+    layers, and each kind had its `base` key.
+    """
+    nested = hf.get("rope_parameters") or {}
+    if not all(value is None or isinstance(value, Mapping) for value in nested.values()):
+        raise UnsupportedModelError(f"rope_parameters must be given for {FULL} and {SLIDING} apart")
+    settings = dict(nested.get(kind) or {}) | dict((kind == FULL and hf.get("rope_scaling")) or {})
+    theta = settings.get("rope_theta") or hf.get(base) or default
+    return dict(hf) | {"rope_scaling": None, "rope_parameters": settings | {"rope_theta": theta}}
 
 
 def _architecture(hf: HFConfig) -> str:
@@ -217,12 +274,19 @@ MODEL_TYPES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 # Architectures that exist only as code beside checkpoints, and whose model is implemented here.
 OWN_CODE = ("Qwen2ForRewardModel",)
 
 _FAMILIES: dict[str, Family] = {"Qwen2ForRewardModel": _reward(qwen2)}
-for _name, _family in {"Llama": llama, "Mistral": mistral, "Qwen2": qwen2, "Qwen3": qwen3}.items():
-    _FAMILIES[f"{_name}ForCausalLM"] = _family
-    _FAMILIES[f"{_name}Model"] = _bare(_family)
-    _FAMILIES[f"{_name}ForSequenceClassification"] = _classifier(_family)
+for _causal, _other, _family in (
+    ("Llama", "Llama", llama),
+    ("Mistral", "Mistral", mistral),
+    ("Qwen2", "Qwen2", qwen2),
+    ("Qwen3", "Qwen3", qwen3),
+    ("Gemma3", "Gemma3Text", gemma3),  # "Gemma3Model" is the one with images
+):
+    _FAMILIES[f"{_causal}ForCausalLM"] = _family
+    _FAMILIES[f"{_other}Model"] = _bare(_family)
+    _FAMILIES[f"{_other}ForSequenceClassification"] = _classifier(_family)

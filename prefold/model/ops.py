@@ -15,9 +15,10 @@ from .. import kernels
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + delta (the residual stream), and its RMS norm scaled by `weight`.
 
-    x, delta [rows, hidden]; weight [hidden]. May write into x. Returns (x + delta, norm). Zhang and Sennrich 2019.
+    x, delta [rows, hidden]; weight [hidden], of x's dtype or float32. May write into x. Returns (x + delta, norm).
+    Zhang and Sennrich 2019.
     """
-    compiled = _compiled(x, delta, weight)
+    compiled = _compiled(x, delta, weight=weight)
     fits = x.dim() == 2 and weight.shape == x.shape[1:] and (delta is None or delta.shape == x.shape)
     if compiled and fits:
         return x, compiled.add_rms_norm(x, delta, weight, eps)
@@ -25,7 +26,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
         x = x + delta
     h = x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
-    return x, weight * h.to(x.dtype)
+    return x, (weight * h.to(weight.dtype)).to(x.dtype)
 
 
 def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
@@ -35,7 +36,7 @@ def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: flo
     RoPE variant's attention factor. norm_weight [dim]: an RMS norm over dim before the rotation (Qwen3's
     q/k norm). May write into x.
     """
-    compiled = _compiled(x, norm_weight)
+    compiled = _compiled(x, weight=norm_weight)
     dim = x.shape[-1]
     fits = x.dim() == 3 and dim % 2 == 0 and (norm_weight is None or norm_weight.shape == (dim,))
     angles_fit = cos_sin.shape == (len(x), dim) and cos_sin.dtype == torch.float32 and cos_sin.is_contiguous()
@@ -51,17 +52,31 @@ def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: flo
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, of gate_up [rows, 2 * width] -> [rows, width]."""
-    compiled = _compiled(gate_up)
-    if compiled and gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0:
+    if compiled := _compiled_gate(gate_up):
         return compiled.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 
-def _compiled(*tensors: Tensor | None) -> kernels.Kernels | None:
-    """The compiled kernels where they can take these tensors, write into the first, and no gradient is wanted."""
-    given = [t for t in tensors if t is not None]
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, with the approximation of GELU by tanh; shapes as `silu_mul`."""
+    if compiled := _compiled_gate(gate_up):
+        return compiled.gelu_mul(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def _compiled_gate(gate_up: Tensor) -> kernels.Kernels | None:
+    return _compiled(gate_up) if gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0 else None
+
+
+def _compiled(*tensors: Tensor | None, weight: Tensor | None = None) -> kernels.Kernels | None:
+    """The compiled kernels where they can take these tensors, write into the first, and no gradient is wanted.
+
+    weight: of a norm; unlike the others it may be float32 beside bfloat16.
+    """
+    given = [t for t in (*tensors, weight) if t is not None]
     if given[0].device.type != "cpu" or (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
         return None
     loaded = kernels.load()
-    return loaded if loaded and loaded.can_compute(*given) else None
+    return loaded if loaded and loaded.can_compute(*tensors, weight=weight) else None

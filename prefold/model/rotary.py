@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .config import RopeConfig
 
-__all__ = ["RotaryTable", "frequencies"]
+__all__ = ["RotaryTable", "RotaryTables", "frequencies"]
 
 
 def frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
@@ -113,3 +113,21 @@ class RotaryTable:
         with torch.inference_mode(False), torch.no_grad():
             angles = torch.arange(rows, device=self.table.device).float()[:, None] * self.frequencies
             self.table = torch.cat((angles.cos() * self.scale, angles.sin() * self.scale), -1)
+
+
+class RotaryTables:
+    """Cosines and sines of every plane; planes with the same settings share a table."""
+
+    def __init__(self, ropes: Sequence[RopeConfig], dim: int, device: torch.device):
+        distinct: list[RopeConfig] = []
+        for rope in ropes:
+            if rope not in distinct:
+                distinct.append(rope)
+        self.device = device
+        self._tables = [RotaryTable(rope, dim, device) for rope in distinct]
+        self._table_of = [distinct.index(rope) for rope in ropes]
+
+    def __call__(self, positions: Tensor) -> list[Tensor]:
+        """positions int64 [rows] -> what `RotaryTable` gives, one a plane."""
+        found = [table(positions) for table in self._tables]
+        return [found[i] for i in self._table_of]

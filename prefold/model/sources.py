@@ -33,7 +33,7 @@ class TensorSource(Protocol):
 def open_source(checkpoint: Checkpoint, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], seed: int):
     """The source of a checkpoint's tensors. shapes: what the model wants, for random weights."""
     if checkpoint.format == "dummy":
-        return RandomSource(shapes, seed)
+        return RandomSource(shapes, seed, norm=1 - config.norm_offset)
     if checkpoint.gguf is not None:
         return GGUFSource(checkpoint.gguf, config)
     return SafetensorsSource(checkpoint)
@@ -103,10 +103,18 @@ class GGUFSource:
         "ffn_up": "mlp.up_proj",
         "ffn_down": "mlp.down_proj",
     }
+    # Where attention's and the MLP's results are normed too, before they are added.
+    OUT_NORMS: ClassVar = {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
     IGNORED = ("rope_freqs.weight",)  # part of the config
 
     def __init__(self, file: GGUFFile, config: ModelConfig):
         self.file = file
+        self.roles = self.LAYER | (self.OUT_NORMS if config.out_norms else {})
+        self.norm_offset = config.norm_offset  # already added to what is stored
         self.permuted_heads = self._permuted_heads(config)
         self._stored = {self._name(stored): stored for stored in file.tensors if stored not in self.IGNORED}
         self.shapes = {name: file.tensors[stored].shape for name, stored in self._stored.items()}
@@ -123,8 +131,8 @@ class GGUFSource:
             return f"{self.TOP[part]}.{kind}"
         if match := re.fullmatch(r"blk\.(\d+)\.(\w+)", part):
             number, role = match.groups()
-            if role in self.LAYER:
-                return f"layers.{number}.{self.LAYER[role]}.{kind}"
+            if role in self.roles:
+                return f"layers.{number}.{self.roles[role]}.{kind}"
         return stored  # unknown: reported under its own name
 
     def read_into(self, name: str, target: Tensor) -> None:
@@ -133,11 +141,13 @@ class GGUFSource:
         heads = self.permuted_heads.get(name.split(".")[-2])
         if heads is not None:
             values = values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        if name.endswith("norm.weight"):
+            values = values - self.norm_offset
         target.copy_(values)
 
 
 class RandomSource:
-    """Normal numbers of standard deviation 0.02, and ones for norms; the same for the same seed.
+    """Normal numbers of standard deviation 0.02, and `norm` for norms; the same for the same seed.
 
     Every tensor is a stretch, begun at a place of its own, of one long repeated draw, so that a
     geometry of eight billion parameters is filled at the speed of memory.
@@ -145,9 +155,10 @@ class RandomSource:
 
     POOL = 1_000_003  # a prime: rows of a matrix do not repeat in step
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int):
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int, norm: float = 1.0):
         self.shapes = shapes
         self.seed = seed
+        self.norm = norm
 
     @cached_property
     def _pool(self) -> Tensor:
@@ -155,7 +166,7 @@ class RandomSource:
 
     def read_into(self, name: str, target: Tensor) -> None:
         if name.endswith("norm.weight"):
-            target.fill_(1.0)
+            target.fill_(self.norm)
             return
         pool = self._pool.roll(zlib.crc32(name.encode()) % self.POOL).to(target.device, target.dtype)
         for part in target.view(-1).split(self.POOL):

@@ -6,7 +6,7 @@ rows are tokens or trie tokens, is the caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -16,15 +16,19 @@ from torch.nn import functional as F
 
 from ..errors import InputError
 from .config import ModelConfig
+from .head import PackedHead, pack_head
 from .layers import Linear
-from .ops import add_rms_norm, rope, silu_mul
-from .rotary import RotaryTable
+from .lora import NO_ADAPTERS, RowAdapters
+from .ops import add_rms_norm, gelu_mul, rope, silu_mul
+from .rotary import RotaryTables
 
 __all__ = ["Attend", "CausalLM"]
 
 # Rows that go through the position-wise chain at once on a CPU, to bound its intermediates. Smaller blocks are
 # not faster on a quiet machine: at 1024 the joining of q, k and v costs what the cache gains (3 to 6 % more in all).
 BLOCK_ROWS = 4096
+# Both halves of gate_up [rows, 2 * width] to what `down` takes, by ModelConfig.activation.
+GATES = {"silu": silu_mul, "gelu_tanh": gelu_mul}
 # Vocabulary entries of the LM head that are widened to float32 at once.
 HEAD_COLUMNS = 4096
 
@@ -50,46 +54,64 @@ class Projected(NamedTuple):
 class Layer(nn.Module):
     """One layer: `start` before attention, `finish` after it. The last layer keeps q apart from k and v."""
 
-    def __init__(self, config: ModelConfig, *, last: bool, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: ModelConfig, number: int, *, dtype: torch.dtype, device: torch.device):
         super().__init__()
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         q, kv, hidden = config.q_size, 2 * config.kv_size, config.hidden
         self.config = config
-        self.input_norm = _norm(hidden, **place)
-        if last:
+        norm = _norms(config, **place)
+        self.input_norm = norm(hidden)
+        self.number = number
+        self.last = number == config.layers - 1
+        if self.last:
             self.q = Linear(hidden, q, bias=config.qkv_bias, **place)
             self.kv = Linear(hidden, kv, bias=config.qkv_bias, **place)
         else:
             self.qkv = Linear(hidden, q + kv, bias=config.qkv_bias, **place)
-        self.q_norm = _norm(config.head_dim, **place) if config.qk_norm else None
-        self.k_norm = _norm(config.head_dim, **place) if config.qk_norm else None
+        self.q_norm = norm(config.head_dim) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim) if config.qk_norm else None
         self.o = Linear(q, hidden, bias=config.o_bias, **place)
-        self.post_norm = _norm(hidden, **place)
+        self.o_norm = norm(hidden) if config.out_norms else None
+        self.post_norm = norm(hidden)
         self.gate_up = Linear(hidden, 2 * config.intermediate, bias=config.mlp_bias, **place)
         self.down = Linear(config.intermediate, hidden, bias=config.mlp_bias, **place)
-        self.last = last
+        self.down_norm = norm(hidden) if config.out_norms else None
+        self.gate = GATES[config.activation]
 
-    def start(self, x: Tensor, delta: Tensor | None, cos_sin: Tensor, read: Tensor | None = None) -> Projected:
+    def start(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        cos_sin: Tensor,
+        read: Tensor | None = None,
+        adapters: RowAdapters = NO_ADAPTERS,
+    ) -> Projected:
         """x + delta [rows, hidden], normed, to q, k, v. read (last layer): the rows whose q is wanted; None: all."""
         config = self.config
         x, h = add_rms_norm(x, delta, self.input_norm, config.norm_eps)
         q_cos_sin = cos_sin
         if self.last:
-            kv = self.kv(h)
+            kv = adapters.add(self.kv(h), h, self.number, "kv")
             if read is not None:
-                x, h, q_cos_sin = x[read], h[read], cos_sin[read]
-            q = self.q(h)
+                x, h, q_cos_sin, adapters = x[read], h[read], cos_sin[read], adapters.take(read)
+            q = adapters.add(self.q(h), h, self.number, "q")
         else:
-            q, kv = self.qkv(h).split((config.q_size, 2 * config.kv_size), -1)
+            q, kv = adapters.add(self.qkv(h), h, self.number, "qkv").split((config.q_size, 2 * config.kv_size), -1)
         k, v = kv.unflatten(-1, (2 * config.kv_heads, config.head_dim)).split(config.kv_heads, 1)
         q = q.unflatten(-1, (config.heads, config.head_dim))
         q = rope(q, q_cos_sin, self.q_norm, config.norm_eps)
         return Projected(x, q, rope(k, cos_sin, self.k_norm, config.norm_eps), v)
 
-    def finish(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+    def finish(self, x: Tensor, o: Tensor, adapters: RowAdapters = NO_ADAPTERS) -> tuple[Tensor, Tensor]:
         """x [rows, hidden], o [rows, heads, dim] -> the residual stream, and what is still to be added to it."""
-        x, h = add_rms_norm(x, self.o(o.flatten(1)), self.post_norm, self.config.norm_eps)
-        return x, self.down(silu_mul(self.gate_up(h)))
+        o = o.flatten(1)
+        delta = self._normed(adapters.add(self.o(o), o, self.number, "o"), self.o_norm)
+        x, h = add_rms_norm(x, delta, self.post_norm, self.config.norm_eps)
+        h = self.gate(adapters.add(self.gate_up(h), h, self.number, "gate_up"))
+        return x, self._normed(adapters.add(self.down(h), h, self.number, "down"), self.down_norm)
+
+    def _normed(self, delta: Tensor, weight: Tensor | None) -> Tensor:
+        return delta if weight is None else add_rms_norm(delta, None, weight, self.config.norm_eps)[1]
 
 
 class CausalLM(nn.Module):
@@ -103,13 +125,17 @@ class CausalLM(nn.Module):
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         self.config = config
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden, **place))
-        self.layers = nn.ModuleList(Layer(config, last=i == config.layers - 1, **place) for i in range(config.layers))
-        self.norm = _norm(config.hidden, **place)
+        self.layers = nn.ModuleList(Layer(config, i, **place) for i in range(config.layers))
+        self.norm = _norms(config, **place)(config.hidden)
+        # Rounded as transformers rounds it, who has it as a tensor.
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
         untied = config.lm_head and not config.tie_embeddings
         self.lm_head = nn.Parameter(torch.empty(config.vocab_size, config.hidden, **place)) if untied else None
         self.score = _score_head(config, device=device) if config.num_labels else None
         self.block_rows: int | None = BLOCK_ROWS
-        self._rotary: RotaryTable | None = None
+        self.may_pack = False  # the head, when logits of the whole vocabulary are first wanted; see `load_model`
+        self._packed_head: PackedHead | None = None
+        self._rotary: RotaryTables | None = None
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, read_rows: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm, [rows read, hidden], in the order of `read_rows`.
@@ -124,14 +150,14 @@ class CausalLM(nn.Module):
         layers = cast(list[Layer], list(self.layers))
         first, last = layers[0], layers[-1]
         parts = [
-            first.start(F.embedding(tokens[b], self.embedding), None, cos_sin[b], read if first is last else None)
+            first.start(self._embed(tokens[b]), None, cos_sin[0][b], read if first is last else None)
             for b, read in zip(blocks, reads, strict=True)
         ]
         for plane, (layer, following) in enumerate(pairwise(layers)):
             xs = [part.x for part in parts]
             o = attend(plane, *_take_qkv(parts))
             parts = [
-                following.start(*layer.finish(x, o[b]), cos_sin[b], read if following is last else None)
+                following.start(*layer.finish(x, o[b]), cos_sin[plane + 1][b], read if following is last else None)
                 for x, b, read in zip(xs, blocks, reads, strict=True)
             ]
         x = _cat([part.x for part in parts])
@@ -149,6 +175,8 @@ class CausalLM(nn.Module):
         weight: Tensor = self.embedding if self.lm_head is None else self.lm_head
         if ids is not None:
             weight = weight[torch.as_tensor(ids, device=weight.device)]
+        elif packed := self._pack_head(weight, hidden):
+            return packed(hidden)
         hidden = hidden.float()
         if weight.dtype == torch.float32:
             return F.linear(hidden, weight)
@@ -175,9 +203,22 @@ class CausalLM(nn.Module):
     def _norm(self, x: Tensor, delta: Tensor) -> Tensor:
         return add_rms_norm(x, delta, self.norm, self.config.norm_eps)[1]
 
-    def _cos_sin(self, positions: Tensor) -> Tensor:
-        if self._rotary is None or self._rotary.table.device != positions.device:
-            self._rotary = RotaryTable(self.config.rope, self.config.head_dim, positions.device)
+    def _pack_head(self, weight: Tensor, hidden: Tensor) -> PackedHead | None:
+        """The packed LM head where there is one and it may be used: no gradients, and hidden of the model's dtype."""
+        if torch.is_grad_enabled() or hidden.dtype != weight.dtype or hidden.device != weight.device:
+            return None
+        if self.may_pack:
+            self.may_pack = False
+            self._packed_head = pack_head(weight)
+        return self._packed_head
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        x = F.embedding(tokens, self.embedding)
+        return x if self.embedding_scale == 1 else x * self.embedding_scale
+
+    def _cos_sin(self, positions: Tensor) -> list[Tensor]:
+        if self._rotary is None or self._rotary.device != positions.device:
+            self._rotary = RotaryTables(self.config.ropes, self.config.head_dim, positions.device)
         return self._rotary(positions)
 
     def _blocks(self, rows: int) -> list[slice]:
@@ -188,8 +229,10 @@ class CausalLM(nn.Module):
         return [slice(rows * i // num, rows * (i + 1) // num) for i in range(num)]
 
 
-def _norm(size: int, *, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+def _norms(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Callable[[int], nn.Parameter]:
+    """Makes weights of norms. In float32 where they are stored less one: 1 + w would lose the last bits of w."""
+    dtype = torch.float32 if config.norm_offset else dtype
+    return lambda size: nn.Parameter(torch.empty(size, dtype=dtype, device=device))
 
 
 def _score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:

@@ -25,11 +25,15 @@ EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A parameter of the model, and the checkpoint's tensors that are stacked in it, with their rows."""
+    """A parameter of the model, and the checkpoint's tensors that are stacked in it, with their rows.
+
+    offset: what is added to the checkpoint's numbers.
+    """
 
     owner: nn.Module
     attribute: str
     parts: tuple[tuple[str, int], ...]
+    offset: float = 0.0
 
     @property
     def parameter(self) -> Tensor:
@@ -51,7 +55,8 @@ def load_model(
     """The model of `checkpoint`, in evaluation mode.
 
     dtype   of all weights (the classification head stays float32)
-    pack    pack linears for the CPU where that is faster; a packed model has no gradients
+    pack    pack linears for the CPU where that is faster; a packed model has no gradients. The LM head is packed
+            when it is first used as a whole, as a copy, where there is room for it
     seed    of random weights
 
     Raises UnsupportedModelError (architecture, settings), OutOfMemoryError (before anything is read),
@@ -74,6 +79,7 @@ def load_model(
             if pack and isinstance(slot.owner, Linear) and slot.attribute == "weight":
                 # At once: so only one matrix at a time is there twice.
                 slot.owner.pack()
+    model.may_pack = pack
     return model.eval()
 
 
@@ -83,7 +89,7 @@ def model_slots(model: CausalLM) -> Iterator[Slot]:
     yield Slot(model, "embedding", ((EMBEDDING, config.vocab_size),))
     if model.lm_head is not None:
         yield Slot(model, "lm_head", ((LM_HEAD, config.vocab_size),))
-    yield Slot(model, "norm", (("norm.weight", config.hidden),))
+    yield _norm(model, "norm", "norm", config)
     yield from _head(model.score)
     for number, layer in enumerate(model.layers):
         yield from _layer(cast(Layer, layer), f"layers.{number}.")
@@ -102,11 +108,16 @@ def _layer(layer: Layer, prefix: str) -> Iterator[Slot]:
     config, attention, mlp = layer.config, prefix + "self_attn.", prefix + "mlp."
     q = (attention + "q_proj", config.q_size)
     k, v = (attention + "k_proj", config.kv_size), (attention + "v_proj", config.kv_size)
-    yield Slot(layer, "input_norm", ((prefix + "input_layernorm.weight", config.hidden),))
-    yield Slot(layer, "post_norm", ((prefix + "post_attention_layernorm.weight", config.hidden),))
+    yield _norm(layer, "input_norm", prefix + "input_layernorm", config)
+    if config.out_norms:  # "post attention" is then what attention gives, before it is added
+        yield _norm(layer, "o_norm", prefix + "post_attention_layernorm", config)
+        yield _norm(layer, "post_norm", prefix + "pre_feedforward_layernorm", config)
+        yield _norm(layer, "down_norm", prefix + "post_feedforward_layernorm", config)
+    else:
+        yield _norm(layer, "post_norm", prefix + "post_attention_layernorm", config)
     if config.qk_norm:
-        yield Slot(layer, "q_norm", ((attention + "q_norm.weight", config.head_dim),))
-        yield Slot(layer, "k_norm", ((attention + "k_norm.weight", config.head_dim),))
+        yield _norm(layer, "q_norm", attention + "q_norm", config)
+        yield _norm(layer, "k_norm", attention + "k_norm", config)
     if layer.last:
         yield from _linear(layer.q, q)
         yield from _linear(layer.kv, k, v)
@@ -115,6 +126,10 @@ def _layer(layer: Layer, prefix: str) -> Iterator[Slot]:
     yield from _linear(layer.o, (attention + "o_proj", config.hidden))
     yield from _linear(layer.gate_up, (mlp + "gate_proj", config.intermediate), (mlp + "up_proj", config.intermediate))
     yield from _linear(layer.down, (mlp + "down_proj", config.hidden))
+
+
+def _norm(owner: nn.Module, attribute: str, name: str, config: ModelConfig) -> Slot:
+    return Slot(owner, attribute, ((name + ".weight", len(getattr(owner, attribute))),), config.norm_offset)
 
 
 def _linear(linear: Linear, *parts: tuple[str, int]) -> Iterator[Slot]:
@@ -187,4 +202,6 @@ def _fill(slot: Slot, source: TensorSource, device: torch.device) -> None:
     values = torch.empty(old.shape, dtype=old.dtype, device=device)
     for (name, _), part in zip(slot.parts, values.split([rows for _, rows in slot.parts]), strict=True):
         source.read_into(name, part)
+    if slot.offset:
+        values += slot.offset
     setattr(slot.owner, slot.attribute, nn.Parameter(values))

@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..types import Request
+from ..types import GenerateRequest, Request
+from .options import encode_options
 from .window import Record, Window, cut_into_windows
 
 __all__ = ["Spool"]
 
-_HEADER = struct.Struct("<QIiI")  # number, tokens, targets (-1: none), bytes of the tag
+_HEADER = struct.Struct("<QIiII")  # number, tokens, targets (-1: none), bytes of the tag, bytes of the options
 _RECORD_OVERHEAD = 256  # bytes a record takes in memory besides its contents
 _FAN_IN = 64  # runs merged at once: each is an open file
 _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20  # bytes of a run's read buffer
@@ -73,24 +74,28 @@ class Spool:
                 self._folder.cleanup()
                 self._folder = None
 
-    def add(self, request: Request, tag: bytes = b"") -> None:
+    def add(self, request: Request | GenerateRequest, tag: bytes = b"") -> None:
         """Take one request; `tag` comes back with it in its window.
 
         Raises InputError: tokens or targets that are not flat arrays of ids from 0 to 2**31 - 1, no tokens, or more
         targets than tokens. RuntimeError once windows have been read.
         """
         key = _ids(request.tokens, "tokens", ">i4")
-        targets = None if request.targets is None else _ids(request.targets, "targets", "=i4")
+        options, targets = b"", None
+        if isinstance(request, GenerateRequest):
+            options = encode_options(request)
+        elif request.targets is not None:
+            targets = _ids(request.targets, "targets", "=i4")
         if not key:
             raise InputError("tokens is empty", field="tokens", remedy="a request has at least one token")
         if targets is not None and len(targets) > len(key):
             message = f"{len(targets) // 4} targets for {len(key) // 4} tokens"
             raise InputError(message, field="targets", remedy="each target needs the row of a token")
-        size = len(key) + len(targets or b"") + len(tag) + _RECORD_OVERHEAD
+        size = len(key) + len(targets or b"") + len(tag) + len(options) + _RECORD_OVERHEAD
         with self._lock:
             if self._state != "adding":
                 raise RuntimeError(f"a request was added to a spool that is {self._state}")
-            self._held.append(Record(key, self.num_requests, targets, bytes(tag)))
+            self._held.append(Record(key, self.num_requests, targets, bytes(tag), options))
             self.num_requests += 1
             self.num_tokens += len(key) // 4
             self._held_bytes += size
@@ -136,12 +141,13 @@ class Spool:
             self._folder = TemporaryDirectory(prefix="prefold-spool-", dir=self._directory)
         path = Path(self._folder.name, name)
         with open(path, "wb", buffering=_MAX_BUFFER) as file:
-            for key, number, targets, tag in records:
+            for key, number, targets, tag, options in records:
                 num_targets = -1 if targets is None else len(targets) // 4
-                file.write(_HEADER.pack(number, len(key) // 4, num_targets, len(tag)))
+                file.write(_HEADER.pack(number, len(key) // 4, num_targets, len(tag), len(options)))
                 file.write(key)
                 file.write(targets or b"")
                 file.write(tag)
+                file.write(options)
         return path
 
     def _sorted_records(self) -> Iterator[Record]:
@@ -200,7 +206,7 @@ def _read_run_at(path: Path) -> Iterator[Record]:
 
 def _read_run(file: Any) -> Iterator[Record]:
     while header := file.read(_HEADER.size):
-        number, num_tokens, num_targets, num_tag = _HEADER.unpack(header)
+        number, num_tokens, num_targets, num_tag, num_options = _HEADER.unpack(header)
         key = file.read(4 * num_tokens)
         targets = None if num_targets < 0 else file.read(4 * num_targets)
-        yield Record(key, number, targets, file.read(num_tag))
+        yield Record(key, number, targets, file.read(num_tag), file.read(num_options))

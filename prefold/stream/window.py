@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from ..prefix import common_prefix_lengths
+from ..types import GenerateRequest
+from .options import decode_options
 
 __all__ = ["Record", "Window", "cut_into_windows"]
 
@@ -23,6 +25,7 @@ class Record(NamedTuple):
     number: int  # of arrival
     targets: bytes | None  # int32, native
     tag: bytes
+    options: bytes = b""  # of a GenerateRequest
 
     @property
     def num_tokens(self) -> int:
@@ -44,6 +47,7 @@ class Window:
     carried                        leading tokens of the first request whose rows the run of the window before
                                    leaves behind on its path, and that need not be computed again: `common`, or
                                    fewer where a row that this window reads would be among them
+    options         [B]            how each request is to be continued (see `options.py`)
     """
 
     tokens: np.ndarray
@@ -54,6 +58,12 @@ class Window:
     is_sorted: bool
     common: int
     carried: int
+    options: list[bytes] = field(default_factory=list)
+
+    def generate_request(self, number: int) -> GenerateRequest:
+        """A request of the window, as it was added; its tokens are a view."""
+        tokens = self.tokens[self.offsets[number] : self.offsets[number + 1]]
+        return decode_options(self.options[number], tokens)
 
     @property
     def num_requests(self) -> int:
@@ -134,6 +144,7 @@ def _make_window(records: Sequence[Record], last: bytes | None, is_sorted: bool,
         is_sorted=is_sorted,
         common=common,
         carried=_carried(common, tokens, offsets, target_offsets, read),
+        options=[r.options for r in records],
     )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from .base import Inputs, Task, Work
 from .classify import ClassifyHeadTask, ClassifyItem, ClassifyTask
 from .embed import EmbedItem, EmbedTask
-from .facts import EmbedSettings, embed_settings
+from .facts import EmbedSettings, embed_settings, generation_settings
+from .generate import GenerateItem, GenerateTask
 from .make import TASKS, make_task, task_options
 from .rerank import RerankItem, RerankTask
 from .score import ScoreItem, ScoreTask
@@ -21,6 +22,8 @@ __all__ = [
     "EmbedItem",
     "EmbedSettings",
     "EmbedTask",
+    "GenerateItem",
+    "GenerateTask",
     "Inputs",
     "RerankItem",
     "RerankTask",
@@ -29,6 +32,7 @@ __all__ = [
     "Task",
     "Work",
     "embed_settings",
+    "generation_settings",
     "make_task",
     "task_options",
 ]

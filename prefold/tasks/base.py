@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import InputError
 from ..text import Tokenizer
 from ..text.tokenizer import valid_text
-from ..types import Readout, Request, Result
+from ..types import Generated, GenerateRequest, Readout, Request, Result
 
 __all__ = ["Inputs", "Task", "TextBatch", "Work", "as_item", "attempt", "check_count", "prepare_each"]
 
@@ -32,12 +32,12 @@ Text = str | np.ndarray
 class Work:
     """The requests of one item, at least one, and what `finish` must know about the item (JSON-able, or None)."""
 
-    requests: list[Request]
+    requests: list[Request] | list[GenerateRequest]
     note: Any = None
 
 
 class Task(Protocol):
-    """name       the word for the task: "embed", "rerank", "classify", "score"
+    """name       the word for the task: "embed", "rerank", "classify", "score", "generate"
     readout    what the engine reads for every request
     item_type  the dataclass of an item; `prepare` also takes mappings with its fields
     """
@@ -48,7 +48,7 @@ class Task(Protocol):
 
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]: ...
 
-    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]: ...
+    def finish(self, note: Any, results: Sequence[Result] | Sequence[list[Generated]]) -> dict[str, Any]: ...
 
 
 def attempt(make: Callable[..., T], *args: Any) -> T | InputError:

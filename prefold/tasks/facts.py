@@ -1,4 +1,5 @@
-"""What a checkpoint says about its use: length limit, classification head, pooling and prompts for embedding."""
+"""What a checkpoint says about its use: length limit, classification head, pooling and prompts for embedding, and
+what ends a text and how to sample."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..text import Tokenizer
 
-__all__ = ["EmbedSettings", "embed_settings", "inputs_of", "labels_of_head", "require_lm_head"]
+__all__ = [
+    "EmbedSettings",
+    "embed_settings",
+    "generation_settings",
+    "inputs_of",
+    "labels_of_head",
+    "require_lm_head",
+]
 
 Pooling = Literal["last", "mean", "first"]
 
@@ -22,6 +30,12 @@ Pooling = Literal["last", "mean", "first"]
 POOLING_MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "first"}
 # {architecture}.pooling_type of GGUF files.
 GGUF_POOLING: dict[int, Pooling] = {1: "mean", 2: "first", 3: "last"}
+# What chat templates end a message with. A checkpoint that has one of them in its template ends its own with it too,
+# also where its files name another EOS.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>", "<|eot|>")
+GGUF_EOS = ("eos", "eot", "eom")  # tokenizer.ggml.{}_token_id
+# generation_config.json's names that Sampling has too.
+SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 
 
 def inputs_of(config: ModelConfig, tokenizer: Tokenizer | None, max_length: int | None = None) -> Inputs:
@@ -136,3 +150,31 @@ def _gguf_pooling(checkpoint: Checkpoint) -> Pooling:
         return "last"
     kind = checkpoint.metadata(f"{checkpoint.metadata('general.architecture')}.pooling_type")
     return GGUF_POOLING.get(kind, "last")
+
+
+def generation_settings(
+    checkpoint: Checkpoint, tokenizer: Tokenizer | None
+) -> tuple[tuple[int, ...], dict[str, int | float]]:
+    """(ids that end a text, {field of Sampling: value} that the checkpoint recommends).
+
+    The ids are those of generation_config.json, config.json, the tokenizer and a GGUF file's metadata, and what
+    the chat template ends a message with. Recommended is what generation_config.json sets; nothing where it does
+    not ask for sampling.
+    """
+    config = checkpoint.read_json("generation_config.json") or {}
+    ids = [*_ids(config.get("eos_token_id")), *_ids(checkpoint.config.get("eos_token_id"))]
+    if checkpoint.gguf is not None:
+        ids += [i for name in GGUF_EOS for i in _ids(checkpoint.metadata(f"tokenizer.ggml.{name}_token_id"))]
+    if tokenizer is not None:
+        ids += _ids(tokenizer.eos_id)
+        template = "".join(tokenizer.chat_templates.templates.values())
+        ids += [i for name in TURN_ENDS if name in template for i in _ids(tokenizer.token_id(name))]
+    recommended = {name: config[name] for name in ("repetition_penalty",) if config.get(name) is not None}
+    if config.get("do_sample"):
+        recommended |= {"temperature": 1.0} | {name: config[name] for name in SAMPLED if config.get(name) is not None}
+    return tuple(sorted(set(ids))), recommended
+
+
+def _ids(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]

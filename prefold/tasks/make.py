@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, UnsupportedModelError
 from ..model import ModelConfig, config_from
 from ..text import RERANK_INSTRUCTION, FewShotPrompt, RerankPrompt
+from ..types import Sampling
 from .base import Task, check_count
 from .classify import ClassifyHeadTask, ClassifyTask, Normalization
 from .embed import EmbedTask
 from .facts import Pooling, embed_settings, inputs_of, labels_of_head, require_lm_head
+from .generate import GenerateTask
 from .rerank import RerankTask
 from .score import ScoreTask
 
@@ -50,7 +52,9 @@ def task_options(name: str) -> dict[str, Any]:
     if name not in TASKS:
         raise InputError(f"there is no task {name!r}", field="task", remedy=f"the tasks are {', '.join(TASKS)}")
     parameters = inspect.signature(TASKS[name]).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    own = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    sampling = {field.name: field.default for field in fields(Sampling)} if name == "generate" else {}
+    return sampling | own
 
 
 def _embed(
@@ -164,4 +168,46 @@ def _score(
     return ScoreTask(inputs_of(config, tokenizer, max_length), prefix_token=prefix_token, truncate=truncate)
 
 
-TASKS: dict[str, Callable[..., Task]] = {"embed": _embed, "rerank": _rerank, "classify": _classify, "score": _score}
+def _generate(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    max_tokens: int | str | None = "auto",
+    system: str | None = None,
+    tools: Any = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    adapter: str | None = None,
+    adapters: Collection[str] = (),
+    salt: str = "",
+    priority: int = 0,
+    max_length: int | None = None,
+    truncate: bool = False,
+    **sampling: Any,
+) -> Task:
+    require_lm_head(config, checkpoint, "generate")
+    return GenerateTask(
+        inputs_of(config, tokenizer, max_length),
+        context=config.max_positions,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        system=system,
+        tools=tools,
+        chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs,
+        adapter=adapter,
+        adapters=adapters,
+        salt=salt,
+        priority=priority,
+        truncate=truncate,
+    )
+
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "embed": _embed,
+    "rerank": _rerank,
+    "classify": _classify,
+    "score": _score,
+    "generate": _generate,
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .chat import ChatTemplates
-from .load import load_tokenizer
+from .load import load_tokenizer, tokenizer_or_none
 from .prompts import EMBED_INSTRUCTION, RERANK_INSTRUCTION, FewShotPrompt, RerankPrompt, instructed_query, rerank_prompt
 from .tokenizer import Tokenizer
 
@@ -17,4 +17,5 @@ __all__ = [
     "instructed_query",
     "load_tokenizer",
     "rerank_prompt",
+    "tokenizer_or_none",
 ]

@@ -1,16 +1,19 @@
-"""The tokenizer that a GGUF file's metadata describes: byte-level BPE (tokenizer.ggml.model "gpt2").
+"""The tokenizer that a GGUF file's metadata describes: byte-level BPE, or SentencePiece BPE.
 
-The file holds tokens, their types and merges; how text is split into words is a name (`tokenizer.ggml.pre`)
-that stands for the pre-tokenizer of the checkpoint's tokenizer.json.
+Of byte-level BPE (tokenizer.ggml.model "gpt2") the file holds tokens, their types and merges; how text is
+split into words is a name (`tokenizer.ggml.pre`) that stands for the pre-tokenizer of the checkpoint's
+tokenizer.json. Of SentencePiece (model "llama") it holds pieces, their types and scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, UnsupportedModelError
 from . import patterns
+from .sentencepiece import SPACE, sentencepiece_backend
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["gguf_tokenizer"]
 
 # Values of tokenizer.ggml.token_type.
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 
 
 def _split(pattern: str) -> Callable[[], Any]:
@@ -67,30 +70,56 @@ def gguf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """Raises UnsupportedModelError for tokenizers of other kinds, CheckpointError for broken metadata."""
     model = checkpoint.metadata("tokenizer.ggml.model")
     pre = checkpoint.metadata("tokenizer.ggml.pre") or "default"
-    if model != "gpt2" or pre not in PRE_TOKENIZERS:
+    if model != "llama" and (model != "gpt2" or pre not in PRE_TOKENIZERS):
         known = ", ".join(PRE_TOKENIZERS)
         raise UnsupportedModelError(
             f"{checkpoint.name} has a tokenizer of model {model!r}, pre {pre!r}; of GGUF files prefold reads"
-            f" byte-level BPE (model 'gpt2') with pre {known}; use the checkpoint's Hugging Face folder instead"
+            f" SentencePiece BPE (model 'llama'), and byte-level BPE (model 'gpt2') with pre {known}; use the"
+            " checkpoint's Hugging Face folder instead"
         )
     tokens = checkpoint.metadata("tokenizer.ggml.tokens")
-    merges = checkpoint.metadata("tokenizer.ggml.merges")
+    order = checkpoint.metadata(f"tokenizer.ggml.{'scores' if model == 'llama' else 'merges'}")
     types = checkpoint.metadata("tokenizer.ggml.token_type")
-    if tokens is None or merges is None or (types is not None and len(types) != len(tokens)):
-        raise CheckpointError(f"{checkpoint.name} is broken: tokenizer.ggml.tokens, .merges and .token_type do not fit")
-    types = [1] * len(tokens) if types is None else list(types)
+    fit = tokens is not None and order is not None and (model == "gpt2" or len(order) == len(tokens))
+    if not fit or (types is not None and len(types) != len(tokens)):
+        raise CheckpointError(
+            f"{checkpoint.name} is broken: tokenizer.ggml.tokens, .merges or .scores, and .token_type do not fit"
+        )
+    types = [NORMAL] * len(tokens) if types is None else list(types)
     special, special_ids = _special_tokens(checkpoint, tokens)
-    backend = _backend(pre, tokens, types, merges)
-    _post_process(backend, checkpoint, special, add_bos=PRE_TOKENIZERS[pre][3])
-    tokenizer = Tokenizer(
-        backend, special_tokens=special, special_ids=special_ids, chat_templates=_templates(checkpoint)
+    if model == "llama":
+        backend, add_bos = _sentencepiece(checkpoint, tokens, types, order), True
+    else:
+        backend, add_bos = _byte_level_bpe(pre, tokens, types, order), PRE_TOKENIZERS[pre][3]
+    _post_process(backend, checkpoint, special, add_bos)
+    return Tokenizer(backend, special_tokens=special, special_ids=special_ids, chat_templates=_templates(checkpoint))
+
+
+def _sentencepiece(checkpoint: Checkpoint, tokens: list[str], types: list[int], scores: list[float]) -> Any:
+    for key in ("precompiled_charsmap", "remove_extra_whitespaces"):
+        if checkpoint.metadata(f"tokenizer.ggml.{key}"):
+            raise UnsupportedModelError(f"{checkpoint.name} has a tokenizer with {key}; prefold reads those without")
+    # What the user of SentencePiece has defined is taken before all else. In the file its spaces are spaces.
+    pieces = [t.replace(" ", SPACE) if kind == USER_DEFINED else t for t, kind in zip(tokens, types, strict=True)]
+    rank = {NORMAL: lambda score: -score, USER_DEFINED: lambda score: -math.inf}
+    ranks = [rank[kind](score) if kind in rank else None for kind, score in zip(types, scores, strict=True)]
+    unknown = next((t for t, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
+    named = checkpoint.metadata("tokenizer.ggml.unknown_token_id")
+    backend = sentencepiece_backend(
+        pieces,
+        ranks,
+        unknown=tokens[named] if named is not None and named < len(tokens) else unknown,
+        prefix_space=bool(checkpoint.metadata("tokenizer.ggml.add_space_prefix", True)),
     )
-    return tokenizer
+    # Runs of spaces are found after normalisation, where they are letters: joined first, not added.
+    found = [(t, kind) for t, kind in zip(pieces, types, strict=True) if kind != USER_DEFINED or SPACE not in t]
+    _add_tokens(backend, [t for t, _ in found], [kind for _, kind in found])
+    return backend
 
 
-def _backend(pre: str, tokens: list[str], types: list[int], merges: list[str]) -> Any:
+def _byte_level_bpe(pre: str, tokens: list[str], types: list[int], merges: list[str]) -> Any:
     import tokenizers
-    from tokenizers import AddedToken, decoders, models, normalizers
+    from tokenizers import decoders, models, normalizers
 
     split, nfc, whole_words, _ = PRE_TOKENIZERS[pre]
     # Unused tokens pad the vocabulary to a round size; no text gives them.
@@ -103,10 +132,18 @@ def _backend(pre: str, tokens: list[str], types: list[int], merges: list[str]) -
     backend.normalizer = normalizers.NFC() if nfc else None
     backend.pre_tokenizer = split()
     backend.decoder = decoders.ByteLevel()
-    by_type = {kind: [t for t, k in zip(tokens, types, strict=True) if k == kind] for kind in (CONTROL, USER_DEFINED)}
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in by_type[CONTROL]])
-    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in by_type[USER_DEFINED]])
+    _add_tokens(backend, tokens, types)
     return backend
+
+
+def _add_tokens(backend: Any, tokens: Sequence[str], types: Sequence[int]) -> None:
+    """Have control and user-defined tokens found in a text before anything else."""
+    from tokenizers import AddedToken
+
+    special = [t for t, kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNKNOWN)]
+    defined = [t for t, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in defined])
 
 
 def _special_tokens(checkpoint: Checkpoint, tokens: list[str]) -> tuple[dict[str, str], dict[str, int]]:

@@ -12,7 +12,7 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
-__all__ = ["load_tokenizer"]
+__all__ = ["load_tokenizer", "tokenizer_or_none"]
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -51,6 +51,16 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         max_length=_max_length(config),
         truncation_side=config.get("truncation_side", "right"),
     )
+
+
+def tokenizer_or_none(checkpoint: Checkpoint) -> Tokenizer | None:
+    """The same; None for random weights that come without one, which take token ids only."""
+    try:
+        return load_tokenizer(checkpoint)
+    except CheckpointError:
+        if checkpoint.format == "dummy":
+            return None
+        raise
 
 
 def _content(token: Any) -> str:

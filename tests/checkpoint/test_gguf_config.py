@@ -95,14 +95,29 @@ def test_lists_of_one_value_a_layer(write):
         config(write(metadata={"attention.head_count_kv": [2, 1]}))
 
 
+def test_gemma3(write):
+    window = {"attention.key_length": 16, "attention.value_length": 16, "attention.sliding_window": 64}
+    c = config(write("gemma3", window | {"block_count": 7}))
+    assert [p.window for p in c.planes] == [64] * 5 + [None, 64]
+    assert (c.rope.theta, c.ropes[0].theta, c.query_scalar, c.head_dim) == (5000.0, 10000.0, 16, 16)
+    assert (c.out_norms, c.norm_offset, c.activation) == (True, 1.0, "gelu_tanh")
+    scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base_swa": 300.0}
+    c = config(write("gemma3", window | scaling | {"block_count": 2, "attention.sliding_window_pattern": 2}))
+    assert [p.window for p in c.planes] == [64, None]
+    assert [(r.kind, r.theta) for r in c.ropes] == [("default", 300.0), ("linear", 5000.0)]
+    # The 27B model, by its number of layers.
+    assert config(write("gemma3", window | {"block_count": 62})).query_scalar == 8
+
+
 @pytest.mark.parametrize(
     ("arch", "metadata", "message"),
     [
-        ("gemma2", {}, "'gemma2' is not supported.*llama, qwen2, qwen3"),
+        ("gemma2", {}, "'gemma2' is not supported.*llama, qwen2, qwen3, gemma3"),
         ("llama", {"split.count": 3}, "one of several parts"),
         ("llama", {"expert_count": 8}, "mixture of experts"),
         ("qwen3", {"attention.causal": False}, "both directions"),
         ("qwen2", {"attention.sliding_window": 64}, "sliding window"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "soft capping"),
     ],
 )
 def test_refusals(write, arch, metadata, message):

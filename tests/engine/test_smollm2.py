@@ -8,7 +8,7 @@ from importlib import resources
 import numpy as np
 import pytest
 import torch
-from running import as_request, run
+from running import as_request, as_transformers, run
 
 from prefold import LLM
 from prefold.types import Readout, Stats
@@ -24,24 +24,6 @@ def real_prompts(llm: LLM) -> list[list[int]]:
     prompts = [request.tokens.tolist() for work in works for request in work.requests]
     alone = [llm.tokenizer.encode(document).tolist() for r in records for document in r["documents"]]
     return [*prompts, *alone][:50]
-
-
-def as_transformers(llm: LLM, attention: str) -> torch.nn.Module:
-    """The same float32 weights in transformers' own model."""
-    import transformers
-
-    from prefold.model.sources import open_source
-
-    config = transformers.AutoConfig.for_model(**llm.checkpoint.config)
-    config._attn_implementation = attention
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    source = open_source(llm.checkpoint, llm.config, {}, 0)
-    names = dict(model.named_parameters())
-    assert {name.removeprefix("model.") for name in names} == set(source.shapes)
-    with torch.no_grad():
-        for name, parameter in names.items():
-            source.read_into(name.removeprefix("model."), parameter)
-    return model
 
 
 def test_hidden_states_and_logits_at_every_cut():

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from prefold.errors import InputError
-from prefold.tasks.base import Work
-from prefold.types import Readout, Request, Result, Stats
+from prefold.tasks.base import Inputs, Work
+from prefold.types import Generated, GenerateRequest, GenerationStats, Readout, Request, Result, Sampling, Stats
 
 MAX_TOKENS = 200
 
@@ -57,6 +57,26 @@ class FakeTask:
         return {"score": scores[0], "embedding": results[0].values, "num_tokens": note["tokens"]}
 
 
+class FakeGenerateTask(FakeTask):
+    """One request an item; the result is its text, and what `FakeEngine.generate` says of it."""
+
+    def __init__(self, **sampling: Any):
+        super().__init__("generate", "tokens")
+        self.sampling = Sampling(**sampling)
+        self.context = 1000
+        self.inputs = Inputs(None)
+
+    def _work(self, item: dict[str, Any]) -> Work | InputError:
+        work = super()._work({"text": item["prompt"]})
+        if isinstance(work, InputError):
+            return work
+        return Work([GenerateRequest(work.requests[0].tokens, self.sampling)], work.note)
+
+    def finish(self, note: Any, results: list[list[Generated]]) -> dict[str, Any]:
+        (samples,) = results
+        return {"text": samples[0].text, "num_tokens": note["tokens"], "num_generated": len(samples[0].tokens)}
+
+
 @dataclass
 class Step:
     rows: int
@@ -65,6 +85,7 @@ class Step:
     tokens_done: int
     started: float
     seconds: float
+    running: int = 0
 
 
 class FakeEngine:
@@ -81,6 +102,22 @@ class FakeEngine:
         try:
             for window in windows:
                 yield from self._window(window)
+        finally:
+            self.closed += 1
+
+    def generate(self, windows: Any, tokenizer: Any) -> Iterator[tuple[bytes, list[Generated] | InputError]]:
+        """Each prompt again, with its seed behind it; a prompt with "bad" in it cannot be run."""
+        try:
+            for window in windows:
+                for i, (tag, _) in enumerate(self._window(window)):
+                    request = window.generate_request(i)
+                    text = request.tokens.astype(np.uint8).tobytes().decode()
+                    self.stats.generation = self.stats.generation or GenerationStats()
+                    self.stats.generation.generated_tokens += 1
+                    if "bad" in text:
+                        yield tag, InputError("the grammar is wrong", field="grammar", code="bad_grammar")
+                    else:
+                        yield tag, [Generated((1,), f"{text}/{request.sampling.seed}", "length")]
         finally:
             self.closed += 1
 

@@ -112,7 +112,7 @@ def test_steps_are_added_up_when_there_are_many():
 def report(**options):
     shape = shape_of([[1, 2, 3], [1, 2, 4], [5]])
     steps = StepLog()
-    steps.add(1.0, 0.25, 5, 0)
+    steps.add(1.0, 0.25, 5, 0, 3)
     cards, settings = [("records", "3")], [("a", "b")]
     return Report("t </script><b>", "now", 7, 5, 0.5, cards, settings, shape=shape, steps=steps, **options)
 
@@ -126,7 +126,8 @@ def test_the_page_is_self_contained_and_holds_its_data(tmp_path):
     data = json.loads(re.search(r'application/json">(.*?)</script>', page, re.S)[1])
     assert data["title"] == "t </script><b>" and data["totals"] == {"tokens": 7, "rows": 5}
     assert [n[1:5] for n in data["nodes"]] == [[0, 0, 3, 5], [0, 2, 2, 4], [2, 1, 1, 1], [2, 1, 1, 1], [0, 1, 1, 1]]
-    assert data["nodes"][1][7] == "</script>[1, 2]" and data["steps"] == [[1.0, 0.25, 1.0, 5.0, 0.0]]
+    assert data["nodes"][1][7] == "</script>[1, 2]" and data["steps"] == [[1.0, 0.25, 1.0, 5.0, 0.0, 3.0]]
+    assert data["generation"] == []
     assert "2 others" in data["barText"] and "0.2 s more" in data["barText"]
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from prefold.errors import JobError
 from prefold.job import output as output_module
-from prefold.job.journal import Journal, differences, journal_path
+from prefold.job.journal import Journal, differences, journal_path, recorded_job
 from prefold.job.output import OutputOptions, open_output
 from prefold.job.recordset import RecordSet, TextSet, format_ranges, parse_ranges
 
@@ -259,3 +259,13 @@ def test_journal_of_another_version_is_refused(tmp_path):
     path.write_text('{"prefold_journal": 99, "job": {}}\n')
     with pytest.raises(JobError, match="not a journal"):
         Journal.resume(path, JOB, 0)
+
+
+def test_what_a_journal_says_of_its_job(tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert recorded_job(out) == {}
+    Journal.create(journal_path(out), {"seed": 7}).close()
+    assert recorded_job(out) == {"seed": 7}
+    for broken in ("", "{", "[]", '{"job": 5}'):
+        journal_path(out).write_text(broken)
+        assert recorded_job(out) == {}

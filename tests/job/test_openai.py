@@ -9,7 +9,7 @@ import pytest
 
 from prefold.errors import InputError
 from prefold.job.openai import OpenAIBatch
-from prefold.job.source import Row
+from prefold.job.rows import Row
 
 
 def line(custom_id="a", url="/v1/embeddings", body=None, **more):
@@ -84,7 +84,7 @@ def test_score_one_to_many_and_pairs():
 @pytest.mark.parametrize(
     ("data", "code", "field"),
     [
-        (line(url="/v1/chat/completions"), "unknown_url", "url"),
+        (line(url="/v1/responses"), "unknown_url", "url"),
         (line(url=None), "unknown_url", "url"),
         (line(method="GET"), "invalid_line", "method"),
         ({k: v for k, v in line().items() if k != "custom_id"}, "invalid_line", "custom_id"),

@@ -9,16 +9,17 @@ import pytest
 
 from prefold.errors import InputError
 from prefold.job.fields import Template
-from prefold.job.items import calibrated, run_items
-from prefold.job.plan import cost_of, plan_job, shared_most
-from prefold.job.source import Row, open_source
+from prefold.job.plan import cost_of, kv_row_bytes, plan_job, shared_most
+from prefold.job.rows import Row
+from prefold.job.source import open_source
 from prefold.job.tables import Columns, TableAdapter
 from prefold.job.verify import compare, sample_items
 from prefold.model import ModelConfig, Plane, RopeConfig
 from prefold.tasks.base import Work
+from prefold.tasks.run import calibrated, run_items
 from prefold.types import Request, Result
 
-from .fakes import FakeEngine, FakeTask, digest
+from .fakes import FakeEngine, FakeGenerateTask, FakeTask, digest
 from .test_icicle import shape_of
 
 
@@ -39,6 +40,17 @@ def test_a_plan_counts_what_a_job_would_do(tmp_path):
     assert len(plan.first_errors) == 2 and "null" in plan.first_errors[0]
     best = shared_most(plan.shape, lambda ids: bytes(ids.tolist()).decode())
     assert best[0].text == "shared " and best[0].prompts == 200 and best[0].saved == 7 * 199
+
+
+def test_a_plan_of_generation_counts_its_outputs(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in (1, 2, 100)))
+    table = TableAdapter("generate", Columns(prompt=Template("text", "--prompt")))
+    for sampling, tokens in (({"max_tokens": 950, "n": 2}, 2 * (950 + 950 + 900)), ({}, 999 + 998 + 900)):
+        plan = plan_job(open_source(str(path)), table, {"generate": FakeGenerateTask(**sampling)})
+        assert (plan.outputs, plan.output_tokens) == (3 * sampling.get("n", 1), tokens)
+        assert (plan.tokens, plan.rows) == (103, 100)
+    assert kv_row_bytes(config()) == 2 * 2 * 2 * 6 * 4
 
 
 def config(planes=(None, None)):

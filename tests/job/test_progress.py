@@ -5,7 +5,15 @@ from __future__ import annotations
 import io
 
 from prefold.job import progress as module
-from prefold.job.progress import Counts, PlainProgress, Progress, format_count, format_seconds, open_progress
+from prefold.job.progress import (
+    Counts,
+    PlainProgress,
+    Progress,
+    format_bytes,
+    format_count,
+    format_seconds,
+    open_progress,
+)
 
 
 class Clock:
@@ -40,7 +48,24 @@ def test_rate_share_and_time_left(monkeypatch):
     assert "left" not in progress.text(counts) and "50 records" in progress.text(counts)
 
 
+def test_generation_is_as_far_as_its_requests(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    progress = Progress()
+    counts = Counts(phase="computing", read=4, read_all=True, tokens=100, requests=4, generated=40)
+    progress.text(counts)
+    clock.now += 10
+    # Outputs count as tokens done, so those may be more than the prompts'.
+    counts.rows, counts.requests_done, counts.tokens_done, counts.done = 150, 1, 200, 1
+    assert counts.share_done == 0.25
+    text = progress.text(counts)
+    assert text == "1/4 records, 150 rows, 15 rows/s, 40 tokens generated (4/s), 25.0% saved, 30 s left"
+
+
 def test_figures():
+    assert [format_bytes(n) for n in (0, 1023, 2048, 5 * 2**20, 3 * 2**30, 2**41)] == [
+        "0 bytes", "1023 bytes", "2 KiB", "5 MiB", "3 GiB", "2,048 GiB"
+    ]  # fmt: skip
     assert [format_count(n) for n in (0, 999_999, 1_234_567, 5.6e9)] == ["0", "999,999", "1.23M", "5.60G"]
     assert [format_seconds(s) for s in (1.23, 59.4, 61, 3725)] == ["1.2 s", "59 s", "1 min 01 s", "1 h 02 min"]
 

@@ -24,7 +24,7 @@ from prefold.job.source import open_source
 from prefold.job.tables import Columns, TableAdapter
 from prefold.stream import Spool
 
-from .fakes import FakeTask, digest, fake_llm
+from .fakes import FakeGenerateTask, FakeTask, digest, fake_llm
 
 FINGERPRINT = {"task": "embed"}
 
@@ -149,7 +149,7 @@ def test_a_batch_of_several_urls_runs_lane_by_lane(tmp_path):
         ("/v1/embeddings", {"model": "m", "input": "x"}),
         ("/rerank", {"query": "q", "documents": ["a", "b"]}),
         ("/v1/score", {"text_1": "q", "text_2": ["a", "b", "c"]}),
-        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/responses", {"prompt": "x"}),
         ("/v1/embeddings", {"input": ""}),
         ("/rerank", {"query": "q" * 300, "documents": ["a"]}),
     ]
@@ -175,6 +175,54 @@ def test_a_batch_of_several_urls_runs_lane_by_lane(tmp_path):
     scores = next(g for g in got if g["custom_id"] == "c2")["response"]["body"]["data"]
     assert [s["score"] for s in scores] == [digest(b"qa"), digest(b"qb"), digest(b"qc")]
     assert len({g["id"] for g in got}) == 8
+
+
+def generate_job(source, out, *, seed=3, limit=None, llm=None, **options):
+    adapter = TableAdapter("generate", Columns(prompt=Template("text", "--prompt"), id="k"))
+    output = open_output(OutputOptions(out, limit=limit), FINGERPRINT)
+    tasks = {"generate": FakeGenerateTask(temperature=1.0)}
+    load = lambda: llm or fake_llm()  # noqa: E731
+    return Job(open_source(str(source)), adapter, tasks, load, output, limit=limit, seed=seed, **options)
+
+
+def test_text_is_generated_with_seeds_that_belong_to_the_records(tmp_path):
+    source = tmp_path / "in.jsonl"
+    write_records(source, 60, bad={7})
+    with source.open("a") as file:
+        file.write('{"text": "a bad one", "k": "id61"}\n' + '{"text": "same", "k": "a"}\n' * 2)
+    summary = run_job(generate_job(source, tmp_path / "a.jsonl", collect=True), Progress())
+    assert summary.records == 63 and summary.errors == 2
+    assert summary.stats.generation.generated_tokens == 62 and summary.shape.num_requests == 62
+    first = {line["record"]: line for line in read_lines(tmp_path / "a.jsonl")}
+    assert first[61]["error"] == {"code": "bad_grammar", "message": "the grammar is wrong", "field": "grammar"}
+    assert first[62]["text"] != first[63]["text"]
+    # In two parts, in other windows, one is as if it had been done at once.
+    for options in ({"limit": 20}, {"window": 200}):
+        run_job(generate_job(source, tmp_path / "b.jsonl", **options), Progress())
+    assert {line["record"]: line for line in read_lines(tmp_path / "b.jsonl")} == first
+    run_job(generate_job(source, tmp_path / "c.jsonl", seed=4, streaming=True, window=100), Progress())
+    other = {line["record"]: line for line in read_lines(tmp_path / "c.jsonl")}
+    assert other.keys() == first.keys() and all(other[n] != first[n] for n in first if "text" in first[n])
+
+
+def test_interrupted_generation_resumes(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 100)
+    calls = []
+
+    def interrupt(i):
+        calls.append(i)
+        if len(calls) == 40:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    llm = fake_llm(before=interrupt)
+    with pytest.raises(Interrupted):
+        run_job(generate_job(source, out, llm=llm), Progress())
+    assert llm.engine.closed == 1 and 39 <= len(read_lines(out)) <= 41
+    run_job(generate_job(source, out), Progress())
+    run_job(generate_job(source, tmp_path / "whole.jsonl"), Progress())
+    key = lambda line: line["record"]  # noqa: E731
+    assert sorted(read_lines(out), key=key) == sorted(read_lines(tmp_path / "whole.jsonl"), key=key)
 
 
 def test_a_pipe_that_pauses_gets_its_results(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from prefold.errors import InputError, JobError
 from prefold.job.fields import Template
-from prefold.job.source import Row
+from prefold.job.rows import Row
 from prefold.job.tables import Columns, TableAdapter, default_columns
 
 
@@ -48,6 +48,28 @@ def test_score_continuations_and_rolling():
     assert read(adapter, {"p": "", "choices": "x"}).items == [{"prompt": "", "continuation": "x"}]
     rolling = TableAdapter("score", Columns(prompt=t("p")))
     assert read(rolling, {"p": "a"}).items == [{"text": "a"}]
+
+
+def test_generate_prompts_messages_and_tools():
+    plain = TableAdapter("generate", Columns(prompt=t("q")))
+    assert read(plain, {"q": "x"}).items == [{"prompt": "x"}]
+    many = read(plain, {"q": ["x", "y"]})
+    assert many.items == [{"prompt": "x"}, {"prompt": "y"}]
+    assert plain.line(1, many.meta, [{"text": "a"}, {"text": "b"}])["results"] == [{"text": "a"}, {"text": "b"}]
+    chat = TableAdapter("generate", Columns(prompt=t("Say {q}"), tools="t", adapter="a"), chat=True)
+    user = [{"role": "user", "content": "Say x"}]
+    parsed = read(chat, {"q": "x", "t": '[{"name": "f"}]', "a": ""})
+    assert parsed.items == [{"messages": user, "tools": [{"name": "f"}], "adapter": None}]
+    messages = TableAdapter("generate", Columns(messages="m", adapter="a"))
+    assert read(messages, {"m": user, "a": "fr"}).items == [{"messages": user, "adapter": "fr"}]
+    for field in ("prompt", "messages"):
+        assert chat.error_line(1, None, InputError("x", field=field))["error"]["field"] == "q"
+    assert chat.error_line(1, None, InputError("x", field="messages[0]"))["error"]["field"] == "q[0]"
+    assert chat.error_line(1, None, InputError("x", field="tools"))["error"]["field"] == "t"
+    with pytest.raises(JobError, match="a line has its own 'text'"):
+        TableAdapter("generate", Columns(prompt=t("q"), keep={"text": "q"}))
+    assert default_columns("generate", ["id", "question"], {})["prompt"].column == "question"
+    assert default_columns("generate", ["chat"], {"messages": "chat"}) == {}
 
 
 def test_messages_are_rendered():

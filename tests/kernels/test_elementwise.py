@@ -86,20 +86,47 @@ def test_rope_of_heads_in_a_fused_buffer(monkeypatch):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 16, 50, 1536])
-def test_silu_mul(monkeypatch, dtype, width):
+@pytest.mark.parametrize("rows", [0, 5])
+def test_norm_weights_in_float32_beside_bfloat16(monkeypatch, rows):
     torch.manual_seed(0)
-    gate_up = torch.randn(60, 2 * width).to(dtype) * 8
-    wanted = pytorch_form(monkeypatch, ops.silu_mul, gate_up)
-    assert_same(ops.silu_mul(gate_up), wanted)
+    x, weight = torch.randn(rows, 50).bfloat16(), torch.randn(50)
+    delta = torch.randn(rows, 50).bfloat16()
+    found_sums, found = ops.add_rms_norm(x.clone(), delta, weight, 1e-6)
+    assert found.dtype == torch.bfloat16
+    _, wanted = pytorch_form(monkeypatch, ops.add_rms_norm, found_sums, None, weight, 1e-6)
+    assert_same(found, wanted)
+    heads, cos_sin = x.view(rows, 5, 10), angles(rows, 10)
+    wanted = pytorch_form(monkeypatch, ops.rope, heads, cos_sin, weight[:10], 1e-6)
+    assert_same(ops.rope(heads.clone(), cos_sin, weight[:10], 1e-6), wanted)
+    with monkeypatch.context() as patch:  # and without the kernels: one rounding too
+        patch.setattr(kernels, "load", lambda: None)
+        _, plain = ops.add_rms_norm(found_sums, None, weight, 1e-6)
+    assert plain.dtype == torch.bfloat16
+    assert_same(plain, found.float())
 
 
 @needs_kernels
-def test_silu_mul_at_the_ends_of_the_range():
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 16, 50, 1536])
+@pytest.mark.parametrize("gate_mul", [ops.silu_mul, ops.gelu_mul])
+def test_gates(monkeypatch, gate_mul, dtype, width):
+    torch.manual_seed(0)
+    gate_up = torch.randn(60, 2 * width).to(dtype) * 8
+    gate, up = gate_up.double().chunk(2, -1)
+    wanted = torch.nn.functional.silu(gate) if gate_mul is ops.silu_mul else gelu_tanh(gate)
+    assert_same(gate_mul(gate_up), (wanted * up).float())
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@needs_kernels
+@pytest.mark.parametrize(("gate_mul", "wanted"), [(ops.silu_mul, torch.nn.functional.silu), (ops.gelu_mul, gelu_tanh)])
+def test_gates_at_the_ends_of_the_range(gate_mul, wanted):
     gate = torch.tensor([-1e30, -300.0, -88.0, -20.0, -0.0, 0.0, 1e-30, 20.0, 300.0, 1e30, torch.nan])
-    found = ops.silu_mul(torch.cat((gate, torch.ones(11)))[None])[0]
-    torch.testing.assert_close(found, torch.nn.functional.silu(gate), equal_nan=True, rtol=1e-6, atol=1e-30)
+    found = gate_mul(torch.cat((gate, torch.ones(11)))[None])[0]
+    torch.testing.assert_close(found, wanted(gate), equal_nan=True, rtol=1e-6, atol=1e-30)
 
 
 @needs_kernels

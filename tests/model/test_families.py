@@ -77,6 +77,51 @@ def test_qwen_windows(architecture):
         windows(**on, layer_types=["chunked_attention"] * 3)
 
 
+GEMMA = {"architecture": "Gemma3ForCausalLM", "num_hidden_layers": 7}
+
+
+def test_gemma3_as_transformers_writes_it():
+    theirs = transformers.Gemma3TextConfig(**BASE, sliding_window=16, query_pre_attn_scalar=8)
+    ours = config_from(theirs.to_dict() | {"architectures": ["Gemma3ForCausalLM"]})
+    assert (ours.hidden, ours.heads, ours.head_dim, ours.scale) == (36, 6, 256, 8**-0.5)
+    assert (ours.activation, ours.embedding_scale, ours.norm_offset) == ("gelu_tanh", 6.0, 1.0)
+    assert (ours.qk_norm, ours.out_norms, ours.tie_embeddings, ours.qkv_bias) == (True, True, True, False)
+    assert [(r.kind, r.theta) for r in ours.ropes] == [("default", 1e4)] * 3
+    assert ours.rope.theta == 1e6
+
+
+def test_gemma3_layers_in_old_and_new_form():
+    old = config(**GEMMA, sliding_window=16, sliding_window_pattern=3)
+    types = ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
+    assert [p.window for p in old.planes] == [16, 16, None, 16, 16, None, 16]
+    assert config(**GEMMA, sliding_window=16, layer_types=types) == old
+    assert windows(**GEMMA, sliding_window=16) == [16] * 5 + [None, 16]
+    with pytest.raises(UnsupportedModelError, match="chunked_attention"):
+        config(**GEMMA, layer_types=["chunked_attention"] * 7)
+
+
+def test_gemma3_rope_in_old_and_new_form():
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = config(**GEMMA, rope_theta=5e5, rope_local_base_freq=500.0, rope_scaling=scaling)
+    nested = {
+        "full_attention": scaling | {"rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+    assert config(**GEMMA, rope_parameters=nested) == old
+    full, local = old.ropes[5], old.ropes[0]
+    assert (full.kind, full.theta, full.settings["factor"]) == ("linear", 5e5, 8.0)
+    assert (local.kind, local.theta) == ("default", 500.0)
+    assert [rope.theta for rope in config(**GEMMA).ropes] == [1e4] * 5 + [1e6, 1e4]
+    assert config(**GEMMA, rope_parameters={"full_attention": None}).rope.theta == 1e6
+
+
+def test_gemma3_heads():
+    assert config("Gemma3TextModel").lm_head
+    assert not config("Gemma3TextModel", tie_word_embeddings=False).lm_head
+    assert config("Gemma3TextForSequenceClassification", num_labels=3).num_labels == 3
+    assert config(architectures=None, model_type="gemma3_text").out_norms
+
+
 def test_rope_in_old_and_new_form():
     scaling = {
         "rope_type": "llama3",
@@ -118,6 +163,12 @@ def test_yarn_defaults():
         ({"num_key_value_heads": 4}, "6 query heads cannot share 4"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"architecture": "Qwen2ForCausalLM", "num_key_value_heads": ...}, "no 'num_key_value_heads'"),
+        (GEMMA | {"use_bidirectional_attention": True}, "both directions"),
+        (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        (GEMMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        (GEMMA | {"hidden_activation": "gelu"}, "'gelu'.*'gelu_pytorch_tanh'"),
+        (GEMMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "full_attention.*apart"),
+        ({"architecture": "Gemma3ForConditionalGeneration"}, "Gemma3ForCausalLM"),
     ],
 )
 def test_refusals(overrides, message):
@@ -153,7 +204,13 @@ def test_a_family_of_ones_own():
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("smollm2-135m", 134515008), ("qwen3-0.6b", 596049920), ("qwen3-4b", 4022468096), ("qwen3-8b", 8190735360)],
+    [
+        ("smollm2-135m", 134515008),
+        ("qwen3-0.6b", 596049920),
+        ("qwen3-4b", 4022468096),
+        ("qwen3-8b", 8190735360),
+        ("gemma3-270m", 268098176),
+    ],
 )
 def test_published_sizes(name, parameters):
     import torch
@@ -174,9 +231,12 @@ def test_parameters_are_counted_with_biases_and_heads(overrides):
 
     from prefold.model import CausalLM
 
-    for name in ("Llama", "Qwen2", "Qwen3"):
-        for head in ("ForCausalLM", "ForSequenceClassification"):
-            c = config(name + head, **overrides)
+    names = [
+        name + head for name in ("Llama", "Qwen2", "Qwen3") for head in ("ForCausalLM", "ForSequenceClassification")
+    ]
+    for name in (*names, "Gemma3ForCausalLM", "Gemma3TextForSequenceClassification"):
+        for given in (overrides, overrides | {"head_dim": 10}):
+            c = config(name, **given)
             model = CausalLM(c, dtype=torch.float32, device=torch.device("meta"))
             assert sum(p.numel() for p in model.parameters()) == c.num_parameters
     c = config("Qwen2ForRewardModel", num_labels=2)

@@ -20,6 +20,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 16}
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 700.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 40.0},
+}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 CASES = {
     "llama": ("llama", {}),
@@ -40,6 +44,10 @@ CASES = {
     "qwen3, tied": ("qwen3", {"tie_word_embeddings": True, "num_attention_heads": 4}),
     "qwen3, yarn, biases": ("qwen3", {"rope_parameters": YARN, "attention_bias": True}),
     "qwen3, windowed": ("qwen3", WINDOW),
+    "gemma3": ("gemma3", {}),
+    "gemma3, untied, biases": ("gemma3", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma3, one layer, windowed": ("gemma3", {"num_hidden_layers": 1}),
+    "gemma3, full layers scaled": ("gemma3", {"rope_parameters": GEMMA_ROPE, "sliding_window": 12}),
 }
 
 

@@ -241,6 +241,11 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 TOP = {
     "embed_tokens.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
@@ -267,6 +272,11 @@ def write_gguf(folder, path, arch):
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope.theta)
+    names = NAMES
+    if arch == "gemma3":
+        names = NAMES | GEMMA_NAMES
+        writer.add_sliding_window(config.planes[0].window)
+        writer.add_sliding_window_pattern(2)
     for name, tensor in load_file(folder / "model.safetensors").items():
         short, values = name.removeprefix("model."), tensor.numpy()
         if short not in TOP:
@@ -274,7 +284,9 @@ def write_gguf(folder, path, arch):
             role, kind = rest.rsplit(".", 1)
             if arch == "llama" and role.endswith(("q_proj", "k_proj")):
                 values = permute(values, config.heads if role.endswith("q_proj") else config.kv_heads)
-            short = f"blk.{number}.{NAMES[role]}.{kind}"
+            short = f"blk.{number}.{names[role]}.{kind}"
+        if arch == "gemma3" and "norm" in name:
+            values = values + 1  # as llama.cpp's converter does
         writer.add_tensor(TOP.get(short, short), values.copy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -282,10 +294,10 @@ def write_gguf(folder, path, arch):
     writer.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_gguf_file_is_the_same_model(tmp_path, family, tied):
-    extra = {"attention_bias": True} if family == "llama" else {}
+    extra = {"llama": {"attention_bias": True}, "gemma3": {"query_pre_attn_scalar": 10}}.get(family, {})
     folder = tiny_checkpoint(tmp_path, family, tie_word_embeddings=tied, **extra)
     path = tmp_path / "m.gguf"
     write_gguf(folder, path, family)

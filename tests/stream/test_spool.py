@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prefold.errors import InputError
 from prefold.stream import Spool, spool
-from prefold.types import Request
+from prefold.types import GenerateRequest, Request, Sampling
 
 requests = st.lists(
     st.tuples(
@@ -167,14 +167,19 @@ def test_unique_tokens(job, memory_bytes, max_tokens):
         assert sum(w.unique_tokens for w in off) == filled.num_tokens
 
 
-def peak_bytes(num: int) -> int:
+def request(tokens: np.ndarray, number: int, generate: bool) -> Request | GenerateRequest:
+    sampling = Sampling(max_tokens=64, temperature=0.7, seed=number)
+    return GenerateRequest(tokens, sampling) if generate else Request(tokens)
+
+
+def peak_bytes(num: int, generate: bool = False) -> int:
     rng = np.random.default_rng(0)
     gc.collect()
     tracemalloc.start()
     try:
         with Spool(memory_bytes=1 << 20) as filled:
             for i in range(num):
-                filled.add(Request(rng.integers(0, 50_000, 12, dtype=np.int32)), b"%d" % i)
+                filled.add(request(rng.integers(0, 50_000, 12, dtype=np.int32), i, generate), b"%d" % i)
             total = sum(w.num_requests for w in filled.windows(max_tokens=16_384))
         assert total == num
         return tracemalloc.get_traced_memory()[1]
@@ -182,10 +187,12 @@ def peak_bytes(num: int) -> int:
         tracemalloc.stop()
 
 
-def test_memory_does_not_grow_with_the_job():
-    assert peak_bytes(40_000) < 1.2 * peak_bytes(10_000)
+@pytest.mark.parametrize("generate", [False, True])
+def test_memory_does_not_grow_with_the_job(generate):
+    assert peak_bytes(40_000, generate) < 1.2 * peak_bytes(10_000, generate)
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_a_large_job():
-    assert peak_bytes(200_000) < 1.2 * peak_bytes(50_000)
+@pytest.mark.parametrize("generate", [False, True])
+def test_memory_does_not_grow_with_a_large_job(generate):
+    assert peak_bytes(200_000, generate) < 1.2 * peak_bytes(50_000, generate)

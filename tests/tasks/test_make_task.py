@@ -24,7 +24,7 @@ def test_unknown_tasks_and_options_list_the_known_ones():
 
 
 def test_options_of_every_task():
-    assert set(TASKS) == {"embed", "rerank", "classify", "score"}
+    assert set(TASKS) == {"embed", "rerank", "classify", "score", "generate"}
     for name in TASKS:
         options = task_options(name)
         assert options["max_length"] is None

@@ -131,8 +131,8 @@ class GgufCheckpoint:
         self._metadata = metadata
         self.config: dict = {}
 
-    def metadata(self, key: str):
-        return self._metadata.get(key)
+    def metadata(self, key: str, default: object = None):
+        return self._metadata.get(key, default)
 
     def file(self, name: str) -> None:
         return None

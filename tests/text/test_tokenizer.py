@@ -212,7 +212,7 @@ def test_gguf_unused_tokens_are_no_text(backends):
     assert unused not in load_tokenizer(GgufCheckpoint(metadata)).encode("[PAD0]")
 
 
-@pytest.mark.parametrize(("key", "value"), [("model", "llama"), ("model", "bert"), ("pre", "gemma4"), ("model", None)])
+@pytest.mark.parametrize(("key", "value"), [("model", "t5"), ("model", "bert"), ("pre", "gemma4"), ("model", None)])
 def test_gguf_tokenizers_of_other_kinds_are_refused(backends, key, value):
     metadata = gguf_metadata(Backend.from_str(backends["gpt-2"]), "gpt-2") | {f"tokenizer.ggml.{key}": value}
     with pytest.raises(UnsupportedModelError, match=r"byte-level BPE.*smollm"):

@@ -20,7 +20,7 @@ struct Chunk {
 // Deals out a tile's lists in chunks.
 class ChunkReader {
  public:
-  ChunkReader(const AttentionCall& call, int64_t tile)
+  ChunkReader(const TileCall& call, int64_t tile)
       : run_(call.runs + call.run_offsets[tile]),
         run_stop_(call.runs + call.run_offsets[tile + 1]),
         masked_(call.masked + call.mask_offsets[tile]),

@@ -21,8 +21,8 @@ PREFOLD_INLINE Floats inverse_rms(const Floats& squares, int64_t width, float ep
 }
 
 // x += delta (where there is one), written back; out = x / rms(x) * weight.
-template <class E>
-void add_norm_row(E* x, const E* delta, const E* weight, E* out, int64_t width, float eps) {
+template <class E, class W>
+void add_norm_row(E* x, const E* delta, const W* weight, E* out, int64_t width, float eps) {
   Floats squares = zeros();
   if (delta) {
     for_vectors(width, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
@@ -44,8 +44,8 @@ void add_norm_row(E* x, const E* delta, const E* weight, E* out, int64_t width, 
 
 // One head of `dim` numbers in place: x / rms(x) * weight where there is a weight, then the first half
 // rotated against the second.
-template <class E>
-void rope_head(E* x, const float* cosines, const float* sines, const E* weight, int64_t dim, float eps) {
+template <class E, class W>
+void rope_head(E* x, const float* cosines, const float* sines, const W* weight, int64_t dim, float eps) {
   const int64_t half = dim / 2;
   Floats scale = zeros();
   if (weight) {
@@ -68,18 +68,30 @@ void rope_head(E* x, const float* cosines, const float* sines, const E* weight, 
   });
 }
 
-template <class E>
-void silu_mul_row(const E* gate, const E* up, E* out, int64_t width) {
+// Both activations are g / (1 + 2^h(g)).
+struct Silu {
+  static PREFOLD_INLINE Floats exponent(const Floats& g) { return g * Floats(-1.44269504f); }  // -log2(e) g
+};
+
+// GELU by way of tanh: (1 + tanh z) / 2 = 1 / (1 + exp(-2 z)) with z = sqrt(2 / pi) (g + 0.044715 g^3).
+struct GeluTanh {
+  static PREFOLD_INLINE Floats exponent(const Floats& g) {
+    return g * (Floats(-2.30220820f) + Floats(-0.102943240f) * g * g);
+  }
+};
+
+template <class Activation, class E>
+void gate_mul_row(const E* gate, const E* up, E* out, int64_t width) {
   constexpr bool kExact = std::is_same_v<E, float>;
   for_vectors(width, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
     const Floats g = load_some(gate + d, count), u = load_some(up + d, count);
-    const Floats e = exp2<kExact>(g * Floats(-1.44269504f));  // exp(-g)
+    const Floats e = exp2<kExact>(Activation::exponent(g));
     store_some(out + d, g / (Floats(1.0f) + e) * u, count);
   });
 }
 
-template <class E>
-void add_rms_norm(E* x, const E* delta, const E* weight, E* out, int64_t rows, int64_t width, int64_t x_row,
+template <class E, class W>
+void add_rms_norm(E* x, const E* delta, const W* weight, E* out, int64_t rows, int64_t width, int64_t x_row,
                   int64_t delta_row, float eps, int threads) {
   parallel_ranges(rows, width, threads, [&](int64_t first, int64_t stop) {
     for (int64_t i = first; i < stop; ++i) {
@@ -88,8 +100,8 @@ void add_rms_norm(E* x, const E* delta, const E* weight, E* out, int64_t rows, i
   });
 }
 
-template <class E>
-void rope(E* x, const float* cos_sin, const E* weight, int64_t rows, int64_t heads, int64_t dim, int64_t row,
+template <class E, class W>
+void rope(E* x, const float* cos_sin, const W* weight, int64_t rows, int64_t heads, int64_t dim, int64_t row,
           int64_t head, float eps, int threads) {
   parallel_ranges(rows, heads * dim, threads, [&](int64_t first, int64_t stop) {
     for (int64_t i = first; i < stop; ++i) {
@@ -101,11 +113,11 @@ void rope(E* x, const float* cos_sin, const E* weight, int64_t rows, int64_t hea
   });
 }
 
-template <class E>
-void silu_mul(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row, int threads) {
+template <class Activation, class E>
+void gate_mul(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row, int threads) {
   parallel_ranges(rows, width, threads, [&](int64_t first, int64_t stop) {
     for (int64_t i = first; i < stop; ++i) {
-      silu_mul_row(gate_up + i * row, gate_up + i * row + width, out + i * width, width);
+      gate_mul_row<Activation>(gate_up + i * row, gate_up + i * row + width, out + i * width, width);
     }
   });
 }
@@ -116,20 +128,26 @@ void silu_mul(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row
 // For each dtype: x [rows, width] with row stride x_row, delta likewise or null, weight [width], out [rows, width];
 // x [rows, heads, dim] in place with strides row and head, cos_sin float32 [rows, dim], weight [dim] or null;
 // gate_up [rows, 2 * width] with row stride row, out [rows, width]. Strides are in elements.
-#define PREFOLD_EXPORT(name, E)                                                                                    \
-  extern "C" void prefold_add_rms_norm_##name(E* x, const E* delta, const E* weight, E* out, int64_t rows,         \
+#define PREFOLD_EXPORT_NORMED(name, E, W)                                                                          \
+  extern "C" void prefold_add_rms_norm_##name(E* x, const E* delta, const W* weight, E* out, int64_t rows,         \
                                               int64_t width, int64_t x_row, int64_t delta_row, float eps,          \
                                               int32_t threads) {                                                   \
     prefold::add_rms_norm(x, delta, weight, out, rows, width, x_row, delta_row, eps, threads);                     \
   }                                                                                                                \
-  extern "C" void prefold_rope_##name(E* x, const float* cos_sin, const E* weight, int64_t rows, int64_t heads,    \
+  extern "C" void prefold_rope_##name(E* x, const float* cos_sin, const W* weight, int64_t rows, int64_t heads,    \
                                       int64_t dim, int64_t row, int64_t head, float eps, int32_t threads) {        \
     prefold::rope(x, cos_sin, weight, rows, heads, dim, row, head, eps, threads);                                  \
-  }                                                                                                                \
-  extern "C" void prefold_silu_mul_##name(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row,      \
-                                          int32_t threads) {                                                       \
-    prefold::silu_mul(gate_up, out, rows, width, row, threads);                                                    \
+  }
+#define PREFOLD_EXPORT_GATE(name, Activation, E)                                                                   \
+  extern "C" void prefold_##name(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row,               \
+                                 int32_t threads) {                                                                \
+    prefold::gate_mul<prefold::Activation>(gate_up, out, rows, width, row, threads);                               \
   }
 
-PREFOLD_EXPORT(float32, float)
-PREFOLD_EXPORT(bfloat16, prefold::Bf16)
+PREFOLD_EXPORT_NORMED(float32, float, float)
+PREFOLD_EXPORT_NORMED(bfloat16, prefold::Bf16, prefold::Bf16)
+PREFOLD_EXPORT_NORMED(bfloat16_float32, prefold::Bf16, float)
+PREFOLD_EXPORT_GATE(silu_mul_float32, Silu, float)
+PREFOLD_EXPORT_GATE(silu_mul_bfloat16, Silu, prefold::Bf16)
+PREFOLD_EXPORT_GATE(gelu_mul_float32, GeluTanh, float)
+PREFOLD_EXPORT_GATE(gelu_mul_bfloat16, GeluTanh, prefold::Bf16)

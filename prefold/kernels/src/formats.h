@@ -6,7 +6,7 @@
 //   Lane        what a query's lane holds: the same, as the element type of a vector
 //   kWidth      numbers in one Stored
 //   kExactExp   whether probabilities need float32's precision
-//   mul_add     acc + vector x stored, the inner product of kWidth numbers
+//   mul_add     acc + vector x stored (or vector x vector), the inner product of kWidth numbers
 //
 // Keys lie as rows of Stored along the head's dimensions. Values lie so that the kWidth numbers of a Stored
 // belong to kWidth consecutive keys, which is what the sum over keys wants.
@@ -26,6 +26,7 @@ struct InFloat32 {
   static constexpr bool kExactExp = std::is_same_v<E, float>;
 
   static PREFOLD_INLINE Part<float> mul_add(Part<float> acc, Part<float> x, Stored y) { return acc + x * y; }
+  static PREFOLD_INLINE Part<float> mul_add(Part<float> acc, Part<float> x, Part<float> y) { return acc + x * y; }
 
   // Sixteen Stored along a row, zeros past its `count` numbers; and back.
   static PREFOLD_INLINE Floats load_row(const E* row, int64_t count) { return load_some(row, count); }
@@ -41,11 +42,16 @@ struct InFloat32 {
   }
   static PREFOLD_INLINE Floats probability(const float* at, int stride, int half) { return load(at + half * stride); }
 
+  // The probabilities of sixteen keys of one query.
+  static PREFOLD_INLINE void store_in_order(float* out, const Floats& x) { store(out, x); }
+
   // Sixteen dimensions of the values of two consecutive keys, in a packed pair of `dim` dimensions.
   static PREFOLD_INLINE void store_values(float* out, int64_t dim, const Floats& first, const Floats& second) {
     store(out, first);
     store(out + dim, second);
   }
+  // The same of one of the two, which leaves the other's as they are.
+  static PREFOLD_INLINE void store_half(float* out, int64_t dim, const Floats& x, int half) { store(out + half * dim, x); }
   static PREFOLD_INLINE float value(const float* pair, int64_t dim, int64_t d, int half) { return pair[half * dim + d]; }
 };
 
@@ -60,7 +66,10 @@ struct InBf16Pairs {
   static constexpr uint32_t kHigh = 0xffff0000u;  // the second number of a lane; as a float, its value
 
   static PREFOLD_INLINE Part<float> mul_add(Part<float> acc, Part<uint32_t> x, Stored y) {
-    return (Part<float>)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)(Part<uint32_t>{} + y));
+    return mul_add(acc, x, Part<uint32_t>{} + y);
+  }
+  static PREFOLD_INLINE Part<float> mul_add(Part<float> acc, Part<uint32_t> x, Part<uint32_t> y) {
+    return (Part<float>)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)y);
   }
 
   static PREFOLD_INLINE Words load_row(const Bf16* row, int64_t count) {
@@ -99,9 +108,21 @@ struct InBf16Pairs {
     return as<float>(half ? both & Words(kHigh) : both * Words(0x10000));
   }
 
+  static PREFOLD_INLINE void store_in_order(uint32_t* out, const Floats& x) {
+    const HalfPart halves = narrow(x.part[0]);
+    memcpy(out, &halves, sizeof halves);
+  }
+
   // The numbers come from bfloat16, so that nothing is rounded.
   static PREFOLD_INLINE void store_values(uint32_t* out, int64_t, const Floats& first, const Floats& second) {
     const Words both = join(first, second);
+    memcpy(out, &both, sizeof both);
+  }
+  static PREFOLD_INLINE void store_half(uint32_t* out, int64_t, const Floats& x, int half) {
+    Part<uint32_t> both;
+    memcpy(&both, out, sizeof both);
+    const Part<uint32_t> bits = (Part<uint32_t>)x.part[0];
+    both = half ? (both & ~kHigh) | bits : (both & kHigh) | bits >> 16;
     memcpy(out, &both, sizeof both);
   }
   static PREFOLD_INLINE float value(const uint32_t* pair, int64_t, int64_t d, int half) {

@@ -49,22 +49,28 @@ struct RowSource {
   }
 };
 
+// A row of keys, or zeros where `row` is null.
+template <class Format>
+PREFOLD_INLINE void pack_key(typename Format::Stored* out, const typename Format::Element* row, int64_t dim,
+                             int64_t padded) {
+  constexpr int kStep = kLanes * Format::kWidth;
+  for (int64_t d = 0; d < padded; d += kStep) {
+    const int64_t count = row ? dim - d : 0;
+    const auto x = Format::load_row(row + (row ? d : 0), count);
+    if (padded - d >= kStep) {
+      memcpy(out + d / Format::kWidth, &x, sizeof x);
+    } else {  // a row ends after eight pairs where its dimensions are an odd multiple of sixteen
+      memcpy(out + d / Format::kWidth, &x, sizeof x / 2);
+    }
+  }
+}
+
 template <class Format>
 void pack_keys(const Packed<Format>& packed, const RowSource<typename Format::Element>& source, int64_t dim,
                int64_t head, int64_t pair) {
-  constexpr int kStep = kLanes * Format::kWidth;
   auto* out = packed.keys + (head * packed.pairs + pair) * packed.pair_size;
   for (int half = 0; half < 2; ++half, out += packed.pair_size / 2) {
-    const auto* row = source.at(2 * pair + half, head);
-    for (int64_t d = 0; d < packed.dim; d += kStep) {
-      const int64_t count = row ? dim - d : 0;
-      const auto x = Format::load_row(row + (row ? d : 0), count);
-      if (packed.dim - d >= kStep) {
-        memcpy(out + d / Format::kWidth, &x, sizeof x);
-      } else {  // a row ends after eight pairs where its dimensions are an odd multiple of sixteen
-        memcpy(out + d / Format::kWidth, &x, sizeof x / 2);
-      }
-    }
+    pack_key<Format>(out, source.at(2 * pair + half, head), dim, packed.dim);
   }
 }
 
@@ -74,6 +80,13 @@ PREFOLD_INLINE Words not_finite(const Floats& x) {
     const Part<uint32_t> exponent = (Part<uint32_t>)x.part[p] & 0x7f800000u;
     return (Part<uint32_t>)(exponent == 0x7f800000u);
   });
+}
+
+PREFOLD_INLINE bool any_bit(const Words& x) {
+  uint32_t lanes[kLanes], any = 0;
+  memcpy(lanes, &x, sizeof lanes);
+  for (uint32_t lane : lanes) any |= lane;
+  return any != 0;
 }
 
 // True where all values of the pair are finite.
@@ -90,22 +103,20 @@ bool pack_values(const Packed<Format>& packed, const RowSource<typename Format::
     unsafe |= not_finite(a) | not_finite(b);
     Format::store_values(out + d, packed.dim, a, b);
   }
-  uint32_t lanes[kLanes], any = 0;
-  memcpy(lanes, &unsafe, sizeof lanes);
-  for (uint32_t lane : lanes) any |= lane;
-  return any == 0;
+  return !any_bit(unsafe);
 }
 
 template <class Format>
 Packed<Format> pack(const AttentionCall& call, Workspace& workspace) {
+  const int64_t kv_heads = call.tiles.kv_heads, dim = call.tiles.dim;
   using E = typename Format::Element;
   using Stored = typename Format::Stored;
   Packed<Format> packed;
   packed.pairs = (call.path + call.rows + 1) / 2;
-  packed.dim = (call.dim + kLanes - 1) / kLanes * kLanes;
+  packed.dim = packed.padded(dim);
   packed.pair_size = 2 * packed.dim / Format::kWidth;
-  const int64_t total = call.kv_heads * packed.pairs * packed.pair_size;
-  packed.keys = static_cast<Stored*>(workspace.reserve(2 * total * sizeof(Stored) + call.kv_heads * packed.pairs));
+  const int64_t total = kv_heads * packed.pairs * packed.pair_size;
+  packed.keys = static_cast<Stored*>(workspace.reserve(2 * total * sizeof(Stored) + kv_heads * packed.pairs));
   packed.values = packed.keys + total;
   packed.unsafe = reinterpret_cast<uint8_t*>(packed.values + total);
 
@@ -117,12 +128,12 @@ Packed<Format> pack(const AttentionCall& call, Workspace& workspace) {
   const auto keys = source(call.path_k, call.k, call.path_k_row, call.path_k_head, call.k_row, call.k_head);
   const auto values = source(call.path_v, call.v, call.path_v_row, call.path_v_head, call.v_row, call.v_head);
   std::atomic<bool> any_unsafe{false};
-  parallel_ranges(packed.pairs, 4 * call.kv_heads * call.dim, call.threads, [&](int64_t first, int64_t last) {
+  parallel_ranges(packed.pairs, 4 * kv_heads * dim, call.tiles.threads, [&](int64_t first, int64_t last) {
     bool safe = true;
     for (int64_t pair = first; pair < last; ++pair) {
-      for (int64_t head = 0; head < call.kv_heads; ++head) {
-        pack_keys(packed, keys, call.dim, head, pair);
-        const bool finite = pack_values(packed, values, call.dim, head, pair);
+      for (int64_t head = 0; head < kv_heads; ++head) {
+        pack_keys(packed, keys, dim, head, pair);
+        const bool finite = pack_values(packed, values, dim, head, pair);
         packed.unsafe[head * packed.pairs + pair] = !finite;
         safe &= finite;
       }

@@ -5,16 +5,13 @@
 // keys that end first lie on top, and the keys a whole tile sees are a stretch of the stack: long runs of
 // consecutive keys, however many keys that are. A key needs a mask only in the tiles in which it begins or
 // ends (or crosses the edge of the window), so the lists stay small where the visible pairs are many.
-#include "tiles.h"
+#include "tile_writer.h"
 
 #include <algorithm>
 #include <new>
 
 namespace prefold {
 namespace {
-
-constexpr int kTile = 16;
-constexpr uint32_t kAllQueries = 0xffff;
 
 // What is asked for. positions is null where there is no window.
 struct Request {
@@ -55,59 +52,6 @@ class OpenKeys {
 
   const Request& request_;
   int64_t next_ = 0;
-};
-
-// Takes the keys of a tile in ascending order and writes its runs and masked pairs.
-class TileWriter {
- public:
-  explicit TileWriter(TileLists& lists) : lists_(lists) {}
-
-  void add_key(int64_t key, uint32_t mask) {
-    const int32_t pair = static_cast<int32_t>(key >> 1);
-    if (pair != last_.pair) flush();
-    last_.pair = pair;
-    last_.mask |= mask << (key & 1 ? 16 : 0);
-  }
-
-  // Keys [first, stop), visible to every query.
-  void add_run(int64_t first, int64_t stop) {
-    if (first < stop && (first & 1)) add_key(first++, kAllQueries);
-    if (const int64_t pairs = (stop - first) / 2; pairs > 0) {
-      flush();
-      append(static_cast<int32_t>(first >> 1), static_cast<int32_t>(pairs));
-      first += 2 * pairs;
-    }
-    if (first < stop) add_key(first, kAllQueries);
-  }
-
-  void finish() {
-    flush();
-    lists_.run_offsets.push_back(static_cast<int64_t>(lists_.runs.size()));
-    lists_.mask_offsets.push_back(static_cast<int64_t>(lists_.masked.size()));
-  }
-
- private:
-  void flush() {
-    if (last_.mask == 0xffffffff) {
-      append(last_.pair, 1);
-    } else if (last_.mask != 0) {
-      lists_.masked.push_back(last_);
-    }
-    last_ = {-1, 0};
-  }
-
-  void append(int32_t first, int32_t count) {
-    std::vector<Run>& runs = lists_.runs;
-    const bool fresh = static_cast<int64_t>(runs.size()) == lists_.run_offsets.back();
-    if (!fresh && runs.back().first + runs.back().count == first) {
-      runs.back().count += count;
-    } else {
-      runs.push_back({first, count});
-    }
-  }
-
-  TileLists& lists_;
-  MaskedPair last_{-1, 0};
 };
 
 // One tile: `rows` are the key rows of its queries, ascending.

@@ -206,6 +206,18 @@ PREFOLD_INLINE float sum_of(const Floats& x) {
 #endif
 }
 
+PREFOLD_INLINE float max_of(const Floats& x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)x.part[0]);
+#else
+  float lanes[kLanes];
+  store(lanes, x);
+  float most = lanes[0];
+  for (int i = 1; i < kLanes; ++i) most = lanes[i] > most ? lanes[i] : most;
+  return most;
+#endif
+}
+
 // 2^f for f in [0, 1): minimax polynomials, exact at 0. Relative error 8e-8, or 9e-5 where the result is
 // rounded to bfloat16 (2e-3) anyway.
 template <bool kExact>

@@ -1,0 +1,127 @@
+"""lm-evaluation-harness on prefold beside its own "hf" model: the same scores, and the time of both.
+
+    python benchmarks/harness.py --data FOLDER [--limit 100] [--tasks mmlu_5shot_local,...] [--dtype bfloat16]
+
+Writes the task files of harness_tasks.py into a temporary folder and runs every task with both models in turn, in one
+process and on the same weights. Timed is the model's part: from the harness's requests to its answers, without loading,
+without building requests and without metrics. "differ" counts the documents whose answers are not the same (a choice,
+a text after its filter; for rolling texts: more than 1 % apart); in bfloat16 a few may, in float32 none should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from common import export_folder, machine, median, spread, table, write_json
+from harness_tasks import TASKS, write_tasks
+
+from prefold import LLM
+
+# Nothing here is on the hub, and the harness must not look there.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+
+
+def timed_requests(model) -> list[float]:
+    """Let a model add the seconds of every call of its three methods to the list that is returned."""
+    seconds: list[float] = []
+
+    def wrap(method):
+        def run(*arguments, **options):
+            started = time.perf_counter()
+            answers = method(*arguments, **options)
+            seconds.append(time.perf_counter() - started)
+            return answers
+
+        return run
+
+    for kind in KINDS:
+        setattr(model, kind, wrap(getattr(model, kind)))
+    return seconds
+
+
+def answers_of(samples: list[dict]) -> list:
+    """What a model said of each document: the choice, the filtered texts, or the log-likelihood."""
+    found: dict[int, list] = {}
+    for sample in samples:  # one a document and filter
+        said = sample["filtered_resps"]
+        if isinstance(said[0], (list, tuple)):
+            said = max(range(len(said)), key=lambda i: float(said[i][0]))
+        found.setdefault(sample["doc_id"], []).append(said)
+    return [found[number] for number in sorted(found)]
+
+
+def differ(ours: list, theirs: list) -> int:
+    def unlike(one, other) -> bool:
+        if isinstance(one[0], list) and isinstance(one[0][0], float):
+            return abs(one[0][0] - other[0][0]) > 0.01 * abs(other[0][0])
+        return one != other
+
+    return sum(unlike(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def scores_of(results: dict) -> str:
+    kept = {k: v for k, v in results.items() if isinstance(v, float) and "stderr" not in k}
+    return ", ".join(f"{k.replace(',none', '')} {v:.4f}" for k, v in kept.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, type=Path)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--limit", type=int, default=100, help="documents of each task")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch-size", type=int, default=16, help="of the hf model")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from prefold.integrations.lm_eval import PrefoldLM
+
+    llm = LLM(arguments.model, dtype=arguments.dtype, threads=arguments.threads)
+    rows, record = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        write_tasks(arguments.data, Path(folder, "tasks"))
+        same = str(export_folder(llm.checkpoint, llm.tokenizer, Path(folder, "model"), llm.dtype))
+        models = {
+            "prefold": PrefoldLM(llm),
+            "hf": HFLM(same, device="cpu", dtype=arguments.dtype, batch_size=arguments.batch_size),
+        }
+        clocks = {name: timed_requests(model) for name, model in models.items()}
+        manager = TaskManager(include_path=str(Path(folder, "tasks")), include_defaults=False)
+        for task in arguments.tasks.split(","):
+            seconds: dict[str, list[float]] = {name: [] for name in models}
+            said, scores = {}, {}
+            for _ in range(arguments.repeats):
+                for name, model in models.items():
+                    clocks[name].clear()
+                    done = lm_eval.simple_evaluate(
+                        model=model, tasks=[task], task_manager=manager, limit=arguments.limit, bootstrap_iters=0
+                    )
+                    seconds[name].append(sum(clocks[name]))
+                    said[name], scores[name] = answers_of(done["samples"][task]), scores_of(done["results"][task])
+                    print(f"  {task} {name}: {seconds[name][-1]:.1f} s, {scores[name]}", flush=True)
+            for name, values in seconds.items():
+                times = f"{median(seconds['hf']) / median(values):.2f}"
+                unlike = f"{differ(said[name], said['hf'])} of {len(said[name])}"
+                rows.append([task, name, scores[name], f"{median(values):.1f}", spread(values), times, unlike])
+            record.append({"task": task, "seconds": seconds, "scores": scores, "answers": said})
+    print(machine(), f"lm_eval {lm_eval.__version__}, {arguments.dtype}, {arguments.limit} documents a task")
+    print(table(["task", "model", "scores", "s", "spread", "x hf", "differ"], rows))
+    write_json(arguments.json, tasks=record, limit=arguments.limit, dtype=arguments.dtype)
+
+
+if __name__ == "__main__":
+    main()

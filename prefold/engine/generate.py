@@ -1,0 +1,325 @@
+"""Generation: requests in, samples out, one step at a time."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..attention import KVStore
+from ..cache import CacheOptions, SlotPool
+from ..errors import InputError
+from ..model import CausalLM
+from ..model.memory import available_memory
+from ..schedule.generate import GenerateScheduler, GenerateStep
+from ..text import Tokenizer
+from ..text.detokenize import Detokenizer
+from ..text.grammar import GrammarCompiler
+from ..types import Generated, GenerateRequest, GenerationStats, Stats
+from .sampler import Choice, Sampler
+from .samples import Sample
+from .slots import SlotAttend, prepare_slots
+
+__all__ = ["GenerateOptions", "Generator"]
+
+Answer = list[Generated] | InputError
+
+# Rows of the LM head computed at once: bounds the logits to 256 x vocabulary float32 numbers.
+HEAD_ROWS = 256
+# Of the memory that is free, and at most, where nobody says how much K/V may take.
+KV_SHARE = 0.5
+KV_MOST_ON_CPU = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """kv_memory       bytes of K/V; None: half of what is free, on a CPU at most 4 GiB
+    max_running     sequences at once
+    reserve_output  set aside room for a whole output where its length was given; else outputs grow, and what
+                    was admitted last makes room when memory runs out
+    cache           keep K/V of what has ended, by these options; None: do not
+    """
+
+    kv_memory: int | None = None
+    max_running: int = 256
+    reserve_output: bool = True
+    cache: CacheOptions | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv_memory", "max_running"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}", field=name, remedy="give 1 or more")
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A request on its way."""
+
+    request: GenerateRequest
+    samples: list[Sample]
+    on_done: Callable[[Answer], None]
+    missing: int
+    cached_tokens: int = 0
+
+
+class Generator:
+    """Continuous batching of any requests, as they are added, from any thread.
+
+    sharing  whether requests share rows
+    stats    what to add to
+    on_step  called with (step, when it began, requests it ended, rows they would have had alone)
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        options: GenerateOptions,
+        *,
+        sharing: bool,
+        max_batch_rows: int,
+        eos_ids: Sequence[int],
+        stats: Callable[[], Stats],
+        on_step: Callable[[GenerateStep, float, int, int], None] | None = None,
+    ):
+        self.model = model
+        self.options = options
+        self.eos_ids = tuple(eos_ids)
+        config = model.config
+        place = (config.layers, config.kv_heads, config.head_dim)
+        self.slot_bytes = KVStore.bytes_per_slot(*place, model.dtype, model.device)
+        slots = max(1, kv_bytes(options.kv_memory, model.device) // self.slot_bytes - 1)
+        self.store = KVStore(*place, slots + 1, model.dtype, model.device)
+        self.scheduler = GenerateScheduler(
+            SlotPool(slots),
+            max_batch_rows=max_batch_rows,
+            max_running=options.max_running,
+            sharing=sharing,
+            cache=options.cache,
+        )
+        self._stats = stats
+        self._on_step = on_step
+        self._sampler = Sampler()
+        self._jobs: dict[int, _Job] = {}
+        self._keys = itertools.count()
+        self._texts: _Texts | None = None
+        self._lock = threading.RLock()
+
+    def add(
+        self,
+        request: GenerateRequest,
+        tokenizer: Tokenizer | None,
+        on_done: Callable[[Answer], None],
+        on_text: Callable[[int, str], None] | None = None,
+    ) -> int | None:
+        """Take a request; returns its key. on_done is called once, from `step` or from here, with a Generated a
+        sample, or with what is wrong with the request. on_text is called with (sample, piece of its text)."""
+        with self._lock:
+            return self._add(request, tokenizer, on_done, on_text)
+
+    def _add(
+        self,
+        request: GenerateRequest,
+        tokenizer: Tokenizer | None,
+        on_done: Callable[[Answer], None],
+        on_text: Callable[[int, str], None] | None,
+    ) -> int | None:
+        key = next(self._keys)
+        sampling = request.sampling
+        try:
+            room = self.model.config.max_positions - len(request.tokens)
+            limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+            if limit < 1:
+                raise InputError(
+                    f"the prompt has {len(request.tokens)} tokens, the context {self.model.config.max_positions}",
+                    field="prompt",
+                    remedy="shorten it",
+                    code="too_long",
+                )
+            texts = self._texts_of(tokenizer, request)
+            matcher = None if sampling.grammar is None else texts.grammars.matcher(sampling.grammar)
+            seed = secrets.randbits(53) if sampling.seed is None else sampling.seed
+            samples = [
+                Sample(
+                    request, number, seed=seed, limit=limit, eos_ids=self.eos_ids, tokenizer=tokenizer,
+                    detokenizer=None if tokenizer is None else texts.detokenizer,
+                    matcher=matcher if matcher is None or number == 0 else matcher.copy(), on_text=on_text,
+                )
+                for number in range(sampling.n)
+            ]  # fmt: skip
+            self.scheduler.submit(
+                key,
+                request.tokens,
+                limit=limit,
+                samples=sampling.n,
+                reserve=self.options.reserve_output and sampling.max_tokens is not None,
+                namespace=(request.adapter, request.salt),
+                priority=request.priority,
+            )
+        except InputError as error:
+            on_done(error)
+            return None
+        self._jobs[key] = _Job(request, samples, on_done, len(samples))
+        return key
+
+    def cancel(self, key: int) -> None:
+        """End a request; its samples come as they are, with finish_reason "cancelled"."""
+        with self._lock:
+            job = self._jobs.pop(key, None)
+            if job is None:
+                return
+            self.scheduler.cancel(key)
+            for sample in job.samples:
+                sample.cancel()
+        job.on_done([sample.result(job.cached_tokens) for sample in job.samples])
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting
+
+    def step(self) -> bool:
+        """Run one step, and tell of what it ended; False when there was nothing to run."""
+        with self._lock:
+            return self._step()
+
+    def _step(self) -> bool:
+        scheduler, stats = self.scheduler, self._stats()
+        if stats.generation is None:
+            stats.generation = scheduler.stats = GenerationStats()
+            scheduler.rows_held_peak = scheduler.rows_unshared_peak = 0
+        started = time.perf_counter()
+        step = scheduler.plan()
+        self._tell_failed()
+        if step is None:
+            return False
+        config = self.model.config
+        batch = prepare_slots(step, config.planes, config.heads // config.kv_heads, self.model.device)
+        planned = time.perf_counter()
+        stats.add_seconds("plan", planned - started)
+        choice, sampling_seconds = self._run(step, SlotAttend(self.store, batch, config.planes, config.scale))
+        stats.add_seconds("model", time.perf_counter() - planned - sampling_seconds)
+        stats.add_seconds("sample", sampling_seconds)
+        again = scheduler.stats.recomputed_rows
+        done, tokens = self._take(step, choice)
+        self._account(step, stats, scheduler.stats.recomputed_rows - again)
+        if self._on_step is not None:
+            self._on_step(step, started, done, tokens)
+        return True
+
+    @torch.inference_mode()
+    def _run(self, step: GenerateStep, attend: SlotAttend) -> tuple[Choice, float]:
+        batch = attend.batch
+        hidden = self.model(batch.tokens, batch.positions, attend, batch.read_rows)
+        ids: list[int | None] = []
+        logprobs: list[Any] = []
+        seconds = 0.0
+        # Reads come in no particular order of rows; those of a part of the rows are sampled together.
+        order = sorted(range(len(step.reads)), key=lambda i: step.reads[i][1])
+        place = 0
+        for first in range(0, len(hidden), HEAD_ROWS):
+            logits = self.model.logits(hidden[first : first + HEAD_ROWS])
+            started = time.perf_counter()
+            part = []
+            while place < len(order) and step.reads[order[place]][1] < first + HEAD_ROWS:
+                part.append(step.reads[order[place]])
+                place += 1
+            states = [self._jobs[running.key].samples[running.sample].state for running, _ in part]
+            choice = self._sampler.choose(logits, states, [row - first for _, row in part])
+            ids += choice.ids
+            logprobs += choice.logprobs
+            seconds += time.perf_counter() - started
+        back = {index: i for i, index in enumerate(order)}
+        at = [back[i] for i in range(len(order))]
+        return Choice([ids[i] for i in at], [logprobs[i] for i in at]), seconds
+
+    def _take(self, step: GenerateStep, choice: Choice) -> tuple[int, int]:
+        """Give the tokens to their samples; returns how many requests that ended, and their tokens."""
+        ended = []
+        for (running, _), token, logprobs in zip(step.reads, choice.ids, choice.logprobs, strict=True):
+            ended.append(self._jobs[running.key].samples[running.sample].take(token, logprobs))
+        requests = tokens = 0
+        for running in self.scheduler.commit(step, [token or 0 for token in choice.ids], ended):
+            job = self._jobs.get(running.key)
+            if job is None:  # cancelled meanwhile
+                continue
+            job.missing -= 1
+            if running.sample == 0:
+                job.cached_tokens = running.cached_tokens or 0
+            if not job.missing:
+                del self._jobs[running.key]
+                answer = [sample.result(job.cached_tokens) for sample in job.samples]
+                requests += 1
+                tokens += sum(len(job.request.tokens) + max(0, len(sample.tokens) - 1) for sample in job.samples)
+                job.on_done(answer)
+        return requests, tokens
+
+    def _tell_failed(self) -> None:
+        while self.scheduler.failed:
+            key, error = self.scheduler.failed.pop()
+            job = self._jobs.pop(key, None)  # type: ignore[arg-type]
+            if job is not None:
+                job.on_done(error)
+
+    def _account(self, step: GenerateStep, stats: Stats, again: int) -> None:
+        """again: rows of the step that had been computed before."""
+        generation, scheduler = self.scheduler.stats, self.scheduler
+        stats.steps += 1
+        stats.rows_computed += step.num_rows
+        stats.unique_tokens += step.num_rows - again
+        generation.kv_bytes_now = scheduler.pool.used_slots * self.slot_bytes
+        generation.kv_bytes_peak = scheduler.rows_held_peak * self.slot_bytes
+        generation.kv_bytes_unshared_peak = scheduler.rows_unshared_peak * self.slot_bytes
+
+    def _texts_of(self, tokenizer: Tokenizer | None, request: GenerateRequest) -> Any:
+        """What turns tokens into text, kept for the tokenizer used last."""
+        if tokenizer is None:
+            for field in ("stop", "grammar"):
+                if getattr(request.sampling, field):
+                    message = f"{field!r} needs a tokenizer, and the model has none"
+                    raise InputError(message, field=field, remedy="leave it out", code="no_tokenizer")
+            return None
+        if self._texts is None or self._texts.tokenizer is not tokenizer:
+            self._texts = _Texts(tokenizer, self.model.config.vocab_size, self.eos_ids)
+        return self._texts
+
+
+class _Texts:
+    """A tokenizer, with what is made of it when it is first asked for."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]):
+        self.tokenizer = tokenizer
+        self._vocab_size, self._eos_ids = vocab_size, eos_ids
+
+    @cached_property
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(self.tokenizer)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_ids)
+
+
+def kv_bytes(wanted: int | None, device: torch.device) -> int:
+    """How much memory K/V may take."""
+    free = available_memory(device)
+    if wanted is None:
+        share = int(free * KV_SHARE)
+        return min(share, KV_MOST_ON_CPU) if device.type == "cpu" else share
+    if wanted > free:
+        raise InputError(
+            f"kv_memory is {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
+            field="kv_memory",
+            remedy="give less",
+        )
+    return wanted

@@ -1,0 +1,334 @@
+"""The sampler: logits and what each sample asks for, to tokens.
+
+What is done to a row of logits, in this order (that of vLLM; each step as transformers defines it):
+
+    logit_bias, the grammar's mask
+    repetition penalty                 logits of tokens in prompt or output: divided if positive, else multiplied
+    presence and frequency penalty     of tokens in the output
+    min_tokens                         what would end the sample is banned
+    temperature                        below GREEDY_BELOW: the most likely token, the first of equals
+    min_p, top_k, top_p                each among what the one before left
+
+Each filter keeps the tokens at least as likely as some token, so of equally likely ones it keeps all or none, and
+nothing depends on the order in which a sort leaves them. What is left is drawn from by inverting its cumulative
+distribution in the order of the ids, with one uniform number a token. That number is the `position`-th of
+`Generator(Philox(key=[seed, sample]))`, so it depends on neither neighbours nor batch nor what ran before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..text.grammar import Matcher
+from ..types import Sampling, TokenLogprobs
+
+__all__ = ["Choice", "Sampler", "SamplerState", "greedy", "kept", "uniforms"]
+
+# A temperature this small divides logits into numbers that float32 cannot tell apart.
+GREEDY_BELOW = 1e-5
+# Logits worked on at once, as float32 numbers: 4 MiB, about a second-level cache's worth of each intermediate.
+WORK_SIZE = 1 << 20
+# Probabilities summed at once when a token is looked for in a whole row.
+BLOCK = 128
+# Candidates for top_p that are tried first, at least.
+CANDIDATES = 256
+# Uniform numbers made at once; a multiple of 4, the numbers of one Philox block.
+NOISE = 64
+
+
+def greedy(logits: Tensor) -> np.ndarray:
+    """The most likely id of each row [r, vocab], int64 [r]; the first of equals."""
+    # NumPy's arg-max is a tenth of the work of torch's.
+    return logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1).cpu().numpy()
+
+
+def uniforms(seed: int, sample: int, first: int, count: int = NOISE) -> np.ndarray:
+    """Uniform numbers in [0, 1) of positions `first` (a multiple of 4) and on, float64 [count]."""
+    key, counter = np.array([seed % 2**64, sample], np.uint64), np.array([first // 4, 0, 0, 0], np.uint64)
+    bits = np.random.Philox(key=key, counter=counter)
+    return np.random.Generator(bits).random(count)
+
+
+class SamplerState:
+    """What the sampler knows about one sample: its options, noise, position, and the tokens so far.
+
+    position   of the token chosen next in the output: 0 for the first
+    matcher    its grammar's, None without one
+    end_ids    ids that end it, banned below min_tokens
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        seed: int,
+        sample: int = 0,
+        prompt: Sequence[int] | np.ndarray = (),
+        end_ids: Iterable[int] = (),
+        matcher: Matcher | None = None,
+    ):
+        """`prompt` is read only for a repetition penalty. With the matcher, which the state advances, comes its end."""
+        self.sampling = sampling
+        self.matcher = matcher
+        self.position = 0
+        self.end_ids = np.array(sorted(set(end_ids)), np.int64)
+        self.greedy = sampling.temperature < GREEDY_BELOW
+        self.filtered = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        self.bias_ids = np.array([token for token, _ in sampling.logit_bias], np.int64)
+        self.bias = np.array([value for _, value in sampling.logit_bias], np.float32)
+        self.penalised = bool(
+            sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty
+        )
+        self._bare = self.greedy and not self.penalised and not sampling.logit_bias
+        self._bare = self._bare and matcher is None and sampling.logprobs is None
+        self._key = (seed, sample)
+        self._noise = np.empty(0)
+        self._noise_first = -NOISE
+        seen = prompt if sampling.repetition_penalty != 1.0 else ()
+        self._ids = np.unique(np.asarray(seen, np.int64))
+        self._counts = np.zeros(self._ids.size, np.float32)
+        self._place = {token: i for i, token in enumerate(self._ids.tolist())} if self.penalised else {}
+
+    @property
+    def plain(self) -> bool:
+        """The next token is the row's most likely one, and nothing else is wanted."""
+        return self._bare and not self.banned.size
+
+    @property
+    def banned(self) -> np.ndarray:
+        """Ids that may not come next, for the sample would be too short."""
+        return self.end_ids if self.position < self.sampling.min_tokens else self.end_ids[:0]
+
+    @property
+    def grammar_done(self) -> bool:
+        """The grammar allows nothing after the tokens so far; the sample ends with them."""
+        return self.matcher is not None and self.matcher.is_done
+
+    def advance(self, token: int) -> None:
+        """Take `token` for the next one of the output."""
+        self.position += 1
+        if self.matcher is not None:
+            self.matcher.accept(token)
+        if self.penalised:
+            self._count(token)
+
+    def uniform(self) -> float:
+        """The number in [0, 1) that the token at `position` is drawn with."""
+        first = self.position - self.position % NOISE
+        if first != self._noise_first:
+            self._noise, self._noise_first = uniforms(*self._key, first), first
+        return float(self._noise[self.position - first])
+
+    @property
+    def counted(self) -> tuple[np.ndarray, np.ndarray]:
+        """(ids that penalties concern, int64, how often each is in the output, float32)"""
+        return self._ids[: len(self._place)], self._counts[: len(self._place)]
+
+    def _count(self, token: int) -> None:
+        place = self._place.setdefault(token, len(self._place))
+        if place == self._ids.size:
+            more = np.zeros(max(64, place), np.int64)
+            self._ids, self._counts = np.append(self._ids, more), np.append(self._counts, more.astype(np.float32))
+        self._ids[place] = token
+        self._counts[place] += 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The next token of each sample; None: it may have none, and ends. `logprobs` where they were asked for."""
+
+    ids: list[int | None]
+    logprobs: list[TokenLogprobs | None]
+
+
+class Sampler:
+    """Chooses the next token of every sample of a step. Holds nothing; never changes logits or states."""
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, states: Sequence[SamplerState], rows: Sequence[int] | None = None) -> Choice:
+        """logits float32 [r, vocab]; `rows[i]` is the row of states[i], by default i. Rows may be shared."""
+        places = np.arange(len(states)) if rows is None else np.asarray(rows, np.int64)
+        ids: list[int | None] = greedy(logits)[places].tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * len(states)
+        other = [i for i, state in enumerate(states) if not state.plain]
+        at_once = max(1, WORK_SIZE // logits.shape[-1])
+        for first in range(0, len(other), at_once):
+            part = other[first : first + at_once]
+            work = logits.index_select(0, torch.from_numpy(places[part]).to(logits.device))
+            chosen = _choose(work, [states[i] for i in part])
+            for i, token, found in zip(part, chosen.ids, chosen.logprobs, strict=True):
+                ids[i], logprobs[i] = token, found
+        return Choice(ids, logprobs)
+
+
+def _choose(work: Tensor, states: list[SamplerState]) -> Choice:
+    """`work`: a row a state, overwritten."""
+    asked = [i for i, state in enumerate(states) if state.sampling.logprobs is not None]
+    own = torch.log_softmax(work[asked], -1) if asked else None
+    _add_bias(work, states)
+    _mask(work, states)
+    _penalise(work, states)
+    _ban(work, states)
+    ids: list[int | None] = greedy(work).tolist()
+    some = (work.amax(-1) > -torch.inf).tolist()
+    ids = [token if any_left else None for token, any_left in zip(ids, some, strict=True)]
+    drawn = [i for i, state in enumerate(states) if not state.greedy and ids[i] is not None]
+    if drawn:
+        work = work if len(drawn) == len(states) else work[drawn]
+        for i, token in zip(drawn, _draw(work, [states[i] for i in drawn]), strict=True):
+            ids[i] = token
+    logprobs: list[TokenLogprobs | None] = [None] * len(states)
+    if own is not None:
+        for i, found in zip(asked, _logprobs(own, [states[i] for i in asked], [ids[i] for i in asked]), strict=True):
+            logprobs[i] = found
+    return Choice(ids, logprobs)
+
+
+def _places(work: Tensor, rows: Sequence[int], ids: Sequence[np.ndarray]) -> Tensor:
+    """Where in `work`, taken as one line, lie the ids of each row."""
+    starts = np.repeat(np.array(rows, np.int64) * work.shape[-1], [len(some) for some in ids])
+    return torch.from_numpy(np.concatenate(ids) + starts).to(work.device)
+
+
+def _add_bias(work: Tensor, states: list[SamplerState]) -> None:
+    rows = [i for i, state in enumerate(states) if state.bias_ids.size]
+    if rows:
+        places = _places(work, rows, [states[i].bias_ids for i in rows])
+        work.view(-1)[places] += torch.from_numpy(np.concatenate([states[i].bias for i in rows])).to(work.device)
+
+
+def _mask(work: Tensor, states: list[SamplerState]) -> None:
+    for row, state in zip(work, states, strict=True):
+        if state.matcher is not None:
+            allowed = torch.from_numpy(state.matcher.mask()).to(work.device)
+            row.masked_fill_(~allowed, -torch.inf)
+
+
+def _penalise(work: Tensor, states: list[SamplerState]) -> None:
+    """CTRL (Keskar et al. 2019) for the repetition penalty, OpenAI's API reference for the others."""
+    rows = [i for i, state in enumerate(states) if state.penalised]
+    counted = [states[i].counted for i in rows]
+    if not sum(ids.size for ids, _ in counted):
+        return
+    places = _places(work, rows, [ids for ids, _ in counted])
+    options = [states[i].sampling for i in rows]
+    each = np.array([(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in options], np.float32)
+    each = np.repeat(each, [ids.size for ids, _ in counted], axis=0)
+    counts = np.concatenate([some for _, some in counted])
+    less = torch.from_numpy(each[:, 1] * (counts > 0) + each[:, 2] * counts).to(work.device)
+    factor = torch.from_numpy(each[:, 0].copy()).to(work.device)
+    values = work.view(-1)[places]
+    work.view(-1)[places] = torch.where(values > 0, values / factor, values * factor) - less
+
+
+def _ban(work: Tensor, states: list[SamplerState]) -> None:
+    rows = [i for i, state in enumerate(states) if state.banned.size]
+    if rows:
+        work.view(-1)[_places(work, rows, [states[i].banned for i in rows])] = -torch.inf
+
+
+def _draw(work: Tensor, states: list[SamplerState]) -> list[int]:
+    """A token for each row, which is overwritten. Every row has a finite number."""
+    temperature = torch.tensor([state.sampling.temperature for state in states], device=work.device)
+    probs = torch.softmax(work.div_(temperature[:, None]), -1)
+    sums = _block_sums(probs).cpu().numpy() if not all(state.filtered for state in states) else None
+    tokens = []
+    for i, (row, state) in enumerate(zip(probs.cpu().numpy(), states, strict=True)):
+        if state.filtered:
+            ids, left = kept(row, state.sampling)
+            tokens.append(int(ids[_invert(left, state.uniform())]))
+        else:
+            tokens.append(_invert_row(row, sums[i], state.uniform()))
+    return tokens
+
+
+def kept(probs: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """What min_p, top_k and top_p leave of probabilities float32 [vocab]: (ids ascending, their probabilities).
+
+    A row is never sorted whole: first come the candidates, all tokens above a bound that no token can be kept below.
+    """
+    top_k = sampling.top_k if sampling.top_k < probs.size else 0
+    least = np.float32(sampling.min_p) * probs.max()
+    if top_k:
+        ids = np.flatnonzero(probs >= max(least, _below_top(probs, top_k)))
+    elif sampling.min_p or sampling.top_p == 1.0:
+        ids = np.flatnonzero(probs >= least)
+    else:
+        ids = _nucleus(probs, sampling.top_p)
+    values = probs[ids]
+    if top_k or sampling.top_p < 1.0:
+        falling = np.sort(values)[::-1]
+        if top_k:
+            least = max(least, falling[min(top_k, falling.size) - 1])
+            falling = falling[falling >= least]
+        if sampling.top_p < 1.0:
+            sums = falling.cumsum(dtype=np.float64)
+            total = sums[-1] if top_k or sampling.min_p else 1.0
+            # Kept is a token before which there is less than top_p.
+            least = falling[min(np.searchsorted(sums, sampling.top_p * total), falling.size - 1)]
+    left = values >= least
+    return ids[left], values[left]
+
+
+def _nucleus(probs: np.ndarray, top_p: float) -> np.ndarray:
+    """Ids, ascending, of the tokens above some bound, together at least top_p; mostly a few hundred."""
+    bound = _below_top(probs, min(CANDIDATES, probs.size))
+    # All tokens below this have together less than half of what may be left out.
+    lowest = (1.0 - top_p) / (2 * probs.size)
+    while True:
+        ids = np.flatnonzero(probs >= bound)
+        if bound <= lowest or probs[ids].sum(dtype=np.float64) >= top_p:
+            return ids
+        bound = max(bound / 8, np.float32(lowest))
+
+
+def _below_top(probs: np.ndarray, top_k: int) -> np.float32:
+    """A probability with at least top_k not below it: the top_k-th of the largest ones of at least top_k groups."""
+    size = min(BLOCK, probs.size // top_k)
+    groups = probs.size // size
+    largest = probs[: groups * size].reshape(size, groups).max(0)
+    return np.partition(largest, -top_k)[-top_k]
+
+
+def _block_sums(probs: Tensor) -> Tensor:
+    whole = probs.shape[-1] // BLOCK * BLOCK
+    sums = probs[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
+    return sums if whole == probs.shape[-1] else torch.cat((sums, probs[:, whole:].sum(-1, keepdim=True)), -1)
+
+
+def _invert_row(probs: np.ndarray, sums: np.ndarray, uniform: float) -> int:
+    """`_invert` of a whole row: the block by its sum, then the token in it."""
+    ends = sums.cumsum(dtype=np.float64)
+    block = _invert(sums, uniform)
+    start = ends[block - 1] if block else 0.0
+    inside = probs[block * BLOCK : (block + 1) * BLOCK]
+    return block * BLOCK + _invert(inside, max(0.0, (uniform * ends[-1] - start) / sums[block]))
+
+
+def _invert(weights: np.ndarray, uniform: float) -> int:
+    """The first place up to which there is more than `uniform` of the weights; never one that weighs nothing."""
+    ends = weights.cumsum(dtype=np.float64)
+    place = int(np.searchsorted(ends, uniform * ends[-1], side="right"))
+    if place == len(ends):  # only by rounding
+        place = int(np.flatnonzero(weights)[-1])
+    return place
+
+
+def _logprobs(own: Tensor, states: list[SamplerState], ids: list[int | None]) -> list[TokenLogprobs | None]:
+    """own [a, vocab]: log-probabilities of the model's own distribution."""
+    most = min(max(state.sampling.logprobs or 0 for state in states), own.shape[-1])
+    values, places = own.topk(most, -1)
+    values, places = values.cpu().numpy(), places.cpu().numpy()
+    chosen = torch.tensor([[token or 0] for token in ids], device=own.device)
+    chosen_values = own.gather(1, chosen)[:, 0].tolist()
+    found: list[TokenLogprobs | None] = []
+    for i, (state, token) in enumerate(zip(states, ids, strict=True)):
+        order = np.lexsort((places[i], -values[i]))[: state.sampling.logprobs]
+        top = tuple(zip(places[i][order].tolist(), values[i][order].tolist(), strict=True))
+        found.append(None if token is None else TokenLogprobs(chosen_values[i], top))
+    return found

@@ -1,0 +1,101 @@
+"""One sample of a request while it is being made: its tokens, its text, and what ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from ..text import Tokenizer
+from ..text.detokenize import Detokenizer
+from ..text.grammar import Matcher
+from ..types import Generated, GenerateRequest, TokenLogprobs
+from .sampler import SamplerState
+
+__all__ = ["Sample"]
+
+
+class Sample:
+    """Takes the tokens that the sampler chose, one after the other.
+
+    state    what the sampler knows of it
+    on_text  called with every piece of text as it becomes final; None: nobody listens
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        number: int,
+        *,
+        seed: int,
+        limit: int,
+        eos_ids: Sequence[int],
+        tokenizer: Tokenizer | None,
+        detokenizer: Detokenizer | None,
+        matcher: Matcher | None = None,
+        on_text: Callable[[int, str], None] | None = None,
+    ):
+        sampling = request.sampling
+        self.number = number
+        self.tokens: list[int] = []
+        self.finish_reason: Literal["stop", "length", "cancelled"] | None = None
+        self._limit = limit
+        self._stop: str | int | None = None
+        self._stop_ids = set(sampling.stop_ids)
+        self._end_ids = self._stop_ids | (set() if sampling.ignore_eos else set(eos_ids))
+        self._logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
+        self._tokenizer = tokenizer
+        self._on_text = on_text
+        # Where nobody waits for it, text is made at the end.
+        follows = detokenizer is not None and (sampling.stop or on_text is not None)
+        self._text = detokenizer.stream(sampling.stop, sampling.min_tokens) if detokenizer and follows else None
+        self.state = SamplerState(
+            sampling, seed=seed, sample=number, prompt=request.tokens, end_ids=self._end_ids, matcher=matcher
+        )
+
+    def take(self, token: int | None, logprobs: TokenLogprobs | None) -> bool:
+        """The next token, None where no token is allowed any more; whether the sample has ended."""
+        if token is None:
+            return self._end("stop")
+        if token in self._end_ids:
+            return self._end("stop", token if token in self._stop_ids else None)
+        self.state.advance(token)
+        self.tokens.append(token)
+        if self._logprobs is not None and logprobs is not None:
+            self._logprobs.append(logprobs)
+        if self._text is not None:
+            self._say(self._text.add(token))
+            if self._text.stopped is not None:
+                return self._end("stop", self._text.stopped)
+        if self.state.grammar_done:
+            return self._end("stop")
+        return self._end("length") if len(self.tokens) == self._limit else False
+
+    def cancel(self) -> None:
+        if self.finish_reason is None:
+            self._end("cancelled")
+
+    def result(self, cached_tokens: int) -> Generated:
+        assert self.finish_reason is not None
+        kept = len(self.tokens) if self._text is None else self._text.num_tokens
+        if self._text is not None:
+            text: str | None = self._text.text
+        else:
+            text = None if self._tokenizer is None else self._tokenizer.decode(self.tokens, skip_special=True)
+        return Generated(
+            tokens=tuple(self.tokens[:kept]),
+            text=text,
+            finish_reason=self.finish_reason,
+            stop=self._stop,
+            cached_tokens=cached_tokens,
+            logprobs=None if self._logprobs is None else tuple(self._logprobs[:kept]),
+        )
+
+    def _end(self, reason: Literal["stop", "length", "cancelled"], stop: str | int | None = None) -> bool:
+        self.finish_reason, self._stop = reason, stop
+        if self._text is not None:
+            self._say(self._text.finish())
+        return True
+
+    def _say(self, piece: str) -> None:
+        if piece and self._on_text is not None:
+            self._on_text(self.number, piece)

@@ -1,0 +1,73 @@
+"""A generation step as tensors, and `attend` over the KV store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attention import KeyRuns, KVStore, SlotPlan, plan_slots
+from ..model.config import Plane
+from ..schedule.generate import GenerateStep
+
+__all__ = ["SlotAttend", "SlotBatch", "prepare_slots"]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotBatch:
+    """What the forward pass of a step needs, on the device.
+
+    read_rows    int64: rows whose hidden state is wanted; None: all of them, in order
+    plans        one per distinct attention window: every row queries
+    read_plans   the same with only the read rows as queries (the last layer)
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    read_rows: Tensor | None
+    plans: dict[int | None, SlotPlan]
+    read_plans: dict[int | None, SlotPlan]
+
+
+def prepare_slots(step: GenerateStep, planes: Sequence[Plane], group: int, device: torch.device) -> SlotBatch:
+    """group: query heads that share a KV head."""
+    runs = KeyRuns(step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
+    windows = {plane.window for plane in planes}
+    positions = step.positions.astype(np.int64)
+    plans = {window: plan_slots(runs, step.num_rows, positions, window, group=group) for window in windows}
+    read_all = len(step.read_rows) == step.num_rows
+    if read_all:
+        read_plans = plans
+    else:
+        read = step.read_rows
+        first, last = np.searchsorted(read, runs.first), np.searchsorted(read, runs.last)
+        seen = last > first
+        of_read = KeyRuns(runs.start[seen], runs.count[seen], runs.position[seen], first[seen], last[seen])
+        window = planes[-1].window
+        # A step may end in the middle of every prompt, and read nothing.
+        read_plans = {window: plan_slots(of_read, len(read), positions[read], window, group=group)}
+    tokens, rows, slots, reads = (
+        torch.from_numpy(a.astype(np.int64)).to(device, non_blocking=True)
+        for a in (step.tokens, step.positions, step.slots, step.read_rows)
+    )
+    return SlotBatch(tokens, rows, slots, None if read_all else reads, plans, read_plans)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAttend:
+    """Attention of one step: its rows' K/V go into the store, then each row sees what its plan says."""
+
+    store: KVStore
+    batch: SlotBatch
+    planes: Sequence[Plane]
+    scale: float
+
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, *, read_only: bool = False) -> Tensor:
+        """q [rows or read rows, heads, dim], k, v [rows, kv_heads, dim] -> o, shaped as q."""
+        self.store.write(plane, self.batch.slots, k, v)
+        plans = self.batch.read_plans if read_only else self.batch.plans
+        return self.store.attend(plane, q, plans[self.planes[plane].window], self.scale)

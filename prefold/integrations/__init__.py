@@ -1,0 +1,1 @@
+"""prefold inside other people's programs. Each module needs that program, and an extra of its name."""

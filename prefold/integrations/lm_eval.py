@@ -1,0 +1,212 @@
+"""EleutherAI's lm-evaluation-harness on prefold: its model "prefold".
+
+    python -m prefold.integrations.lm_eval --model prefold --model_args pretrained=smollm2-135m --tasks ...
+
+is the command `lm_eval` with one more model: the harness finds models in a list of its own and has no hook for
+others, so the module that adds one must be imported first. In Python that import is all:
+
+    import prefold.integrations.lm_eval
+    lm_eval.simple_evaluate(model="prefold", model_args={"pretrained": "smollm2-135m"}, tasks=["..."])
+
+Texts become token ids, are cut and are scored as the harness's own "hf" model does it, so the scores are the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import InputError, MissingExtraError
+from ..llm import LLM
+from ..tasks import ScoreItem
+from ..tasks.score import leading_ids
+
+try:
+    import lm_eval.models  # noqa: F401  (the list of models: it is only read while it is empty)
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import model_registry
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+except ImportError as error:
+    raise MissingExtraError("lm_eval", "lm-eval", "the model of lm-evaluation-harness") from error
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+__all__ = ["PrefoldLM", "main"]
+
+# Options of a task's generation_kwargs, by our names. The first only matter to a request that samples.
+_SAMPLED = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+_ALWAYS = {name: name for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "seed")}
+_ALWAYS |= {"min_new_tokens": "min_tokens"}
+
+
+class PrefoldLM(LM):
+    """A model of the harness.
+
+    pretrained           what `LLM` takes (hub id, folder, .gguf file, built-in name), or an LLM
+    max_length           tokens of context; None: what the checkpoint says
+    max_gen_toks         tokens generated where a task does not say
+    prefix_token_id      stands for an empty context; None: BOS, else EOS
+    enable_thinking      passed to the chat template, unless None
+    think_end_token      text that ends a model's reasoning; the answer is what follows it
+    options              of `LLM`: dtype, device, threads, revision, sharing, ...
+
+    batch_size and max_batch_size are not needed, and no code of a checkpoint is ever run: ignored.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | LLM,
+        *,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        prefix_token_id: int | None = None,
+        enable_thinking: bool | None = None,
+        think_end_token: str | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        trust_remote_code: bool = False,
+        **options: Any,
+    ):
+        super().__init__()
+        self.llm = pretrained if isinstance(pretrained, LLM) else LLM(str(pretrained), **options)
+        if self.llm.tokenizer is None:
+            name = self.llm.checkpoint.name
+            raise InputError(f"{name} has no tokenizer", field="pretrained", remedy="give a model that has one")
+        self._tokenizer = self.llm.tokenizer
+        self._device = self.llm.device
+        self.max_length = max_length or self.llm.config.max_positions
+        self.max_gen_toks = max_gen_toks
+        self.think_end_token = think_end_token
+        self.eot_token_id = self._tokenizer.eos_id
+        known = (prefix_token_id, self._tokenizer.bos_id, self._tokenizer.eos_id)
+        self.prefix_token_id = next((number for number in known if number is not None), None)
+        self._score = self.llm.task(
+            "score", prefix_token=self.prefix_token_id, max_length=self.max_length, truncate=True
+        )
+        self._template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Tells the harness's cached requests of one chat template from those of another."""
+        return str(self.llm.checkpoint.name).replace("/", "__")
+
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+        """(log-probability, whether every token is the first choice) of each continuation after its context."""
+        items = [ScoreItem(prompt=context, continuation=text) for context, text in (r.args for r in requests)]
+        return [(line["logprob"], line["greedy"]) for line in self.llm.run(self._score, items)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+        """The log-probability of each text, its tokenizer's leading BOS scored like any other token."""
+        texts = self._encode([request.args[0] for request in requests])
+        lines = iter(self.llm.run(self._score, [ScoreItem(text=ids) for ids in texts if ids.size]))
+        return [next(lines)["logprob"] if ids.size else 0.0 for ids in texts]
+
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+        """The text after each context, up to the first of its stop texts."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        texts = [""] * len(requests)
+        for numbers in groups.values():
+            found = self._generate([requests[i].args[0] for i in numbers], requests[numbers[0]].args[1])
+            for number, text in zip(numbers, found, strict=True):
+                texts[number] = text
+        return texts
+
+    def _generate(self, contexts: Sequence[str], gen_kwargs: dict[str, Any]) -> list[str]:
+        wanted: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
+        max_tokens = wanted.pop("max_gen_toks")
+        room = self.max_length - max_tokens
+        if room < 1:
+            raise InputError(
+                f"max_gen_toks is {max_tokens}; the model's context is {self.max_length} tokens",
+                field="max_gen_toks",
+                remedy="ask for less",
+            )
+        eos = None if self.eot_token_id is None else self._tokenizer.decode([self.eot_token_id])
+        until = [text for text in handle_stop_sequences(wanted.pop("until"), eos=eos) if text]
+        # A special token is no text once it is decoded, so it ends the output as an id.
+        ids = (self._tokenizer.token_id(text) for text in until)
+        found = self.llm.generate(
+            [(ids if ids.size else self._prefix())[-room:] for ids in self._encode(contexts)],
+            max_tokens=max_tokens,
+            stop=until,
+            stop_ids=[number for number in ids if number is not None],
+            **_sampling(wanted),
+        )
+        return [postprocess_generated_text(one.text, until, self.think_end_token) for one in found]
+
+    def _prefix(self) -> np.ndarray:
+        if self.prefix_token_id is None:
+            message = "the tokenizer has neither a BOS nor an EOS token to stand for an empty context"
+            raise InputError(message, field="context", remedy="give prefix_token_id")
+        return np.array([self.prefix_token_id], np.int32)
+
+    def _encode(self, texts: Iterable[str]) -> list[np.ndarray]:
+        """Token ids, int32, after the tokenizer's leading special tokens, which an empty text has as well."""
+        texts = list(texts)
+        found = self._tokenizer.encode_batch(texts, special=False)
+        before = [leading_ids(self._tokenizer, text) if text else self._tokenizer.prefix_ids for text in texts]
+        return [np.concatenate(both) for both in zip(before, found, strict=True)]
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation; without its system message where the template refuses one."""
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        options |= self._template_options
+        try:
+            return self._tokenizer.render_chat(chat_history, **options)
+        except InputError:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            return self._tokenizer.render_chat(others, **options)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template that conversations are written with, for the record of a run."""
+        templates = self._tokenizer.chat_templates.templates
+        if not chat_template or not templates:
+            return None
+        named = templates.get(chat_template) if isinstance(chat_template, str) else None
+        return named or templates.get("default") or next(iter(templates.values()))
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the record of a run says of the model."""
+        from .. import __version__
+
+        return {
+            "model_num_parameters": self.llm.config.num_parameters,
+            "model_dtype": str(self.llm.dtype).removeprefix("torch."),
+            "prefold_version": __version__,
+        }
+
+
+def _sampling(wanted: dict[str, Any]) -> dict[str, Any]:
+    """The options of `LLM.generate` in what is left of a task's generation_kwargs. Raises InputError for others."""
+    sampled = wanted.pop("do_sample")
+    if wanted.get("num_beams") == 1:
+        del wanted["num_beams"]
+    known = _SAMPLED | _ALWAYS
+    for name in wanted:
+        if name not in known:
+            raise InputError(
+                f"generation_kwargs has {name!r}", field=name, remedy=f"leave it out; known are {', '.join(known)}"
+            )
+    return {ours: wanted[name] for name, ours in (known if sampled else _ALWAYS).items() if name in wanted}
+
+
+def main() -> None:
+    """The harness's own command line."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+# By its path, not as a class: `python -m` runs this file under another name than the one it is imported by.
+model_registry.register("prefold", target="prefold.integrations.lm_eval:PrefoldLM")
+
+if __name__ == "__main__":
+    main()

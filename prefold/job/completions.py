@@ -1,0 +1,240 @@
+"""/v1/chat/completions and /v1/completions: requests as items of the task "generate", results as responses.
+
+The parameters are OpenAI's, and those that vLLM adds. One that cannot be honoured is an error, unless its value asks
+for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import InputError
+
+__all__ = ["chat_body", "completion_body", "read_chat", "read_completion", "usage_of"]
+
+# OpenAI's defaults, where they are not Sampling's. max_tokens None: until the model's context is full.
+CHAT_DEFAULTS = {"temperature": 1.0, "max_tokens": None}
+COMPLETION_DEFAULTS = {"temperature": 1.0, "max_tokens": 16}
+# Parameter -> field of Sampling; its values are the field's.
+_SAMPLING = {
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "n": "n", "seed": "seed",
+    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty", "logit_bias": "logit_bias", "min_tokens": "min_tokens",
+    "max_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "stop": "stop", "stop_token_ids": "stop_ids",
+    "ignore_eos": "ignore_eos",
+}  # fmt: skip
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+# vLLM's names for what `grammar_from` knows.
+_STRUCTURED = {"json": "json_schema", "json_object": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}
+_COMMON = {*_SAMPLING, *_GUIDED, "logprobs", "response_format", "structured_outputs", "cache_salt"}
+_CHAT = {
+    "messages", "tools", "tool_choice", "top_logprobs", "documents", "chat_template", "chat_template_kwargs",
+    "add_generation_prompt", "continue_final_message",
+}  # fmt: skip
+# What changes no result here: bookkeeping, and hints for other servers.
+_IGNORED = {
+    "model", "user", "priority", "request_id", "metadata", "store", "service_tier", "safety_identifier",
+    "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "stream_options", "guided_decoding_backend",
+}  # fmt: skip
+# What can be asked for only with the value that asks for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "stream": (False,), "echo": (False,), "suffix": ("",), "best_of": (1,), "use_beam_search": (False,),
+    "length_penalty": (1,), "early_stopping": (False,), "skip_special_tokens": (True,), "prompt_logprobs": (),
+    "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "truncate_prompt_tokens": (),
+    "allowed_token_ids": (), "bad_words": ([],), "return_token_ids": (False,), "return_tokens_as_token_ids": (False,),
+    "logits_processors": (), "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": (),
+    "function_call": ("none",), "functions": (), "guided_whitespace_pattern": (), "add_special_tokens": (),
+}  # fmt: skip
+_REMEDIES = {
+    "stream": "a batch answers with whole responses; leave it out",
+    "best_of": "use n, and choose among the choices",
+    "truncate_prompt_tokens": "leave it out, and give --truncate to cut what is too long",
+    "reasoning_effort": "pass it to the chat template, in chat_template_kwargs",
+    "function_call": "use tools",
+    "functions": "use tools",
+}
+
+
+# ------------------------------------------------------------------------------------------- requests
+
+
+def read_chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(items of the task, what the response needs). defaults: of sampling, over OpenAI's own. Raises InputError."""
+    _check(body, _COMMON | _CHAT, neutral={"add_special_tokens": (False,)})
+    if body.get("messages") is None:
+        raise InputError("messages is missing", field="messages", remedy="give it", code="missing_field")
+    item: dict[str, Any] = {"messages": body["messages"], "tools": _tools(body)}
+    names = ("documents", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+    item |= {name: body[name] for name in names if body.get(name) is not None}
+    meta = {"kind": "chat"}
+    sampling = {**CHAT_DEFAULTS, **defaults, **_sampling(body, meta)}
+    if body.get("logprobs"):
+        sampling["logprobs"] = body.get("top_logprobs") or 0
+    elif body.get("top_logprobs"):
+        raise InputError("top_logprobs needs logprobs", field="top_logprobs", remedy='give "logprobs": true')
+    return [item | {"sampling": sampling} | _beside(body)], meta
+
+
+def read_completion(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The same of a plain prompt, or of several."""
+    _check(body, _COMMON | {"prompt"}, neutral={"add_special_tokens": (True,)})
+    prompt = body.get("prompt")
+    if prompt is None or prompt == []:
+        what = "is missing" if prompt is None else "is an empty list"
+        raise InputError(f"prompt {what}", field="prompt", remedy="give it", code="missing_field")
+    many = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
+    meta = {"kind": "completion"}
+    sampling = {**COMPLETION_DEFAULTS, **defaults, **_sampling(body, meta)}
+    if body.get("logprobs") is not None:
+        sampling["logprobs"] = body["logprobs"]
+    return [{"prompt": p, "sampling": sampling, **_beside(body)} for p in (prompt if many else [prompt])], meta
+
+
+def _check(body: dict[str, Any], known: set[str], neutral: dict[str, tuple[Any, ...]]) -> None:
+    allowed = _NEUTRAL | neutral
+    for name, value in body.items():
+        if name in known | _IGNORED or (name in allowed and (value is None or value in allowed[name])):
+            continue
+        what = f"{name} is not supported" if name in allowed else f"unknown parameter {name!r}"
+        raise InputError(what, field=name, remedy=_REMEDIES.get(name, "leave it out"), code="unsupported")
+
+
+def _beside(body: dict[str, Any]) -> dict[str, Any]:
+    names = {"cache_salt": "salt", "priority": "priority"}
+    return {field: body[name] for name, field in names.items() if body.get(name) is not None}
+
+
+def _sampling(body: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    """What the request says of sampling; notes in meta which parameter asks for a format."""
+    found = {field: body[name] for name, field in _SAMPLING.items() if body.get(name) is not None}
+    asked = [(name, grammar) for name in _FORMATS if (grammar := _FORMATS[name](body.get(name))) is not None]
+    if len(asked) > 1:
+        message = f"{asked[0][0]} and {asked[1][0]} exclude each other"
+        raise InputError(message, field=asked[1][0], remedy="give one of them")
+    for name, grammar in asked:
+        found["grammar"], meta["format"] = grammar, name
+    return found
+
+
+# --------------------------------------------------------------------------------------------- formats
+
+
+def _response_format(value: Any) -> dict[str, Any] | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if value is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json": True}
+    if kind == "json_schema":
+        inner = value.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, dict) else None
+        if schema is None:
+            remedy = 'give {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+            raise InputError("response_format has no schema", field="response_format", remedy=remedy)
+        return {"json_schema": schema}
+    remedy = "use text, json_object or json_schema"
+    raise InputError(f"response_format is of type {kind!r}", field="response_format", remedy=remedy, code="unsupported")
+
+
+def _structured_outputs(value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    given = {k: v for k, v in value.items() if v not in (None, False)} if isinstance(value, dict) else {}
+    if len(given) != 1 or not given.keys() <= _STRUCTURED.keys():
+        remedy = f"give one of {', '.join(_STRUCTURED)}"
+        raise InputError(
+            f"structured_outputs has {', '.join(given) or 'nothing'}", field="structured_outputs", remedy=remedy
+        )
+    ((kind, inner),) = given.items()
+    return {_STRUCTURED[kind]: inner}
+
+
+def _guided(kind: str) -> Callable[[Any], dict[str, Any] | None]:
+    return lambda value: None if value is None else {_STRUCTURED[kind]: value}
+
+
+_FORMATS: dict[str, Callable[[Any], dict[str, Any] | None]] = {
+    "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
+    **{name: _guided(kind) for name, kind in _GUIDED.items()},
+}
+
+
+def _tools(body: dict[str, Any]) -> Any:
+    """What the template is told of tools. The answer stays text: whoever reads it finds the calls in it."""
+    choice = body.get("tool_choice")
+    if choice not in (None, "none", "auto"):
+        remedy, message = "use auto; a call is in the text of the answer", f"tool_choice {choice!r} is not supported"
+        raise InputError(message, field="tool_choice", remedy=remedy, code="unsupported")
+    return None if choice == "none" else body.get("tools") or None
+
+
+# ------------------------------------------------------------------------------------------ responses
+
+
+def chat_body(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The response to a chat request, without its id, time, model and usage."""
+    choices = []
+    for index, choice in enumerate(_choices(results[0])):
+        logprobs = None
+        if "logprobs" in choice:
+            entries = choice["logprobs"]
+            content = [_chat_token(e) | {"top_logprobs": [_chat_token(t) for t in e["top"]]} for e in entries]
+            logprobs = {"content": content, "refusal": None}
+        message = {"role": "assistant", "content": choice.get("text"), "refusal": None}
+        choices.append({"index": index, "message": message, "logprobs": logprobs} | _ending(choice))
+    return {"object": "chat.completion", "choices": choices}
+
+
+def completion_body(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The same to a request with a prompt, or several; the samples of each follow each other."""
+    choices = []
+    for choice in (choice for result in results for choice in _choices(result)):
+        logprobs = _completion_logprobs(choice["logprobs"]) if "logprobs" in choice else None
+        head = {"index": len(choices), "text": choice.get("text"), "logprobs": logprobs}
+        choices.append(head | _ending(choice))
+    return {"object": "text_completion", "choices": choices}
+
+
+def usage_of(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tokens of the prompts and of what was generated."""
+    prompt, generated, cached = (
+        sum(result[name] for result in results) for name in ("num_tokens", "num_generated", "cached_tokens")
+    )
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _choices(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return result.get("choices") or [result]
+
+
+def _ending(choice: dict[str, Any]) -> dict[str, Any]:
+    return {"finish_reason": choice["finish_reason"], "stop_reason": choice.get("stop")}
+
+
+def _chat_token(entry: dict[str, Any]) -> dict[str, Any]:
+    token = entry.get("token", "")
+    # A token that is part of a letter is no text, and its bytes cannot be told from that.
+    whole = None if "\ufffd" in token else list(token.encode())
+    return {"token": token, "logprob": entry["logprob"], "bytes": whole}
+
+
+def _completion_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    tokens = [entry.get("token", "") for entry in entries]
+    offsets = [0]
+    for token in tokens[:-1]:
+        offsets.append(offsets[-1] + len(token))
+    # The chosen token is always among them.
+    top = [{t.get("token", ""): t["logprob"] for t in [*reversed(e["top"]), e]} for e in entries]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": top,
+        "text_offset": offsets[: len(tokens)],
+    }

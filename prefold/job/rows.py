@@ -1,0 +1,48 @@
+"""Records as they are read, and what reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ..errors import InputError
+
+__all__ = ["FORMATS", "Row", "Source"]
+
+FORMATS = ("jsonl", "csv", "tsv", "parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One record of the input: its number (from 1), and its data or what is wrong with it."""
+
+    number: int
+    data: dict[str, Any] | None = None
+    error: InputError | None = None
+
+
+class Source:
+    """The records of one input.
+
+    name      as the user wrote it
+    format    one of FORMATS
+    columns   names known before the first record is read (CSV, TSV, Parquet), else None
+    identity  what tells this input from another: its size and a digest (of a very large file: of
+              blocks all over it; of standard input: of the first line)
+    """
+
+    def __init__(self, name: str, format: str, identity: dict[str, Any], columns: list[str] | None):
+        self.name = name
+        self.format = format
+        self.identity = identity
+        self.columns = columns
+
+    def rows(self, columns: Collection[str] | None = None) -> Iterator[Row]:
+        """The records in order. `columns`: those that will be used; a Parquet file reads no others."""
+        raise NotImplementedError
+
+    def peek(self) -> dict[str, Any] | None:
+        """The first record that can be read, None when there is none among the first few."""
+        return next((row.data for row in islice(self.rows(), 100) if row.data is not None), None)

@@ -1,0 +1,293 @@
+// The keys that one query sees and too few others of its tile: dimensions lie on the lanes, and a task's heads go
+// side by side, so that each key is read once for all of them.
+//
+// The sums go on from those of the tile's lists, where there are any; scores, online softmax and values come in
+// chunks as there. A score is a sum across lanes: those of as many keys as there are lanes are added up in one
+// tree that ends with a key a lane.
+#pragma once
+
+#include "formats.h"
+#include "tile_keys.h"
+
+namespace prefold {
+
+constexpr int kOwnPairs = 32;  // of a chunk
+
+// Lane i of the result is x[i] + x[i ^ DISTANCE], or with y in place of x in the lanes that have the bit DISTANCE.
+template <int DISTANCE>
+PREFOLD_INLINE Part<float> add_across(Part<float> x, Part<float> y) {
+  const Part<int32_t> lane = lane_numbers(0);
+  const Part<int32_t> upper = (lane & DISTANCE) != 0;
+  return pick(x, y, upper ? lane + kPartLanes : lane) +
+         pick(x, y, upper ? lane + (kPartLanes - DISTANCE) : lane + DISTANCE);
+}
+
+// One query and H heads.
+template <class Format, int H>
+class OwnKeys {
+  using Element = typename Format::Element;
+  using Stored = typename Format::Stored;
+  using Lane = typename Format::Lane;
+  static constexpr int kWidth = Format::kWidth;
+  // Keys whose scores are accumulated at once, and parts of a result's dimensions.
+  static constexpr int kKeys = power_of_two(std::min(kPartLanes, kAccumulators / H));
+  static constexpr int kDimParts = power_of_two(kAccumulators / H);
+
+ public:
+  OwnKeys(const TileCall& call, const Packed<Format>& packed, const Tile& tile)
+      : call_(call),
+        packed_(packed),
+        tile_(tile),
+        steps_(static_cast<int>(packed.dim / kWidth)),
+        dim_parts_(static_cast<int>(packed.dim / kPartLanes)) {}
+
+  // `sums` of the tile's lists, or null where they are empty.
+  void run(int query, const TileSums* sums) {
+    const int64_t* offset = call_.own_offsets + tile_.first_query + query;
+    run_ = call_.own + offset[0];
+    run_stop_ = call_.own + offset[1];
+    used_ = 0;
+    begin(query, sums);
+    if (run_ != run_stop_) {
+      load_query(query);
+      while (next_chunk()) {
+        score();
+        soften();
+        if (packed_.any_unsafe && has_unsafe()) {
+          add_values_by_choice();
+        } else {
+          add_values<kDimParts>(0);
+        }
+      }
+    }
+    store_out(query);
+  }
+
+ private:
+  void begin(int query, const TileSums* sums) {
+    for (int h = 0; h < H; ++h) {
+      const int lane = h * tile_.stride + query;
+      max_[h] = sums ? sums->max[lane] : -1e30f;
+      sum_[h] = sums ? sums->sum[lane] : 0.0f;
+      for (int b = 0; b < packed_.dim / kLanes; ++b) {
+        Floats& out = out_[b * H + h];
+        out = sums ? sums->out[(b * kLanes + lane % kLanes) * sums->vectors + lane / kLanes] : zeros();
+      }
+    }
+  }
+
+  void load_query(int query) {
+    for (int h = 0; h < H; ++h) {
+      const Element* row = tile_.template query<Element>(call_, query, h);
+      for (int step = 0; step < steps_; step += kLanes) {
+        query_at_[step / kLanes * H + h] = Format::load_row(row + step * kWidth, call_.dim - step * kWidth);
+      }
+    }
+  }
+
+  // The next pairs of the query's runs; bit i of visible_ says whether it sees key i of them.
+  bool next_chunk() {
+    pairs_ = 0;
+    visible_ = 0;
+    while (pairs_ < kOwnPairs && run_ != run_stop_) {
+      const int first = run_->first + used_;
+      const int take = std::min(2 * (kOwnPairs - pairs_) - (first & 1), run_->count - used_);
+      const int pairs = (first + take + 1) / 2 - first / 2;
+      for (int i = 0; i < pairs; ++i) pair_[pairs_ + i] = first / 2 + i;
+      visible_ |= (~uint64_t{0} >> (64 - take)) << (2 * pairs_ + (first & 1));
+      pairs_ += pairs;
+      used_ += take;
+      if (used_ == run_->count) ++run_, used_ = 0;
+    }
+    if (pairs_ == 0) return false;
+    const Stored* keys = packed_.key_pairs(tile_.kv_head);
+    const Stored* values = packed_.value_pairs(tile_.kv_head);
+    for (int j = 0; j < pairs_; ++j) {
+      key_at_[j] = keys + pair_[j] * packed_.pair_size;
+      value_at_[j] = values + pair_[j] * packed_.pair_size;
+    }
+    // A register block of scores takes whole numbers of keys.
+    for (int j = pairs_; j < (pairs_ + kKeys / 2 - 1) / (kKeys / 2) * (kKeys / 2); ++j) key_at_[j] = key_at_[pairs_ - 1];
+    return true;
+  }
+
+  // scores_[head][key] = q . k
+  void score() {
+    for (int key = 0; key < 2 * pairs_; key += kPartLanes) score_part(key);
+  }
+
+  // The scores of as many keys as a part has lanes; blocks past the last key are left out.
+  PREFOLD_APART void score_part(int key) {
+    constexpr int kBlocks = kPartLanes / kKeys;
+    Part<float> block[kBlocks][H] = {};
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) {
+      if (key + b * kKeys < 2 * pairs_) score_block(key / 2 + b * kKeys / 2, block[b]);
+    }
+    for (int h = 0; h < H; ++h) {
+      Part<float> column[kBlocks];
+      for (int b = 0; b < kBlocks; ++b) column[b] = block[b][h];
+      add_tree<kBlocks, kKeys>(column);
+      memcpy(scores_ + h * 2 * kOwnPairs + key, column, sizeof column[0]);
+    }
+  }
+
+  // Sums of kKeys keys from pair `pair` on: lane i holds a share of key i % kKeys.
+  PREFOLD_INLINE void score_block(int pair, Part<float>* sums) {
+    const Stored* const* keys = key_at_ + pair;
+    const Part<Lane>* queries = reinterpret_cast<const Part<Lane>*>(query_at_);
+    Part<float> acc[H][kKeys] = {};
+    int d = 0, part = 0;
+    for (; d + kPartLanes <= steps_; d += kPartLanes, ++part) score_step<sizeof(Part<Lane>)>(keys, d, queries, part, acc);
+    if (d < steps_) score_step<sizeof(Part<Lane>) / 2>(keys, d, queries, part, acc);
+#pragma GCC unroll 4
+    for (int h = 0; h < H; ++h) {
+      add_tree<kKeys, 1>(acc[h]);
+      sums[h] = acc[h][0];
+    }
+  }
+
+  // BYTES of each key from step `d` on; the query's numbers past them are zeros.
+  template <size_t BYTES>
+  PREFOLD_INLINE void score_step(const Stored* const* keys, int d, const Part<Lane>* queries, int part,
+                                 Part<float> (*acc)[kKeys]) {
+    Part<Lane> q[H];
+#pragma GCC unroll 4
+    for (int h = 0; h < H; ++h) q[h] = queries[(part / kParts * H + h) * kParts + part % kParts];
+#pragma GCC unroll 16
+    for (int i = 0; i < kKeys; ++i) {
+      Part<Lane> k{};
+      memcpy(&k, keys[i / 2] + (i & 1) * steps_ + d, BYTES);
+#pragma GCC unroll 4
+      for (int h = 0; h < H; ++h) acc[h][i] = Format::mul_add(acc[h][i], q[h], k);
+    }
+  }
+
+  // Adds up COUNT vectors into the first: lane i gets the sum of its own SPAN * COUNT neighbours in vector
+  // i / SPAN % COUNT. COUNT and SPAN are powers of two.
+  template <int COUNT, int SPAN>
+  static PREFOLD_INLINE void add_tree(Part<float>* x) {
+    if constexpr (COUNT > 1) {
+#pragma GCC unroll 8
+      for (int i = 0; i < COUNT / 2; ++i) x[i] = add_across<COUNT / 2 * SPAN>(x[i], x[i + COUNT / 2]);
+      add_tree<COUNT / 2, SPAN>(x);
+    }
+  }
+
+  // As in TileKeys, a head at a time.
+  PREFOLD_APART void soften() {
+    const Floats scale(call_.scale * 1.44269504f);  // exp(x) = 2^(x log2 e)
+    for (int h = 0; h < H; ++h) {
+      const float* scores = scores_ + h * 2 * kOwnPairs;
+      Floats most(max_[h]);
+      for (int i = 0; i < 2 * pairs_; i += kLanes) {
+        most = choose(visible_ >> i, larger(load(scores + i), most), most);
+      }
+      const float top = max_of(most);
+      const Floats rescale = exp2<true>(Floats(max_[h] - top) * scale);
+      rescale_[h] = rescale.part[0][0];
+      max_[h] = top;
+      Floats sum = zeros();
+      const Floats scaled_top = Floats(top) * scale;
+      for (int i = 0; i < 2 * pairs_; i += kLanes) {
+        const Floats p = choose(visible_ >> i, exp2<Format::kExactExp>(load(scores + i) * scale - scaled_top), zeros());
+        sum += p;
+        Format::store_in_order(probabilities(h) + i / kWidth, p);
+      }
+      sum_[h] = sum_[h] * rescale_[h] + sum_of(sum);
+    }
+  }
+
+  Stored* probabilities(int head) { return probabilities_ + head * 2 * kOwnPairs / kWidth; }
+
+  // out_ = out_ * rescale_ + p . v, for the parts of the dimensions from `part` on: as many blocks of DIMS as
+  // fit, then smaller ones.
+  template <int DIMS>
+  PREFOLD_INLINE void add_values(int part) {
+    for (; part + DIMS <= dim_parts_; part += DIMS) add_value_block<DIMS>(part);
+    if constexpr (DIMS > 1) add_values<DIMS / 2>(part);
+  }
+
+  template <int DIMS>
+  PREFOLD_APART void add_value_block(int first) {
+    Part<float> acc[DIMS][H];
+#pragma GCC unroll 16
+    for (int i = 0; i < DIMS; ++i) {
+#pragma GCC unroll 4
+      for (int h = 0; h < H; ++h) acc[i][h] = out_part(first + i, h) * rescale_[h];
+    }
+    const Stored* p = probabilities_;
+    for (int j = 0; j < pairs_; ++j) {
+      const Stored* v = value_at_[j] + first * kPartLanes;
+#pragma GCC unroll 2
+      for (int half = 0; half < 2 / kWidth; ++half, v += packed_.dim, ++p) {
+        Stored weight[H];
+#pragma GCC unroll 4
+        for (int h = 0; h < H; ++h) weight[h] = p[h * 2 * kOwnPairs / kWidth];
+#pragma GCC unroll 16
+        for (int i = 0; i < DIMS; ++i) {
+          Part<Lane> x;
+          memcpy(&x, v + i * kPartLanes, sizeof x);
+#pragma GCC unroll 4
+          for (int h = 0; h < H; ++h) acc[i][h] = Format::mul_add(acc[i][h], x, weight[h]);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < DIMS; ++i) {
+#pragma GCC unroll 4
+      for (int h = 0; h < H; ++h) out_part(first + i, h) = acc[i][h];
+    }
+  }
+
+  Part<float>& out_part(int part, int head) { return out_[part / kParts * H + head].part[part % kParts]; }
+
+  bool has_unsafe() const {
+    for (int j = 0; j < pairs_; ++j) {
+      if ((visible_ >> (2 * j) & 3) != 3 && packed_.is_unsafe(tile_.kv_head, pair_[j])) return true;
+    }
+    return false;
+  }
+
+  // As in TileKeys: where a value beside one that is seen is not finite.
+  void add_values_by_choice() {
+    for (int i = 0; i < packed_.dim / kLanes * H; ++i) out_[i] *= Floats(rescale_[i % H]);
+    for (int key = 0; key < 2 * pairs_; ++key) {
+      if (!(visible_ >> key & 1)) continue;
+      const int pair = key / 2, half = key & 1;
+      for (int h = 0; h < H; ++h) {
+        const float p = Format::value(probabilities(h) + pair * (2 / kWidth), 1, 0, half);
+        for (int64_t d = 0; d < packed_.dim; ++d) {
+          reinterpret_cast<float*>(&out_[d / kLanes * H + h])[d % kLanes] +=
+              p * Format::value(value_at_[pair], packed_.dim, d, half);
+        }
+      }
+    }
+  }
+
+  void store_out(int query) {
+    for (int h = 0; h < H; ++h) {
+      const Floats inverse(1.0f / sum_[h]);
+      Element* row = tile_.template result<Element>(call_, query, h);
+      for (int d = 0; d < call_.dim; d += kLanes) store_some(row + d, out_[d / kLanes * H + h] * inverse, call_.dim - d);
+    }
+  }
+
+  const TileCall& call_;
+  const Packed<Format>& packed_;
+  const Tile& tile_;
+  const int steps_, dim_parts_;
+  const OwnRun *run_, *run_stop_;
+  int used_;  // keys of the current run
+  int pairs_;
+  uint64_t visible_;
+  int32_t pair_[kOwnPairs];
+  const Stored *key_at_[kOwnPairs + kLanes], *value_at_[kOwnPairs];
+  float max_[H], sum_[H], rescale_[H];
+  float scores_[H * 2 * kOwnPairs];
+  Stored probabilities_[H * 2 * kOwnPairs / kWidth];
+  Vec<Lane> query_at_[kMaxDim / kWidth / kLanes * H];
+  Floats out_[kMaxDim / kLanes * H];
+};
+
+}  // namespace prefold

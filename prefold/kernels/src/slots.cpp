@@ -1,0 +1,66 @@
+// Writing rows into the slots of a KV store, which lie as the attention kernel reads them: a step that attends
+// over many keys and adds a few packs only the few.
+#include "attention.h"
+#include "formats.h"
+#include "pack.h"
+#include "parallel.h"
+
+namespace prefold {
+namespace {
+
+template <class Format>
+void write_row(const Packed<Format>& packed, const WriteCall& call, int64_t row, int64_t head) {
+  using E = typename Format::Element;
+  const int64_t slot = call.slots[row], pair = slot / 2, at = head * packed.pairs + pair;
+  const int half = slot & 1;
+  pack_key<Format>(packed.keys + at * packed.pair_size + half * packed.pair_size / 2,
+                   static_cast<const E*>(call.k) + row * call.k_row + head * call.k_head, call.plane.dim, packed.dim);
+  auto* out = packed.values + at * packed.pair_size;
+  const E* v = static_cast<const E*>(call.v) + row * call.v_row + head * call.v_head;
+  Words unsafe(0);
+  for (int64_t d = 0; d < packed.dim; d += kLanes) {
+    const Floats x = load_some(v + d, call.plane.dim - d);
+    unsafe |= not_finite(x);
+    Format::store_half(out + d, packed.dim, x, half);
+  }
+  const uint8_t bit = 1 << half, before = packed.unsafe[at];
+  const uint8_t after = any_bit(unsafe) ? before | bit : before & ~bit;
+  if (after == before) return;
+  packed.unsafe[at] = after;
+  if (after & bit) __atomic_store_n(&packed.unsafe[call.plane.kv_heads * packed.pairs], 1, __ATOMIC_RELAXED);
+}
+
+template <class Format>
+void write(const WriteCall& call) {
+  const Packed<Format> packed = prefold::packed<Format>(call.plane);
+  const int64_t numbers = call.rows * call.plane.kv_heads * call.plane.dim * 4;
+  const int64_t workers = std::min<int64_t>(call.threads, 1 + numbers / kNumbersPerThread);
+  // A thread takes whole pairs, whichever rows those are in: two slots of a pair share words.
+#pragma omp parallel for schedule(static, 1) num_threads(workers) if (workers > 1)
+  for (int64_t w = 0; w < workers; ++w) {
+    for (int64_t row = 0; row < call.rows; ++row) {
+      if (call.slots[row] / 2 % workers != w) continue;
+      for (int64_t head = 0; head < call.plane.kv_heads; ++head) write_row(packed, call, row, head);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace prefold
+
+// 0, or 1 where a slot is out of range: then nothing is written.
+extern "C" int32_t prefold_write_slots(const prefold::WriteCall* call, int32_t is_bf16) {
+  using namespace prefold;
+  for (int64_t i = 0; i < call->rows; ++i) {
+    if (call->slots[i] < 0 || call->slots[i] >= call->plane.slots) return 1;
+  }
+  if (is_bf16) {
+    write<InBf16>(*call);
+  } else {
+    write<InFloat32<float>>(*call);
+  }
+  return 0;
+}
+
+// Whether bfloat16 is stored as such, a Stored holding two numbers; if not, as float32.
+extern "C" int32_t prefold_stores_bf16_pairs() { return prefold::InBf16::kWidth == 2; }

@@ -1,0 +1,295 @@
+// The keys that a tile of queries shares. Queries lie on the lanes of vectors; numbers of keys and values are
+// broadcast against them, so that no sum ever runs across lanes. Keys come in chunks: scores of a chunk, online
+// softmax (Milakov and Gimelshein 2018), then the chunk's values. What a query does not see is chosen away, never
+// multiplied by zero, so that a NaN of one sequence stays in that sequence.
+#pragma once
+
+#include "chunks.h"
+#include "formats.h"
+#include "tile.h"
+
+namespace prefold {
+
+// The sums of a tile's lanes over the keys of its lists, for those who go on from there. Lane i of the tile has
+// the maximum max[i], the sum sum[i], and dimensions [16 b, 16 b + 16) in out[(16 b + i % 16) * vectors + i / 16].
+struct TileSums {
+  const float *max, *sum;
+  const Floats* out;
+  int vectors;
+};
+
+// Keys of a register block of scores, for so many vectors of queries: whole pairs.
+constexpr int key_block(int vectors) {
+  return std::clamp(kAccumulators / vectors / 2 * 2, 2, kLanes);
+}
+
+// Dimensions of a register block of the result: a power of two, so that it divides the padded dimensions.
+constexpr int dim_block(int vectors) { return power_of_two(std::min(kAccumulators / vectors, kLanes)); }
+
+// One tile of queries and some heads that share a KV head. Lane i of its V vectors is query i % stride of head
+// i / stride: where a tile has sixteen queries a vector is a head, where it has fewer a vector holds several.
+template <class Format, int V>
+class TileKeys {
+  using Element = typename Format::Element;
+  using Stored = typename Format::Stored;
+  using Lane = typename Format::Lane;
+  using Vector = Vec<Lane>;
+  static constexpr int kWidth = Format::kWidth;
+
+ public:
+  TileKeys(const TileCall& call, const Packed<Format>& packed, const Tile& tile)
+      : call_(call), packed_(packed), tile_(tile), steps_(static_cast<int>(packed.dim / kWidth)) {
+    for (int h = 0; h < tile.heads; ++h) heads_ |= uint64_t{1} << (h * tile.stride);
+  }
+
+  void run() {
+    load_queries();
+    for (int g = 0; g < V; ++g) max_[g] = Floats(-1e30f), sum_[g] = zeros();
+    ChunkReader reader(call_, tile_.number);
+    Chunk chunk;
+    bool first = true;
+    for (; reader.next(chunk); first = false) {
+      find_pairs(chunk);
+      score(chunk.count);
+      soften(chunk);
+      if (packed_.any_unsafe && has_unsafe(chunk)) {
+        add_values_by_choice(chunk, first);
+      } else {
+        add_values(chunk.count, first);
+      }
+    }
+  }
+
+  // The results, where the tile's lists are all its keys.
+  void store_out() {
+    for (int g = 0; g < V; ++g) {
+      const Floats inverse = Floats(1.0f) / sum_[g];
+      for (int step = 0; step < steps_; step += kLanes) {
+        Vector block[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          if (step + i >= steps_) {  // the lanes of dimensions that are not there; never stored
+            block[i] = Vector(0);
+            continue;
+          }
+          const Floats* o = out_ + (step + i) * kWidth * V + g;
+          block[i] = Format::join(o[0] * inverse, o[(kWidth - 1) * V] * inverse);
+        }
+        transpose(block);
+        LaneWalk lane(tile_, g);
+        for (int r = 0; r < kLanes; ++r, lane.next()) {
+          if (!lane.is_there()) continue;
+          Element* row = tile_.template result<Element>(call_, lane.query, lane.head);
+          Format::store_row(row + step * kWidth, block[r], call_.dim - step * kWidth);
+        }
+      }
+    }
+  }
+
+  // The sums as they are, each lane's dimensions side by side.
+  TileSums turn_out() {
+    for (int g = 0; g < V; ++g) {
+      for (int d = 0; d < packed_.dim; d += kLanes) {
+        Floats block[kLanes];
+        for (int i = 0; i < kLanes; ++i) block[i] = out_[(d + i) * V + g];
+        transpose(block);
+        for (int i = 0; i < kLanes; ++i) out_[(d + i) * V + g] = block[i];
+      }
+    }
+    return {reinterpret_cast<const float*>(max_), reinterpret_cast<const float*>(sum_), out_, V};
+  }
+
+ private:
+  // Queries as [step][vector]; lanes past the last query or head repeat another.
+  void load_queries() {
+    for (int g = 0; g < V; ++g) {
+      const Element* rows[kLanes];
+      LaneWalk lane(tile_, g);
+      for (int r = 0; r < kLanes; ++r, lane.next()) {
+        rows[r] = tile_.template query<Element>(call_, std::min(lane.query, tile_.queries - 1),
+                                                std::min(lane.head, tile_.heads - 1));
+      }
+      for (int step = 0; step < steps_; step += kLanes) {
+        Vector block[kLanes];
+        for (int r = 0; r < kLanes; ++r) {
+          block[r] = Format::load_row(rows[r] + step * kWidth, call_.dim - step * kWidth);
+        }
+        transpose(block);
+        for (int i = 0; i < kLanes && step + i < steps_; ++i) queries_at_[(step + i) * V + g] = block[i];
+      }
+    }
+  }
+
+  // A mask of queries as a mask of the lanes, sixteen bits a vector.
+  uint64_t lanes(uint32_t queries) const { return (queries & ((1u << tile_.stride) - 1)) * heads_; }
+
+  void find_pairs(const Chunk& chunk) {
+    const Stored* keys = packed_.key_pairs(tile_.kv_head);
+    const Stored* values = packed_.value_pairs(tile_.kv_head);
+    for (int j = 0; j < chunk.count; ++j) {
+      key_at_[j] = keys + chunk.pair[j] * packed_.pair_size;
+      value_at_[j] = values + chunk.pair[j] * packed_.pair_size;
+    }
+  }
+
+  // scores_[key][head] = q . k
+  void score(int pairs) { score_blocks<key_block(V)>(0, pairs); }
+
+  // As many blocks of KEYS keys as fit, then smaller ones.
+  template <int KEYS>
+  PREFOLD_INLINE void score_blocks(int pair, int pairs) {
+    for (; pair + KEYS / 2 <= pairs; pair += KEYS / 2) score_block<KEYS>(pair);
+    if constexpr (KEYS > 2) score_blocks<KEYS / 4 * 2>(pair, pairs);
+  }
+
+  // KEYS keys from pair `pair` on, a part of the queries at a time.
+  template <int KEYS>
+  PREFOLD_APART void score_block(int pair) {
+    const Stored* keys[KEYS / 2];
+    for (int i = 0; i < KEYS / 2; ++i) keys[i] = key_at_[pair + i];
+    for (int part = 0; part < kParts; ++part) {
+      Part<float> acc[KEYS][V] = {};
+      for (int d = 0; d < steps_; ++d) {
+        Part<Lane> q[V];
+#pragma GCC unroll 4
+        for (int g = 0; g < V; ++g) q[g] = queries_at_[d * V + g].part[part];
+#pragma GCC unroll 16
+        for (int i = 0; i < KEYS; ++i) {
+          const Stored k = keys[i / 2][(i & 1) * steps_ + d];
+#pragma GCC unroll 4
+          for (int g = 0; g < V; ++g) acc[i][g] = Format::mul_add(acc[i][g], q[g], k);
+        }
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < KEYS; ++i) {
+#pragma GCC unroll 4
+        for (int g = 0; g < V; ++g) scores_[(2 * pair + i) * V + g].part[part] = acc[i][g];
+      }
+    }
+  }
+
+  // Scores to probabilities (over the running maximum), in place; updates the maximum and the sum, and
+  // leaves in rescale_ what earlier chunks' sums must be multiplied by.
+  PREFOLD_APART void soften(const Chunk& chunk) {
+    Floats top[V];
+    for (int g = 0; g < V; ++g) top[g] = max_[g];
+    for (int j = 0; j < 2 * chunk.unmasked; ++j) {
+      for (int g = 0; g < V; ++g) top[g] = larger(scores_[j * V + g], top[g]);
+    }
+    for (int j = 2 * chunk.unmasked; j < 2 * chunk.count; ++j) {
+      const uint64_t mask = lanes(chunk.mask[j / 2] >> (j & 1 ? 16 : 0));
+      for (int g = 0; g < V; ++g) top[g] = choose(mask >> (16 * g), larger(scores_[j * V + g], top[g]), top[g]);
+    }
+    const Floats scale(call_.scale * 1.44269504f);  // exp(x) = 2^(x log2 e)
+    for (int g = 0; g < V; ++g) {
+      rescale_[g] = exp2<true>((max_[g] - top[g]) * scale);
+      sum_[g] *= rescale_[g];
+      max_[g] = top[g];
+      top[g] *= scale;
+    }
+    soften_pairs<false>(chunk, 0, chunk.unmasked, top, scale);
+    soften_pairs<true>(chunk, chunk.unmasked, chunk.count, top, scale);
+  }
+
+  template <bool MASKED>
+  PREFOLD_INLINE void soften_pairs(const Chunk& chunk, int first, int stop, const Floats* top, Floats scale) {
+    Floats sum[V];
+    for (int g = 0; g < V; ++g) sum[g] = sum_[g];
+    for (int j = first; j < stop; ++j) {
+      const uint64_t mask_a = MASKED ? lanes(chunk.mask[j]) : 0, mask_b = MASKED ? lanes(chunk.mask[j] >> 16) : 0;
+#pragma GCC unroll 4
+      for (int g = 0; g < V; ++g) {
+        Floats a = exp2<Format::kExactExp>(scores_[2 * j * V + g] * scale - top[g]);
+        Floats b = exp2<Format::kExactExp>(scores_[(2 * j + 1) * V + g] * scale - top[g]);
+        if constexpr (MASKED) {
+          a = choose(mask_a >> (16 * g), a, zeros());
+          b = choose(mask_b >> (16 * g), b, zeros());
+        }
+        sum[g] += a + b;
+        Format::store_probabilities((float*)probabilities(j, g), V * kLanes, a, b);
+      }
+    }
+    for (int g = 0; g < V; ++g) sum_[g] = sum[g];
+  }
+
+  // The probabilities take the place of scores already read: a pair's need at most the room of two keys.
+  Floats* probabilities(int pair, int g) { return scores_ + pair * (2 / kWidth) * V + g; }
+
+  // out_[dimension][head] = out_ * rescale_ + p . v
+  PREFOLD_APART void add_values(int pairs, bool first) {
+    for (int d = 0; d < packed_.dim; d += dim_block(V)) {
+      for (int part = 0; part < kParts; ++part) add_value_block<dim_block(V)>(pairs, first, d, part);
+    }
+  }
+
+  // DIMS dimensions from d on, a part of the queries.
+  template <int DIMS>
+  PREFOLD_INLINE void add_value_block(int pairs, bool first, int d, int part) {
+    Part<float> acc[DIMS][V];
+#pragma GCC unroll 16
+    for (int i = 0; i < DIMS; ++i) {
+#pragma GCC unroll 4
+      for (int g = 0; g < V; ++g) {
+        acc[i][g] = first ? Part<float>{} : out_[(d + i) * V + g].part[part] * rescale_[g].part[part];
+      }
+    }
+    for (int j = 0; j < pairs; ++j) {
+      const Stored* v = value_at_[j] + d;
+#pragma GCC unroll 2
+      for (int half = 0; half < 2 / kWidth; ++half, v += packed_.dim) {
+        Part<Lane> p[V];
+#pragma GCC unroll 4
+        for (int g = 0; g < V; ++g) p[g] = ((const Part<Lane>*)probabilities(j, half * V + g))[part];
+#pragma GCC unroll 16
+        for (int i = 0; i < DIMS; ++i) {
+#pragma GCC unroll 4
+          for (int g = 0; g < V; ++g) acc[i][g] = Format::mul_add(acc[i][g], p[g], v[i]);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < DIMS; ++i) {
+#pragma GCC unroll 4
+      for (int g = 0; g < V; ++g) out_[(d + i) * V + g].part[part] = acc[i][g];
+    }
+  }
+
+  bool has_unsafe(const Chunk& chunk) const {
+    for (int j = chunk.unmasked; j < chunk.count; ++j) {
+      if (packed_.is_unsafe(tile_.kv_head, chunk.pair[j])) return true;
+    }
+    return false;
+  }
+
+  // The same where a value that not all queries see is infinite or NaN: zero times that is NaN, so each
+  // product is chosen by the key's mask. Slow, and rare.
+  void add_values_by_choice(const Chunk& chunk, bool first) {
+    for (int i = 0; i < packed_.dim * V; ++i) out_[i] = first ? zeros() : out_[i] * rescale_[i % V];
+    for (int j = 0; j < chunk.count; ++j) {
+      const uint32_t mask = j < chunk.unmasked ? 0xffffffff : chunk.mask[j];
+      for (int half = 0; half < 2; ++half) {
+        const uint64_t half_mask = lanes(mask >> (16 * half));
+        for (int64_t d = 0; d < packed_.dim; ++d) {
+          const float v = Format::value(value_at_[j], packed_.dim, d, half);
+          for (int g = 0; g < V; ++g) {
+            const Floats p = Format::probability((float*)probabilities(j, g), V * kLanes, half);
+            Floats& o = out_[d * V + g];
+            o = choose(half_mask >> (16 * g), o + p * Floats(v), o);
+          }
+        }
+      }
+    }
+  }
+
+  const TileCall& call_;
+  const Packed<Format>& packed_;
+  const Tile& tile_;
+  const int steps_;
+  uint64_t heads_ = 0;  // bit 0 of every head's lanes
+  const Stored *key_at_[kChunkPairs], *value_at_[kChunkPairs];
+  Floats max_[V], sum_[V], rescale_[V];
+  Vector queries_at_[kMaxDim / kWidth * V];
+  Floats scores_[2 * kChunkPairs * V];
+  Floats out_[kMaxDim * V];
+};
+
+}  // namespace prefold

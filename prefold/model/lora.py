@@ -1,0 +1,295 @@
+"""LoRA adapters (Hu et al. 2021) as PEFT writes them, applied to the rows of a step that have one.
+
+An adapter adds B A x, scaled, to what a linear gives for x. It is never merged into the weights: rows
+of several adapters, and rows of none, go through the model together, and only rows that have an
+adapter pay for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import CheckpointError, UnsupportedModelError
+from .config import ModelConfig
+
+__all__ = ["NO_ADAPTERS", "Adapter", "RowAdapters", "load_adapter"]
+
+TENSOR = re.compile(r"(?:base_model\.model\.)?((?:model\.)?layers\.(\d+)\.(\w+\.\w+))\.lora_([AB])\.weight")
+# What changes the model in other ways than by B A x, with what to say of it.
+REFUSED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "modules saved whole",
+    "trainable_token_indices": "trained tokens",
+    "target_parameters": "parameters that are no linear",
+    "layer_replication": "replicated layers",
+    "lora_bias": "biases",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+}
+# Ways to begin the training that leave the adapter fit only for a changed copy of the model.
+CHANGED_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One module in a fused linear: which rows of `Delta.a` are its own, its columns of the result, and scaled B."""
+
+    ranks: slice
+    columns: slice
+    b: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What an adapter adds to one linear. a [ranks of all parts, inputs]; each part's b [columns, ranks]."""
+
+    a: Tensor
+    parts: tuple[Part, ...]
+
+    def add_to(self, out: Tensor, x: Tensor, rows: slice | Tensor) -> None:
+        low = F.linear(x[rows], self.a)
+        for part in self.parts:
+            high = F.linear(low[:, part.ranks], part.b)
+            if isinstance(rows, slice):
+                out[rows, part.columns] += high
+            else:
+                out[:, part.columns].index_add_(0, rows, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that fits a model.
+
+    name    as it was asked for
+    layers  by layer, and by the name of the layer's linear, what is added to it
+    """
+
+    name: str
+    layers: tuple[Mapping[str, Delta], ...]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._tensors()).device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def _tensors(self):
+        for layer in self.layers:
+            for delta in layer.values():
+                yield delta.a
+                yield from (part.b for part in delta.parts)
+
+
+class RowAdapters:
+    """Which rows have which adapter.
+
+    adapters  those of the step
+    numbers   int64 [rows]: of each row the index of its adapter, or -1
+    """
+
+    def __init__(self, adapters: Sequence[Adapter], numbers: np.ndarray):
+        self.adapters = tuple(adapters)
+        self.numbers = numbers
+
+    def take(self, rows: slice | Tensor | None) -> RowAdapters:
+        """Those of some of the rows, in their order; None: of all."""
+        if rows is None or not self.adapters:
+            return self
+        numbers = self.numbers[rows if isinstance(rows, slice) else rows.cpu().numpy()]
+        return RowAdapters(self.adapters, numbers) if (numbers >= 0).any() else NO_ADAPTERS
+
+    def add(self, out: Tensor, x: Tensor, layer: int, linear: str) -> Tensor:
+        """out [rows, outputs], what the linear gives for x [rows, inputs], and what the adapters add. Writes into out."""
+        for rows, adapter in self._groups:
+            delta = adapter.layers[layer].get(linear)
+            if delta is not None:
+                delta.add_to(out, x, rows)
+        return out
+
+    @cached_property
+    def _groups(self) -> list[tuple[slice | Tensor, Adapter]]:
+        """The rows of each adapter; consecutive ones as a slice, which needs no copy."""
+        groups: list[tuple[slice | Tensor, Adapter]] = []
+        for number, adapter in enumerate(self.adapters):
+            rows = np.flatnonzero(self.numbers == number)
+            if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
+                groups.append((slice(int(rows[0]), int(rows[-1]) + 1), adapter))
+            elif len(rows):
+                groups.append((torch.from_numpy(rows).to(adapter.device), adapter))
+        return groups
+
+
+NO_ADAPTERS = RowAdapters((), np.empty(0, np.int64))
+
+
+def load_adapter(
+    path: str | Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, name: str | None = None
+) -> Adapter:
+    """The adapter in a PEFT folder (adapter_config.json, adapter_model.safetensors), for a model of `config`.
+
+    dtype, device: the model's. Raises UnsupportedModelError for what is more than LoRA of a layer's
+    linears, and CheckpointError where files are missing or do not fit, naming what.
+    """
+    folder = Path(path).expanduser()
+    settings = _settings(folder)
+    pairs = _read_pairs(folder)
+    layers: list[dict[str, Delta]] = []
+    for number in range(config.layers):
+        deltas = {}
+        for linear, modules in _linears(config, last=number == config.layers - 1).items():
+            found = [(pairs.pop((number, module), None), *columns) for module, *columns in modules]
+            parts = [_scaled(pair, settings, columns, inputs, folder) for pair, columns, inputs in found if pair]
+            if parts:
+                deltas[linear] = _delta(parts, dtype, torch.device(device))
+        layers.append(deltas)
+    if pairs:
+        names = ", ".join(pair.name for pair in list(pairs.values())[:4])
+        raise UnsupportedModelError(f"{folder} adapts modules that the model has not, or that cannot be: {names}")
+    if not any(layers):
+        raise CheckpointError(f"{folder} adapts nothing")
+    return Adapter(name or str(path), tuple(layers))
+
+
+@dataclass(slots=True)
+class Pair:
+    """A and B of one module, called `name` in the model that was trained."""
+
+    name: str
+    a: Tensor | None = None
+    b: Tensor | None = None
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no adapter_config.json; give the folder of a PEFT adapter")
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    kind = settings.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise UnsupportedModelError(f"{folder} is a PEFT adapter of type {kind}; LORA is supported")
+    for key, what in REFUSED.items():
+        if settings.get(key):
+            raise UnsupportedModelError(f"{folder} has {what} ({key}: {settings[key]}), not supported")
+    if settings.get("bias", "none") != "none":
+        raise UnsupportedModelError(f"{folder} has trained biases (bias: {settings['bias']}), not supported")
+    start = str(settings.get("init_lora_weights", ""))
+    if start.lower().startswith(CHANGED_WEIGHTS):
+        raise UnsupportedModelError(
+            f"{folder} was trained beside changed weights (init_lora_weights: {start}); convert it to a plain LoRA "
+            "(in PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...))"
+        )
+    return settings
+
+
+def _read_pairs(folder: Path) -> dict[tuple[int, str], Pair]:
+    """A and B by layer and module ("self_attn.q_proj")."""
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        if [*folder.glob("*.bin"), *folder.glob("*.pt")]:
+            raise CheckpointError(
+                f"{folder} has its weights as a pickled file only, which can run code when opened; save it as "
+                "safetensors (in PEFT: save_pretrained(folder, safe_serialization=True))"
+            )
+        raise CheckpointError(f"{folder} has no adapter_model.safetensors")
+    pairs: dict[tuple[int, str], Pair] = {}
+    strange = []
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for stored in file.keys():  # noqa: SIM118 (not a dict)
+                match = TENSOR.fullmatch(stored)
+                if match is None:
+                    strange.append(stored)
+                    continue
+                name, layer, module, side = match.groups()
+                pair = pairs.setdefault((int(layer), module), Pair(name))
+                setattr(pair, side.lower(), file.get_tensor(stored))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    if strange:
+        raise UnsupportedModelError(
+            f"{path} holds {', '.join(strange[:4])}, not supported; LoRA of the layers' linears is"
+        )
+    return pairs
+
+
+def _linears(config: ModelConfig, *, last: bool) -> dict[str, list[tuple[str, slice, int]]]:
+    """Of each linear of a layer the modules fused in it: (module, columns of the result, inputs)."""
+    q, kv, mlp, hidden = config.q_size, config.kv_size, config.intermediate, config.hidden
+    qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
+    linears = {
+        **({"q": (hidden, qkv[:1]), "kv": (hidden, qkv[1:])} if last else {"qkv": (hidden, qkv)}),
+        "o": (q, [("self_attn.o_proj", hidden)]),
+        "gate_up": (hidden, [("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)]),
+        "down": (mlp, [("mlp.down_proj", hidden)]),
+    }
+    placed: dict[str, list[tuple[str, slice, int]]] = {}
+    for linear, (inputs, modules) in linears.items():
+        ends = np.cumsum([size for _, size in modules]).tolist()
+        placed[linear] = [
+            (module, slice(end - size, end), inputs) for (module, size), end in zip(modules, ends, strict=True)
+        ]
+    return placed
+
+
+def _scaled(
+    pair: Pair, settings: Mapping[str, Any], columns: slice, inputs: int, folder: Path
+) -> tuple[Tensor, Tensor, slice]:
+    """(A, B times the scale, columns), in float32."""
+    if pair.a is None or pair.b is None:
+        raise CheckpointError(f"{folder} has only lora_{'A' if pair.b is None else 'B'} of {pair.name}")
+    rank = _pattern(settings, "rank_pattern", pair.name, settings.get("r", 8), folder)
+    alpha = _pattern(settings, "alpha_pattern", pair.name, settings.get("lora_alpha", 8), folder)
+    outputs = columns.stop - columns.start
+    if pair.a.shape != (rank, inputs) or pair.b.shape != (outputs, rank):
+        raise CheckpointError(
+            f"{folder}: {pair.name} has lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}, not "
+            f"{[rank, inputs]} and {[outputs, rank]} as its rank and the model ask for"
+        )
+    scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    return pair.a.float(), pair.b.float() * scale, columns
+
+
+def _pattern(settings: Mapping[str, Any], key: str, name: str, default: Any, folder: Path) -> Any:
+    """The first of the patterns that is the end of `name`, from a dot on, says it, as in PEFT."""
+    for pattern, value in (settings.get(key) or {}).items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                return value
+        except re.error as error:
+            raise CheckpointError(f"{folder}: {key} has {pattern!r}, no regular expression: {error}") from error
+    return default
+
+
+def _delta(parts: list[tuple[Tensor, Tensor, slice]], dtype: torch.dtype, device: torch.device) -> Delta:
+    ends = np.cumsum([len(a) for a, _, _ in parts]).tolist()
+    return Delta(
+        torch.cat([a for a, _, _ in parts]).to(device, dtype),
+        tuple(
+            Part(slice(end - len(a), end), columns, b.to(device, dtype))
+            for end, (a, b, columns) in zip(ends, parts, strict=True)
+        ),
+    )

@@ -1,0 +1,293 @@
+"""Generation: a prompt, or a conversation, is continued."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+from ..types import Generated, GenerateRequest, Readout, Sampling, TokenLogprobs
+from .base import Inputs, TextBatch, Work, as_item, prepare_each
+from .sampling import sampling_from
+from .score import leading_ids
+
+__all__ = ["AUTO_MAX_TOKENS", "GenerateItem", "GenerateTask"]
+
+# max_tokens "auto": so many, or fewer where the model's context ends.
+AUTO_MAX_TOKENS = 256
+_NOT_VARIABLES = {"messages", "template", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+
+
+@dataclass(frozen=True)
+class GenerateItem:
+    """prompt                  a text or token ids; or else
+    messages                a conversation: [{"role": "user", "content": "..."}, ...]
+    tools, documents        passed to the chat template, with
+    chat_template_kwargs    {name: value}
+    chat_template           the name of one of the checkpoint's templates, or a template itself
+    add_generation_prompt   end with what introduces the assistant's message. None: unless the last one is continued
+    continue_final_message  the last message is continued
+    sampling                {field of Sampling: value}, over the task's own
+    adapter                 the LoRA adapter; None: the task's
+    salt                    see GenerateRequest; None: the task's
+    priority                the same
+    """
+
+    prompt: Any = None
+    messages: Any = None
+    tools: Any = None
+    documents: Any = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    chat_template: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    sampling: Mapping[str, Any] | None = None
+    adapter: str | None = None
+    salt: str | None = None
+    priority: int | None = None
+
+
+class GenerateTask:
+    """Items: GenerateItem, a mapping with its fields, a bare prompt (text or token ids), or a list of messages.
+
+    Result: {"text", "finish_reason" ("stop" or "length"), "num_tokens" (of the prompt), "num_generated",
+    "cached_tokens" (tokens of the prompt that were not computed for it)}, with "stop" (the text or id) where one
+    ended the output, "logprobs" if asked for, a list of {"id", "token", "logprob", "top": [the same]}, and "tokens"
+    (ids) in place of "text" where the model has no tokenizer. With several samples "text", "finish_reason", "stop",
+    "logprobs" and "tokens" are in "choices", one object a sample.
+
+    The tokenizer's leading special tokens (BOS) come before a prompt, unless it begins with the BOS itself. A chat
+    template writes its own. Token ids are taken as they are.
+    """
+
+    name = "generate"
+    item_type = GenerateItem
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        *,
+        context: int | None = None,
+        max_tokens: int | str | None = "auto",
+        sampling: Mapping[str, Any] | None = None,
+        system: str | None = None,
+        tools: Any = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+        adapters: Collection[str] = (),
+        salt: str = "",
+        priority: int = 0,
+        truncate: bool = False,
+    ):
+        """
+        context     tokens of prompt and output together, None for any number
+        max_tokens  of an output; "auto": AUTO_MAX_TOKENS, or fewer where the context ends; None: until it ends
+        sampling    {field of Sampling: value}; the others are Sampling's defaults, so greedy
+        system      a system message before conversations without one
+        adapter     the adapter of items that name none; adapters: those there are
+        truncate    cut a prompt that leaves no room for the output at its beginning
+        """
+        self.inputs = inputs
+        self.context = context
+        self.auto_max_tokens = max_tokens == "auto"
+        given = {**(sampling or {}), "max_tokens": AUTO_MAX_TOKENS if self.auto_max_tokens else max_tokens}
+        self.sampling = self._sampling(given, Sampling())
+        self.system = system
+        self.tools = tools
+        self.chat_template = chat_template
+        self.chat_template_kwargs = chat_template_kwargs
+        self.adapters = frozenset(adapters)
+        self.adapter = self._adapter(adapter)
+        self.salt = salt
+        self.priority = priority
+        self.truncate = truncate
+        self.readout = Readout("tokens")
+
+    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
+        return prepare_each(self.inputs.tokenizer, items, self._plan)
+
+    def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
+        item = as_item(GenerateItem, _named(item))
+        sampling = self._sampling(item.sampling, self.sampling) if item.sampling else self.sampling
+        # A number that nobody asked for never makes a prompt too long.
+        asked = not self.auto_max_tokens or "max_tokens" in (item.sampling or {})
+        beside = {
+            "adapter": self.adapter if item.adapter is None else self._adapter(item.adapter),
+            "salt": _checked(self.salt if item.salt is None else item.salt, "salt", str),
+            "priority": _checked(self.priority if item.priority is None else item.priority, "priority", int),
+        }
+        before, get, field = self._prompt(item, batch)
+
+        def make() -> Work:
+            tokens = self._fit(before, get(), field, sampling.max_tokens if asked else None)
+            return Work([GenerateRequest(tokens, sampling, **beside)], {"tokens": tokens.size})
+
+        return make
+
+    def _sampling(self, given: Mapping[str, Any], defaults: Sampling) -> Sampling:
+        tokenizer, vocab_size = self.inputs.tokenizer, self.inputs.vocab_size
+        return sampling_from(given, vocab_size=vocab_size, tokenizer=tokenizer, defaults=defaults)
+
+    def _adapter(self, name: str | None) -> str | None:
+        if name is not None and name not in self.adapters:
+            known = ", ".join(sorted(self.adapters)) or "none"
+            remedy = f"the adapters that were loaded: {known}"
+            raise InputError(f"there is no adapter {name!r}", field="adapter", remedy=remedy, code="unknown_adapter")
+        return name
+
+    def _prompt(self, item: GenerateItem, batch: TextBatch) -> tuple[np.ndarray, Callable[[], np.ndarray], str]:
+        """(special tokens that come first, what gives the others once the batch is encoded, the field they are of)"""
+        nothing = np.empty(0, np.int32)
+        if item.messages is not None:
+            if item.prompt is not None:
+                message = "the item has both a 'prompt' and 'messages'"
+                raise InputError(message, field="prompt", remedy="give one of them")
+            return nothing, batch.add(self._render(item)), "messages"
+        if item.prompt is None:
+            raise InputError("'prompt' is missing", field="prompt", remedy="give it, or messages", code="missing_field")
+        text = self.inputs.text(item.prompt, "prompt")
+        return leading_ids(self.inputs.tokenizer, text), batch.add(text), "prompt"
+
+    def _render(self, item: GenerateItem) -> str:
+        if self.inputs.tokenizer is None:
+            remedy = "give a prompt of token ids instead of messages"
+            raise InputError("the model has no tokenizer", field="messages", remedy=remedy, code="no_tokenizer")
+        variables = {**(self.chat_template_kwargs or {}), **(item.chat_template_kwargs or {})}
+        for name in _NOT_VARIABLES & variables.keys():
+            message = f"chat_template_kwargs holds {name!r}"
+            raise InputError(message, field="chat_template_kwargs", remedy=f"give {name} by itself")
+        messages = item.messages
+        if isinstance(messages, (list, tuple)):
+            messages = [_message(message, i) for i, message in enumerate(messages)]
+            if self.system is not None and not _has_system(messages):
+                messages = [{"role": "system", "content": self.system}, *messages]
+        opens = item.add_generation_prompt
+        return self.inputs.tokenizer.render_chat(
+            messages,
+            template=self.chat_template if item.chat_template is None else item.chat_template,
+            add_generation_prompt=not item.continue_final_message if opens is None else opens,
+            continue_final_message=item.continue_final_message,
+            tools=_tools(self.tools if item.tools is None else item.tools),
+            documents=item.documents,
+            **variables,
+        )
+
+    def _fit(self, before: np.ndarray, ids: np.ndarray, field: str, max_tokens: int | None) -> np.ndarray:
+        """The prompt's tokens, if there is room behind them for max_tokens, or one when that is None."""
+        room = self.inputs.max_length
+        if self.context is not None:
+            room = min(self.context if room is None else room, self.context - (max_tokens or 1))
+        over = 0 if room is None else before.size + ids.size - room
+        if over > 0 and not (self.truncate and over < ids.size):
+            raise self._too_long(before.size + ids.size, field, max_tokens, room)
+        return self.inputs.request(np.concatenate((before, ids[max(0, over) :])), field).tokens
+
+    def _too_long(self, size: int, field: str, max_tokens: int | None, room: int) -> InputError:
+        message, remedy = f"{field!r} makes a prompt of {size} tokens; ", "shorten it, or ask for truncation"
+        if room < 1:
+            remedy = "give a smaller max_tokens"
+        elif max_tokens:
+            remedy = "shorten it, give a smaller max_tokens, or ask for truncation"
+        if room == self.inputs.max_length:
+            message += f"it may have {room}"
+        else:
+            message += f"with max_tokens {max_tokens} it" if max_tokens else "with a token to generate it"
+            message += f" is more than the model's context of {self.context}"
+        return InputError(message, field=field, remedy=remedy, code="too_long")
+
+    def finish(self, note: Any, results: Sequence[list[Generated] | InputError]) -> dict[str, Any]:
+        samples = results[0]
+        if isinstance(samples, InputError):  # found out when it was to run
+            raise samples
+        counts = {
+            "num_tokens": note["tokens"],
+            "num_generated": sum(len(sample.tokens) for sample in samples),
+            "cached_tokens": samples[0].cached_tokens,
+        }
+        choices = [self._choice(sample) for sample in samples]
+        return (choices[0] if len(choices) == 1 else {"choices": choices}) | counts
+
+    def _choice(self, sample: Generated) -> dict[str, Any]:
+        choice: dict[str, Any] = {"tokens": list(sample.tokens)} if sample.text is None else {"text": sample.text}
+        choice["finish_reason"] = sample.finish_reason
+        if sample.stop is not None:
+            choice["stop"] = sample.stop
+        if sample.logprobs is not None:
+            pairs = zip(sample.tokens, sample.logprobs, strict=True)
+            choice["logprobs"] = [self._logprobs(token, found) for token, found in pairs]
+        return choice
+
+    def _logprobs(self, token: int, found: TokenLogprobs) -> dict[str, Any]:
+        return self._token(token, found.logprob) | {"top": [self._token(*pair) for pair in found.top]}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        tokenizer = self.inputs.tokenizer
+        named = {} if tokenizer is None else {"token": tokenizer.decode([token])}
+        return {"id": token, **named, "logprob": logprob}
+
+
+def _named(item: Any) -> Any:
+    """A bare prompt, or a list of messages, as an item with names."""
+    if isinstance(item, (list, tuple)) and item and isinstance(item[0], Mapping):
+        return GenerateItem(messages=item)
+    return GenerateItem(prompt=item) if isinstance(item, (str, list, tuple, np.ndarray)) else item
+
+
+def _message(message: Any, index: int) -> Any:
+    """A message in OpenAI's format as chat templates expect it: parts of text joined, arguments of calls as objects."""
+    if not isinstance(message, Mapping):
+        return message  # the template's own checks say what is wrong with it
+    out, field = dict(message), f"messages[{index}]"
+    if isinstance(out.get("content"), list):
+        parts = enumerate(out["content"])
+        out["content"] = "\n".join(_part(part, f"{field}.content[{i}]") for i, part in parts)
+    if isinstance(out.get("tool_calls"), list):
+        calls = enumerate(out["tool_calls"])
+        out["tool_calls"] = [_tool_call(call, f"{field}.tool_calls[{i}]") for i, call in calls]
+    return out
+
+
+def _part(part: Any, field: str) -> str:
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if kind == "text" and isinstance(part, Mapping) else part
+    if not isinstance(text, str):
+        remedy = 'give text: {"type": "text", "text": "..."}'
+        raise InputError(f"{field!r} is of type {kind!r}", field=field, remedy=remedy, code="unsupported")
+    return text
+
+
+def _tool_call(call: Any, field: str) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        remedy = "write them as a JSON object"
+        raise InputError(f"the arguments of {field!r} are not JSON", field=field, remedy=remedy) from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tools(tools: Any) -> Any:
+    if not tools:
+        return None
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
+        remedy = 'give [{"type": "function", "function": {...}}]'
+        raise InputError("'tools' is not a list of objects", field="tools", remedy=remedy, code="wrong_type")
+    return tools
+
+
+def _has_system(messages: Sequence[Any]) -> bool:
+    return bool(messages) and isinstance(messages[0], Mapping) and messages[0].get("role") in ("system", "developer")
+
+
+def _checked(value: Any, field: str, kind: type) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        remedy = "give a text" if kind is str else "give a whole number"
+        raise InputError(f"{field!r} is {value!r}", field=field, remedy=remedy, code="wrong_type")
+    return value

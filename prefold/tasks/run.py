@@ -1,0 +1,108 @@
+"""A task's items through an engine, in memory: for the Python face, direct answers, samples and probes."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from ..errors import InputError
+from ..stream import Spool, Window
+from ..types import GenerateRequest, Request
+from .base import attempt
+
+__all__ = ["calibrated", "draw_seed", "finish", "finish_items", "results_of", "run_items", "run_works", "with_seed"]
+
+_TAG = struct.Struct("<qq")  # number of the work, part of the work
+
+
+def results_of(engine: Any, task: Any, windows: Iterable[Window]) -> Iterator[tuple[bytes, Any]]:
+    """(tag, result) of every request, as they come.
+
+    A result is a Result; where text is generated it is a list of Generated, or the InputError of a request that
+    cannot be run.
+    """
+    if task.readout.kind == "tokens":
+        return engine.generate(windows, task.inputs.tokenizer)
+    return engine.run(windows, task.readout)
+
+
+def run_works(
+    engine: Any, task: Any, works: Sequence[Any], *, window: int = 1 << 20, seed: int | None = None
+) -> list[list[Any] | None]:
+    """The results of each Work's requests, in order; None where `works` holds an InputError.
+
+    seed: see `with_seed`; None draws one.
+    """
+    out: list[list[Any] | None] = [None if isinstance(w, InputError) else [None] * len(w.requests) for w in works]
+    seed = draw_seed() if seed is None else seed
+    with Spool() as spool:
+        for number, work in enumerate(works):
+            for part, request in enumerate([] if isinstance(work, InputError) else work.requests):
+                spool.add(with_seed(request, seed, number, part), _TAG.pack(number, part))
+        windows = spool.windows(max_tokens=window, share=engine.sharing == "full", read=task.readout.kind)
+        with closing(results_of(engine, task, windows)) as results:  # type: ignore[type-var]
+            for tag, result in results:
+                number, part = _TAG.unpack(tag)
+                out[number][part] = result  # type: ignore[index]
+    return out
+
+
+def finish(task: Any, note: Any, results: Sequence[Any]) -> dict[str, Any]:
+    """What the task makes of an item's results. Raises the InputError that is among them."""
+    for result in results:
+        if isinstance(result, InputError):
+            raise result
+    return task.finish(note, results)
+
+
+def finish_items(task: Any, works: Sequence[Any], results: Sequence[list[Any] | None]) -> list[Any]:
+    """What the task makes of each item's results, or the item's InputError."""
+    return [
+        work if isinstance(work, InputError) else attempt(finish, task, work.note, result)
+        for work, result in zip(works, results, strict=True)
+    ]
+
+
+def run_items(engine: Any, task: Any, items: Sequence[Any], *, seed: int | None = None) -> list[Any]:
+    """The task's result of each item, or its InputError, in order."""
+    works = task.prepare(items)
+    return finish_items(task, works, run_works(engine, task, works, seed=seed))
+
+
+def calibrated(engine: Any, task: Any) -> Any:
+    """The task itself, or where it asks for a calibration (classify), the task after it."""
+    items = task.calibration_items() if hasattr(task, "calibration_items") else []
+    if not items:
+        return task
+    outputs = run_items(engine, task, items)
+    for output in outputs:
+        if isinstance(output, InputError):
+            raise output
+    return task.with_calibration(outputs)
+
+
+# -------------------------------------------------------------------------------------------- seeds
+
+
+def draw_seed() -> int:
+    """A number nobody has seen, small enough for JSON."""
+    return secrets.randbits(53)
+
+
+def with_seed(request: Request | GenerateRequest, seed: int, *place: int) -> Request | GenerateRequest:
+    """The request; one that samples without a seed of its own with one made of the job's seed and its place there.
+
+    So equal prompts of a job are continued differently, and each the same way when the job is run again.
+    """
+    if not isinstance(request, GenerateRequest):
+        return request
+    if request.sampling.seed is not None or not request.sampling.temperature:
+        return request
+    digest = hashlib.blake2b(struct.pack(f"<{1 + len(place)}q", seed, *place), digest_size=8).digest()
+    own = int.from_bytes(digest, "little") >> 11
+    return replace(request, sampling=replace(request.sampling, seed=own))

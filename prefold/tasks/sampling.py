@@ -1,0 +1,223 @@
+"""Sampling options as users write them, checked."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from functools import partial
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import InputError
+from ..text.grammar import check_grammar
+from ..text.tokenizer import valid_text
+from ..types import Grammar, Sampling
+
+if TYPE_CHECKING:
+    from ..text import Tokenizer
+
+__all__ = ["grammar_from", "sampling_from"]
+
+NAMES = [field.name for field in fields(Sampling)]
+GRAMMARS = ("json_schema", "json", "regex", "choice", "lark")
+# None says something about these; of the others it says nothing.
+NULLABLE = ("max_tokens", "seed", "logprobs", "grammar")
+
+
+def sampling_from(
+    options: Mapping[str, Any],
+    *,
+    vocab_size: int | None,
+    tokenizer: Tokenizer | None,
+    defaults: Sampling | None = None,
+) -> Sampling:
+    """`options`, {field of Sampling: value}, over `defaults`, Sampling's own when None.
+
+    As in Sampling, but: top_k -1 is 0; stop is a text or a list of texts; stop_ids an id or a list; logit_bias
+    {id: number}, where an id may be written as a text; grammar what `grammar_from` takes. None stands for the
+    default where Sampling does not have it. Raises InputError, with the option's name as `field`.
+    """
+    checks = _CHECKS | {
+        "stop": partial(_stop, tokenizer=tokenizer),
+        "stop_ids": partial(_stop_ids, vocab_size=vocab_size),
+        "logit_bias": partial(_logit_bias, vocab_size=vocab_size),
+        "grammar": partial(_grammar, tokenizer=tokenizer),
+    }
+    values = {}
+    for name, value in options.items():
+        if name not in checks:
+            close = get_close_matches(str(name), NAMES, n=1)
+            remedy = f"did you mean {close[0]}?" if close else f"the options are {', '.join(NAMES)}"
+            raise InputError(f"unknown option {name!r}", field=str(name), remedy=remedy, code="unknown_option")
+        if value is not None:
+            values[name] = checks[name](value, name)
+        elif name in NULLABLE:
+            values[name] = None
+    sampling = replace(defaults or Sampling(), **values)
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        message = f"min_tokens is {sampling.min_tokens}, more than max_tokens, {sampling.max_tokens}"
+        raise InputError(message, field="min_tokens", remedy="give a smaller one", code="out_of_range")
+    return sampling
+
+
+def grammar_from(value: Any, field: str = "grammar") -> Grammar:
+    """One of {"json_schema": schema}, {"json": true}, {"regex": text}, {"choice": [text, ...]}, {"lark": text}.
+
+    A schema may be given as its text. Raises InputError, also for what is no schema, expression or grammar;
+    MissingExtraError without the library that grammars need.
+    """
+    if isinstance(value, Grammar):
+        check_grammar(value)
+        return value
+    if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in GRAMMARS:
+        message = f"{field!r} is not an object with one of {', '.join(GRAMMARS)}"
+        raise InputError(message, field=field, remedy='write it like {"regex": "[0-9]+"}', code="wrong_type")
+    ((kind, body),) = value.items()
+    grammar = Grammar(kind, _GRAMMAR_TEXTS[kind](body, f"{field}.{kind}"))
+    check_grammar(grammar)
+    return grammar
+
+
+def _wrong(value: Any, field: str, wanted: str, code: str = "wrong_type") -> InputError:
+    return InputError(f"{field!r} is {value!r:.200}", field=field, remedy=f"give {wanted}", code=code)
+
+
+def _whole(value: Any, field: str, *, least: int | None = None, below: int | None = None) -> int:
+    wanted = "a whole number" + (f" from {least}" if least is not None else "")
+    wanted += f" to {below - 1}" if below is not None else ""
+    # What was read from a table or computed may be 5.0.
+    if isinstance(value, Real) and not isinstance(value, (bool, np.bool_)) and value == value // 1:
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise _wrong(value, field, wanted)
+    if (least is not None and value < least) or (below is not None and value >= below):
+        raise _wrong(value, field, wanted, "out_of_range")
+    return int(value)
+
+
+def _number(value: Any, field: str, *, least: float = -math.inf, most: float = math.inf, above: bool = False) -> float:
+    """least is not allowed itself when `above`."""
+    wanted = "a number" + (f" {'above' if above else 'from'} {least:g}" if least > -math.inf else "")
+    wanted += f" to {most:g}" if most < math.inf else ""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
+        raise _wrong(value, field, wanted)
+    value = float(value)
+    if not math.isfinite(value) or not least <= value <= most or (above and value == least):
+        raise _wrong(value, field, wanted, "out_of_range")
+    return value
+
+
+def _top_k(value: Any, field: str) -> int:
+    return max(0, _whole(value, field, least=-1))
+
+
+def _bool(value: Any, field: str) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise _wrong(value, field, "true or false")
+    return bool(value)
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value]
+
+
+def _stop(value: Any, field: str, *, tokenizer: Tokenizer | None) -> tuple[str, ...]:
+    stops = [valid_text(text, field) for text in _listed(value)]
+    if not all(stops):
+        raise InputError(f"{field!r} holds an empty text", field=field, remedy="leave it out", code="empty")
+    if stops:
+        _need_tokenizer(tokenizer, field, "give stop_ids instead")
+    return tuple(stops)
+
+
+def _stop_ids(value: Any, field: str, *, vocab_size: int | None) -> tuple[int, ...]:
+    return tuple(_token(token, field, vocab_size) for token in _listed(value))
+
+
+def _token(value: Any, field: str, vocab_size: int | None) -> int:
+    return _whole(value, field, least=0, below=vocab_size)
+
+
+def _logit_bias(value: Any, field: str, *, vocab_size: int | None) -> tuple[tuple[int, float], ...]:
+    """OpenAI's limits; what is given twice is added."""
+    if isinstance(value, Mapping):
+        value = value.items()
+    biases: dict[int, float] = {}
+    try:
+        pairs = [(token, bias) for token, bias in value]
+    except (TypeError, ValueError):
+        raise _wrong(value, field, "an object of token ids and numbers") from None
+    for token, bias in pairs:
+        try:
+            number = int(token) if isinstance(token, str) else token
+        except ValueError:
+            raise _wrong(token, field, "token ids as its names") from None
+        number = _token(number, field, vocab_size)
+        biases[number] = biases.get(number, 0.0) + _number(bias, field, least=-100, most=100)
+    return tuple(biases.items())
+
+
+def _grammar(value: Any, field: str, *, tokenizer: Tokenizer | None) -> Grammar:
+    _need_tokenizer(tokenizer, field, "leave it out")
+    return grammar_from(value, field)
+
+
+def _need_tokenizer(tokenizer: Tokenizer | None, field: str, remedy: str) -> None:
+    if tokenizer is None:
+        message = f"{field!r} is about text, and the model has no tokenizer"
+        raise InputError(message, field=field, remedy=remedy, code="no_tokenizer")
+
+
+def _schema(value: Any, field: str) -> str:
+    if isinstance(value, str):
+        return valid_text(value, field)
+    if isinstance(value, Mapping):
+        try:
+            return json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            message = f"{field!r} cannot be written as JSON: {error}"
+            raise InputError(message, field=field, remedy="give JSON values only", code="wrong_type") from None
+    if value is True:  # the schema that anything fits
+        return "{}"
+    raise _wrong(value, field, "a JSON schema")
+
+
+def _json(value: Any, field: str) -> str:
+    if value is not True:
+        raise _wrong(value, field, "true")
+    return ""
+
+
+def _choice(value: Any, field: str) -> str:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise _wrong(value, field, "a list of texts")
+    return json.dumps([valid_text(text, field) for text in value], ensure_ascii=False)
+
+
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    "max_tokens": partial(_whole, least=1),
+    "min_tokens": partial(_whole, least=0),
+    "temperature": partial(_number, least=0),
+    "top_k": _top_k,
+    "top_p": partial(_number, least=0, most=1),
+    "min_p": partial(_number, least=0, most=1),
+    "repetition_penalty": partial(_number, least=0, above=True),
+    "presence_penalty": partial(_number, least=-2, most=2),
+    "frequency_penalty": partial(_number, least=-2, most=2),
+    "seed": partial(_whole, least=-(2**63), below=2**64),
+    "n": partial(_whole, least=1),
+    "ignore_eos": _bool,
+    "logprobs": partial(_whole, least=0),
+}
+_GRAMMAR_TEXTS: dict[str, Callable[[Any, str], str]] = {
+    "json_schema": _schema,
+    "json": _json,
+    "regex": valid_text,
+    "choice": _choice,
+    "lark": valid_text,
+}

@@ -1,0 +1,288 @@
+"""Tokens to text as they come.
+
+A stream gives exactly what the tokenizer's `decode(ids, skip_special=True)` gives of all ids, in parts, each as soon
+as it is certain. What a token adds is known from the token alone for the two kinds of tokenizer that language models
+have (so the work a token does not grow with the text): byte-level ones, whose tokens are bytes, and those of the
+SentencePiece kind, whose tokens are texts with single bytes (<0xE6>) among them. Other decoders are run on the last
+few tokens again. `tokenizers.decoders.DecodeStream` is not used: it raises for bytes that are not UTF-8, and models
+write them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .stops import StopFinder
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+__all__ = ["Detokenizer", "TextStream"]
+
+# Tokens looked back at, and most that are held as an incomplete letter, by `_ByWindow`.
+WINDOW = 8
+
+
+class Detokenizer:
+    """Makes streams for a tokenizer; they share what is known of its tokens."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._pieces = _pieces(tokenizer)
+
+    def stream(self, stop: Sequence[str] = (), min_tokens: int = 0) -> TextStream:
+        """min_tokens: a stop text complete within the first so many tokens does not count."""
+        return TextStream(self._pieces(), stop, min_tokens)
+
+
+class TextStream:
+    """The text of one sample, up to the first stop text.
+
+    text         what was given out so far
+    stopped      the stop text that ended it
+    num_tokens   tokens that belong to the text: all, or those that something before the stop came from. A token
+                 from which comes the end of the text and the beginning of the stop belongs to it as a whole
+    """
+
+    def __init__(self, pieces: Pieces, stop: Sequence[str], min_tokens: int):
+        self._pieces = pieces
+        self._finder = StopFinder(stop)
+        self._min_tokens = min_tokens
+        self._starts: list[int] = []  # of each token: letters of the text before what comes from it
+        self._letters = 0
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    @property
+    def stopped(self) -> str | None:
+        return self._finder.found
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._starts) if self._finder.cut is None else bisect_left(self._starts, self._finder.cut)
+
+    def add(self, token: int) -> str:
+        """Take a token; returns the text that is certain now. Not to be called when a stop was found."""
+        more = self._pieces.add(token)
+        self._starts.append(self._letters + self._pieces.start)
+        self._letters += len(more)
+        search = len(self._starts) > self._min_tokens
+        return self._give(self._finder.add(more, self._pieces.coming, search=search))
+
+    def finish(self) -> str:
+        """No more tokens: returns the rest, which is nothing when a stop was found."""
+        if self.stopped is not None:
+            return ""
+        search = len(self._starts) > self._min_tokens
+        text = self._finder.add(self._pieces.finish(), search=search)
+        return self._give(text if self.stopped is not None else text + self._finder.finish())
+
+    def _give(self, text: str) -> str:
+        if text:
+            self._parts.append(text)
+        return text
+
+
+class Pieces(Protocol):
+    """What text comes from tokens.
+
+    coming  complete letters that are not certain yet
+    start   of the last token: letters before the first that it has a part in, from the text that was certain before it
+    """
+
+    coming: str
+    start: int
+
+    def add(self, token: int) -> str:
+        """The text that is certain now, and was not before."""
+
+    def finish(self) -> str:
+        """What the tokens so far give if they are all."""
+
+
+def _pieces(tokenizer: Tokenizer) -> Callable[[], Pieces]:
+    backend = tokenizer.backend
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    names = _Table(lambda token: None if token in special else backend.id_to_token(token))
+    kinds = " ".join(_kind(step) for step in steps)
+    if kinds == "ByteLevel":
+        table = _Table(lambda token: _bytes(names[token]))
+        return lambda: _ByteLevel(table)
+    if re.fullmatch("(Replace )*ByteFallback Fuse( Strip)*", kinds):
+        replaced = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
+        strips = [(step["content"], step["start"]) for step in steps if step["type"] == "Strip"]
+        texts = _Table(lambda token: _replaced(names[token], replaced))
+        return lambda: _ByteFallback(texts, strips)
+    return lambda: _ByWindow(tokenizer, names)
+
+
+def _kind(step: dict) -> str:
+    """A decoder's name, as long as it is used in a way known here."""
+    kind = step["type"]
+    known = (kind != "Replace" or "String" in step["pattern"]) and (kind != "Strip" or not step["stop"])
+    return str(kind) if known else "unknown"
+
+
+class _Table(dict):
+    """What is known of each token, found out when it first comes."""
+
+    def __init__(self, make: Callable[[int], Any]):
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, token: int) -> Any:
+        value = self[token] = self._make(token)
+        return value
+
+
+def _byte_letters() -> dict[str, int]:
+    """{letter: byte} of byte-level tokens: printable bytes are themselves, the others letters from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()
+
+
+def _bytes(name: str | None) -> bytes:
+    if name is None:
+        return b""
+    found = [_BYTES.get(letter) for letter in name]
+    # An added token that is no byte-level token is its own text.
+    return name.encode() if None in found else bytes(found)
+
+
+class _ByteLevel:
+    """Tokens are bytes; the text is their UTF-8, with U+FFFD for what is none."""
+
+    coming = ""
+
+    def __init__(self, table: _Table):
+        self._table = table
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.start = 0
+
+    def add(self, token: int) -> str:
+        data = self._table[token]
+        # A letter that was begun and is not continued becomes one U+FFFD.
+        breaks_off = bool(data) and not 0x80 <= data[0] < 0xC0
+        self.start = 1 if breaks_off and self._decoder.getstate()[0] else 0
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def _replaced(name: str | None, pairs: list[tuple[str, str]]) -> str | int | None:
+    """A token's text, or its byte."""
+    if name is None:
+        return None
+    for old, new in pairs:
+        name = name.replace(old, new)
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        try:
+            return int(name[3:5], 16)
+        except ValueError:
+            pass
+    return name
+
+
+class _ByteFallback:
+    """Tokens are texts, and runs of them bytes: a run is its UTF-8, or as many U+FFFD when it is none.
+
+    So a run is not certain before it ends.
+    """
+
+    def __init__(self, table: _Table, strips: Sequence[tuple[str, int]]):
+        """strips: (letter, most of them that are left out at the beginning of the text)"""
+        self._table = table
+        self._strips = list(strips)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
+        self._size = 0  # of the run
+        self._run: str | None = ""  # its complete letters; None when it is no UTF-8
+        self.coming = ""
+        self.start = 0
+
+    def add(self, token: int) -> str:
+        piece = self._table[token]
+        self.start = self._size if self._run is None else len(self.coming)
+        if piece is None:
+            return ""
+        if isinstance(piece, int):
+            self._add_byte(piece)
+            return ""
+        before = self.finish()
+        self.start = len(before)
+        return before + self._strip(piece)
+
+    def _add_byte(self, byte: int) -> None:
+        self._size += 1
+        if self._run is not None:
+            try:
+                self._run += self._decoder.decode(bytes([byte]))
+            except UnicodeDecodeError:
+                self._run = None
+        self.coming = _stripped(self._run or "", self._strips)[0]
+
+    def finish(self) -> str:
+        if not self._size:
+            return ""
+        is_utf8 = self._run is not None and not self._decoder.getstate()[0]
+        text = self._strip(self._run if is_utf8 else "\ufffd" * self._size)
+        self._size, self._run, self.coming = 0, "", ""
+        self._decoder.reset()
+        return text
+
+    def _strip(self, text: str) -> str:
+        if text and self._strips:
+            text, self._strips = _stripped(text, self._strips)
+        return text
+
+
+def _stripped(text: str, strips: list[tuple[str, int]]) -> tuple[str, list[tuple[str, int]]]:
+    """(without what is left out of a text's beginning, what is to be left out of what follows)"""
+    remain = []
+    for letter, count in strips:
+        size = len(text)
+        text = text[:count].lstrip(letter) + text[count:]
+        if not text and size < count:
+            remain.append((letter, count - size))
+    return text, remain
+
+
+class _ByWindow:
+    """Any decoder for which a token's text depends on few tokens before it: their text again, with and without it."""
+
+    coming = ""
+    start = 0
+
+    def __init__(self, tokenizer: Tokenizer, names: _Table):
+        self._decode = tokenizer.decode
+        self._names = names
+        self._ids: list[int] = []
+        self._settled = 0  # of these ids, those whose text was given out
+
+    def add(self, token: int) -> str:
+        if self._names[token] is None:  # no part of the text, so nothing to look back at
+            return ""
+        self._ids.append(token)
+        text = self.finish()
+        if text.endswith("\ufffd") and len(self._ids) - self._settled < WINDOW:
+            return ""
+        self._ids = self._ids[-WINDOW:]
+        self._settled = len(self._ids)
+        return text
+
+    def finish(self) -> str:
+        before = self._decode(self._ids[: self._settled], skip_special=True)
+        return self._decode(self._ids, skip_special=True)[len(before) :]

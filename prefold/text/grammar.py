@@ -1,0 +1,158 @@
+"""Structured output: which tokens may come next, so that the text is what a grammar describes.
+
+The library is llguidance: it reads JSON schemas, regular expressions and Lark grammars, compiles one in well under a
+millisecond and gives a mask in some ten microseconds, so nothing need be prepared, and it is one wheel without
+dependencies. xgrammar brings transformers and Triton along; outlines-core has regular expressions only, and builds
+an index of the whole vocabulary for each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import InputError, MissingExtraError, UnsupportedModelError
+from ..types import Grammar
+from .tokenizer import valid_text
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+__all__ = ["GrammarCompiler", "Matcher", "check_grammar"]
+
+# Compiled grammars kept; those of a job are mostly one, or one a row.
+CACHED = 256
+# Between two parts of a JSON text. With no bound a small model may write spaces until its context is full.
+JSON_SPACE = r"[ \t\n\r]{0,64}"
+REMEDIES = {
+    "json_schema": "give a JSON schema; what of the standard is known: "
+    "https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md",
+    "json": "leave its text empty",
+    "regex": "give a regular expression in Rust's syntax, without look-around and back-references",
+    "choice": "give a list of texts, none of them empty",
+    "lark": "see https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md",
+}
+
+
+class Matcher:
+    """Where one sample's text stands in its grammar."""
+
+    def __init__(self, inner: Any, vocab_size: int):
+        self._inner = inner
+        self._vocab_size = vocab_size
+
+    def mask(self) -> np.ndarray:
+        """bool [vocab]: which tokens may come next. End-of-text is among them where the text is complete."""
+        bits = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+
+    def accept(self, token: int) -> None:
+        """Go on with a token that the mask allowed. Any other makes the matcher fail, and be done."""
+        self._inner.consume_token(token)
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing but end-of-text may follow."""
+        return self._inner.is_stopped()
+
+    @property
+    def is_complete(self) -> bool:
+        """The text so far is one that the grammar describes."""
+        return self._inner.is_accepting()
+
+    @property
+    def failed(self) -> str | None:
+        """What went wrong: a token the mask did not allow, or a grammar that grew too complex on the way."""
+        return self._inner.get_error() or None
+
+    def copy(self) -> Matcher:
+        return Matcher(self._inner.deep_copy(), self._vocab_size)
+
+
+class GrammarCompiler:
+    """Makes matchers for a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int] = ()):
+        """vocab_size: of the model's logits. eos_ids: what may end a text; () leaves it to the tokenizer.
+
+        Raises MissingExtraError without the library, UnsupportedModelError when it does not know this kind of
+        tokenizer.
+        """
+        library = _library()
+        try:
+            self._tokenizer = library.LLTokenizer(
+                tokenizer.backend.to_str(),
+                n_vocab=max(vocab_size, tokenizer.vocab_size),
+                eos_token=sorted(set(eos_ids)) or None,
+            )
+        except Exception as error:  # the library raises ValueError and its own panics
+            raise UnsupportedModelError(f"grammars do not work with this tokenizer: {_one_line(error)}") from None
+        self._vocab_size = vocab_size
+        self._compiled = lru_cache(maxsize=CACHED)(self._compile)
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A matcher at the beginning of a text. Raises InputError for what is no grammar, or one no text fits."""
+        return self._compiled(grammar).copy()
+
+    def _compile(self, grammar: Grammar) -> Matcher:
+        check_grammar(grammar)
+        matcher = Matcher(_library().LLMatcher(self._tokenizer, _source(grammar), log_level=0), self._vocab_size)
+        if matcher.failed:
+            raise _refused(grammar, matcher.failed)
+        matcher.mask()  # what cannot go on at all is found out with the first mask
+        if matcher.is_done and not matcher.is_complete:
+            raise _refused(grammar, "no text fits it")
+        return matcher
+
+
+@lru_cache(maxsize=CACHED)
+def check_grammar(grammar: Grammar) -> None:
+    """Raises InputError for what is no grammar; it needs no tokenizer. MissingExtraError without the library."""
+    is_error, messages = _library().LLMatcher.validate_grammar_with_warnings(_source(grammar))
+    if is_error:
+        raise _refused(grammar, messages[0])
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise MissingExtraError("llguidance", "grammar", "structured output") from None
+    return llguidance
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar as the library wants it."""
+    make = _library().LLMatcher
+    valid_text(grammar.text, "grammar")
+    try:
+        if grammar.kind in ("json_schema", "json"):
+            schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
+            return make.grammar_from_json_schema(schema, defaults={"whitespace_pattern": JSON_SPACE})
+        if grammar.kind == "choice":
+            return make.grammar_from_lark("start: " + " | ".join(_quoted(grammar.text)))
+    except ValueError as error:
+        raise _refused(grammar, error) from None
+    if grammar.kind == "regex":
+        return make.grammar_from_regex(grammar.text)
+    return make.grammar_from_lark(grammar.text)
+
+
+def _quoted(choices: str) -> list[str]:
+    texts = json.loads(choices)
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("it is not a list of texts")
+    return [json.dumps(valid_text(text, "grammar"), ensure_ascii=False) for text in texts]
+
+
+def _refused(grammar: Grammar, why: object) -> InputError:
+    message = f"the grammar ({grammar.kind}) is refused: {_one_line(why)}"
+    return InputError(message, field="grammar", remedy=REMEDIES[grammar.kind], code="invalid_grammar")
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())[:500]

@@ -1,0 +1,71 @@
+"""Stop texts: found wherever the borders between tokens lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["StopFinder"]
+
+
+class StopFinder:
+    """Looks for stop texts in a text that arrives in parts, and passes on what can no longer be part of one.
+
+    The stop that ends first is the one found, of those that end at the same place the longest: what a reader
+    going letter by letter would find, however the text is parted.
+
+    found   the stop text that was found
+    cut     where it begins: letters of the whole text before it
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self.stops = tuple(stops)
+        self.found: str | None = None
+        self.cut: int | None = None
+        self._held = ""  # what may be the beginning of a stop
+        self._passed = 0  # letters before it
+        self._free = 0  # a stop that ends up to here is none
+
+    def add(self, text: str, coming: str = "", *, search: bool = True) -> str:
+        """Take more text; returns what is certain to stand before any stop, up to the stop when one is found.
+
+        coming   text that is likely to follow. It is searched too, and comes back in front of a stop
+        search   False: a stop that is complete within this text does not count
+        """
+        if not self.stops:
+            return text
+        self._held += text
+        if not search:
+            self._free = self._passed + len(self._held) + len(coming)
+        elif self._find(self._held + coming):
+            self._held += coming
+            return self._pass(self.cut - self._passed)
+        return self._pass(len(self._held) - self._beginning(self._held))
+
+    def finish(self) -> str:
+        """The text ends; returns what was held back."""
+        return self._pass(len(self._held))
+
+    def _pass(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        self._passed += count
+        return text
+
+    def _find(self, text: str) -> bool:
+        best: tuple[int, int] | None = None
+        for stop in self.stops:
+            start = text.find(stop, max(0, self._free - self._passed - len(stop) + 1))
+            if start >= 0 and (best is None or (start + len(stop), start) < best):
+                best, self.found = (start + len(stop), start), stop
+        if best is None:
+            return False
+        self.cut = self._passed + best[1]
+        return True
+
+    def _beginning(self, text: str) -> int:
+        """Length of the longest end of `text` that is the beginning of a stop."""
+        most = min(len(text), max(map(len, self.stops)) - 1)
+        for length in range(most, 0, -1):
+            end = text[len(text) - length :]
+            if any(len(stop) > length and stop.startswith(end) for stop in self.stops):
+                return length
+        return 0

@@ -1,0 +1,116 @@
+"""The radix cache's policies, on a trie and a pool of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from prefold.cache import CacheOptions, RadixCache, SlotPool
+from prefold.errors import InputError
+from prefold.prefix.radix import RadixTree
+
+
+class Cached:
+    """A cache with a clock that a test moves."""
+
+    def __init__(self, slots=100, **options):
+        self.now = 0.0
+        self.tree, self.pool = RadixTree(), SlotPool(slots)
+        self.cache = RadixCache(self.tree, self.pool, CacheOptions(**options), clock=lambda: self.now)
+
+    def use(self, *tokens, priority=0):
+        """A sequence comes, has its rows computed, and ends."""
+        self.now += 1
+        leaf = self.tree.insert((), np.array(tokens, np.int32))
+        for node in leaf.path():
+            if node.kept:
+                self.cache.take(node)
+            node.users += 1
+            node.priority = max(node.priority, priority)
+            if not len(node.slots):
+                node.claim(self.pool.allocate(len(node)))
+                node.computed = len(node)
+        for node in reversed(leaf.path()):
+            node.users -= 1
+            self.cache.keep(node)
+        self.cache.check()
+
+    def has(self, *tokens):
+        found, total = self.tree.match((), np.array(tokens, np.int32))
+        assert all(node.computed == len(node) for node, _ in found)
+        return total
+
+
+def test_lru():
+    c = Cached()
+    c.use(1, 2, 3)
+    c.use(1, 2, 4)
+    c.use(5, 6)
+    c.use(1, 2, 3)
+    c.cache.evict(1)
+    c.cache.check()
+    assert (c.has(1, 2, 3), c.has(1, 2, 4), c.has(5, 6)) == (3, 2, 2)
+    c.cache.evict(1)
+    assert c.has(5, 6) == 1, "the last row goes first"
+
+
+def test_lfu_and_priority():
+    c = Cached(policy="lfu")
+    for _ in range(3):
+        c.use(1, 2)
+    c.use(3, 4)
+    c.cache.evict(2)
+    assert (c.has(1, 2), c.has(3, 4)) == (2, 0)
+    c = Cached(policy="priority")
+    c.use(1, 2, priority=5)
+    c.use(3, 4)
+    c.cache.evict(2)
+    assert (c.has(1, 2), c.has(3, 4)) == (2, 0)
+
+
+def test_time_to_live():
+    c = Cached(ttl=10)
+    c.use(1, 2, 3)
+    c.now += 5
+    c.use(1, 2, 4)
+    c.now += 5.5
+    c.cache.expire()
+    c.cache.check()
+    assert (c.has(1, 2, 3), c.has(1, 2, 4)) == (2, 3)
+    c.now += 20
+    c.cache.expire()
+    assert c.has(1) == 0 and c.pool.used_slots == 0
+
+
+def test_most_tokens_and_least_overlap():
+    c = Cached(max_tokens=4)
+    c.use(1, 2, 3)
+    c.use(4, 5, 6)
+    assert c.cache.rows == 4 and c.pool.used_slots == 4
+    c = Cached(min_overlap=3)
+    c.use(1, 2)
+    assert c.pool.used_slots == 0
+    c.use(1, 2, 3)
+    assert c.has(1, 2, 3) == 3
+
+
+def test_pins():
+    c = Cached()
+    c.use(1, 2, 3, 4)
+    c.use(5, 6)
+    assert c.cache.pin((), np.array([1, 2, 9])) == 2
+    c.cache.check()
+    assert c.cache.evict(100) == 4
+    assert (c.has(1, 2, 3), c.has(5)) == (2, 0)
+    c.use(1, 2, 3)
+    assert c.cache.unpin((), np.array([1, 2])) == 2
+    c.cache.check()
+    c.cache.clear()
+    assert c.pool.used_slots == 0
+
+
+def test_options_are_checked():
+    with pytest.raises(InputError, match="policy"):
+        CacheOptions(policy="fifo")
+    with pytest.raises(InputError, match="ttl"):
+        CacheOptions(ttl=-1)

@@ -1,0 +1,53 @@
+"""The slot pool against a set of numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefold.cache import SCRATCH, SlotPool
+
+
+@given(st.integers(0, 60), st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
+def test_against_a_set(size, actions):
+    pool, held, free = SlotPool(size), [], set(range(1, size + 1))
+    for take, number in actions:
+        if take:
+            slots = pool.allocate(number)
+            if number > len(free):
+                assert slots is None
+                continue
+            assert len(slots) == number and set(slots.tolist()) <= free and SCRATCH not in slots
+            assert (np.diff(slots) > 0).all()
+            free -= set(slots.tolist())
+            held.append(slots)
+        elif held:
+            slots = held.pop(number % len(held))
+            half = len(slots) // 2
+            pool.free(slots[half:])
+            pool.free(slots[:half])
+            free |= set(slots.tolist())
+        assert pool.free_slots == len(free)
+        runs = pool.free_list()
+        assert {slot for start, count in runs for slot in range(start, start + count)} == free
+        assert all(a + n < b for (a, n), (b, _) in itertools.pairwise(runs)), "neighbours are one run"
+
+
+def test_prefers_one_even_run():
+    pool = SlotPool(100)
+    pool.allocate(3)
+    assert pool.allocate(10).tolist() == list(range(6, 16))
+
+
+def test_refuses_what_is_not_in_use():
+    pool = SlotPool(10)
+    slots = pool.allocate(4)
+    pool.free(slots)
+    with pytest.raises(ValueError, match="not in use"):
+        pool.free(slots)
+    with pytest.raises(ValueError, match="not in use"):
+        pool.free(np.array([11]))

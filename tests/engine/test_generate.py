@@ -1,0 +1,107 @@
+"""Greedy generation is transformers' generate, however it is cut, shared, squeezed or kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefold import LLM
+from prefold.cache import CacheOptions
+from prefold.errors import InputError
+from tests.generating import ask, engine_of, generate, reference_tokens, tokens_of
+from tests.running import prompts
+from tests.tiny import reference, tiny_checkpoint
+
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3", "gemma3"])
+def case(request, tmp_path_factory):
+    """(LLM, prompts, what transformers makes of them)"""
+    options = {"sliding_window": 6} if request.param == "mistral" else {}
+    folder = tiny_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **options)
+    llm = LLM(str(folder), dtype="float32")
+    asked = prompts(5)
+    return llm, asked, reference_tokens(reference(folder), asked, MAX_TOKENS)
+
+
+def requests_of(asked):
+    return [ask(p, max_tokens=MAX_TOKENS, ignore_eos=True) for p in asked]
+
+
+def test_alone(case):
+    llm, asked, expected = case
+    engine = engine_of(llm, kv_memory=1 << 20)
+    for prompt, tokens in zip(asked, expected, strict=True):
+        assert tokens_of(generate(engine, requests_of([prompt]))) == [tokens]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 13, 64, 4096])
+@pytest.mark.parametrize("sharing", ["full", "off"])
+def test_all_together(case, rows, sharing):
+    llm, asked, expected = case
+    engine = engine_of(llm, rows=rows, sharing=sharing, kv_memory=1 << 22)
+    assert tokens_of(generate(engine, requests_of(asked))) == expected
+    stats = engine.stats
+    assert stats.generation.recomputed_rows <= len(asked)
+    if sharing == "full" and rows == 4096:
+        unique = {tuple(p[: i + 1]) for p in asked for i in range(len(p))}
+        assert stats.generation.prefill_rows == len(unique)
+    assert stats.generation.generated_tokens == len(asked) * MAX_TOKENS
+
+
+@pytest.mark.parametrize("running", [1, 4])
+@pytest.mark.parametrize("reserve", [True, False])
+def test_little_memory(case, running, reserve):
+    llm, asked, expected = case
+    longest = max(map(len, asked)) + MAX_TOKENS
+    engine = engine_of(llm, rows=16, slots=longest + 10, max_running=running * 4, reserve_output=reserve)
+    assert tokens_of(generate(engine, requests_of(asked))) == expected
+    if not reserve and running > 1:
+        assert engine.stats.generation.preemptions > 0
+
+
+def test_warm_cache_and_small_windows(case):
+    llm, asked, expected = case
+    engine = engine_of(llm, rows=32, slots=400, cache=CacheOptions())
+    assert tokens_of(generate(engine, requests_of(asked), window=20)) == expected
+    before = engine.stats.generation.prefill_rows
+    assert tokens_of(generate(engine, requests_of(asked))) == expected
+    assert engine.stats.generation.prefill_rows - before <= len({tuple(p) for p in asked})
+    turns = [[*p, *t] for p, t in zip(asked, expected, strict=True)]
+    engine.generator.scheduler.cache.evict(100)
+    generate(engine, requests_of([t[:-1] for t in turns]))
+
+
+def test_samples_of_one_prompt(case):
+    llm, asked, _ = case
+    engine = engine_of(llm, kv_memory=1 << 22)
+    request = ask(asked[0], max_tokens=6, n=3, temperature=1.0, seed=7, ignore_eos=True)
+    together = generate(engine, [request])[0]
+    assert len({sample.tokens for sample in together}) > 1
+    assert engine.stats.generation.prefill_rows == len(asked[0])
+    beside = generate(engine_of(llm, rows=3, kv_memory=1 << 22), [*requests_of(asked), request])[-1]
+    assert [s.tokens for s in beside] == [s.tokens for s in together]
+
+
+def test_a_request_that_cannot_run_is_an_answer(case):
+    llm, asked, expected = case
+    engine = engine_of(llm, slots=30)
+    results = generate(engine, [*requests_of(asked[:3]), ask([5] * 40, max_tokens=4), ask([5] * 600)])
+    assert tokens_of(results[:3]) == expected[:3]
+    assert isinstance(results[3], InputError) and results[3].code == "kv_memory"
+    assert isinstance(results[4], InputError) and results[4].code == "too_long"
+
+
+def test_stops(case):
+    llm, asked, expected = case
+    engine = engine_of(llm, kv_memory=1 << 22)
+    stop = expected[0][3]
+    at = expected[0].index(stop)
+    found = generate(engine, [ask(asked[0], max_tokens=9, stop_ids=(stop,))])[0][0]
+    assert list(found.tokens) == expected[0][:at]
+    assert (found.finish_reason, found.stop) == ("stop", stop)
+
+
+def test_mlp_is_refused(case):
+    with pytest.raises(InputError, match="full or off"):
+        engine_of(case[0], sharing="mlp").generator  # noqa: B018

@@ -1,0 +1,64 @@
+"""Generating with an engine, and with transformers, for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from prefold import LLM
+from prefold.engine import Engine, GenerateOptions
+from prefold.stream import Spool
+from prefold.types import Generated, GenerateRequest, Sampling
+
+
+def engine_of(llm: LLM, *, rows: int = 4096, sharing: str = "full", slots: int | None = None, **options) -> Engine:
+    """An engine over the model of `llm`, with a KV store of its own."""
+    if slots is not None:
+        probe = Engine(llm.model, generation=GenerateOptions(kv_memory=1 << 20)).generator
+        options["kv_memory"] = (slots + 1) * probe.slot_bytes
+    return Engine(
+        llm.model,
+        sharing=sharing,
+        max_batch_rows=rows,
+        generation=GenerateOptions(**options),
+        eos_ids=llm.engine.eos_ids,
+    )
+
+
+def generate(engine: Engine, requests: list[GenerateRequest], tokenizer=None, window: int = 1 << 20) -> list:
+    """What each request gave, in order."""
+    results: list = [None] * len(requests)
+    with Spool() as spool:
+        for number, request in enumerate(requests):
+            spool.add(request, str(number).encode())
+        windows = spool.windows(max_tokens=window, share=engine.sharing == "full", read="tokens")
+        for tag, result in engine.generate(windows, tokenizer):
+            assert results[int(tag)] is None
+            results[int(tag)] = result
+    engine.generator.scheduler.check()
+    return results
+
+
+def ask(tokens, **sampling) -> GenerateRequest:
+    return GenerateRequest(np.array(tokens, np.int32), Sampling(**sampling))
+
+
+def tokens_of(results: list[list[Generated]]) -> list[list[int]]:
+    return [list(samples[0].tokens) for samples in results]
+
+
+@torch.inference_mode()
+def reference_tokens(model, prompts: list[list[int]], max_tokens: int, eos_ids=()) -> list[list[int]]:
+    """Greedy output of transformers' generate, one prompt at a time."""
+    out = []
+    for prompt in prompts:
+        config = model.generation_config
+        config.do_sample, config.eos_token_id = False, list(eos_ids) or None
+        ids = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=max_tokens,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+        out.append([i for i in ids if i not in eos_ids])
+    return out

@@ -1,0 +1,189 @@
+"""The generation scheduler on random traces: every request ends once, with what it would have made alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefold.cache import CacheOptions, SlotPool
+from prefold.errors import InputError
+from prefold.schedule.generate import GenerateScheduler
+from tests.schedule.traces import expected, prompts_of, run_to_end
+
+
+def scheduler_of(slots=200, rows=64, running=16, **options):
+    return GenerateScheduler(SlotPool(slots), max_batch_rows=rows, max_running=running, **options)
+
+
+def stop_of(modulus):
+    """Ends a sequence at a place that its path decides."""
+    return lambda path, sample: len(path) > 4 and (sum(path) + sample) % modulus == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    count=st.integers(1, 14),
+    slots=st.integers(26, 120),
+    rows=st.integers(1, 40),
+    running=st.integers(1, 9),
+    sharing=st.booleans(),
+    reserve=st.booleans(),
+    cached=st.sampled_from([None, "lru", "lfu", "priority"]),
+    most_tokens=st.sampled_from([None, 0, 9]),
+    overlap=st.sampled_from([0, 4]),
+    is_sorted=st.booleans(),
+)
+def test_random_traces(seed, count, slots, rows, running, sharing, reserve, cached, most_tokens, overlap, is_sorted):
+    rng = np.random.default_rng(seed)
+    cache = cached and CacheOptions(policy=cached, max_tokens=most_tokens, min_overlap=overlap)
+    scheduler = scheduler_of(slots, rows, running, sharing=sharing, cache=cache)
+    stop_at = stop_of(int(rng.integers(2, 5)))
+    prompts = prompts_of(rng, count)
+    if is_sorted:
+        prompts.sort(key=lambda p: p.tolist())
+    asked = {}
+    left = list(enumerate(prompts))
+    cancelled = set()
+
+    def arrive(step=None):
+        for _ in range(int(rng.integers(0, 4))):
+            if left:
+                key, prompt = left.pop(0)
+                samples = int(rng.integers(1, 4)) if rng.random() < 0.3 else 1
+                limit = int(rng.integers(1, 15))
+                namespace = ("a",) if rng.random() < 0.2 else ()
+                scheduler.submit(
+                    key, prompt, samples=samples, limit=limit, reserve=reserve, namespace=namespace, priority=key % 3
+                )
+                asked[key] = (prompt, samples, limit)
+        if asked and rng.random() < 0.1:
+            key = int(rng.choice(list(asked)))
+            scheduler.cancel(key)
+            cancelled.add(key)
+
+    ended = {}
+    while left:
+        arrive()
+        ended |= run_to_end(scheduler, stop_at, arrive)
+    ended |= run_to_end(scheduler, stop_at)
+    assert not scheduler.failed and not scheduler.has_work
+    for key, (prompt, samples, limit) in asked.items():
+        for sample in range(samples):
+            if key not in cancelled:
+                assert ended.pop((key, sample)) == expected(prompt, sample, limit, stop_at)
+    assert {key for key, _ in ended} <= cancelled
+    kept = scheduler.cache.rows if scheduler.cache else 0
+    assert scheduler.pool.used_slots == kept
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), slots=st.integers(40, 60), rows=st.integers(1, 20), cached=st.booleans())
+def test_unknown_lengths_are_preempted_and_end(seed, slots, rows, cached):
+    rng = np.random.default_rng(seed)
+    scheduler = scheduler_of(slots, rows, cache=CacheOptions() if cached else None)
+    stop_at = lambda path, sample: len(path) >= 24  # noqa: E731
+    prompts = prompts_of(rng, 12)
+    for key, prompt in enumerate(prompts):
+        scheduler.submit(key, prompt, limit=1000, reserve=False)
+    ended = run_to_end(scheduler, stop_at)
+    assert not scheduler.failed
+    assert ended == {(k, 0): expected(p, 0, None, stop_at) for k, p in enumerate(prompts)}
+
+
+def test_preemption_is_counted():
+    scheduler = scheduler_of(slots=40, rows=16)
+    for key in range(6):
+        scheduler.submit(key, np.array([1, 2, key], np.int32), limit=1000, reserve=False)
+    run_to_end(scheduler, lambda path, sample: len(path) >= 24)
+    assert scheduler.stats.preemptions > 0
+    assert scheduler.stats.recomputed_rows > 0
+
+
+def test_shared_rows_are_computed_once():
+    shared = list(range(20))
+    scheduler = scheduler_of(slots=2000, rows=16, running=16)
+    for key in range(8):
+        scheduler.submit(key, np.array([*shared, 30 + key, 1], np.int32), limit=5)
+    run_to_end(scheduler)
+    stats = scheduler.stats
+    assert stats.prefill_rows == 20 + 8 * 2
+    assert stats.decode_rows == 8 * 4
+    assert stats.generated_tokens == 8 * 5
+    assert stats.recomputed_rows == 0
+    assert scheduler.rows_held_peak == 20 + 8 * 2 + 8 * 4
+    assert scheduler.rows_unshared_peak == 8 * 26
+
+
+def test_identical_prompts_and_samples_share_all_but_their_tails():
+    scheduler = scheduler_of(slots=500, rows=64)
+    prompt = np.arange(10, dtype=np.int32)
+    scheduler.submit("a", prompt, samples=3, limit=4)
+    scheduler.submit("b", prompt, limit=4)
+    ended = run_to_end(scheduler)
+    assert len(ended) == 4
+    assert scheduler.stats.prefill_rows == 10
+
+
+def test_a_node_is_free_in_the_step_of_its_last_need():
+    scheduler = scheduler_of(slots=100, rows=64)
+    scheduler.submit("short", np.array([1, 2, 3, 4], np.int32), limit=1)
+    scheduler.submit("long", np.array([1, 2, 5], np.int32), limit=6)
+    used = []
+    run_to_end(scheduler, on_step=lambda step: used.append(scheduler.pool.used_slots))
+    assert used[0] == 3 + 5  # [3, 4] has gone, [1, 2], [5] and the tail's five are held
+    assert used[-1] == 0
+
+
+def test_a_waiting_prompt_holds_its_prefix():
+    scheduler = scheduler_of(slots=100, rows=64, running=1)
+    for key in range(3):
+        scheduler.submit(key, np.array([1, 2, 3, 4, key], np.int32), limit=2)
+    run_to_end(scheduler)
+    assert scheduler.stats.prefill_rows == 4 + 3
+    assert scheduler.stats.first_admission_hits == 8
+
+
+def test_warm_cache():
+    scheduler = scheduler_of(slots=100, rows=64, cache=CacheOptions())
+    prompt = np.array([0, 1, 2, 0, 1], np.int32)
+    scheduler.submit("first", prompt, limit=4)
+    answer = run_to_end(scheduler)["first", 0]
+    before = scheduler.stats.prefill_rows
+    scheduler.submit("second", np.array([*prompt, *answer[:-1], 7], np.int32), limit=1)
+    scheduler.submit("again", prompt, limit=1)
+    run_to_end(scheduler)
+    assert scheduler.stats.prefill_rows - before == 1 + 1  # the new token, and the last row of `again` once more
+    assert scheduler.stats.cross_window_hits == 8 + 5
+
+
+def test_namespaces_share_nothing():
+    scheduler = scheduler_of(slots=100)
+    prompt = np.array([0, 1, 2], np.int32)
+    scheduler.submit("a", prompt, limit=1, namespace=("x",))
+    scheduler.submit("b", prompt, limit=1, namespace=("y",))
+    run_to_end(scheduler)
+    assert scheduler.stats.prefill_rows == 6
+
+
+def test_what_never_fits_is_refused():
+    scheduler = scheduler_of(slots=10)
+    with pytest.raises(InputError, match="kv_memory"):
+        scheduler.submit("a", np.arange(8, dtype=np.int32), limit=4)
+    scheduler.submit("b", np.arange(8, dtype=np.int32), limit=3)
+    scheduler.submit("c", np.arange(8, dtype=np.int32), limit=99, reserve=False)
+    ended = run_to_end(scheduler)
+    assert list(ended) == [("b", 0)]
+    assert [key for key, _ in scheduler.failed] == ["c"]
+    assert scheduler.pool.used_slots == 0
+
+
+def test_commit_wants_the_planned_step():
+    scheduler = scheduler_of()
+    scheduler.submit("a", np.array([1], np.int32), limit=2)
+    step = scheduler.plan()
+    scheduler.commit(step, [1], [False])
+    with pytest.raises(ValueError, match="planned last"):
+        scheduler.commit(step, [1], [False])

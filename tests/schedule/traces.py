@@ -1,0 +1,101 @@
+"""A store that knows what each slot holds, and checks what every row of a step would see."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefold.cache import SCRATCH
+from prefold.schedule.generate import GenerateScheduler, GenerateStep
+
+
+class CheckedStore:
+    """Slot -> (namespace, the tokens from the root up to that row). `run` stands for the model: the token that follows
+    a path is a function of the path and the sample, so that any wrong key shows."""
+
+    def __init__(self) -> None:
+        self.content: dict[int, tuple] = {}
+
+    def run(self, step: GenerateStep) -> None:
+        paths: list[tuple] = []
+        keys = [
+            (int(s), int(c), int(p), int(f), int(la))
+            for s, c, p, f, la in zip(
+                step.run_start, step.run_count, step.run_position, step.run_first, step.run_last, strict=True
+            )
+        ]
+        namespace_of = {q: ns for ns, first, last in step.spans for q in range(first, last)}
+        new_slots = [int(s) for s in step.slots if s != SCRATCH]
+        assert len(set(new_slots)) == len(new_slots)
+        for query, (token, position, slot) in enumerate(zip(step.tokens, step.positions, step.slots, strict=True)):
+            seen: dict[int, int] = {}
+            for start, count, at, first, last in keys:
+                if first <= query < last:
+                    for i in range(count):
+                        assert at + i not in seen, "two keys of one position"
+                        seen[at + i] = start + i
+            namespace = namespace_of[query]
+            if slot != SCRATCH:
+                assert seen[int(position)] == slot
+            assert sorted(seen) == list(range(int(position) + 1)), "a key is missing"
+            above = [seen[p] for p in range(int(position))]
+            path = ()
+            if above:
+                where, path = self.content[above[-1]]
+                assert where == namespace
+                for depth, key in enumerate(above):
+                    assert self.content[key] == (namespace, path[: depth + 1]), "a key of another path"
+            path = (*path, int(token))
+            if slot == SCRATCH:
+                assert self.content[seen[int(position)]] == (namespace, path)
+            else:
+                self.content[int(slot)] = (namespace, path)
+            paths.append(path)
+        self.paths = paths
+
+
+def next_token(path: tuple, sample: int) -> int:
+    """A token out of few, so that outputs meet prompts."""
+    return (sum((i + 1) * t for i, t in enumerate(path[-3:])) + sample + len(path)) % 3
+
+
+def run_to_end(scheduler: GenerateScheduler, stop_at=lambda path, sample: False, on_step=lambda step: None, most=5000):
+    """All that ended: {(key, sample): tokens}; checks the books after every step."""
+    store = scheduler.__dict__.setdefault("checked_store", CheckedStore())  # it outlives a run, as a KV store does
+    ended: dict[tuple, list[int]] = {}
+    for _ in range(most):
+        step = scheduler.plan()
+        assert scheduler.plan() is step
+        scheduler.check()
+        if step is None:
+            break
+        assert step.num_rows <= scheduler.max_batch_rows
+        store.run(step)
+        tokens, stops = [], []
+        for sequence, read in step.reads:
+            path = store.paths[step.read_rows[read]]
+            tokens.append(next_token(path, sequence.sample))
+            stops.append(stop_at(path, sequence.sample))
+        for done in scheduler.commit(step, tokens, stops):
+            assert (done.key, done.sample) not in ended
+            ended[done.key, done.sample] = list(done.tokens)
+        scheduler.check()
+        on_step(step)
+    else:
+        raise AssertionError("the work does not end")
+    return ended
+
+
+def expected(prompt, sample: int, limit: int | None, stop_at, context: int = 64) -> list[int]:
+    """What a sequence makes when it is alone."""
+    path, out = tuple(int(t) for t in prompt), []
+    while limit is None or len(out) < limit:
+        if stop_at(path, sample):
+            break
+        out.append(next_token(path, sample))
+        path = (*path, out[-1])
+        assert len(path) < context
+    return out
+
+
+def prompts_of(rng: np.random.Generator, count: int, longest: int = 9, vocabulary: int = 3) -> list[np.ndarray]:
+    return [rng.integers(0, vocabulary, rng.integers(1, longest + 1)).astype(np.int32) for _ in range(count)]

@@ -1,0 +1,80 @@
+"""What is to be done with a prompt travels with it: there and back, in memory and on disk."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefold.stream import Spool
+from prefold.stream.options import decode_options, encode_options
+from prefold.types import GenerateRequest, Grammar, Request, Sampling
+
+texts = st.text(max_size=5)
+counts = st.integers(0, 2**53)
+grammars = st.builds(Grammar, st.sampled_from(["json_schema", "json", "regex", "choice", "lark"]), texts)
+samplings = st.builds(
+    Sampling,
+    max_tokens=st.none() | counts,
+    min_tokens=counts,
+    temperature=st.floats(0, 2),
+    top_k=counts,
+    top_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0.5, 2),
+    logit_bias=st.lists(st.tuples(counts, st.floats(-100, 100)), max_size=3).map(tuple),
+    seed=st.none() | counts,
+    n=st.integers(1, 9),
+    stop=st.lists(texts, max_size=2).map(tuple),
+    stop_ids=st.lists(counts, max_size=2).map(tuple),
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, 20),
+    grammar=st.none() | grammars,
+)
+requests = st.builds(
+    GenerateRequest,
+    st.lists(st.integers(0, 3), min_size=1, max_size=6).map(np.array),
+    st.just(Sampling()) | samplings,
+    adapter=st.none() | texts,
+    salt=texts,
+    priority=st.integers(-5, 5),
+)
+
+
+def plain(request):
+    return request.tokens.tolist(), request.sampling, request.adapter, request.salt, request.priority
+
+
+@given(requests)
+def test_there_and_back(request):
+    data = encode_options(request)
+    found = decode_options(data, request.tokens)
+    assert plain(found) == plain(request)
+    assert hash(found.sampling) == hash(request.sampling)  # tuples, as they were
+
+
+def test_what_is_the_default_takes_no_bytes():
+    assert encode_options(GenerateRequest(np.array([1]))) == b""
+    assert encode_options(GenerateRequest(np.array([1]), Sampling(max_tokens=5))) == b'{"max_tokens":5}'
+
+
+@settings(deadline=None)
+@given(st.lists(requests, max_size=20), st.sampled_from([1, 1 << 20]), st.integers(1, 30), st.booleans())
+def test_every_request_comes_back_as_it_was(job, memory_bytes, max_tokens, share):
+    with Spool(memory_bytes=memory_bytes) as spool:
+        for i, request in enumerate(job):
+            spool.add(request, b"%d" % i)
+        windows = list(spool.windows(max_tokens=max_tokens, share=share, read="tokens"))
+    found = [(w.tags[i], w.generate_request(i)) for w in windows for i in range(w.num_requests)]
+    assert sorted(int(tag) for tag, _ in found) == list(range(len(job)))
+    for tag, request in found:
+        assert plain(request) == plain(job[int(tag)])
+
+
+@pytest.mark.parametrize("memory_bytes", [1, 1 << 20])
+def test_other_requests_have_the_default_options(memory_bytes):
+    with Spool(memory_bytes=memory_bytes) as spool:
+        spool.add(Request(np.array([1, 2])))
+        spool.add(GenerateRequest(np.array([3])))
+        (window,) = spool.windows(max_tokens=10)
+    assert window.options == [b"", b""] and window.generate_request(1).sampling == Sampling()

@@ -1,0 +1,128 @@
+"""The Python face of generation: generate, chat, stream, and the same from an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from prefold import LLM
+from prefold.cache import CacheOptions
+from prefold.errors import InputError
+from tests.generating import reference_tokens
+from tests.tiny import reference, tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("face"), "llama")
+    made = LLM(str(folder), dtype="float32", kv_memory=1 << 22)
+    made.folder = folder
+    return made
+
+
+def test_one_and_many(llm):
+    ids = llm.tokenizer.encode("yes no the").tolist()
+    expected = reference_tokens(reference(llm.folder), [ids], 8)[0]
+    one = llm.generate("yes no the", max_tokens=8, ignore_eos=True)
+    assert list(one.tokens) == expected
+    assert one.text == llm.tokenizer.decode(expected)
+    assert one.finish_reason == "length"
+    many = llm.generate(["yes no the", ids, "no"], max_tokens=8, ignore_eos=True)
+    assert [m.tokens for m in many[:2]] == [one.tokens] * 2
+    samples = llm.generate(["yes", "no"], max_tokens=4, n=3, temperature=1.0, seed=1, ignore_eos=True)
+    assert [len(s) for s in samples] == [3, 3]
+    again = llm.generate("no", max_tokens=4, n=3, temperature=1.0, seed=1, ignore_eos=True)
+    assert [s.tokens for s in again] == [s.tokens for s in samples[1]]
+    assert llm.generate([]) == []
+
+
+def test_chat_and_what_is_kept(llm):
+    chat = [{"role": "user", "content": "is it the one? yes or no"}]
+    first = llm.chat(chat, max_tokens=5, ignore_eos=True)
+    second = llm.chat(chat, max_tokens=5, ignore_eos=True)
+    assert second.tokens == first.tokens
+    prompt = llm.tokenizer.encode(llm.tokenizer.render_chat(chat, add_generation_prompt=True), special=False)
+    assert second.cached_tokens == len(prompt)
+    assert llm.stats.generation.cross_window_hits >= len(prompt)
+    apart = llm.chat(chat, max_tokens=5, ignore_eos=True, salt="another tenant")
+    assert (apart.tokens, apart.cached_tokens) == (first.tokens, 0)
+    assert llm.cache.pin((None, ""), prompt) == len(prompt)
+    llm.cache.clear()
+    assert llm.chat(chat, max_tokens=5, ignore_eos=True).cached_tokens == len(prompt)
+    llm.cache.unpin((None, ""), prompt)
+    llm.cache.clear()
+    assert llm.engine.generator.scheduler.pool.used_slots == 0
+
+
+def test_logprobs_are_those_of_score(llm):
+    found = llm.generate("the yes", max_tokens=6, logprobs=2, ignore_eos=True)
+    ids = llm.tokenizer.encode("the yes").tolist()
+    score = llm.score([ids], [list(found.tokens)])[0]
+    assert [t.logprob for t in found.logprobs] == pytest.approx(score.logprobs.tolist(), abs=1e-4)
+    assert score.greedy
+    assert all(t.top[0][1] == pytest.approx(t.logprob, abs=1e-5) and len(t.top) == 2 for t in found.logprobs)
+
+
+def test_grammar(llm):
+    pytest.importorskip("llguidance")
+    assert llm.generate("the", max_tokens=20, grammar={"choice": ["yes", "no"]}).text in ("yes", "no")
+    schema = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    text = llm.generate("the", max_tokens=120, grammar={"json_schema": schema}).text
+    assert json.loads(text)["a"] in ("yes", "no")
+
+
+def test_stream(llm):
+    whole = llm.generate("no the", max_tokens=9, ignore_eos=True)
+    pieces = list(llm.stream("no the", max_tokens=9, ignore_eos=True))
+    assert "".join(p.text for p in pieces) == whole.text
+    assert pieces[-1].done.tokens == whole.tokens
+    for _ in llm.stream("no the", max_tokens=9, ignore_eos=True):
+        break
+    assert not llm.engine.generator.has_work or llm.engine.generator.step() is False
+    llm.engine.generator.scheduler.check()
+
+
+def test_event_loop(llm):
+    whole = llm.generate(["yes", "no", "the"], max_tokens=7, ignore_eos=True)
+
+    async def together():
+        return await asyncio.gather(*(llm.agenerate(p, max_tokens=7, ignore_eos=True) for p in ("yes", "no", "the")))
+
+    assert [one.tokens for one in asyncio.run(together())] == [one.tokens for one in whole]
+
+    async def streamed():
+        return [piece async for piece in llm.astream("yes", max_tokens=7, ignore_eos=True)]
+
+    pieces = asyncio.run(streamed())
+    assert "".join(p.text for p in pieces) == whole[0].text
+
+    async def refused():
+        await llm.agenerate([5] * 511, max_tokens=7)
+
+    with pytest.raises(InputError, match="context"):
+        asyncio.run(refused())
+
+    async def given_up():
+        task = asyncio.ensure_future(llm.agenerate("yes", max_tokens=400, ignore_eos=True))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return await llm.agenerate("no", max_tokens=7, ignore_eos=True)
+
+    assert asyncio.run(given_up()).tokens == whole[1].tokens
+
+
+def test_errors_name_the_prompt(llm):
+    with pytest.raises(InputError, match="item 1"):
+        llm.generate(["yes", [5] * 600])
+    with pytest.raises(InputError, match="temperature"):
+        llm.generate("yes", temperatur=1.0)
+    with pytest.raises(InputError, match="policy"):
+        LLM(str(llm.folder), cache="newest")
+    small = LLM(str(llm.folder), dtype="float32", kv_memory=20_000, cache=CacheOptions(ttl=60))
+    with pytest.raises(InputError, match="item 0.*kv_memory"):
+        small.generate([[5] * 300], max_tokens=10)

@@ -1,0 +1,233 @@
+"""Structured output: whatever follows the masks is what the grammar describes."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+
+import numpy as np
+import pytest
+from small_tokenizers import GgufCheckpoint, byte_level, gguf_metadata
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from prefold.errors import InputError, MissingExtraError, UnsupportedModelError
+from prefold.text import Tokenizer, load_tokenizer
+from prefold.text.grammar import GrammarCompiler, Matcher, check_grammar
+from prefold.types import Grammar
+
+EOS = 2
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "é"]}, "maxItems": 2},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(backends) -> dict[str, Tokenizer]:
+    made = {kind: Tokenizer(Backend.from_str(backends[kind])) for kind in ("gpt-2", "llama-bpe", "sentencepiece")}
+    made["gguf"] = load_tokenizer(GgufCheckpoint(gguf_metadata(byte_level("qwen2"), "qwen2")))
+    return made
+
+
+@pytest.fixture(scope="module", params=["gpt-2", "llama-bpe", "sentencepiece", "gguf"])
+def compiler(request, tokenizers) -> GrammarCompiler:
+    """With a vocabulary larger than the tokenizer's, as models have."""
+    tokenizer = tokenizers[request.param]
+    made = GrammarCompiler(tokenizer, tokenizer.vocab_size + 5, [EOS])
+    made.tokenizer = tokenizer
+    return made
+
+
+def write(matcher: Matcher, rng: random.Random, most: int = 400) -> list[int]:
+    """Tokens at random, of those allowed, until the text ends."""
+    ids: list[int] = []
+    while not matcher.is_done and len(ids) < most:
+        allowed = np.flatnonzero(matcher.mask()).tolist()
+        assert allowed
+        # At random alone, numbers and blanks would go on for long.
+        token = EOS if EOS in allowed and rng.random() < 0.3 else rng.choice(allowed)
+        if token == EOS:
+            assert matcher.is_complete
+            return ids
+        matcher.accept(token)
+        ids.append(token)
+    assert matcher.failed is None
+    assert matcher.is_done and matcher.is_complete
+    return ids
+
+
+def check_person(text: str) -> None:
+    person = json.loads(text)
+    assert set(person) <= {"name", "age", "tags"} and len(person["name"]) <= 8
+    assert isinstance(person["age"], int) and 0 <= person["age"] <= 120
+    assert set(person.get("tags", [])) <= {"a", "é"}
+
+
+CHOICES = ["été 😀", 'a "b"\n', "not", "no", "\\n", "\x00"]
+CASES = {
+    "json_schema": (Grammar("json_schema", json.dumps(PERSON)), check_person),
+    "regex": (Grammar("regex", "(a|日本)+[0-9]{2}"), lambda text: re.fullmatch("(a|日本)+[0-9]{2}", text)[0]),
+    "choice": (Grammar("choice", json.dumps(CHOICES)), CHOICES.index),
+    "lark": (
+        Grammar("lark", 'start: item ("," item)*\nitem: /[a-c]/ | "(" start ")"'),
+        lambda text: re.fullmatch(r"[a-c(][a-c,()]*", text)[0],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_random_texts_fit(compiler, kind):
+    grammar, check = CASES[kind]
+    rng = random.Random(0)
+    texts = set()
+    for _ in range(20):
+        text = compiler.tokenizer.decode(write(compiler.matcher(grammar), rng))
+        check(text)
+        texts.add(text)
+    assert len(texts) > 2
+
+
+def test_any_object(compiler):
+    matcher = compiler.matcher(Grammar("json"))
+    ids = compiler.tokenizer.encode('{"a": [1, {"é": null}],\n "b": {}}', special=False).tolist()
+    for token in ids[ids[0] == compiler.tokenizer.token_id("▁") :]:
+        assert matcher.mask()[token]
+        matcher.accept(token)
+    assert matcher.is_complete
+    first = np.flatnonzero(compiler.matcher(Grammar("json")).mask()).tolist()
+    assert all(compiler.tokenizer.decode([token]).startswith("{") for token in first)
+
+
+def test_blanks_in_json_have_an_end(compiler):
+    matcher = compiler.matcher(Grammar("json"))
+    token_id = compiler.tokenizer.token_id
+    matcher.accept(token_id("{"))
+    blank = next(token for name in ("Ġ", "▁") if (token := token_id(name)) is not None)
+    count = 0
+    while matcher.mask()[blank]:
+        matcher.accept(blank)
+        count += 1
+    assert 60 < count < 70
+
+
+def test_masks_never_allow_special_tokens_or_ids_without_a_token(compiler):
+    matcher = compiler.matcher(Grammar("regex", "(?s:.*)"))
+    mask = matcher.mask()
+    special = [i for i, token in compiler.tokenizer.backend.get_added_tokens_decoder().items() if token.special]
+    assert [token for token in special if mask[token]] == [EOS]
+    assert mask.size == compiler.tokenizer.vocab_size + 5
+    assert not mask[-5:].any()
+
+
+def test_end_of_text(compiler):
+    token = compiler.tokenizer.token_id("a")
+    matcher = compiler.matcher(Grammar("regex", "aa?"))
+    assert not matcher.mask()[EOS]
+    matcher.accept(token)
+    assert matcher.mask()[EOS] and matcher.is_complete and not matcher.is_done
+    ended = matcher.copy()
+    ended.accept(EOS)
+    assert ended.is_done and ended.failed is None
+    matcher.accept(token)
+    assert matcher.is_done and matcher.is_complete
+
+
+def test_copies_part_ways(compiler):
+    rng = random.Random(1)
+    first = compiler.matcher(Grammar("choice", '["ab", "ac", "zz"]'))
+    letters = {name: compiler.tokenizer.token_id(name) for name in "abcz"}
+    second = first.copy()
+    second.accept(letters["a"])
+    third = second.copy()
+    third.accept(letters["b"])
+    assert third.is_done and not second.is_done and first.mask()[letters["z"]]
+    assert second.mask()[letters["c"]] and not second.mask()[letters["z"]]
+    fresh = compiler.matcher(Grammar("choice", '["ab", "ac", "zz"]'))
+    assert np.array_equal(fresh.mask(), first.mask())
+    assert compiler.tokenizer.decode(write(first, rng)) in ("ab", "ac", "zz")
+
+
+def test_a_token_that_was_not_allowed_ends_it(compiler):
+    matcher = compiler.matcher(Grammar("regex", "ab"))
+    matcher.accept(compiler.tokenizer.token_id("b"))
+    assert matcher.is_done and "grammar" in matcher.failed
+    assert np.flatnonzero(matcher.mask()).tolist() == [EOS]
+
+
+def test_a_text_that_no_token_can_continue_ends():
+    """The tokenizer has no way to write what the grammar wants: the sample ends instead of hanging."""
+    backend = Backend(models.BPE({"a": 0, "b": 1, "</s>": EOS}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens(["</s>"])
+    matcher = GrammarCompiler(Tokenizer(backend), 3, [EOS]).matcher(Grammar("regex", "abc"))
+    matcher.accept(0)
+    matcher.accept(1)
+    assert np.flatnonzero(matcher.mask()).tolist() == [EOS]
+    assert matcher.is_done and not matcher.is_complete
+
+
+BAD = [
+    Grammar("json_schema", "{"),
+    Grammar("json_schema", "[]"),
+    Grammar("json_schema", "false"),
+    Grammar("json_schema", '{"type": "nope"}'),
+    Grammar("json_schema", '{"not": {}}'),
+    Grammar("json_schema", '{"type": "integer", "minimum": 3, "maximum": 1}'),
+    Grammar("regex", "("),
+    Grammar("regex", "a(?=b)"),
+    Grammar("choice", "[]"),
+    Grammar("choice", '["a", 3]'),
+    Grammar("choice", '[""]'),
+    Grammar("choice", "a"),
+    Grammar("choice", '["\\ud83d"]'),
+    Grammar("lark", "start: x"),
+    Grammar("regex", "\ud83d"),
+]
+
+
+@pytest.mark.parametrize("grammar", BAD, ids=str)
+def test_what_is_no_grammar_is_refused(tokenizers, grammar):
+    compiler = GrammarCompiler(tokenizers["gpt-2"], tokenizers["gpt-2"].vocab_size, [EOS])
+    for refuse in (check_grammar, compiler.matcher):
+        with pytest.raises(InputError) as caught:
+            refuse(grammar)
+        assert caught.value.field == "grammar" and caught.value.remedy
+        assert "\n" not in str(caught.value)
+
+
+def test_a_grammar_without_a_text_is_refused(compiler):
+    with pytest.raises(InputError, match="no text fits"):
+        compiler.matcher(Grammar("regex", r"[^\s\S]"))
+
+
+def test_grammars_are_compiled_once(tokenizers, monkeypatch):
+    compiler = GrammarCompiler(tokenizers["gpt-2"], tokenizers["gpt-2"].vocab_size, [EOS])
+    compiler.matcher(Grammar("regex", "a+"))
+    monkeypatch.setattr("prefold.text.grammar.check_grammar", None)
+    compiler.matcher(Grammar("regex", "a+"))
+    with pytest.raises(TypeError):
+        compiler.matcher(Grammar("regex", "b+"))
+
+
+def test_a_tokenizer_of_another_kind_is_refused():
+    words = Tokenizer(Backend(models.WordLevel({"a": 0, "[UNK]": 1, "</s>": 2}, "[UNK]")))
+    with pytest.raises(UnsupportedModelError, match="tokenizer"):
+        GrammarCompiler(words, 3, [2])
+
+
+def test_without_the_library(monkeypatch, tokenizers):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingExtraError, match=r"prefold\[grammar\]"):
+        GrammarCompiler(tokenizers["gpt-2"], 600)
+    with pytest.raises(MissingExtraError):
+        check_grammar(Grammar("regex", "never seen"))
