@@ -17,7 +17,7 @@ from .checkpoint import Checkpoint, resolve
 from .engine import Engine, GenerateOptions
 from .engine.service import Service
 from .errors import InputError
-from .model import load_model
+from .model import load_adapter, load_model
 from .tasks import Task, make_task
 from .tasks.facts import generation_settings
 from .tasks.run import calibrated, finish_items, run_works
@@ -74,6 +74,7 @@ class LLM:
     reserve_output  set aside room for a whole output when max_tokens is given (else an output may be interrupted, and
                     computed again, when memory runs out)
     cache           keep K/V between calls of `generate`: "lru", "lfu", "priority", a CacheOptions, or "off"
+    adapters        LoRA adapters for generation, {name: PEFT folder}
     load_format     "auto", or "dummy" for random weights of the model's geometry
     revision        of a hub id
 
@@ -94,6 +95,7 @@ class LLM:
         max_running: int = 256,
         reserve_output: bool = True,
         cache: CacheOptions | str = "lru",
+        adapters: Mapping[str, str] | None = None,
         load_format: str = "auto",
         revision: str | None = None,
         seed: int = 0,
@@ -125,6 +127,10 @@ class LLM:
                 cache=cache_options(cache),
             ),
             eos_ids=generation_settings(self.checkpoint, self.tokenizer)[0],
+            adapters={
+                name: load_adapter(folder, self.config, dtype=self.dtype, device=self.device, name=name)
+                for name, folder in (adapters or {}).items()
+            },
         )
 
     @property
@@ -275,6 +281,8 @@ class LLM:
 
     def task(self, name: str, **options: Any) -> Task:
         """The task `name` as this checkpoint wants it; see `prefold.tasks.make_task`."""
+        if name == "generate":
+            options = {"adapters": tuple(self.engine.adapters), **options}
         return make_task(name, self.checkpoint, self.tokenizer, **options)
 
     def calibrated(self, task: Any) -> Any:

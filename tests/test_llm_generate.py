@@ -10,7 +10,9 @@ import pytest
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.errors import InputError
+from prefold.tasks.run import run_works
 from tests.generating import reference_tokens
+from tests.model.test_lora import merged, write_adapter
 from tests.tiny import reference, tiny_checkpoint
 
 
@@ -124,5 +126,22 @@ def test_errors_name_the_prompt(llm):
     with pytest.raises(InputError, match="policy"):
         LLM(str(llm.folder), cache="newest")
     small = LLM(str(llm.folder), dtype="float32", kv_memory=20_000, cache=CacheOptions(ttl=60))
-    with pytest.raises(InputError, match="item 0.*kv_memory"):
+    with pytest.raises(InputError, match=r"item 0.*kv_memory"):
         small.generate([[5] * 300], max_tokens=10)
+
+
+def test_adapters(llm, tmp_path):
+    folders = {name: str(write_adapter(tmp_path / name, llm.folder, seed=i)) for i, name in enumerate(("a", "b"))}
+    adapted = LLM(str(llm.folder), dtype="float32", kv_memory=1 << 22, adapters=folders)
+    ids = llm.tokenizer.encode("yes no the").tolist()
+    expected = {name: reference_tokens(merged(llm.folder, tmp_path / name), [ids], 8)[0] for name in folders}
+    expected[None] = reference_tokens(reference(llm.folder), [ids], 8)[0]
+    task = adapted.task("generate", max_tokens=8, ignore_eos=True)
+    items = [{"prompt": ids, "adapter": name} for name in (None, "a", "b", "a", None)]
+    works = task.prepare(items)
+    for _ in range(2):  # the second time what is kept is used
+        answers = [answer for (answer,) in run_works(adapted.engine, task, works)]
+        assert [list(a[0].tokens) for a in answers] == [expected[item["adapter"]] for item in items]
+    assert len({tuple(tokens) for tokens in expected.values()}) == 3
+    with pytest.raises(InputError, match="adapter"):
+        adapted.generate(ids, adapter="c")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..errors import InputError
-from ..model import CausalLM
+from ..model import Adapter, CausalLM
 from ..prefix import common_prefix_lengths, lexsort_sequences
 from ..schedule import PrefillScheduler
 from ..schedule.generate import GenerateStep
@@ -52,7 +52,7 @@ class StepInfo:
 class Engine:
     """Runs windows of requests through a model.
 
-    generation  how `generate` holds K/V and runs; eos_ids: what ends a text
+    generation  how `generate` holds K/V and runs; eos_ids: what ends a text; adapters: LoRA adapters by name
     on_step     called after every step
 
     `stats` adds up over runs until it is replaced.
@@ -67,6 +67,7 @@ class Engine:
         on_step: Callable[[StepInfo], None] | None = None,
         generation: GenerateOptions = GenerateOptions(),  # noqa: B008
         eos_ids: Sequence[int] = (),
+        adapters: Mapping[str, Adapter] | None = None,
     ):
         if max_batch_rows < 1:
             raise ValueError(f"max_batch_rows must be at least 1, not {max_batch_rows}")
@@ -77,6 +78,7 @@ class Engine:
         self.stats = Stats()
         self.generation = generation
         self.eos_ids = tuple(eos_ids)
+        self.adapters = dict(adapters or {})
         self._runner = Runner(model)
 
     def run(self, windows: Iterable[Window], readout: Readout) -> Iterator[tuple[bytes, Result]]:
@@ -106,6 +108,7 @@ class Engine:
             sharing=self.sharing == "full",
             max_batch_rows=self.max_batch_rows,
             eos_ids=self.eos_ids,
+            adapters=self.adapters,
             stats=lambda: self.stats,
             on_step=self._tell,
         )

@@ -6,7 +6,7 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from ..attention import KVStore
 from ..cache import CacheOptions, SlotPool
 from ..errors import InputError
-from ..model import CausalLM
+from ..model import Adapter, CausalLM
 from ..model.memory import available_memory
 from ..schedule.generate import GenerateScheduler, GenerateStep
 from ..text import Tokenizer
@@ -73,9 +73,10 @@ class _Job:
 class Generator:
     """Continuous batching of any requests, as they are added, from any thread.
 
-    sharing  whether requests share rows
-    stats    what to add to
-    on_step  called with (step, when it began, requests it ended, rows they would have had alone)
+    sharing   whether requests share rows
+    adapters  LoRA adapters by name; requests of two share nothing
+    stats     what to add to
+    on_step   called with (step, when it began, requests it ended, rows they would have had alone)
     """
 
     def __init__(
@@ -86,12 +87,14 @@ class Generator:
         sharing: bool,
         max_batch_rows: int,
         eos_ids: Sequence[int],
+        adapters: Mapping[str, Adapter],
         stats: Callable[[], Stats],
         on_step: Callable[[GenerateStep, float, int, int], None] | None = None,
     ):
         self.model = model
         self.options = options
         self.eos_ids = tuple(eos_ids)
+        self.adapters = adapters
         config = model.config
         place = (config.layers, config.kv_heads, config.head_dim)
         self.slot_bytes = KVStore.bytes_per_slot(*place, model.dtype, model.device)
@@ -143,6 +146,10 @@ class Generator:
                     remedy="shorten it",
                     code="too_long",
                 )
+            if request.adapter is not None and request.adapter not in self.adapters:
+                known = ", ".join(self.adapters) or "none"
+                message = f"there is no adapter {request.adapter!r}"
+                raise InputError(message, field="adapter", remedy=f"those loaded: {known}", code="unknown_adapter")
             texts = self._texts_of(tokenizer, request)
             matcher = None if sampling.grammar is None else texts.grammars.matcher(sampling.grammar)
             seed = secrets.randbits(53) if sampling.seed is None else sampling.seed
@@ -204,7 +211,7 @@ class Generator:
         if step is None:
             return False
         config = self.model.config
-        batch = prepare_slots(step, config.planes, config.heads // config.kv_heads, self.model.device)
+        batch = prepare_slots(step, config.planes, config.heads // config.kv_heads, self.model.device, self.adapters)
         planned = time.perf_counter()
         stats.add_seconds("plan", planned - started)
         choice, sampling_seconds = self._run(step, SlotAttend(self.store, batch, config.planes, config.scale))
@@ -220,7 +227,7 @@ class Generator:
     @torch.inference_mode()
     def _run(self, step: GenerateStep, attend: SlotAttend) -> tuple[Choice, float]:
         batch = attend.batch
-        hidden = self.model(batch.tokens, batch.positions, attend, batch.read_rows)
+        hidden = self.model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
         ids: list[int | None] = []
         logprobs: list[Any] = []
         seconds = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..attention import KeyRuns, KVStore, SlotPlan, plan_slots
+from ..model import NO_ADAPTERS, Adapter, RowAdapters
 from ..model.config import Plane
 from ..schedule.generate import GenerateStep
 
@@ -23,6 +24,7 @@ class SlotBatch:
     read_rows    int64: rows whose hidden state is wanted; None: all of them, in order
     plans        one per distinct attention window: every row queries
     read_plans   the same with only the read rows as queries (the last layer)
+    adapters     which rows have a LoRA adapter
     """
 
     tokens: Tensor
@@ -31,10 +33,13 @@ class SlotBatch:
     read_rows: Tensor | None
     plans: dict[int | None, SlotPlan]
     read_plans: dict[int | None, SlotPlan]
+    adapters: RowAdapters
 
 
-def prepare_slots(step: GenerateStep, planes: Sequence[Plane], group: int, device: torch.device) -> SlotBatch:
-    """group: query heads that share a KV head."""
+def prepare_slots(
+    step: GenerateStep, planes: Sequence[Plane], group: int, device: torch.device, adapters: Mapping[str, Adapter]
+) -> SlotBatch:
+    """group: query heads that share a KV head. adapters: by name, as namespaces begin with."""
     runs = KeyRuns(step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
     windows = {plane.window for plane in planes}
     positions = step.positions.astype(np.int64)
@@ -43,18 +48,29 @@ def prepare_slots(step: GenerateStep, planes: Sequence[Plane], group: int, devic
     if read_all:
         read_plans = plans
     else:
-        read = step.read_rows
-        first, last = np.searchsorted(read, runs.first), np.searchsorted(read, runs.last)
+        kept = step.read_rows
+        first, last = np.searchsorted(kept, runs.first), np.searchsorted(kept, runs.last)
         seen = last > first
         of_read = KeyRuns(runs.start[seen], runs.count[seen], runs.position[seen], first[seen], last[seen])
         window = planes[-1].window
         # A step may end in the middle of every prompt, and read nothing.
-        read_plans = {window: plan_slots(of_read, len(read), positions[read], window, group=group)}
+        read_plans = {window: plan_slots(of_read, len(kept), positions[kept], window, group=group)}
     tokens, rows, slots, reads = (
         torch.from_numpy(a.astype(np.int64)).to(device, non_blocking=True)
         for a in (step.tokens, step.positions, step.slots, step.read_rows)
     )
-    return SlotBatch(tokens, rows, slots, None if read_all else reads, plans, read_plans)
+    read = None if read_all else reads
+    return SlotBatch(tokens, rows, slots, read, plans, read_plans, row_adapters(step, adapters))
+
+
+def row_adapters(step: GenerateStep, adapters: Mapping[str, Adapter]) -> RowAdapters:
+    if not adapters:
+        return NO_ADAPTERS
+    numbers = np.full(step.num_rows, -1, np.int64)
+    places = {name: i for i, name in enumerate(adapters)}
+    for namespace, first, stop in step.spans:
+        numbers[first:stop] = places.get(namespace[0], -1)
+    return RowAdapters(list(adapters.values()), numbers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,17 @@ from __future__ import annotations
 
 from .library import MAX_HEAD_DIM, Kernels, SlotPlane, SlotTiles, Tiles
 from .loader import load, status
-from .panels import pack_pairs
+from .panels import Pool, can_pack_words, pack_words
 
-__all__ = ["MAX_HEAD_DIM", "Kernels", "SlotPlane", "SlotTiles", "Tiles", "load", "pack_pairs", "status"]
+__all__ = [
+    "MAX_HEAD_DIM",
+    "Kernels",
+    "Pool",
+    "SlotPlane",
+    "SlotTiles",
+    "Tiles",
+    "can_pack_words",
+    "load",
+    "pack_words",
+    "status",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,27 +32,6 @@ class Tiles:
     masked: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class SlotTiles:
-    """The same over slots, where tiles differ in size and a query may have keys of its own.
-
-    tile_starts                int64 [tiles + 1]: first query
-    run_offsets, mask_offsets  int64 [tiles + 1]
-    runs                       int32 [runs, 2], as in Tiles
-    masked                     uint32 [masked, 2], as in Tiles
-    own_offsets                int64 [queries + 1]
-    own                        int32 [own, 2]: first slot, number of slots; seen by one query
-    """
-
-    tile_starts: np.ndarray
-    run_offsets: np.ndarray
-    mask_offsets: np.ndarray
-    runs: np.ndarray
-    masked: np.ndarray
-    own_offsets: np.ndarray
-    own: np.ndarray
-
-
 def _fields(names: str, kind: type) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
@@ -67,6 +46,29 @@ class TileCall(Structure):
         ("scale", c_float),
         ("threads", c_int32),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTiles:
+    """The same over slots, where tiles differ in size and a query may have keys of its own.
+
+    tile_starts                int64 [tiles + 1]: first query
+    run_offsets, mask_offsets  int64 [tiles + 1]
+    runs                       int32 [runs, 2], as in Tiles
+    masked                     uint32 [masked, 2], as in Tiles
+    own_offsets                int64 [queries + 1]
+    own                        int32 [own, 2]: first slot, number of slots; seen by one query
+    call                       a call with these lists, the rest to be filled in: there is one for each plane
+    """
+
+    tile_starts: np.ndarray
+    run_offsets: np.ndarray
+    mask_offsets: np.ndarray
+    runs: np.ndarray
+    masked: np.ndarray
+    own_offsets: np.ndarray
+    own: np.ndarray
+    call: TileCall = field(repr=False)
 
 
 class AttentionCall(Structure):
@@ -124,7 +126,6 @@ class Kernels:
         self._write_slots.argtypes = [POINTER(WriteCall), c_int32]
         self._slot_attention = library.prefold_slot_attention
         self._slot_attention.argtypes = [POINTER(SlotCall), c_int32]
-        self._slot_attention.restype = None
         # Whether a store keeps bfloat16 as such, two numbers that are summed at once side by side, or as float32.
         self.stores_bf16_pairs = bool(library.prefold_stores_bf16_pairs())
         self._attention = library.prefold_attention
@@ -133,8 +134,16 @@ class Kernels:
         self._rope = _normed(library, "rope", [c_void_p] * 3 + [c_int64] * 5 + [c_float, c_int32])
         self._silu_mul = _by_dtype(library, "silu_mul", [c_void_p] * 2 + [c_int64] * 3 + [c_int32])
         self._gelu_mul = _by_dtype(library, "gelu_mul", [c_void_p] * 2 + [c_int64] * 3 + [c_int32])
-        self._head = library.prefold_head
-        self._head.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32]
+        self._products = {
+            given: _product(library, name)
+            for given, name in (
+                ((torch.float32, torch.float32), "prefold_linear_float32"),
+                ((torch.bfloat16, torch.bfloat16), "prefold_linear_bfloat16"),
+                ((torch.bfloat16, torch.float32), "prefold_head_bfloat16"),
+            )
+        }
+        self._has_products = library.prefold_has_products
+        self._has_products.argtypes = [c_int32]
 
     def plan_tiles(
         self, end: np.ndarray, query_rows: np.ndarray, positions: np.ndarray | None, window: int | None
@@ -195,7 +204,10 @@ class Kernels:
         """As `prefold.attention.interval_attention`, for tensors that `can_attend` accepts and tiles of their plan."""
         out = torch.empty(q.shape, dtype=q.dtype)
         call = AttentionCall(rows=len(k), path=0 if path_k is None else len(path_k))
-        _fill(call.tiles, q, out, tiles, kv_heads=k.shape[1], scale=scale)
+        _fill(call.tiles, q, out, kv_heads=k.shape[1], scale=scale)
+        call.tiles.tiles = len(tiles.run_offsets) - 1
+        for name in ("run_offsets", "mask_offsets", "runs", "masked"):
+            setattr(call.tiles, name, getattr(tiles, name).ctypes.data)
         for name, tensor in (("k", k), ("v", v), ("path_k", path_k), ("path_v", path_v)):
             if tensor is not None:
                 setattr(call, name, tensor.data_ptr())
@@ -231,28 +243,20 @@ class Kernels:
             sizes = (c_int64 * 4)()
             self._slot_list_sizes(handle, sizes)
             tiles, num_runs, masked, own = sizes
-            lists = SlotTiles(
-                np.empty(tiles + 1, np.int64),
-                np.empty(tiles + 1, np.int64),
-                np.empty(tiles + 1, np.int64),
-                np.empty((num_runs, 2), np.int32),
-                np.empty((masked, 2), np.uint32),
-                np.empty(num_queries + 1, np.int64),
-                np.empty((own, 2), np.int32),
-            )
-            self._copy_slot_lists(
-                handle,
-                lists.tile_starts.ctypes.data,
-                lists.run_offsets.ctypes.data,
-                lists.mask_offsets.ctypes.data,
-                lists.own_offsets.ctypes.data,
-                lists.runs.ctypes.data,
-                lists.masked.ctypes.data,
-                lists.own.ctypes.data,
-            )
+            lists = {
+                "tile_starts": np.empty(tiles + 1, np.int64),
+                "run_offsets": np.empty(tiles + 1, np.int64),
+                "mask_offsets": np.empty(tiles + 1, np.int64),
+                "own_offsets": np.empty(num_queries + 1, np.int64),
+                "runs": np.empty((num_runs, 2), np.int32),
+                "masked": np.empty((masked, 2), np.uint32),
+                "own": np.empty((own, 2), np.int32),
+            }
+            addresses = {name: a.ctypes.data for name, a in lists.items()}
+            self._copy_slot_lists(handle, *addresses.values())
         finally:
             self._free_slot_lists(handle)
-        return lists
+        return SlotTiles(**lists, call=TileCall(queries=num_queries, tiles=tiles, **addresses))
 
     def write_slots(self, plane: SlotPlane, slots: Tensor, k: Tensor, v: Tensor) -> bool:
         """Put rows k, v [n, kv_heads, dim] into int64 slots [n]; False where one is out of range: nothing is written.
@@ -274,12 +278,10 @@ class Kernels:
     def slot_attention(self, plane: SlotPlane, q: Tensor, tiles: SlotTiles, scale: float) -> Tensor:
         """softmax(q k^T * scale) v over the slots of `tiles`; q [queries, heads, dim], numbers of a head contiguous."""
         out = torch.empty(q.shape, dtype=q.dtype)
-        call = SlotCall(plane=plane)
-        _fill(call.tiles, q, out, tiles, kv_heads=plane.kv_heads, scale=scale)
-        call.tiles.tile_starts = tiles.tile_starts.ctypes.data
-        call.tiles.own_offsets = tiles.own_offsets.ctypes.data
-        call.tiles.own = tiles.own.ctypes.data
-        self._slot_attention(byref(call), q.dtype == torch.bfloat16)
+        call = SlotCall(tiles.call, plane)
+        _fill(call.tiles, q, out, kv_heads=plane.kv_heads, scale=scale)
+        if self._slot_attention(byref(call), q.dtype == torch.bfloat16):
+            raise MemoryError("attention workspace")
         return out
 
     def can_compute(self, *tensors: Tensor | None, weight: Tensor | None = None) -> bool:
@@ -334,29 +336,47 @@ class Kernels:
         """gelu(gate) * up, with the approximation by tanh, of gate_up [rows, 2 * width]."""
         return _gate_mul(self._gelu_mul, gate_up)
 
-    def head(self, x: Tensor, packed: Tensor, columns: int) -> Tensor:
-        """float32 [rows, columns]: bfloat16 x [rows, k] times the matrix that `pack_pairs` has packed."""
-        rows, k = x.shape
-        if not (_on_cpu(x) and x.dtype == torch.bfloat16 and k == 2 * packed.shape[1]):
-            raise ValueError(
-                f"x is {x.dtype} {list(x.shape)} on {x.device}, not bfloat16 [rows, {2 * packed.shape[1]}]"
-            )
-        x = x.contiguous()
-        out = torch.empty((rows, columns), dtype=torch.float32)
-        threads = torch.get_num_threads()
-        if self._head(x.data_ptr(), k, packed.data_ptr(), out.data_ptr(), rows, columns, k, threads):
-            raise MemoryError("LM head")
+    def has_products(self, dtype: torch.dtype) -> bool:
+        """Whether `linear` is as fast here as the processor's vectors allow."""
+        return dtype in DTYPES and bool(self._has_products(dtype == torch.bfloat16))
+
+    def linear(
+        self, x: Tensor, packed: Tensor, columns: int, bias: Tensor | None = None, *, float32: bool = False
+    ) -> Tensor:
+        """[rows, columns]: x [rows, k] times the matrix that `pack_words` has packed, plus bias [columns].
+
+        x, the matrix and the bias are of one dtype, float32 or bfloat16. Sums are float32; float32: the result too.
+        """
+        dtype, (rows, size) = x.dtype, x.shape
+        out_dtype = torch.float32 if float32 else dtype
+        function = self._products.get((dtype, out_dtype))
+        if function is None or size * x.itemsize != packed.shape[1] * 4 or x.device.type != "cpu":
+            raise ValueError(f"no product of {dtype} {list(x.shape)} on {x.device} with {list(packed.shape)} words")
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty((rows, columns), dtype=out_dtype)
+        short = function(
+            x.data_ptr(),
+            x.stride(0),
+            packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            rows,
+            columns,
+            size,
+            torch.get_num_threads(),
+        )
+        if short:
+            raise MemoryError("linear")
         return out
 
 
-def _fill(call: TileCall, q: Tensor, out: Tensor, tiles: Tiles | SlotTiles, *, kv_heads: int, scale: float) -> None:
+def _fill(call: TileCall, q: Tensor, out: Tensor, *, kv_heads: int, scale: float) -> None:
+    """All but the lists."""
     call.q, call.out = q.data_ptr(), out.data_ptr()
-    call.q_row, call.q_head = q.stride()[:2]
+    call.q_row, call.q_head, _ = q.stride()
     call.queries, call.heads, call.dim = q.shape
-    call.kv_heads, call.tiles = kv_heads, len(tiles.run_offsets) - 1
-    call.run_offsets, call.mask_offsets = tiles.run_offsets.ctypes.data, tiles.mask_offsets.ctypes.data
-    call.runs, call.masked = tiles.runs.ctypes.data, tiles.masked.ctypes.data
-    call.scale, call.threads = scale, torch.get_num_threads()
+    call.kv_heads, call.scale, call.threads = kv_heads, scale, torch.get_num_threads()
 
 
 def _by_dtype(library: ctypes.CDLL, name: str, argtypes: list) -> dict[torch.dtype, ctypes._CFuncPtr]:
@@ -368,6 +388,12 @@ def _normed(library: ctypes.CDLL, name: str, argtypes: list) -> dict[tuple[torch
     functions = {(dtype, dtype): function for dtype, function in _by_dtype(library, name, argtypes).items()}
     mixed = _function(library, f"prefold_{name}_bfloat16_float32", argtypes)
     return functions | {(torch.bfloat16, torch.float32): mixed}
+
+
+def _product(library: ctypes.CDLL, name: str) -> ctypes._CFuncPtr:
+    function = _function(library, name, [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_int32])
+    function.restype = c_int32
+    return function
 
 
 def _function(library: ctypes.CDLL, name: str, argtypes: list) -> ctypes._CFuncPtr:

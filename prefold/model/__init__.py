@@ -1,7 +1,7 @@
 """Models as functions of rows.
 
 `config` and `families` say what a model is, and never import torch; the tensors come with the first
-use of CausalLM or load_model.
+use of CausalLM, load_model or load_adapter.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ from .config import ModelConfig, Plane, RopeConfig
 from .families import config_from, register_family, supported_architectures
 
 if TYPE_CHECKING:
+    from .lora import NO_ADAPTERS, Adapter, RowAdapters, load_adapter
     from .transformer import CausalLM
     from .weights import load_model
 
 __all__ = [
+    "NO_ADAPTERS",
+    "Adapter",
     "CausalLM",
     "ModelConfig",
     "Plane",
     "RopeConfig",
+    "RowAdapters",
     "config_from",
+    "load_adapter",
     "load_model",
     "register_family",
     "supported_architectures",
@@ -36,4 +41,8 @@ def __getattr__(name: str):
         from .weights import load_model
 
         return load_model
+    if name in ("NO_ADAPTERS", "Adapter", "RowAdapters", "load_adapter"):
+        from . import lora
+
+        return getattr(lora, name)
     raise AttributeError(f"module 'prefold.model' has no attribute {name!r}")

@@ -118,7 +118,7 @@ class RowAdapters:
         return RowAdapters(self.adapters, numbers) if (numbers >= 0).any() else NO_ADAPTERS
 
     def add(self, out: Tensor, x: Tensor, layer: int, linear: str) -> Tensor:
-        """out [rows, outputs], what the linear gives for x [rows, inputs], and what the adapters add. Writes into out."""
+        """out [rows, outputs], which the linear gave for x [rows, inputs], and what the adapters add; into out."""
         for rows, adapter in self._groups:
             delta = adapter.layers[layer].get(linear)
             if delta is not None:
@@ -275,13 +275,17 @@ def _scaled(
 
 def _pattern(settings: Mapping[str, Any], key: str, name: str, default: Any, folder: Path) -> Any:
     """The first of the patterns that is the end of `name`, from a dot on, says it, as in PEFT."""
+    found = default
     for pattern, value in (settings.get(key) or {}).items():
         try:
             if re.match(rf"(.*\.)?({pattern})$", name):
-                return value
+                found = value
+                break
         except re.error as error:
             raise CheckpointError(f"{folder}: {key} has {pattern!r}, no regular expression: {error}") from error
-    return default
+    if not isinstance(found, (int, float)):
+        raise CheckpointError(f"{folder}: {key} or its default is {found!r}, no number")
+    return found
 
 
 def _delta(parts: list[tuple[Tensor, Tensor, slice]], dtype: torch.dtype, device: torch.device) -> Delta:

@@ -137,32 +137,43 @@ class CausalLM(nn.Module):
         self._packed_head: PackedHead | None = None
         self._rotary: RotaryTables | None = None
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, read_rows: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        read_rows: Tensor | None = None,
+        adapters: RowAdapters = NO_ADAPTERS,
+    ) -> Tensor:
         """Hidden states after the final norm, [rows read, hidden], in the order of `read_rows`.
 
         tokens, positions  int64 [rows]
         read_rows          int64 [r], ascending: rows whose result is wanted; None: all. The last layer
                            computes no more than these (and the keys and values of all).
+        adapters           which rows have which LoRA adapter
         """
         blocks = self._blocks(len(tokens))
+        loras = [adapters.take(b) for b in blocks]
         reads = _split_reads(read_rows, blocks)
         cos_sin = self._cos_sin(positions)
         layers = cast(list[Layer], list(self.layers))
         first, last = layers[0], layers[-1]
         parts = [
-            first.start(self._embed(tokens[b]), None, cos_sin[0][b], read if first is last else None)
-            for b, read in zip(blocks, reads, strict=True)
+            first.start(self._embed(tokens[b]), None, cos_sin[0][b], read if first is last else None, lora)
+            for b, read, lora in zip(blocks, reads, loras, strict=True)
         ]
         for plane, (layer, following) in enumerate(pairwise(layers)):
             xs = [part.x for part in parts]
             o = attend(plane, *_take_qkv(parts))
+            angles = cos_sin[plane + 1]
             parts = [
-                following.start(*layer.finish(x, o[b]), cos_sin[plane + 1][b], read if following is last else None)
-                for x, b, read in zip(xs, blocks, reads, strict=True)
+                following.start(*layer.finish(x, o[b], lora), angles[b], read if following is last else None, lora)
+                for x, b, read, lora in zip(xs, blocks, reads, loras, strict=True)
             ]
         x = _cat([part.x for part in parts])
         o = attend(len(layers) - 1, *_take_qkv(parts), read_only=read_rows is not None)
-        return _cat([self._norm(*last.finish(x[b], o[b])) for b in self._blocks(len(x))])
+        read_adapters = adapters.take(read_rows)
+        return _cat([self._norm(*last.finish(x[b], o[b], read_adapters.take(b))) for b in self._blocks(len(x))])
 
     def logits(self, hidden: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
         """float32 logits [rows, vocabulary], or [rows, len(ids)] of the ids given; hidden as from `forward`.

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from .. import kernels
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
 from .config import ModelConfig
@@ -73,12 +74,13 @@ def load_model(
     slots = list(model_slots(model))
     _check_tensors(checkpoint, slots, source)
     _check_memory(checkpoint, slots, device, dtype)
+    pool = kernels.Pool()
     with torch.no_grad():
         for slot in slots:
             _fill(slot, source, device)
             if pack and isinstance(slot.owner, Linear) and slot.attribute == "weight":
                 # At once: so only one matrix at a time is there twice.
-                slot.owner.pack()
+                slot.owner.pack(pool)
     model.may_pack = pack
     return model.eval()
 

@@ -26,7 +26,7 @@ def bound(x: Tensor, weight: Tensor) -> Tensor:
 def test_against_float64(rows, columns, k):
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, k).bfloat16(), torch.randn(columns, k).bfloat16()
-    found = kernels.load().head(x, kernels.pack_pairs(weight), columns)
+    found = kernels.load().linear(x, kernels.pack_words(weight), columns, float32=True)
     assert found.shape == (rows, columns)
     assert found.dtype == torch.float32
     assert ((found.double() - exact(x, weight)).abs() <= bound(x, weight)).all()
@@ -35,24 +35,24 @@ def test_against_float64(rows, columns, k):
 @needs_kernels
 def test_rows_of_a_wider_tensor():
     x, weight = torch.randn(9, 50).bfloat16()[:, 3:39], torch.randn(70, 36).bfloat16()
-    packed = kernels.pack_pairs(weight)
-    assert torch.equal(kernels.load().head(x, packed, 70), kernels.load().head(x.contiguous(), packed, 70))
+    packed = kernels.pack_words(weight)
+    assert torch.equal(kernels.load().linear(x, packed, 70, float32=True), kernels.load().linear(x.contiguous(), packed, 70, float32=True))
 
 
 @needs_kernels
 def test_a_row_is_the_same_in_any_company():
     """A batch does not change what a sequence gets: every row's sums run in the same order."""
-    x, packed = torch.randn(40, 96).bfloat16(), kernels.pack_pairs(torch.randn(300, 96).bfloat16())
-    together = kernels.load().head(x, packed, 300)
+    x, packed = torch.randn(40, 96).bfloat16(), kernels.pack_words(torch.randn(300, 96).bfloat16())
+    together = kernels.load().linear(x, packed, 300, float32=True)
     for rows in (1, 2, 5, 7, 33):
-        assert torch.equal(kernels.load().head(x[:rows], packed, 300), together[:rows])
+        assert torch.equal(kernels.load().linear(x[:rows], packed, 300, float32=True), together[:rows])
 
 
 @needs_kernels
 def test_a_nan_stays_in_its_row():
     x = torch.randn(13, 40).bfloat16()
     x[4, 7] = torch.nan
-    found = kernels.load().head(x, kernels.pack_pairs(torch.randn(100, 40).bfloat16()), 100)
+    found = kernels.load().linear(x, kernels.pack_words(torch.randn(100, 40).bfloat16()), 100, float32=True)
     assert found[4].isnan().all()
     assert found[[*range(4), *range(5, 13)]].isfinite().all()
 
@@ -60,13 +60,13 @@ def test_a_nan_stays_in_its_row():
 @needs_kernels
 def test_every_thread_count_gives_the_same():
     torch.manual_seed(0)
-    x, packed = torch.randn(30, 128).bfloat16(), kernels.pack_pairs(torch.randn(5000, 128).bfloat16())
+    x, packed = torch.randn(30, 128).bfloat16(), kernels.pack_words(torch.randn(5000, 128).bfloat16())
     threads = torch.get_num_threads()
     results = []
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            results.append(kernels.load().head(x, packed, 5000))
+            results.append(kernels.load().linear(x, packed, 5000, float32=True))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(results[0], other) for other in results[1:])
@@ -74,7 +74,7 @@ def test_every_thread_count_gives_the_same():
 
 @needs_kernels
 def test_what_does_not_fit_never_reaches_the_kernel():
-    packed = kernels.pack_pairs(torch.randn(100, 40).bfloat16())
+    packed = kernels.pack_words(torch.randn(100, 40).bfloat16())
     for x in (torch.randn(3, 40), torch.randn(3, 38).bfloat16(), torch.randn(3, 42).bfloat16()):
-        with pytest.raises(ValueError, match="bfloat16"):
-            kernels.load().head(x, packed, 100)
+        with pytest.raises(ValueError, match="no product"):
+            kernels.load().linear(x, packed, 100, float32=True)

@@ -1,12 +1,18 @@
 // softmax(q k^T * scale) v, every query over the keys its tile's lists name, and those of a list of its own.
 //
 // A task is one tile of up to sixteen queries and up to four heads that share a KV head.
+#include <vector>
+
 #include "own_keys.h"
 #include "pack.h"
 #include "tile_keys.h"
 
 namespace prefold {
 namespace {
+
+bool has_lists(const TileCall& call, int64_t tile) {
+  return call.run_offsets[tile] != call.run_offsets[tile + 1] || call.mask_offsets[tile] != call.mask_offsets[tile + 1];
+}
 
 template <class Format>
 struct Tasks {
@@ -17,11 +23,10 @@ struct Tasks {
     const int vectors = (tile.heads * tile.stride + kLanes - 1) / kLanes;
     static constexpr void (Tasks::*kRun[])(const Tile&) const = {&Tasks::run_lists<1>, &Tasks::run_lists<2>,
                                                                  &Tasks::run_lists<3>, &Tasks::run_lists<4>};
-    if (call.run_offsets[tile.number] == call.run_offsets[tile.number + 1] &&
-        call.mask_offsets[tile.number] == call.mask_offsets[tile.number + 1]) {
-      go_on(tile, nullptr);
-    } else {
+    if (has_lists(call, tile.number)) {
       (this->*kRun[vectors - 1])(tile);
+    } else {
+      go_on(tile, nullptr);
     }
   }
 
@@ -66,29 +71,49 @@ int useful_threads(const TileCall& call) {
   return static_cast<int>(std::min<int64_t>(call.threads, 1 + keys * call.heads * call.dim * 2 / kProductsPerThread));
 }
 
+Tile tile_of(const TileCall& call, int64_t number) {
+  Tile tile;
+  tile.number = number;
+  if (call.tile_starts) {
+    tile.first_query = call.tile_starts[number];
+    tile.stride = tile.queries = static_cast<int>(call.tile_starts[number + 1] - tile.first_query);
+  } else {
+    tile.first_query = number * kLanes;
+    tile.queries = static_cast<int>(std::min<int64_t>(kLanes, call.queries - tile.first_query));
+    tile.stride = kLanes;
+  }
+  return tile;
+}
+
+// First the tiles with lists, late ones before early ones: those see the most keys, and no thread shall be left with
+// a long task at the end. Then those whose queries have keys of their own only, in their order: neighbouring
+// sequences tend to lie in neighbouring slots, and memory is read ahead.
+std::vector<Tile> tiles_in_order(const TileCall& call) {
+  std::vector<Tile> tiles;
+  tiles.reserve(call.tiles);
+  for (int64_t i = call.tiles - 1; i >= 0; --i) {
+    if (has_lists(call, i)) tiles.push_back(tile_of(call, i));
+  }
+  for (int64_t i = 0; i < call.tiles; ++i) {
+    if (!has_lists(call, i)) tiles.push_back(tile_of(call, i));
+  }
+  return tiles;
+}
+
 template <class Format>
 void attend(const TileCall& call, const Packed<Format>& packed) {
   // The heads of a group in parts of up to four, as equal as can be.
   const int64_t group = call.heads / call.kv_heads;
   const int64_t parts = (group + kMaxHeads - 1) / kMaxHeads;
-  const int64_t tile_tasks = call.kv_heads * parts;
+  const std::vector<Tile> tiles = tiles_in_order(call);
   const Tasks<Format> tasks{call, packed};
-  // Late tiles see the most keys: they go first, so that no thread is left with a long task at the end.
-  parallel_tasks(call.tiles * tile_tasks, useful_threads(call), [&](int64_t i) {
-    Tile tile;
-    tile.number = call.tiles - 1 - i / tile_tasks;
-    tile.kv_head = i % tile_tasks / parts;
-    const int64_t part = i % parts, first = part * group / parts, stop = (part + 1) * group / parts;
+  // One KV head after the other: its keys are what neighbouring tasks have in common.
+  parallel_tasks(call.tiles * call.kv_heads * parts, useful_threads(call), [&](int64_t i) {
+    Tile tile = tiles[i % call.tiles];
+    const int64_t part = i / call.tiles % parts, first = part * group / parts, stop = (part + 1) * group / parts;
+    tile.kv_head = i / call.tiles / parts;
     tile.first_head = tile.kv_head * group + first;
     tile.heads = static_cast<int>(stop - first);
-    if (call.tile_starts) {
-      tile.first_query = call.tile_starts[tile.number];
-      tile.stride = tile.queries = static_cast<int>(call.tile_starts[tile.number + 1] - tile.first_query);
-    } else {
-      tile.first_query = tile.number * kLanes;
-      tile.queries = static_cast<int>(std::min<int64_t>(kLanes, call.queries - tile.first_query));
-      tile.stride = kLanes;
-    }
     tasks.run(tile);
   });
 }
@@ -123,13 +148,18 @@ extern "C" int32_t prefold_attention(const prefold::AttentionCall* call, int32_t
   }
 }
 
-// Over the keys of a store.
-extern "C" void prefold_slot_attention(const prefold::SlotCall* call, int32_t is_bf16) {
+// The same over the keys of a store.
+extern "C" int32_t prefold_slot_attention(const prefold::SlotCall* call, int32_t is_bf16) {
   using namespace prefold;
-  if (call->tiles.queries == 0) return;
-  if (is_bf16) {
-    attend<InBf16>(*call);
-  } else {
-    attend<InFloat32<float>>(*call);
+  if (call->tiles.queries == 0) return 0;
+  try {
+    if (is_bf16) {
+      attend<InBf16>(*call);
+    } else {
+      attend<InFloat32<float>>(*call);
+    }
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
   }
 }

@@ -37,4 +37,32 @@ void parallel_tasks(int64_t n, int threads, const Body& body) {
   for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) body(i);
 }
 
+// body(i) for every i of [0, n): each thread one after the other of its own equal share, then of what others have
+// not come to. For work on memory that is fetched ahead.
+template <class Body>
+void parallel_shares(int64_t n, int threads, const Body& body) {
+  struct alignas(64) Share {
+    std::atomic<int64_t> next;
+    int64_t stop;
+  };
+  constexpr int kMaxShares = 128;
+  const int workers = static_cast<int>(std::min<int64_t>({threads, n, kMaxShares}));
+  if (workers <= 1) {
+    for (int64_t i = 0; i < n; ++i) body(i);
+    return;
+  }
+  Share shares[kMaxShares];
+  for (int w = 0; w < workers; ++w) {
+    shares[w].next.store(n * w / workers, std::memory_order_relaxed);
+    shares[w].stop = n * (w + 1) / workers;
+  }
+#pragma omp parallel for schedule(static, 1) num_threads(workers)
+  for (int w = 0; w < workers; ++w) {
+    for (int other = 0; other < workers; ++other) {
+      Share& share = shares[(w + other) % workers];
+      for (int64_t i; (i = share.next.fetch_add(1, std::memory_order_relaxed)) < share.stop;) body(i);
+    }
+  }
+}
+
 }  // namespace prefold

@@ -1,0 +1,98 @@
+// The linears of a layer, and the LM head: products of rows with a matrix packed as products.h says.
+#include "products.h"
+
+#include <memory>
+#include <new>
+
+namespace prefold {
+namespace {
+
+// Rows of x in the form that products take them: widened to float32 where there is no other way, and not at
+// distances that put them all into one corner of the nearest cache.
+template <class Format>
+class Rows {
+  using Element = typename Format::Element;
+  using Number = std::conditional_t<Format::kWidth == 2, Element, typename Format::Stored>;
+  static constexpr int64_t kBadStride = 2048, kPadding = 64;  // bytes
+
+ public:
+  Rows(const Element* x, int64_t x_row, int64_t rows, int64_t k)
+      : data(reinterpret_cast<const char*>(x)), row(x_row * sizeof(Element)) {
+    constexpr bool kWiden = sizeof(Number) != sizeof(Element);
+    if (!kWiden && (row % kBadStride || rows < kBlockRows)) return;
+    row = k * sizeof(Number) + (k * sizeof(Number) % kBadStride ? 0 : kPadding);
+    copy_.reset(new char[rows * row]);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t i = 0; i < k; i += kLanes) {
+        store_some(reinterpret_cast<Number*>(copy_.get() + r * row) + i, load_some(x + r * x_row + i, k - i), k - i);
+      }
+    }
+    data = copy_.get();
+  }
+
+  const char* data;
+  int64_t row;  // bytes
+
+ private:
+  std::unique_ptr<char[]> copy_;
+};
+
+// out [rows, columns] = x [rows, k] times the matrix, plus bias where there is one. Returns 0, or 1 where memory
+// is short.
+template <class Format, class Out>
+int32_t linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed,
+               const typename Format::Element* bias, Out* out, int64_t rows, int64_t columns, int64_t k, int threads) {
+  if (rows == 0 || columns == 0) return 0;
+  try {
+    const Rows<Format> given(x, x_row, rows, k);
+    const int64_t steps = k * sizeof(typename Format::Element) / sizeof(uint32_t);
+    const Product product{given.data, given.row, packed, rows, columns, steps};
+    multiply_all<Format>(product, threads, [&](int64_t row, int64_t column, int64_t count, int64_t width,
+                                               const float* tile) {
+      for (int64_t r = 0; r < count; ++r, tile += kPanel) {
+        Out* to = out + (row + r) * columns + column;
+        for (int64_t i = 0; i < width; i += kLanes) {
+          Floats sum = load(tile + i);
+          if (bias) sum += load_some(bias + column + i, width - i);
+          store_some(to + i, sum, width - i);
+        }
+      }
+    });
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+}  // namespace
+}  // namespace prefold
+
+using prefold::Bf16;
+
+// Whether these products are as fast here as the processor's vectors allow.
+extern "C" int32_t prefold_has_products(int32_t is_bf16) {
+#ifdef __AVX512F__
+  return !is_bf16 || prefold::Bf16Words::kParts == 1;
+#else
+  (void)is_bf16;
+  return 0;
+#endif
+}
+
+// x [rows, k] with row stride x_row (in elements), bias [columns] or null, out [rows, columns].
+extern "C" int32_t prefold_linear_float32(const float* x, int64_t x_row, const uint32_t* packed, const float* bias,
+                                          float* out, int64_t rows, int64_t columns, int64_t k, int32_t threads) {
+  return prefold::linear<prefold::FloatWords>(x, x_row, packed, bias, out, rows, columns, k, threads);
+}
+
+// k is even.
+extern "C" int32_t prefold_linear_bfloat16(const Bf16* x, int64_t x_row, const uint32_t* packed, const Bf16* bias,
+                                           Bf16* out, int64_t rows, int64_t columns, int64_t k, int32_t threads) {
+  return prefold::linear<prefold::Bf16Words>(x, x_row, packed, bias, out, rows, columns, k, threads);
+}
+
+// The same with sums that stay float32.
+extern "C" int32_t prefold_head_bfloat16(const Bf16* x, int64_t x_row, const uint32_t* packed, const Bf16* bias,
+                                         float* out, int64_t rows, int64_t columns, int64_t k, int32_t threads) {
+  return prefold::linear<prefold::Bf16Words>(x, x_row, packed, bias, out, rows, columns, k, threads);
+}

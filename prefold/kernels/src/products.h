@@ -1,0 +1,162 @@
+// Rows times a packed matrix, summed in float32 in registers.
+//
+// The matrix comes in panels of 32 columns: [columns / 32][steps][32] words, zeros past the last column. A word
+// is a float, or two bfloat16 numbers that follow each other along k. A panel is one stream of memory, cut into
+// slabs that fit into the second-level cache. A block of up to twelve rows goes through a slab; each block
+// fetches a part of the next slab on its way, so that with many rows reading the matrix costs nothing. With few
+// rows the time is that of reading it.
+//
+// Every row's sums run in the order of k, whatever rows are beside it: a row's result does not depend on its
+// company, nor on the number of threads.
+#pragma once
+
+#include "formats.h"
+#include "parallel.h"
+
+namespace prefold {
+
+constexpr int kPanel = 32;      // columns
+constexpr int kBlockRows = 12;  // with a block's vectors, three quarters of the registers
+constexpr int kBlockParts = kRegisters / 16;
+constexpr int kPasses = kPanel / (kBlockParts * kPartLanes);
+constexpr int kLine = 64;                                             // bytes
+constexpr int64_t kStepLines = kPanel * sizeof(uint32_t) / kLine;     // of a panel
+// Rows whose time is that of reading the matrix: the hardware sees so simple a stream coming by itself.
+constexpr int kFewRows = 5;
+// Rows that go through the matrix together: so many stay in the second-level cache.
+constexpr int64_t kGroupRows = 384;
+constexpr int64_t kSlabSteps = 1024;
+
+// A number format with how its numbers lie in a word. kParts: numbers of a word that are multiplied apart.
+struct FloatWords : InFloat32<float> {
+  static constexpr int kParts = 1;
+  static PREFOLD_INLINE Part<Lane> lanes(Part<uint32_t> words, int) { return (Part<Lane>)words; }
+};
+
+struct Bf16Words : InBf16 {
+  static constexpr int kParts = 2 / kWidth;
+  static PREFOLD_INLINE Part<Lane> lanes(Part<uint32_t> words, int part) {
+    if constexpr (kParts == 1) return (Part<Lane>)words;
+    return (Part<Lane>)(part ? words & 0xffff0000u : words << 16);
+  }
+};
+
+// tile [ROWS, kPanel] = (tile +, where `more`) ROWS rows times a slab. x has `steps` * kParts Stored a row, rows
+// x_row bytes apart. On the way fetches LINES cache lines a step from `ahead` on.
+template <class Format, int ROWS, int LINES>
+PREFOLD_APART void multiply(const char* x, int64_t x_row, const uint32_t* slab, int64_t steps, const char* ahead,
+                            float* tile, bool more) {
+  using Lane = typename Format::Lane;
+  using Stored = typename Format::Stored;
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const uint32_t* words = slab + pass * kBlockParts * kPartLanes;
+    Part<float> acc[ROWS][kBlockParts] = {};
+    if (more) {
+#pragma GCC unroll 12
+      for (int r = 0; r < ROWS; ++r) {
+        memcpy(acc[r], tile + r * kPanel + pass * kBlockParts * kPartLanes, sizeof acc[r]);
+      }
+    }
+    // A pointer every three rows, so that all addresses fit into the registers.
+    constexpr int kBases = (ROWS + 2) / 3;
+    const char* base[kBases];
+    for (int i = 0; i < kBases; ++i) base[i] = x + 3 * i * x_row;
+    for (int64_t s = 0; s < steps; ++s, words += kPanel) {
+#pragma GCC unroll 2
+      for (int part = 0; part < Format::kParts; ++part) {
+        Part<Lane> w[kBlockParts];
+#pragma GCC unroll 2
+        for (int i = 0; i < kBlockParts; ++i) {
+          Part<uint32_t> word;
+          memcpy(&word, words + i * kPartLanes, sizeof word);
+          w[i] = Format::lanes(word, part);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; ++r) {
+          Stored number;
+          memcpy(&number, base[r / 3] + r % 3 * x_row + part * sizeof(Stored), sizeof number);
+#pragma GCC unroll 2
+          for (int i = 0; i < kBlockParts; ++i) acc[r][i] = Format::mul_add(acc[r][i], w[i], number);
+        }
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < kBases; ++i) base[i] += Format::kParts * sizeof(Stored);
+      if (pass == 0) {
+#pragma GCC unroll 2
+        for (int i = 0; i < LINES; ++i) __builtin_prefetch(ahead + (s * LINES + i) * kLine, 0, 2);
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r) {
+      memcpy(tile + r * kPanel + pass * kBlockParts * kPartLanes, acc[r], sizeof acc[r]);
+    }
+  }
+}
+
+template <class Format>
+using Multiply = decltype(&multiply<Format, 1, 0>);
+
+template <class Format, int LINES>
+constexpr Multiply<Format> kMultiply[kBlockRows] = {
+    multiply<Format, 1, LINES>, multiply<Format, 2, LINES>,  multiply<Format, 3, LINES>,  multiply<Format, 4, LINES>,
+    multiply<Format, 5, LINES>, multiply<Format, 6, LINES>,  multiply<Format, 7, LINES>,  multiply<Format, 8, LINES>,
+    multiply<Format, 9, LINES>, multiply<Format, 10, LINES>, multiply<Format, 11, LINES>, multiply<Format, 12, LINES>};
+
+// Rows and a packed matrix. x as `multiply` takes it.
+struct Product {
+  const char* x;
+  int64_t x_row;
+  const uint32_t* packed;
+  int64_t rows, columns, steps;
+
+  int64_t panels() const { return (columns + kPanel - 1) / kPanel; }
+};
+
+// Rows [first, stop), at most kGroupRows, times panel p, in blocks as equal as can be; store(row, column, number
+// of rows, number of columns, sums [rows, kPanel]) for each.
+template <class Format, class Store>
+void multiply_panel(const Product& product, int64_t p, int64_t first, int64_t stop, const Store& store) {
+  const int64_t rows = stop - first, blocks = (rows + kBlockRows - 1) / kBlockRows;
+  const auto block_row = [&](int64_t b) { return rows * b / blocks; };
+  const int64_t columns = std::min<int64_t>(kPanel, product.columns - p * kPanel);
+  float tiles[kGroupRows * kPanel];
+  for (int64_t step = 0; step < product.steps; step += kSlabSteps) {
+    const int64_t steps = std::min(kSlabSteps, product.steps - step);
+    const uint32_t* slab = product.packed + (p * product.steps + step) * kPanel;
+    const char* x = product.x + first * product.x_row + step * Format::kParts * sizeof(typename Format::Stored);
+    const bool done = step + steps == product.steps;
+    // Cache lines a step that each block fetches, until the next slab is there.
+    const int64_t lines = (done && p + 1 == product.panels()) || rows <= kFewRows ? 0 : blocks < kStepLines ? 2 : 1;
+    const char* ahead = reinterpret_cast<const char*>(slab + steps * kPanel);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t row = block_row(b), fetch = (b + 1) * lines <= kStepLines ? lines : 0;
+      const auto& functions = fetch == 0   ? kMultiply<Format, 0>
+                              : fetch == 1 ? kMultiply<Format, 1>
+                                           : kMultiply<Format, 2>;
+      const int64_t count = block_row(b + 1) - row;
+      // Sums that no later slab adds to stay near.
+      float* tile = tiles + (product.steps > kSlabSteps ? row * kPanel : 0);
+      functions[count - 1](x + row * product.x_row, product.x_row, slab, steps, ahead + b * lines * steps * kLine, tile,
+                           step > 0);
+      if (done) store(first + row, p * kPanel, count, columns, tile);
+    }
+  }
+}
+
+// The whole product, in parallel; `store` as above.
+template <class Format, class Store>
+void multiply_all(const Product& product, int threads, const Store& store) {
+  const int64_t panels = product.panels();
+  // Reading a word takes as long as multiplying it with so many rows.
+  const int64_t products = std::max<int64_t>(product.rows, kFewRows) * product.columns * product.steps;
+  const int workers = static_cast<int>(std::min<int64_t>(threads, 1 + products / kProductsPerThread));
+  const int64_t wanted = std::max((product.rows + kGroupRows - 1) / kGroupRows, (4 * workers + panels - 1) / panels);
+  const int64_t groups = std::min(wanted, (product.rows + kBlockRows - 1) / kBlockRows);
+  parallel_shares(groups * panels, workers, [&](int64_t i) {
+    const int64_t group = i / panels;
+    multiply_panel<Format>(product, i % panels, product.rows * group / groups, product.rows * (group + 1) / groups,
+                           store);
+  });
+}
+
+}  // namespace prefold

@@ -1,0 +1,300 @@
+"""LoRA adapters against transformers with W + scale B A in place of W, and against PEFT where it is installed."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import FAMILIES, DenseAttend, reference, tiny_checkpoint
+
+from prefold.checkpoint import resolve
+from prefold.errors import CheckpointError, UnsupportedModelError
+from prefold.model import RowAdapters, load_adapter, load_model
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LENGTHS = (7, 11, 1, 9, 6)
+ROWS = sum(LENGTHS)
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
+TOKENS = torch.randint(3, 300, (ROWS,), generator=torch.Generator().manual_seed(1))
+
+
+def write_adapter(
+    folder, checkpoint, modules=MODULES, *, seed=0, layers=(0, 1, 2), prefix="base_model.model.", **config
+):
+    """A PEFT folder that adapts these modules of these layers."""
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": list(modules)} | config
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, parameter in load_file(checkpoint / "model.safetensors").items():
+        match = re.fullmatch(r"(?:model\.)?layers\.(\d+)\.\w+\.(\w+)\.weight", name)
+        if match and int(match[1]) in layers and match[2] in modules:
+            rank = settings.get("rank_pattern", {}).get(match[2], settings["r"])
+            path = prefix + name.removesuffix(".weight")
+            tensors[f"{path}.lora_A.weight"] = torch.randn(rank, parameter.shape[1], generator=generator) / 6
+            tensors[f"{path}.lora_B.weight"] = torch.randn(parameter.shape[0], rank, generator=generator) / 2
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def merged(checkpoint, adapter, scale=lambda module: 6 / 4, head="causal"):
+    """transformers' model with the adapter in its weights. scale: by the module's name."""
+    model, tensors = reference(checkpoint, head), load_file(adapter / "adapter_model.safetensors")
+    parameters, changed = dict(model.named_parameters()), 0
+    with torch.no_grad():
+        for name, a in tensors.items():
+            if name.endswith("lora_A.weight"):
+                path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                path = path if path + ".weight" in parameters else "model." + path
+                module = path.rsplit(".", 1)[1]
+                parameters[path + ".weight"] += scale(module) * tensors[name.replace("lora_A", "lora_B")] @ a
+                changed += 1
+    assert changed == len(tensors) // 2
+    return model
+
+
+class ManySequences:
+    """Attention of several sequences whose rows lie in `order`; each attends to itself."""
+
+    def __init__(self, config, order=None, read_rows=None):
+        self.config = config
+        self.order = torch.arange(ROWS) if order is None else order
+        self.read_rows = torch.arange(ROWS) if read_rows is None else read_rows
+
+    def __call__(self, plane, q, k, v, *, read_only=False):
+        # Into the order of the sequences, all queries; what is not read is zeros there.
+        rows = self.read_rows if read_only else torch.arange(ROWS)
+        back = torch.argsort(self.order)
+        every = q.new_zeros(ROWS, *q.shape[1:]).index_copy(0, rows, q)[back]
+        one = DenseAttend(self.config)
+        parts = zip(*(t.split(LENGTHS) for t in (every, k[back], v[back])), strict=True)
+        return torch.cat([one(plane, *part) for part in parts])[self.order][rows]
+
+
+def load(folder, **options):
+    return load_model(resolve(str(folder)), **({"dtype": torch.float32, "device": "cpu"} | options))
+
+
+def adapter_of(folder, model, **options):
+    return load_adapter(folder, model.config, dtype=model.dtype, device="cpu", **options)
+
+
+def of_sequences(numbers):
+    """The number of each row, from that of each sequence."""
+    return np.repeat(np.array(numbers, np.int64), LENGTHS)
+
+
+def expected(models):
+    """Hidden states of each sequence by its own model."""
+    states = []
+    with torch.inference_mode():
+        for tokens, model in zip(TOKENS.split(LENGTHS), models, strict=True):
+            states.append(model.base_model(tokens[None]).last_hidden_state[0])
+    return torch.cat(states)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("modules", [MODULES, ("q_proj", "v_proj"), ("k_proj",), ("up_proj", "o_proj"), ("down_proj",)])
+def test_rows_of_two_adapters_and_of_none(tmp_path, family, modules):
+    base = tiny_checkpoint(tmp_path, family, tokenizer=False)
+    one = write_adapter(tmp_path / "one", base, modules, seed=1)
+    two = write_adapter(tmp_path / "two", base, seed=2, r=3, lora_alpha=9, layers=(0, 2))
+    model, plain = load(base), reference(base)
+    adapters = [adapter_of(one, model), adapter_of(two, model)]
+    wanted = expected([m_one := merged(base, one), plain, m_two := merged(base, two, lambda _: 3), m_one, m_two])
+    numbers = of_sequences([0, -1, 1, 0, 1])
+    attend = ManySequences(model.config)
+    with torch.inference_mode():
+        found = model(TOKENS, POSITIONS, attend, adapters=RowAdapters(adapters, numbers))
+        without = model(TOKENS, POSITIONS, attend)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    untouched = torch.from_numpy(numbers == -1)
+    assert torch.equal(found[untouched], without[untouched])
+    assert (found - without)[~untouched].abs().max() > 0.05
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("block_rows", [None, 5])
+@pytest.mark.parametrize("read", [[0, 6, 18, 33], [20], [], None])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_read_rows_blocks_and_scattered_rows(tmp_path, layers, block_rows, read, mixed):
+    base = tiny_checkpoint(tmp_path, "qwen3", num_hidden_layers=layers, tokenizer=False)
+    folders = [write_adapter(tmp_path / str(i), base, seed=i, layers=range(layers)) for i in range(2)]
+    model = load(base)
+    wanted = expected([merged(base, folders[0]), merged(base, folders[1]), *[reference(base)] * 3])
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(5)) if mixed else torch.arange(ROWS)
+    rows = None if read is None else torch.tensor(read, dtype=torch.int64)
+    adapters = RowAdapters([adapter_of(f, model) for f in folders], of_sequences([0, 1, -1, -1, -1])[order.numpy()])
+    model.block_rows = block_rows
+    with torch.inference_mode():
+        attend = ManySequences(model.config, order, rows)
+        found = model(TOKENS[order], POSITIONS[order], attend, rows, adapters)
+    torch.testing.assert_close(found, wanted[order][slice(None) if rows is None else rows], rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_and_scales_by_module(tmp_path):
+    base = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
+    patterns = {
+        "rank_pattern": {"q_proj": 2, "down_proj": 7},
+        "alpha_pattern": {"q_proj": 10, r"self_attn\.[vo]_proj": 1},
+    }
+    ranks, alphas = {"q_proj": 2, "down_proj": 7}, {"q_proj": 10, "v_proj": 1, "o_proj": 1}
+    model = load(base)
+    for rs in (False, True):
+        folder = write_adapter(tmp_path / f"a{rs}", base, use_rslora=rs, **patterns)
+
+        def scale(module, rs=rs):
+            rank = ranks.get(module, 4)
+            return alphas.get(module, 6) / (rank**0.5 if rs else rank)
+
+        with torch.inference_mode():
+            adapters = RowAdapters([adapter_of(folder, model)], np.zeros(ROWS, np.int64))
+            found = model(TOKENS, POSITIONS, ManySequences(model.config), adapters=adapters)
+        torch.testing.assert_close(found, expected([merged(base, folder, scale)] * 5), rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_of_classifiers_and_bare_models(tmp_path):
+    base = tiny_checkpoint(tmp_path, "llama", head="bare", tokenizer=False)
+    folder = write_adapter(tmp_path / "a", base)  # names without "model."
+    model = load(base)
+    with torch.inference_mode():
+        adapters = RowAdapters([adapter_of(folder, model)], np.zeros(ROWS, np.int64))
+        found = model(TOKENS, POSITIONS, ManySequences(model.config), adapters=adapters)
+    torch.testing.assert_close(found, expected([merged(base, folder, head="bare")] * 5), rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_stays_near_float32(tmp_path):
+    base = tiny_checkpoint(tmp_path, "qwen2", tokenizer=False)
+    folder = write_adapter(tmp_path / "a", base)
+    exact = merged(base, folder)
+    wanted = expected([exact] * 5)
+    theirs = expected([exact.bfloat16()] * 5).float()
+    model = load(base, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        adapters = RowAdapters([adapter_of(folder, model)], np.zeros(ROWS, np.int64))
+        ours = model(TOKENS, POSITIONS, ManySequences(model.config), adapters=adapters).float()
+    # Theirs is merged before it is rounded; a few rows make the most of either.
+    assert (ours - wanted).pow(2).mean() < 4 * (theirs - wanted).pow(2).mean()
+
+
+def test_an_adapter_has_a_name_and_a_size(tmp_path):
+    base = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
+    folder = write_adapter(tmp_path / "a", base, ("q_proj",))
+    model = load(base)
+    assert adapter_of(folder, model).name == str(folder)
+    assert adapter_of(folder, model, name="mine").name == "mine"
+    assert adapter_of(folder, model).nbytes == 3 * 4 * 4 * (36 + 36)
+
+
+def test_gradients_reach_the_adapter(tmp_path):
+    base = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
+    model = load(base, pack=False)
+    adapter = adapter_of(write_adapter(tmp_path / "a", base), model)
+    weights = [t for layer in adapter.layers for d in layer.values() for t in (d.a, *(part.b for part in d.parts))]
+    for weight in weights:
+        weight.requires_grad_()
+    adapters = RowAdapters([adapter], of_sequences([0, -1, -1, 0, -1]))
+    model(TOKENS, POSITIONS, ManySequences(model.config), adapters=adapters).square().sum().backward()
+    assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in weights)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "IA3"}, "type IA3"),
+        ({"use_dora": True}, "DoRA.*use_dora"),
+        ({"bias": "lora_only"}, "biases.*lora_only"),
+        ({"lora_bias": True}, "biases.*lora_bias"),
+        ({"modules_to_save": ["score"]}, "modules saved whole.*score"),
+        ({"layer_replication": [[0, 2]]}, "replicated layers"),
+        ({"trainable_token_indices": [5]}, "trained tokens"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4.*convert it"),
+        ({"r": 5}, r"q_proj has lora_A \[4, 36\] and lora_B \[36, 4\], not \[5, 36\] and \[36, 5\]"),
+        ({"rank_pattern": {"layers.1.self_attn.v_proj": 2}}, r"layers\.1\.self_attn\.v_proj has lora_A \[4, 36\]"),
+        ({"alpha_pattern": {"(": 2}}, "no regular expression"),
+        ({"lora_alpha": "8"}, "alpha_pattern or its default is '8', no number"),
+    ],
+)
+def test_refusals(tmp_path, config, message):
+    base = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
+    folder = write_adapter(tmp_path / "a", base)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | config))
+    with pytest.raises(CheckpointError, match=message):
+        adapter_of(folder, load(base))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.embed_tokens.lora_embedding_A", "lora_embedding_A, not supported"),
+        ("lm_head.lora_A.weight", "lm_head"),
+        ("model.layers.0.self_attn.q_proj.lora_magnitude_vector", "magnitude_vector"),
+        ("model.layers.0.self_attn.q_proj.bias", r"q_proj\.bias"),
+        ("model.layers.0.mlp.experts.lora_A.weight", r"not, or that cannot be: model\.layers\.0\.mlp\.experts"),
+        ("model.layers.3.self_attn.q_proj.lora_A.weight", r"cannot be: model\.layers\.3\.self_attn\.q_proj"),
+    ],
+)
+def test_other_tensors_are_refused(tmp_path, name, message):
+    base = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
+    folder = write_adapter(tmp_path / "a", base)
+    path = folder / "adapter_model.safetensors"
+    save_file(load_file(path) | {f"base_model.model.{name}": torch.zeros(4, 36)}, path)
+    with pytest.raises(UnsupportedModelError, match=message):
+        adapter_of(folder, load(base))
+
+
+def test_files_that_are_missing_or_damaged(tmp_path):
+    base = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
+    model, folder = load(base), write_adapter(tmp_path / "a", base)
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    half = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
+    save_file({k: v for k, v in tensors.items() if k != half}, path)
+    with pytest.raises(CheckpointError, match=r"only lora_A of model\.layers\.0\.mlp\.up_proj"):
+        adapter_of(folder, model)
+    other = load(tiny_checkpoint(tmp_path, "llama", intermediate_size=40, tokenizer=False))
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"gate_proj has .* \[50, 4\], not \[4, 36\] and \[40, 4\]"):
+        adapter_of(folder, other)
+    save_file({}, path)
+    with pytest.raises(CheckpointError, match="adapts nothing"):
+        adapter_of(folder, model)
+    path.write_bytes(b"no such thing")
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        adapter_of(folder, model)
+    path.rename(folder / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match="pickled"):
+        adapter_of(folder, model)
+    (folder / "adapter_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        adapter_of(folder, model)
+    with pytest.raises(CheckpointError, match=r"no adapter_config\.json"):
+        adapter_of(tmp_path, model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_rslora": True}, {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"^model.layers.1.*up_proj": 3}}],
+)
+def test_folders_that_peft_writes(tmp_path, family, options):
+    peft = pytest.importorskip("peft")
+    base = tiny_checkpoint(tmp_path, family, tokenizer=False)
+    settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    theirs = peft.get_peft_model(reference(base), settings)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    theirs.eval().save_pretrained(tmp_path / "a")
+    model = load(base)
+    with torch.inference_mode():
+        adapters = RowAdapters([adapter_of(tmp_path / "a", model)], np.zeros(ROWS, np.int64))
+        found = model(TOKENS, POSITIONS, ManySequences(model.config), adapters=adapters)
+    torch.testing.assert_close(found, expected([theirs.get_base_model()] * 5), rtol=1e-4, atol=1e-4)
