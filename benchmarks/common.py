@@ -6,12 +6,14 @@ import gzip
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +129,15 @@ def attention_flops(config, pairs: int) -> float:
     return 4.0 * pairs * config.heads * config.head_dim
 
 
+def read_bandwidth(repeats: int = 5) -> float:
+    """Bytes/s at which all threads together read memory: the best of a sum and a matrix-vector product of 1 GiB."""
+    rows, columns = 1 << 15, 1 << 13
+    matrix = torch.ones(rows, columns, dtype=torch.float32)
+    vector = torch.ones(columns)
+    seconds = [*timed(lambda: matrix.sum(), repeats), *timed(lambda: torch.mv(matrix, vector), repeats)]
+    return rows * columns * 4 / min(seconds)
+
+
 def limit_seconds(config, trie, dtype: torch.dtype, num_reads: int | None = None) -> dict:
     """The machine's limit for a stream: linear FLOPs over the packed rate plus attention FLOPs over the best rate.
 
@@ -148,6 +159,45 @@ def limit_seconds(config, trie, dtype: torch.dtype, num_reads: int | None = None
         "attention_seconds": layers * attention_flops(config, pairs) / attention,
         "seconds": flops / linear + layers * attention_flops(config, pairs) / attention,
         "all_rows_linear_seconds": trie.num_rows * config.linear_flops / linear,
+    }
+
+
+def generation_limit(
+    config, prompts: Sequence[Sequence[int]], max_tokens: int, rates: dict[str, float], dtype: torch.dtype
+) -> dict:
+    """The machine's limit for prompts continued greedily by `max_tokens` tokens each, in seconds; see generate.py.
+
+    rates: "linear" and "attention" in FLOP/s, "bandwidth" in bytes/s; dtype: of weights and K/V.
+    """
+    from prefold.prefix import Trie
+
+    trie = Trie.build(np.concatenate(prompts), np.cumsum([0, *map(len, prompts)]))
+    # Prompts that are the same go on in the same way.
+    ends, first = np.unique(trie.last_row, return_index=True)
+    lengths = np.array([len(prompts[i]) for i in first])
+    steps = max_tokens - 1  # the first token comes out of the prompt's last row, and the last one is no row
+    decode_rows = len(ends) * steps
+    head = 2 * config.hidden * config.vocab_size
+    flops = (trie.num_rows + decode_rows) * config.linear_flops + len(ends) * max_tokens * head
+    # A decode row sees its prompt, the tokens before it and itself.
+    pairs = visible_pairs(trie.end) + int(steps * lengths.sum() + len(ends) * steps * (steps + 1) // 2)
+    row_bytes = config.layers * 2 * config.kv_size * dtype.itemsize
+    tails = len(ends) * steps * (steps + 1) // 2
+    weights = (config.linear_flops + head) // 2 * dtype.itemsize  # two operations of a row for each
+    moved = steps * weights + row_bytes * (steps * trie.num_rows + tails)
+    parts = {
+        "linear_seconds": flops / rates["linear"],
+        "attention_seconds": config.layers * attention_flops(config, pairs) / rates["attention"],
+        "bytes_seconds": moved / rates["bandwidth"],
+    }
+    return parts | {
+        "seconds": sum(parts.values()),
+        "prompt_tokens": sum(map(len, prompts)),
+        "prompt_rows": trie.num_rows,
+        "decode_rows": decode_rows,
+        # What the trie and all running tails take, and what they would without sharing.
+        "kv_bytes": row_bytes * (trie.num_rows + decode_rows),
+        "kv_bytes_unshared": row_bytes * (sum(map(len, prompts)) + len(prompts) * steps),
     }
 
 
@@ -173,6 +223,63 @@ def run_peer(python: str, system: str, job: dict) -> dict:
         return json.loads(out_file.read_text())
 
 
+class Peer:
+    """A system that generates, in a process of its own that stays; between runs it is stopped, and takes no processor.
+
+    Raises RuntimeError with the system's own words when it does not start or fails. A context manager.
+    """
+
+    def __init__(self, python: str, system: str, job: dict):
+        self._folder = tempfile.TemporaryDirectory()
+        job_file, self._errors = Path(self._folder.name, "job.json"), Path(self._folder.name, "errors.txt")
+        job_file.write_text(json.dumps(job))
+        self._system = system
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [python, str(Path(__file__).with_name("peers.py")), system, str(job_file)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,  # its workers are stopped and ended with it
+            )
+        try:
+            self.version = self._read()["version"]
+        except RuntimeError:
+            self.close()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def run(self, case: str) -> tuple[float, list[list[int]]]:
+        """Seconds, and the tokens of each output."""
+        self._signal(signal.SIGCONT)
+        print(case, file=self._process.stdin, flush=True)
+        answer = self._read()
+        self._signal(signal.SIGSTOP)
+        return answer["seconds"], answer["tokens"]
+
+    def _read(self) -> dict:
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._system} failed:\n{self._errors.read_text()[-4000:]}")
+        return json.loads(line)
+
+    def _signal(self, number: int) -> None:
+        os.killpg(self._process.pid, number)
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
 def export_folder(checkpoint, tokenizer, folder: str | Path, dtype: torch.dtype) -> Path:
     """Write a GGUF checkpoint's weights as a Hugging Face folder, so that peers run the very same ones."""
     from safetensors.torch import save_file
@@ -186,7 +293,8 @@ def export_folder(checkpoint, tokenizer, folder: str | Path, dtype: torch.dtype)
     config |= {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     tokenizer.backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | tokenizer.special_tokens
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     source = open_source(checkpoint, config_from(checkpoint.config), {}, 0)
     tensors = {}
     for name, shape in source.shapes.items():

@@ -4,8 +4,9 @@
 
 Writes the task files of harness_tasks.py into a temporary folder and runs every task with both models in turn, in one
 process and on the same weights. Timed is the model's part: from the harness's requests to its answers, without loading,
-without building requests and without metrics. "differ" counts the documents whose answers are not the same (a choice,
-a text after its filter; for rolling texts: more than 1 % apart); in bfloat16 a few may, in float32 none should.
+without building requests and without metrics. "differ" counts documents with another choice, or another text after its
+filter; "gap" is the largest difference of a log-likelihood. In float32 none should differ, and the gap is mostly the hf
+model's own log_softmax, which sums a large vocabulary in float32.
 """
 
 from __future__ import annotations
@@ -46,24 +47,27 @@ def timed_requests(model) -> list[float]:
     return seconds
 
 
-def answers_of(samples: list[dict]) -> list:
-    """What a model said of each document: the choice, the filtered texts, or the log-likelihood."""
-    found: dict[int, list] = {}
-    for sample in samples:  # one a document and filter
-        said = sample["filtered_resps"]
-        if isinstance(said[0], (list, tuple)):
-            said = max(range(len(said)), key=lambda i: float(said[i][0]))
-        found.setdefault(sample["doc_id"], []).append(said)
-    return [found[number] for number in sorted(found)]
+def answers_of(samples: list[dict]) -> tuple[list, list[float]]:
+    """What a model said of each document, by document and filter: the choice or the text; and all log-likelihoods."""
+    said, likelihoods = [], []
+    for sample in sorted(samples, key=lambda sample: (sample["doc_id"], sample["filter"])):
+        answer = sample["filtered_resps"]
+        if isinstance(answer[0], (list, tuple)):  # (log-likelihood, greedy) of each choice
+            answer = [float(one[0]) for one in answer]
+        if isinstance(answer[0], float):
+            likelihoods += answer
+            answer = max(range(len(answer)), key=answer.__getitem__)
+        said.append((sample["doc_id"], answer))
+    return said, likelihoods
 
 
-def differ(ours: list, theirs: list) -> int:
-    def unlike(one, other) -> bool:
-        if isinstance(one[0], list) and isinstance(one[0][0], float):
-            return abs(one[0][0] - other[0][0]) > 0.01 * abs(other[0][0])
-        return one != other
+def differ(ours: list, theirs: list) -> str:
+    documents = {one[0] for one in ours}
+    return f"{len({a[0] for a, b in zip(ours, theirs, strict=True) if a != b})} of {len(documents)}"
 
-    return sum(unlike(one, other) for one, other in zip(ours, theirs, strict=True))
+
+def gap(ours: list[float], theirs: list[float]) -> str:
+    return f"{max(abs(a - b) for a, b in zip(ours, theirs, strict=True)):.2g}" if ours else ""
 
 
 def scores_of(results: dict) -> str:
@@ -115,11 +119,12 @@ def main() -> None:
                     print(f"  {task} {name}: {seconds[name][-1]:.1f} s, {scores[name]}", flush=True)
             for name, values in seconds.items():
                 times = f"{median(seconds['hf']) / median(values):.2f}"
-                unlike = f"{differ(said[name], said['hf'])} of {len(said[name])}"
-                rows.append([task, name, scores[name], f"{median(values):.1f}", spread(values), times, unlike])
+                (ours, likelihoods), (theirs, expected) = said[name], said["hf"]
+                row = [task, name, scores[name], f"{median(values):.1f}", spread(values), times]
+                rows.append([*row, differ(ours, theirs), gap(likelihoods, expected)])
             record.append({"task": task, "seconds": seconds, "scores": scores, "answers": said})
     print(machine(), f"lm_eval {lm_eval.__version__}, {arguments.dtype}, {arguments.limit} documents a task")
-    print(table(["task", "model", "scores", "s", "spread", "x hf", "differ"], rows))
+    print(table(["task", "model", "scores", "s", "spread", "x hf", "differ", "gap"], rows))
     write_json(arguments.json, tasks=record, limit=arguments.limit, dtype=arguments.dtype)
 
 

@@ -1,6 +1,6 @@
-"""Other systems on the same prompts, each in a process of its own: `python peers.py SYSTEM JOB.json OUT.json`.
+"""Other systems on the same prompts, each in a process of its own: `python peers.py SYSTEM JOB.json [OUT.json]`.
 
-Runs under any interpreter that has the system installed; imports nothing of prefold. JOB holds
+Runs under any interpreter that has the system installed; imports nothing of prefold. Reading prompts, JOB holds
 
     model     a Hugging Face folder; dtype "bfloat16" | "float32"; threads; block (vLLM)
     prompts   lists of token ids
@@ -9,6 +9,13 @@ Runs under any interpreter that has the system installed; imports nothing of pre
     repeats   timed runs; before them one warm-up on a few prompts
 
 OUT receives {"seconds": [...], "values": [...], "version": "..."}. Loading the model is not timed.
+
+Generating (greedy, past the end of text), there is no OUT and JOB holds model, dtype, threads, block, max_model_len and
+
+    cases     {name: {"prompts": lists of token ids, "max_tokens": tokens of each output}}
+
+Once ready the process prints {"version": "..."}; for every name it then reads from standard input it runs that case,
+with nothing left of the run before, and prints {"seconds": ..., "tokens": lists of token ids}. One JSON a line.
 """
 
 from __future__ import annotations
@@ -19,26 +26,62 @@ import sys
 import time
 
 
-def transformers_runner(job):
+def load_transformers(job):
     import torch
     import transformers
 
     torch.set_num_threads(job["threads"])
     model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, job["dtype"])).eval()
+    return model, transformers.__version__
+
+
+def load_vllm(job, **options):
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(job.get("kv_gib", 4)))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{job['threads'] - 1}")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import vllm
+
+    if job.get("block"):
+        options["block_size"] = job["block"]
+    model = vllm.LLM(
+        job["model"],
+        dtype=job["dtype"],
+        enable_prefix_caching=True,
+        max_model_len=job.get("max_model_len", 4096),
+        **options,
+    )
+    return model, vllm.__version__
+
+
+def padded(prompts, torch):
+    """Ids and mask of prompts padded on the left, so that the last position is the last token."""
+    width = max(map(len, prompts))
+    tokens = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros(len(prompts), width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        tokens[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return tokens, mask
+
+
+def batches(prompts, size):
+    """Numbers of prompts, `size` of about the same length at a time."""
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    return [by_length[first : first + size] for first in range(0, len(by_length), size)]
+
+
+def transformers_runner(job):
+    import torch
+
+    model, version = load_transformers(job)
     size = job.get("batch", 16)
 
     @torch.inference_mode()
     def run(prompts, ids, targets):
         values = [None] * len(prompts)
-        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        for first in range(0, len(by_length), size):
-            chosen = by_length[first : first + size]
-            width = max(len(prompts[i]) for i in chosen)
-            tokens = torch.zeros(len(chosen), width, dtype=torch.long)
-            mask = torch.zeros(len(chosen), width, dtype=torch.long)
-            for row, i in enumerate(chosen):  # padded on the left, so that the last position is the last token
-                tokens[row, width - len(prompts[i]) :] = torch.tensor(prompts[i])
-                mask[row, width - len(prompts[i]) :] = 1
+        for chosen in batches(prompts, size):
+            tokens, mask = padded([prompts[i] for i in chosen], torch)
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
             keep = 1 if targets is None else 1 + max(len(targets[i]) for i in chosen)
             logits = model(
@@ -54,27 +97,13 @@ def transformers_runner(job):
                     values[i] = read.gather(-1, torch.tensor(targets[i])[:, None]).sum().item()
         return values
 
-    return run, transformers.__version__
+    return run, version
 
 
 def vllm_runner(job):
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{job['threads'] - 1}")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Of the allowed ids only: the raw ones need not be among the best.
+    llm, version = load_vllm(job, max_logprobs=128, logprobs_mode="processed_logprobs")
     import vllm
-
-    options = {"block_size": job["block"]} if job.get("block") else {}
-    llm = vllm.LLM(
-        job["model"],
-        dtype=job["dtype"],
-        enable_prefix_caching=True,
-        max_model_len=job.get("max_model_len", 4096),
-        max_logprobs=128,
-        # Of the allowed ids only: the raw ones need not be among the best.
-        logprobs_mode="processed_logprobs",
-        **options,
-    )
 
     def run(prompts, ids, targets):
         if targets is None:
@@ -102,13 +131,68 @@ def vllm_runner(job):
         llm.reset_prefix_cache()
 
     run.reset = reset
-    return run, vllm.__version__
+    return run, version
 
 
-def main():
-    system, job_file, out_file = sys.argv[1:]
-    with open(job_file) as f:
-        job = json.load(f)
+def transformers_generator(job):
+    import torch
+
+    model, version = load_transformers(job)
+    model.generation_config.eos_token_id = None  # go on after it
+
+    @torch.inference_mode()
+    def run(prompts, max_tokens):
+        found = [None] * len(prompts)
+        for chosen in batches(prompts, job.get("batch", 16)):
+            tokens, mask = padded([prompts[i] for i in chosen], torch)
+            out = model.generate(
+                input_ids=tokens, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+            )
+            for row, i in enumerate(chosen):
+                found[i] = out[row, tokens.shape[1] :].tolist()
+        return found
+
+    return run, version
+
+
+def vllm_generator(job):
+    llm, version = load_vllm(job)
+    import vllm
+
+    def run(prompts, max_tokens):
+        params = vllm.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    run.reset = llm.reset_prefix_cache
+    return run, version
+
+
+def serve(system, job):
+    """Generate what is asked for on standard input."""
+    # Libraries print what they like: to standard error, so that answers have standard output to themselves.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**content):
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    run, version = {"transformers": transformers_generator, "vllm": vllm_generator}[system](job)
+    first = next(iter(job["cases"].values()))
+    run(first["prompts"][:8], 4)  # warm-up
+    answer(version=version)
+    for line in sys.stdin:
+        case = job["cases"][line.strip()]
+        if hasattr(run, "reset"):
+            run.reset()
+        started = time.perf_counter()
+        tokens = run(case["prompts"], case["max_tokens"])
+        answer(seconds=time.perf_counter() - started, tokens=tokens)
+
+
+def score(system, job, out_file):
+    """Read what JOB wants of its prompts, and write it to a file."""
     run, version = {"transformers": transformers_runner, "vllm": vllm_runner}[system](job)
     prompts, ids, targets = job["prompts"], job.get("ids"), job.get("targets")
     if ids is not None and not isinstance(ids[0], list):
@@ -124,6 +208,16 @@ def main():
         seconds.append(time.perf_counter() - started)
     with open(out_file, "w") as f:
         json.dump({"seconds": seconds, "values": values, "version": version}, f)
+
+
+def main():
+    system, job_file, *out_file = sys.argv[1:]
+    with open(job_file) as f:
+        job = json.load(f)
+    if out_file:
+        score(system, job, out_file[0])
+    else:
+        serve(system, job)
 
 
 if __name__ == "__main__":

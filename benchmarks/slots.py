@@ -57,7 +57,7 @@ class Runs:
 
 
 def decoding(common: int, groups: int, size: int, shared: int, own: int, tail: int) -> tuple[KeyRuns, int]:
-    """`common` keys that all see, `groups` of `size` queries with `shared` keys each, and each query's own, in two runs."""
+    """`common` keys for all, `groups` of `size` queries with `shared` keys each, and each query's own in two runs."""
     runs, queries = Runs(), groups * size
     if common:
         runs.add(common, 0, 0, queries)

@@ -19,7 +19,7 @@ from tests.tiny import reference, tiny_checkpoint
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     folder = tiny_checkpoint(tmp_path_factory.mktemp("face"), "llama")
-    made = LLM(str(folder), dtype="float32", kv_memory=1 << 22)
+    made = LLM(str(folder), dtype="float32", kv_memory=1 << 22, cache=CacheOptions(min_overlap=0))
     made.folder = folder
     return made
 

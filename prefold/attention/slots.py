@@ -235,16 +235,18 @@ class KVStore:
     def write(self, plane: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put rows into slots int64 [n]; k, v [n, kv_heads, head_dim]. No two rows into one slot, but for slot 0.
 
-        InputError where a slot is not there or the shapes do not fit.
+        All on the store's device. InputError where a slot is not there or the shapes do not fit.
         """
-        if k.shape != (len(slots), self.kv_heads, self.head_dim) or v.shape != k.shape:
+        fits = k.shape == v.shape == (len(slots), self.kv_heads, self.head_dim)
+        if not fits or k.dtype != self.dtype or v.dtype != self.dtype or slots.dtype != torch.int64:
             raise InputError(
-                f"shapes k {list(k.shape)}, v {list(v.shape)} do not fit {len(slots)} slots",
+                f"k {list(k.shape)} ({k.dtype}) and v {list(v.shape)} ({v.dtype}) do not fit {len(slots)} slots",
                 field="k",
-                remedy=f"k and v [slots, {self.kv_heads}, {self.head_dim}]",
+                remedy=f"int64 slots, k and v [slots, {self.kv_heads}, {self.head_dim}] of {self.dtype}",
             )
         if not self._compiled:
-            _check_slots(slots, self.slots)
+            if slots.device.type == "cpu":  # another device checks by itself, and would have to be waited for
+                _check_slots(slots, self.slots)
             self._memory[plane, 0].index_copy_(0, slots, k)
             self._memory[plane, 1].index_copy_(0, slots, v)
             return

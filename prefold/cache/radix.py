@@ -33,13 +33,13 @@ class CacheOptions:
                  ("lfu"), or the lowest priority of a request ("priority"); the last two fall back on "lru"
     ttl          seconds after its last use at which a row goes; None: never
     max_tokens   most rows kept beside those in use; None: as many as the KV store holds
-    min_overlap  prefixes of fewer tokens are not kept: they cost less to compute than to look after
+    min_overlap  prefixes of fewer tokens are neither used nor kept: they cost less to compute than to look after
     """
 
     policy: Policy = "lru"
     ttl: float | None = None
     max_tokens: int | None = None
-    min_overlap: int = 0
+    min_overlap: int = 16
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -79,6 +79,8 @@ class RadixCache:
     def keep(self, node: Node) -> None:
         """No sequence uses the node any more. Its children are done with already."""
         started = time.perf_counter()
+        if node.pending:
+            self._forget_below(node)
         if node.pending and node.computed:
             lower = node
             node = self._tree.split(node, node.computed)
@@ -97,12 +99,19 @@ class RadixCache:
                 self.evict(self.rows - limit)
         self.seconds += time.perf_counter() - started
 
-    def take(self, node: Node) -> None:
-        """A sequence uses a kept node."""
-        node.kept = False
-        del self._kept[node]
-        self.rows -= 0 if node.pins else node.computed
-        node.uses += 1
+    def take(self, path: list[Node]) -> None:
+        """A sequence comes, whose tokens go through these nodes: what is kept of them is in use, if it is worth it."""
+        overlap = sum(node.computed for node in path)
+        for node in path:
+            if not node.kept:
+                continue
+            node.kept = False
+            del self._kept[node]
+            self.rows -= 0 if node.pins else node.computed
+            if overlap >= self.options.min_overlap or node.pins:
+                node.uses += 1
+            else:
+                self._pool.free(node.give_up())
 
     def evict(self, rows: int) -> int:
         """Let at least `rows` rows go, or all there are; returns how many went."""
@@ -174,6 +183,14 @@ class RadixCache:
         self.rows -= size
         self._drop(node)
         return size
+
+    def _forget_below(self, node: Node) -> None:
+        """Rows whose ancestors are not there would never be found."""
+        below = list(node.children.values())
+        for child in below:
+            below.extend(child.children.values())
+        for child in reversed(below):
+            self._forget(child)
 
     def _drop(self, node: Node) -> None:
         self._pool.free(node.give_up())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..model import CausalLM
+from ..model.ops import log_sum_exp
 from ..types import Readout
 from .attend import Path, StepAttend, join
 from .batch import Batch
@@ -63,8 +64,9 @@ class Runner:
             logits = self.model.logits(hidden[first : first + HEAD_ROWS])
             pairs = slice(*np.searchsorted(step.pair_reads, (first, first + HEAD_ROWS)).tolist())
             rows, wanted = reads[pairs] - first, ids[pairs]
-            values[pairs] = logits[rows, wanted] - torch.logsumexp(logits, -1)[rows]
-            greedy[pairs] = logits.argmax(-1)[rows] == wanted
+            sums, largest = log_sum_exp(logits)
+            values[pairs] = logits[rows, wanted] - sums[rows]
+            greedy[pairs] = largest[rows] == wanted
         return Output(values.cpu().numpy(), greedy.cpu().numpy())
 
 

@@ -142,6 +142,9 @@ class Kernels:
                 ((torch.bfloat16, torch.float32), "prefold_head_bfloat16"),
             )
         }
+        self._log_sum_exp = _function(
+            library, "prefold_log_sum_exp", [c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_int32]
+        )
         self._has_products = library.prefold_has_products
         self._has_products.argtypes = [c_int32]
 
@@ -284,32 +287,31 @@ class Kernels:
             raise MemoryError("attention workspace")
         return out
 
-    def can_compute(self, *tensors: Tensor | None, weight: Tensor | None = None) -> bool:
+    def can_compute(self, x: Tensor, delta: Tensor | None = None, weight: Tensor | None = None) -> bool:
         """Whether the element-wise functions take these tensors: on the CPU, of one known dtype, rows contiguous.
 
-        They write into the first: its rows must not be views of each other. weight: of a norm, of that
-        dtype or float32.
+        They write into x: its rows must not be views of each other. weight: of a norm, of that dtype or float32.
         """
-        given = [t for t in tensors if t is not None]
-        if weight is not None:
-            if weight.dtype not in (given[0].dtype, torch.float32) or weight.device.type != "cpu":
-                return False
-            if weight.stride(-1) != 1:
-                return False
-        return _on_cpu(*given) and all(t.stride(-1) == 1 for t in given) and 0 not in given[0].stride()
+        dtype, strides = x.dtype, x.stride()
+        if not x.is_cpu or dtype not in DTYPES or strides[-1] != 1 or 0 in strides:
+            return False
+        if delta is not None and not (delta.is_cpu and delta.dtype == dtype and delta.stride()[-1] == 1):
+            return False
+        return weight is None or (weight.is_cpu and weight.dtype in (dtype, torch.float32) and weight.stride()[-1] == 1)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """x += delta in place, and its norm; x, delta [rows, width]."""
-        out = torch.empty(x.shape, dtype=x.dtype)
+        rows, width = x.shape
+        out = torch.empty((rows, width), dtype=x.dtype)
         self._add_rms_norm[x.dtype, weight.dtype](
             x.data_ptr(),
             None if delta is None else delta.data_ptr(),
             weight.data_ptr(),
             out.data_ptr(),
-            x.shape[0],
-            x.shape[1],
-            x.stride(0),
-            0 if delta is None else delta.stride(0),
+            rows,
+            width,
+            x.stride()[0],
+            0 if delta is None else delta.stride()[0],
             eps,
             torch.get_num_threads(),
         )
@@ -322,8 +324,7 @@ class Kernels:
             cos_sin.data_ptr(),
             None if norm_weight is None else norm_weight.data_ptr(),
             *x.shape,
-            x.stride(0),
-            x.stride(1),
+            *x.stride()[:2],
             eps,
             torch.get_num_threads(),
         )
@@ -341,23 +342,24 @@ class Kernels:
         return dtype in DTYPES and bool(self._has_products(dtype == torch.bfloat16))
 
     def linear(
-        self, x: Tensor, packed: Tensor, columns: int, bias: Tensor | None = None, *, float32: bool = False
+        self, x: Tensor, packed: Tensor, columns: int, bias: Tensor | None = None, *, out: Tensor | None = None
     ) -> Tensor:
         """[rows, columns]: x [rows, k] times the matrix that `pack_words` has packed, plus bias [columns].
 
-        x, the matrix and the bias are of one dtype, float32 or bfloat16. Sums are float32; float32: the result too.
+        x, the matrix and the bias are of one dtype, float32 or bfloat16, and so is the result. out: contiguous memory
+        for it; in float32 it takes the sums of bfloat16 as they are.
         """
         dtype, (rows, size) = x.dtype, x.shape
-        out_dtype = torch.float32 if float32 else dtype
-        function = self._products.get((dtype, out_dtype))
-        if function is None or size * x.itemsize != packed.shape[1] * 4 or x.device.type != "cpu":
+        if out is None:
+            out = torch.empty((rows, columns), dtype=dtype)
+        function = self._products.get((dtype, out.dtype))
+        if function is None or not x.is_cpu or size * x.itemsize != packed.shape[1] * 4:
             raise ValueError(f"no product of {dtype} {list(x.shape)} on {x.device} with {list(packed.shape)} words")
-        if x.stride(1) != 1:
+        if x.stride()[1] != 1:
             x = x.contiguous()
-        out = torch.empty((rows, columns), dtype=out_dtype)
         short = function(
             x.data_ptr(),
-            x.stride(0),
+            x.stride()[0],
             packed.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
@@ -369,6 +371,24 @@ class Kernels:
         if short:
             raise MemoryError("linear")
         return out
+
+    def log_sum_exp(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row of float32 logits [rows, columns]: log sum exp, and the place of the largest (the first, int64).
+
+        A NaN makes the sum NaN and is not the largest.
+        """
+        rows, columns = logits.shape
+        sums, largest = torch.empty(rows, dtype=torch.float32), torch.empty(rows, dtype=torch.int64)
+        self._log_sum_exp(
+            logits.data_ptr(),
+            rows,
+            columns,
+            logits.stride()[0],
+            sums.data_ptr(),
+            largest.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return sums, largest
 
 
 def _fill(call: TileCall, q: Tensor, out: Tensor, *, kv_heads: int, scale: float) -> None:
@@ -404,13 +424,13 @@ def _function(library: ctypes.CDLL, name: str, argtypes: list) -> ctypes._CFuncP
 
 
 def _gate_mul(functions: dict[torch.dtype, ctypes._CFuncPtr], gate_up: Tensor) -> Tensor:
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, width), dtype=gate_up.dtype)
+    rows, width = gate_up.shape
+    out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
     threads = torch.get_num_threads()
-    functions[gate_up.dtype](gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0), threads)
+    functions[gate_up.dtype](gate_up.data_ptr(), out.data_ptr(), rows, width // 2, gate_up.stride()[0], threads)
     return out
 
 
 def _on_cpu(*tensors: Tensor) -> bool:
     dtype = tensors[0].dtype
-    return dtype in DTYPES and all(t.dtype == dtype and t.device.type == "cpu" for t in tensors)
+    return dtype in DTYPES and all(t.dtype == dtype and t.is_cpu for t in tensors)

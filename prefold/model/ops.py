@@ -18,7 +18,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     x, delta [rows, hidden]; weight [hidden], of x's dtype or float32. May write into x. Returns (x + delta, norm).
     Zhang and Sennrich 2019.
     """
-    compiled = _compiled(x, delta, weight=weight)
+    compiled = _compiled(x, delta, weight)
     fits = x.dim() == 2 and weight.shape == x.shape[1:] and (delta is None or delta.shape == x.shape)
     if compiled and fits:
         return x, compiled.add_rms_norm(x, delta, weight, eps)
@@ -66,17 +66,29 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
+def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of logits [rows, columns]: log sum exp [rows], and the place of the largest, int64 [rows].
+
+    The first of equals on a CPU.
+    """
+    compiled = _compiled(logits) if logits.dtype == torch.float32 and logits.dim() == 2 else None
+    if compiled:
+        return compiled.log_sum_exp(logits)
+    return torch.logsumexp(logits, -1), logits.argmax(-1)
+
+
 def _compiled_gate(gate_up: Tensor) -> kernels.Kernels | None:
     return _compiled(gate_up) if gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0 else None
 
 
-def _compiled(*tensors: Tensor | None, weight: Tensor | None = None) -> kernels.Kernels | None:
-    """The compiled kernels where they can take these tensors, write into the first, and no gradient is wanted.
+def _compiled(x: Tensor, delta: Tensor | None = None, weight: Tensor | None = None) -> kernels.Kernels | None:
+    """The compiled kernels where they can take these tensors, write into x, and no gradient is wanted.
 
-    weight: of a norm; unlike the others it may be float32 beside bfloat16.
+    weight: of a norm; unlike delta it may be float32 beside bfloat16.
     """
-    given = [t for t in (*tensors, weight) if t is not None]
-    if given[0].device.type != "cpu" or (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
+    if not x.is_cpu:
+        return None
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, delta, weight)):
         return None
     loaded = kernels.load()
-    return loaded if loaded and loaded.can_compute(*tensors, weight=weight) else None
+    return loaded if loaded and loaded.can_compute(x, delta, weight) else None

@@ -94,11 +94,16 @@ class Layer(nn.Module):
             kv = adapters.add(self.kv(h), h, self.number, "kv")
             if read is not None:
                 x, h, q_cos_sin, adapters = x[read], h[read], cos_sin[read], adapters.take(read)
-            q = adapters.add(self.q(h), h, self.number, "q")
+            q = adapters.add(self.q(h), h, self.number, "q").unflatten(-1, (config.heads, config.head_dim))
+            k, v = kv.unflatten(-1, (2 * config.kv_heads, config.head_dim)).split(config.kv_heads, 1)
         else:
-            q, kv = adapters.add(self.qkv(h), h, self.number, "qkv").split((config.q_size, 2 * config.kv_size), -1)
-        k, v = kv.unflatten(-1, (2 * config.kv_heads, config.head_dim)).split(config.kv_heads, 1)
-        q = q.unflatten(-1, (config.heads, config.head_dim))
+            qkv = adapters.add(self.qkv(h), h, self.number, "qkv")
+            qkv = qkv.unflatten(-1, (config.heads + 2 * config.kv_heads, config.head_dim))
+            if self.q_norm is None:  # q and k lie side by side: rotated in one call
+                qk, v = qkv.split((config.heads + config.kv_heads, config.kv_heads), 1)
+                q, k = rope(qk, cos_sin).split((config.heads, config.kv_heads), 1)
+                return Projected(x, q, k, v)
+            q, k, v = qkv.split((config.heads, config.kv_heads, config.kv_heads), 1)
         q = rope(q, q_cos_sin, self.q_norm, config.norm_eps)
         return Projected(x, q, rope(k, cos_sin, self.k_norm, config.norm_eps), v)
 

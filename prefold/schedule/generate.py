@@ -236,10 +236,10 @@ class GenerateScheduler:
         while self._arrivals:
             arrival = self._arrivals.popleft()
             leaf = self.tree.insert(arrival.namespace, arrival.tokens)
-            for node in leaf.path():
-                if node.kept:
-                    assert self.cache is not None
-                    self.cache.take(node)
+            path = leaf.path()
+            if self.cache is not None:
+                self.cache.take(path)
+            for node in path:
                 node.users += arrival.samples
                 node.priority = max(node.priority, arrival.priority)
             for sample in range(arrival.samples):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -345,6 +348,81 @@ def test_bytes_per_slot_are_those_of_the_store(backend):
         assert abs(store.num_bytes - 1000 * KVStore.bytes_per_slot(3, 2, 40, dtype)) <= 3 * 4096
 
 
+needs_kernels = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
+
+
+def seen_in_lists(plan: SlotPlan, num_slots: int) -> np.ndarray:
+    """Tile lists and own lists written out: bool [queries, slots]; a slot listed twice for a query fails."""
+    tiles = plan.tiles
+    seen = np.zeros((plan.num_queries, num_slots + 1), int)
+    assert tiles.tile_starts[0] == 0
+    assert tiles.tile_starts[-1] == plan.num_queries
+    for tile, (start, stop) in enumerate(itertools.pairwise(tiles.tile_starts)):
+        assert 0 < stop - start <= 16
+        for first, count in tiles.runs[tiles.run_offsets[tile] : tiles.run_offsets[tile + 1]]:
+            seen[start:stop, 2 * first : 2 * (first + count)] += 1
+        for pair, mask in tiles.masked[tiles.mask_offsets[tile] : tiles.mask_offsets[tile + 1]].tolist():
+            for lane in range(stop - start):
+                seen[start + lane, 2 * pair] += mask >> lane & 1
+                seen[start + lane, 2 * pair + 1] += mask >> (16 + lane) & 1
+    for query, (start, stop) in enumerate(itertools.pairwise(tiles.own_offsets)):
+        for first, count in tiles.own[start:stop]:
+            seen[query, first : first + count] += 1
+    assert seen.max(initial=0) <= 1
+    return seen[:, :num_slots].astype(bool)
+
+
+@needs_kernels
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_lists_are_the_visible_pairs(data):
+    rows, branching = data.draw(st.integers(1, 400)), data.draw(st.sampled_from([0.01, 0.1, 0.5, 0.95]))
+    case = Case(
+        random_nest(np.random.default_rng(data.draw(st.integers(0, 999))), rows, branching),
+        seed=data.draw(st.integers(0, 999)),
+        heads=(data.draw(st.integers(1, 9)), 1),
+        every=data.draw(st.sampled_from([1, 3, 40])),
+        jumps=data.draw(st.sampled_from([0.01, 0.3, 1.0])),
+        window=data.draw(st.sampled_from([None, 1, 5, 64])),
+    )
+    wanted = np.zeros((len(case.q), case.num_slots), bool)
+    wanted[:, case.slots] = case.visible
+    np.testing.assert_array_equal(seen_in_lists(case.plan(), case.num_slots), wanted)
+
+
+@needs_kernels
+def test_queries_are_grouped_where_they_share():
+    def tiles_of(sizes, shared, own):
+        nest, queries = groups(sizes, shared, own)
+        return Case(nest, heads=(9, 3), query_rows=queries, jumps=0.001).plan().tiles
+
+    unrelated = tiles_of([1] * 20, 200, 8)
+    assert len(unrelated.runs) == len(unrelated.masked) == 0
+    assert len(unrelated.tile_starts) == 21
+    np.testing.assert_array_equal(tiles_of([8] * 8, 256, 96).tile_starts, np.arange(0, 65, 8))
+    np.testing.assert_array_equal(tiles_of([64], 256, 96).tile_starts, np.arange(0, 65, 16))
+    together = tiles_of([10, 3, 12], 256, 96)
+    assert {0, 10, 13, 25} <= set(together.tile_starts.tolist())
+    # Prefill has no use for lists of a query's own.
+    prefill = Case(chains([500]), heads=(9, 3), jumps=0.0001).plan().tiles
+    np.testing.assert_array_equal(prefill.tile_starts[:-1], np.arange(0, 500, 16))
+    assert len(prefill.own) == 0
+    assert len(prefill.masked) <= 9 * 32
+
+
+@needs_kernels
+def test_planning_is_cheap():
+    nest, queries = groups([8] * 8, 256, 96)
+    decode = Case(nest, heads=(9, 3), query_rows=queries, jumps=0.01)
+    prompt = Case(chains([4096]), heads=(9, 3), jumps=0.01)
+    for case, limit in ((decode, 0.01), (prompt, 0.1)):
+        runs, positions = case.runs, np.zeros(0)
+        started = time.perf_counter()
+        plan = plan_slots(runs, len(case.q), positions, group=3)
+        assert time.perf_counter() - started < limit
+        assert len(plan.tiles.runs) + len(plan.tiles.masked) + len(plan.tiles.own) <= 20 * len(case.q)
+
+
 def test_bad_input_says_which(backend):
     def plan(start=1, count=1, position=0, first=0, last=1, queries=1, **more):
         return plan_slots(KeyRuns(*(np.array([x]) for x in (start, count, position, first, last))), queries, **more)
@@ -367,11 +445,13 @@ def test_bad_input_says_which(backend):
     for slot in (-1, 8):
         with pytest.raises(InputError, match="slot"):
             store.write(0, torch.tensor([slot]), rows, rows)
-    with pytest.raises(InputError, match="shapes"):
-        store.write(0, torch.tensor([1]), rows, rows[:, :1])
+    for slots, values in (([1], rows[:, :1]), ([1], rows.double()), ([1.0], rows), ([1, 2], rows)):
+        with pytest.raises(InputError, match="do not fit"):
+            store.write(0, torch.tensor(slots), rows, values)
     with pytest.raises(InputError, match="queries"):
         store.attend(0, torch.zeros(2, 2, 16), plan(), 1.0)
-    with pytest.raises(InputError, match="heads"):
-        store.attend(0, torch.zeros(1, 3, 16), plan(), 1.0)
+    for q in (torch.zeros(1, 3, 16), torch.zeros(1, 2, 8), torch.zeros(1, 2, 16).double()):
+        with pytest.raises(InputError, match="heads"):
+            store.attend(0, q, plan(), 1.0)
     with pytest.raises(InputError, match="slot"):
         store.attend(0, torch.zeros(1, 2, 16), plan(start=8), 1.0)

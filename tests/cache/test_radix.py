@@ -13,8 +13,9 @@ from prefold.prefix.radix import RadixTree
 class Cached:
     """A cache with a clock that a test moves."""
 
-    def __init__(self, slots=100, **options):
+    def __init__(self, slots=100, min_overlap=0, **options):
         self.now = 0.0
+        options["min_overlap"] = min_overlap
         self.tree, self.pool = RadixTree(), SlotPool(slots)
         self.cache = RadixCache(self.tree, self.pool, CacheOptions(**options), clock=lambda: self.now)
 
@@ -22,9 +23,8 @@ class Cached:
         """A sequence comes, has its rows computed, and ends."""
         self.now += 1
         leaf = self.tree.insert((), np.array(tokens, np.int32))
+        self.cache.take(leaf.path())
         for node in leaf.path():
-            if node.kept:
-                self.cache.take(node)
             node.users += 1
             node.priority = max(node.priority, priority)
             if not len(node.slots):
@@ -92,6 +92,12 @@ def test_most_tokens_and_least_overlap():
     assert c.pool.used_slots == 0
     c.use(1, 2, 3)
     assert c.has(1, 2, 3) == 3
+    kept = c.tree.match((), np.array([1, 2]))[0][0][0].slots
+    c.use(1, 2, 4)
+    found = c.tree.match((), np.array([1, 2]))[0][0][0]
+    assert found.computed == 2 and found.slots is not kept, "two rows are not worth using"
+    c.use(1, 2, 3)
+    assert c.has(1, 2, 3) == 3
 
 
 def test_pins():
@@ -114,3 +120,17 @@ def test_options_are_checked():
         CacheOptions(policy="fifo")
     with pytest.raises(InputError, match="ttl"):
         CacheOptions(ttl=-1)
+
+
+def test_what_lies_below_rows_that_are_gone_goes_too():
+    c = Cached(min_overlap=3)
+    c.use(1, 2, 3, 4)
+    leaf = c.tree.insert((), np.array([1, 2, 5], np.int32))  # comes, and is cancelled before it runs
+    c.cache.take(leaf.path())
+    for node in leaf.path():
+        node.users += 1
+    for node in reversed(leaf.path()):
+        node.users -= 1
+        c.cache.keep(node)
+    c.cache.check()
+    assert c.has(1, 2, 3, 4) == 0 and c.pool.used_slots == 0

@@ -62,7 +62,7 @@ def test_little_memory(case, running, reserve):
 
 def test_warm_cache_and_small_windows(case):
     llm, asked, expected = case
-    engine = engine_of(llm, rows=32, slots=400, cache=CacheOptions())
+    engine = engine_of(llm, rows=32, slots=400, cache=CacheOptions(min_overlap=0))
     assert tokens_of(generate(engine, requests_of(asked), window=20)) == expected
     before = engine.stats.generation.prefill_rows
     assert tokens_of(generate(engine, requests_of(asked))) == expected

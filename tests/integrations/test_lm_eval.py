@@ -113,10 +113,6 @@ def test_a_prefix_token_and_a_shorter_context(folders):
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-needs_generate = pytest.mark.skipif(not hasattr(LLM, "generate"), reason="LLM.generate is to come")
-
-
-@needs_generate
 def test_generate_until(models):
     ours, theirs = models
     contexts = ["The cat", "yes no", "é日", "a context that is cut at its left side", "<|im_start|>user", "the"]

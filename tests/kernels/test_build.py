@@ -49,6 +49,12 @@ def check_kernels(loaded: kernels.Kernels, *, rows: int = 90) -> None:
             out = loaded.attention(q, k, v, tiles, scale=0.2)
             wanted = dense_attention(q.double(), k.double(), v.double(), visible, scale=0.2)
             torch.testing.assert_close(out.double(), wanted, rtol=0, atol=tolerance, equal_nan=True)
+        x, weight = torch.randn(17, 36).to(dtype), torch.randn(70, 36).to(dtype)
+        out = loaded.linear(x, kernels.pack_words(weight), 70, out=torch.empty(17, 70))
+        torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=0, atol=1e-4)
+    sums, largest = loaded.log_sum_exp(out)
+    torch.testing.assert_close(sums, torch.logsumexp(out, -1), rtol=0, atol=1e-5)
+    assert torch.equal(largest, out.argmax(-1))
 
 
 @needs_compiler

@@ -83,7 +83,7 @@ def test_random_traces(seed, count, slots, rows, running, sharing, reserve, cach
 @given(seed=st.integers(0, 2**32 - 1), slots=st.integers(40, 60), rows=st.integers(1, 20), cached=st.booleans())
 def test_unknown_lengths_are_preempted_and_end(seed, slots, rows, cached):
     rng = np.random.default_rng(seed)
-    scheduler = scheduler_of(slots, rows, cache=CacheOptions() if cached else None)
+    scheduler = scheduler_of(slots, rows, cache=CacheOptions(min_overlap=0) if cached else None)
     stop_at = lambda path, sample: len(path) >= 24  # noqa: E731
     prompts = prompts_of(rng, 12)
     for key, prompt in enumerate(prompts):
@@ -147,7 +147,7 @@ def test_a_waiting_prompt_holds_its_prefix():
 
 
 def test_warm_cache():
-    scheduler = scheduler_of(slots=100, rows=64, cache=CacheOptions())
+    scheduler = scheduler_of(slots=100, rows=64, cache=CacheOptions(min_overlap=0))
     prompt = np.array([0, 1, 2, 0, 1], np.int32)
     scheduler.submit("first", prompt, limit=4)
     answer = run_to_end(scheduler)["first", 0]

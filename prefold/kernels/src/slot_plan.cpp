@@ -127,7 +127,7 @@ class SlotPlanner {
       for (int64_t i = stop - 2; i > first; --i) {
         if (common_[i] < common_[cut]) cut = i;
       }
-      if (cost(first, cut) + cost(cut, stop) >= cost(first, stop)) break;
+      if (cost(first, cut) + cost(cut, stop) + kTileStart >= cost(first, stop)) break;
       stop = cut;
     }
     return stop;
