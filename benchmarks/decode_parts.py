@@ -1,15 +1,16 @@
-"""One decode step outside attention, in parts: the linears, the whole forward pass, the LM head, against the machine.
+"""One decode step outside attention, in parts, beside oneDNN's packed products.
 
     python benchmarks/decode_parts.py [--model smollm2-135m] [--rows 1,8,64,256] [--repeats N] [--json FILE]
 
 Random weights. `linears` are those of all layers and nothing else; `forward` is the model with an attention
-that does nothing; `head` is the LM head as it is, `widened` as it is without a kernel, `oneDNN` the same product
-with its result in the model's dtype. Everything in turn, medians.
+that does nothing; `head` is the LM head. `oneDNN` does the same products with its own packed weights, and the
+head's with the result in the model's dtype; `widened` is the head without kernels. All in turn, medians.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 import torch
 from attention import alternate
@@ -31,19 +32,30 @@ def linears(model: CausalLM, rows: int) -> list[tuple]:
     return [(linear, inputs[linear.inputs]) for linear in found]
 
 
-def systems(model: CausalLM, plain: CausalLM, rows: int) -> dict:
+def run_all(products: list[tuple]) -> None:
+    for linear, x in products:
+        linear(x)
+
+
+def one_dnn(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+def systems(model: CausalLM, plain: CausalLM, theirs: list, rows: int) -> dict:
+    """theirs: oneDNN's linears, and last its head."""
     vocab = model.config.vocab_size
     tokens, positions = torch.randint(0, vocab, (rows,)), torch.randint(0, 500, (rows,))
     products = linears(model, rows)
+    their_products = [(linear, x) for linear, (_, x) in zip(theirs, products, strict=False)]
     hidden = model(tokens, positions, attend)
-    weight = model.embedding if model.lm_head is None else model.lm_head
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
     return {
-        "linears": lambda: [linear(x) for linear, x in products],
+        "linears": lambda: run_all(products),
+        "oneDNN linears": lambda: run_all(their_products),
         "forward": lambda: model(tokens, positions, attend),
         "head": lambda: model.logits(hidden),
-        "widened": lambda: plain.logits(hidden),
-        "oneDNN": lambda: torch.ops.mkldnn._linear_pointwise(hidden, packed, None, "none", [], ""),
+        "oneDNN head": lambda: theirs[-1](hidden),
+        "widened head": lambda: plain.logits(hidden),
     }
 
 
@@ -59,10 +71,12 @@ def main() -> None:
     checkpoint, dtype = resolve(options.model, load_format="dummy"), getattr(torch, options.dtype)
     model = load_model(checkpoint, dtype=dtype, device="cpu")
     plain = load_model(checkpoint, dtype=dtype, device="cpu", pack=False)
+    theirs = [one_dnn(linear.weight) for linear, _ in linears(plain, 1)]
+    theirs.append(one_dnn(plain.embedding if plain.lm_head is None else plain.lm_head))
     lines, record = [], []
     with torch.inference_mode():
         for rows in map(int, options.rows.split(",")):
-            seconds = alternate(systems(model, plain, rows), options.repeats)
+            seconds = alternate(systems(model, plain, theirs, rows), options.repeats)
             lines.append([rows, *(f"{1e3 * median(values):.2f}" for values in seconds.values())])
             record.append({"rows": rows, "seconds": seconds})
     print(f"{options.model} in {options.dtype}, ms\n")

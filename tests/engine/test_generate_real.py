@@ -6,7 +6,7 @@ import json
 from importlib import resources
 
 import pytest
-from running import as_transformers
+from tests.running import as_transformers
 
 from prefold import LLM
 from prefold.cache import CacheOptions

@@ -51,8 +51,12 @@ struct InFloat32 {
     store(out + dim, second);
   }
   // The same of one of the two, which leaves the other's as they are.
-  static PREFOLD_INLINE void store_half(float* out, int64_t dim, const Floats& x, int half) { store(out + half * dim, x); }
-  static PREFOLD_INLINE float value(const float* pair, int64_t dim, int64_t d, int half) { return pair[half * dim + d]; }
+  static PREFOLD_INLINE void store_half(float* out, int64_t dim, const Floats& x, int half) {
+    store(out + half * dim, x);
+  }
+  static PREFOLD_INLINE float value(const float* pair, int64_t dim, int64_t d, int half) {
+    return pair[half * dim + d];
+  }
 };
 
 #ifdef __AVX512BF16__

@@ -107,7 +107,7 @@ class OwnKeys {
       value_at_[j] = values + pair_[j] * packed_.pair_size;
     }
     // A register block of scores takes whole numbers of keys.
-    for (int j = pairs_; j < (pairs_ + kKeys / 2 - 1) / (kKeys / 2) * (kKeys / 2); ++j) key_at_[j] = key_at_[pairs_ - 1];
+    for (int j = pairs_; j % (kKeys / 2) != 0; ++j) key_at_[j] = key_at_[pairs_ - 1];
     return true;
   }
 
@@ -138,7 +138,9 @@ class OwnKeys {
     const Part<Lane>* queries = reinterpret_cast<const Part<Lane>*>(query_at_);
     Part<float> acc[H][kKeys] = {};
     int d = 0, part = 0;
-    for (; d + kPartLanes <= steps_; d += kPartLanes, ++part) score_step<sizeof(Part<Lane>)>(keys, d, queries, part, acc);
+    for (; d + kPartLanes <= steps_; d += kPartLanes, ++part) {
+      score_step<sizeof(Part<Lane>)>(keys, d, queries, part, acc);
+    }
     if (d < steps_) score_step<sizeof(Part<Lane>) / 2>(keys, d, queries, part, acc);
 #pragma GCC unroll 4
     for (int h = 0; h < H; ++h) {
@@ -269,7 +271,9 @@ class OwnKeys {
     for (int h = 0; h < H; ++h) {
       const Floats inverse(1.0f / sum_[h]);
       Element* row = tile_.template result<Element>(call_, query, h);
-      for (int d = 0; d < call_.dim; d += kLanes) store_some(row + d, out_[d / kLanes * H + h] * inverse, call_.dim - d);
+      for (int d = 0; d < call_.dim; d += kLanes) {
+        store_some(row + d, out_[d / kLanes * H + h] * inverse, call_.dim - d);
+      }
     }
   }
 

@@ -217,7 +217,8 @@ class SlotPlanner {
   // What queries [first, first + count) see.
   void find_pieces(int64_t first, int count) {
     pieces_.clear();
-    open_.erase(std::remove_if(open_.begin(), open_.end(), [&](const Chain& c) { return c.last <= first; }), open_.end());
+    const auto has_ended = [&](const Chain& chain) { return chain.last <= first; };
+    open_.erase(std::remove_if(open_.begin(), open_.end(), has_ended), open_.end());
     for (; next_ < chains_.size() && chains_[next_].first < first + count; ++next_) open_.push_back(chains_[next_]);
     int64_t nearest = 0, farthest = 0;
     if (request_.query_positions) {
