@@ -45,7 +45,10 @@ TREC = {
 ASKED = {
     "sst2": ("Say whether each review is positive or negative.", "Review: {text}\nSentiment: {label}"),
     "trec": ("Say what each question asks for.", "Question: {text}\nType: {label}"),
-    "banking77": ("Say which of these intents a customer of a bank has: {labels}.", "Customer: {text}\nIntent: {label}"),
+    "banking77": (
+        "Say which of these intents a customer of a bank has: {labels}.",
+        "Customer: {text}\nIntent: {label}",
+    ),
 }
 
 
