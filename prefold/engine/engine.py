@@ -54,6 +54,7 @@ class Engine:
 
     generation  how `generate` holds K/V and runs; eos_ids: what ends a text; adapters: LoRA adapters by name
     on_step     called after every step
+    stopping    set it, and `generate` ends after the step that runs, having yielded what is done
 
     `stats` adds up over runs until it is replaced.
     """
@@ -75,6 +76,7 @@ class Engine:
         self.sharing = sharing
         self.max_batch_rows = max_batch_rows
         self.on_step = on_step
+        self.stopping = False
         self.stats = Stats()
         self.generation = generation
         self.eos_ids = tuple(eos_ids)
@@ -132,6 +134,8 @@ class Engine:
                         for tag, request in found:
                             self._add(generator, request, tokenizer, tag, running, finished)
                 yield from _drain(finished)
+                if self.stopping:
+                    return
                 if running and not generator.step() and not finished:
                     raise AssertionError("requests wait, and no step can be made")
         finally:

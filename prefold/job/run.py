@@ -188,6 +188,8 @@ class _Run:
                     self._write(task, done)
                 if self.signal is not None:
                     raise Interrupted(self.signal)
+        if self.signal is not None:  # the engine stopped for it
+            raise Interrupted(self.signal)
         if shape is not None and not share:
             for window in spool.windows(max_tokens=self.job.window, share=True, read=read):
                 shape.add(window.tokens, window.offsets, common=window.common)
@@ -250,6 +252,8 @@ class _Run:
             self.hard = self.graceful and self.signal is not None
             waits = self.graceful and self.signal is None
             self.signal = number
+            if self._engine is not None:
+                self._engine.stopping = True
             self.reader.stop.set()
             if not waits:
                 raise KeyboardInterrupt
