@@ -142,6 +142,11 @@ class Kernels:
                 ((torch.bfloat16, torch.float32), "prefold_head_bfloat16"),
             )
         }
+        self._gated_products = {
+            (dtype, activation): _product(library, f"prefold_gated_linear_{activation}_{suffix}")
+            for dtype, suffix in DTYPES.items()
+            for activation in ("silu", "gelu_tanh")
+        }
         self._log_sum_exp = _function(
             library, "prefold_log_sum_exp", [c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_int32]
         )
@@ -349,28 +354,17 @@ class Kernels:
         x, the matrix and the bias are of one dtype, float32 or bfloat16, and so is the result. out: contiguous memory
         for it; in float32 it takes the sums of bfloat16 as they are.
         """
-        dtype, (rows, size) = x.dtype, x.shape
         if out is None:
-            out = torch.empty((rows, columns), dtype=dtype)
-        function = self._products.get((dtype, out.dtype))
-        if function is None or not x.is_cpu or size * x.itemsize != packed.shape[1] * 4:
-            raise ValueError(f"no product of {dtype} {list(x.shape)} on {x.device} with {list(packed.shape)} words")
-        if x.stride()[1] != 1:
-            x = x.contiguous()
-        short = function(
-            x.data_ptr(),
-            x.stride()[0],
-            packed.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            rows,
-            columns,
-            size,
-            torch.get_num_threads(),
-        )
-        if short:
-            raise MemoryError("linear")
-        return out
+            out = torch.empty((len(x), columns), dtype=x.dtype)
+        return _multiply(self._products.get((x.dtype, out.dtype)), x, packed, columns, bias, out)
+
+    def gated_linear(self, x: Tensor, packed: Tensor, width: int, bias: Tensor | None, activation: str) -> Tensor:
+        """activation(gate) * up [rows, width]; activation "silu" or "gelu_tanh".
+
+        The matrix and bias [2 * width] hold sixteen columns of gate, sixteen of up, and so on; the rest as `linear`.
+        """
+        out = torch.empty((len(x), width), dtype=x.dtype)
+        return _multiply(self._gated_products.get((x.dtype, activation)), x, packed, width, bias, out)
 
     def log_sum_exp(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Of each row of float32 logits [rows, columns]: log sum exp, and the place of the largest (the first, int64).
@@ -397,6 +391,31 @@ def _fill(call: TileCall, q: Tensor, out: Tensor, *, kv_heads: int, scale: float
     call.q_row, call.q_head, _ = q.stride()
     call.queries, call.heads, call.dim = q.shape
     call.kv_heads, call.scale, call.threads = kv_heads, scale, torch.get_num_threads()
+
+
+def _multiply(
+    function: ctypes._CFuncPtr | None, x: Tensor, packed: Tensor, columns: int, bias: Tensor | None, out: Tensor
+) -> Tensor:
+    """Call a product: `columns` as it wants them, out [rows, columns]."""
+    dtype, (rows, size) = x.dtype, x.shape
+    if function is None or not x.is_cpu or size * x.itemsize != packed.shape[1] * 4:
+        raise ValueError(f"no product of {dtype} {list(x.shape)} on {x.device} with {list(packed.shape)} words")
+    if x.stride()[1] != 1:
+        x = x.contiguous()
+    short = function(
+        x.data_ptr(),
+        x.stride()[0],
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        columns,
+        size,
+        torch.get_num_threads(),
+    )
+    if short:
+        raise MemoryError("linear")
+    return out
 
 
 def _by_dtype(library: ctypes.CDLL, name: str, argtypes: list) -> dict[torch.dtype, ctypes._CFuncPtr]:

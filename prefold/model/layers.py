@@ -6,8 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
+from .ops import gelu_mul, silu_mul
 
-__all__ = ["Linear", "can_pack", "product_kernels"]
+__all__ = ["GATES", "GatedLinear", "Linear", "can_pack", "product_kernels"]
+
+# Both halves of [rows, 2 * width] to what an MLP goes on with, by ModelConfig.activation.
+GATES = {"silu": silu_mul, "gelu_tanh": gelu_mul}
+LANES = 16  # columns of gate, or of up, that lie side by side in a packed GatedLinear
 
 
 class Linear(nn.Module):
@@ -30,12 +35,16 @@ class Linear(nn.Module):
         if self.weight is None:
             return
         if compiled := product_kernels(self.weight):
-            self.compiled, self.packed = compiled, kernels.pack_words(self.weight, pool)
+            self.compiled, self.packed = compiled, kernels.pack_words(self._in_packed_order(self.weight), pool)
         elif can_pack(self.weight):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
         else:
             return
         self.weight = None
+
+    def _in_packed_order(self, columns: Tensor) -> Tensor:
+        """What has an entry a column, in the order of our own layout."""
+        return columns
 
     def forward(self, x: Tensor) -> Tensor:
         if self.compiled is not None:
@@ -46,6 +55,39 @@ class Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.inputs} -> {self.outputs}{', packed' if self.packed is not None else ''}"
+
+
+class GatedLinear(Linear):
+    """The two linears of a gated MLP, gate and up, side by side: x [rows, inputs] -> [rows, 2 * width].
+
+    `gated` gives activation(gate) * up; packed in our layout, without a copy of gate and up in memory.
+    """
+
+    def __init__(
+        self, inputs: int, width: int, *, activation: str, bias: bool, dtype: torch.dtype, device: torch.device
+    ):
+        super().__init__(inputs, 2 * width, bias=bias, dtype=dtype, device=device)
+        self.width, self.activation = width, activation
+        self.mixes = width % LANES == 0  # gate and up can lie in turn
+
+    def gated(self, x: Tensor) -> Tensor:
+        """[rows, width]"""
+        if self.compiled is None or not self.mixes:
+            return GATES[self.activation](self(x))
+        bias = None if self.bias is None else self._in_packed_order(self.bias)
+        return self.compiled.gated_linear(x, self.packed, self.width, bias, self.activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.compiled is None or not self.mixes:
+            return super().forward(x)
+        out = self.compiled.linear(x, self.packed, self.outputs)
+        out = out.view(len(x), self.width // LANES, 2, LANES).transpose(1, 2).reshape(len(x), self.outputs)
+        return out if self.bias is None else out + self.bias
+
+    def _in_packed_order(self, columns: Tensor) -> Tensor:
+        if not self.mixes:
+            return columns
+        return columns.unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten(0, 2)
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from ..errors import InputError
 from .config import ModelConfig
 from .head import PackedHead, pack_head
-from .layers import Linear
+from .layers import GATES, GatedLinear, Linear
 from .lora import NO_ADAPTERS, RowAdapters
-from .ops import add_rms_norm, gelu_mul, rope, silu_mul
+from .ops import add_rms_norm, rope
 from .rotary import RotaryTables
 
 __all__ = ["Attend", "CausalLM"]
@@ -27,8 +27,6 @@ __all__ = ["Attend", "CausalLM"]
 # Rows that go through the position-wise chain at once on a CPU, to bound its intermediates. Smaller blocks are
 # not faster on a quiet machine: at 1024 the joining of q, k and v costs what the cache gains (3 to 6 % more in all).
 BLOCK_ROWS = 4096
-# Both halves of gate_up [rows, 2 * width] to what `down` takes, by ModelConfig.activation.
-GATES = {"silu": silu_mul, "gelu_tanh": gelu_mul}
 # Vocabulary entries of the LM head that are widened to float32 at once.
 HEAD_COLUMNS = 4096
 
@@ -73,10 +71,10 @@ class Layer(nn.Module):
         self.o = Linear(q, hidden, bias=config.o_bias, **place)
         self.o_norm = norm(hidden) if config.out_norms else None
         self.post_norm = norm(hidden)
-        self.gate_up = Linear(hidden, 2 * config.intermediate, bias=config.mlp_bias, **place)
+        mlp = {"activation": config.activation, "bias": config.mlp_bias}
+        self.gate_up = GatedLinear(hidden, config.intermediate, **mlp, **place)
         self.down = Linear(config.intermediate, hidden, bias=config.mlp_bias, **place)
         self.down_norm = norm(hidden) if config.out_norms else None
-        self.gate = GATES[config.activation]
 
     def start(
         self,
@@ -112,7 +110,10 @@ class Layer(nn.Module):
         o = o.flatten(1)
         delta = self._normed(adapters.add(self.o(o), o, self.number, "o"), self.o_norm)
         x, h = add_rms_norm(x, delta, self.post_norm, self.config.norm_eps)
-        h = self.gate(adapters.add(self.gate_up(h), h, self.number, "gate_up"))
+        if adapters.adapters:
+            h = GATES[self.config.activation](adapters.add(self.gate_up(h), h, self.number, "gate_up"))
+        else:
+            h = self.gate_up.gated(h)
         return x, self._normed(adapters.add(self.down(h), h, self.number, "down"), self.down_norm)
 
     def _normed(self, delta: Tensor, weight: Tensor | None) -> Tensor:

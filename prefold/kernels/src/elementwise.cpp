@@ -2,8 +2,8 @@
 // whatever they are in memory; widths may be any.
 #include <cmath>
 
+#include "activations.h"
 #include "parallel.h"
-#include "vectors.h"
 
 namespace prefold {
 namespace {
@@ -68,25 +68,12 @@ void rope_head(E* x, const float* cosines, const float* sines, const W* weight, 
   });
 }
 
-// Both activations are g / (1 + 2^h(g)).
-struct Silu {
-  static PREFOLD_INLINE Floats exponent(const Floats& g) { return g * Floats(-1.44269504f); }  // -log2(e) g
-};
-
-// GELU by way of tanh: (1 + tanh z) / 2 = 1 / (1 + exp(-2 z)) with z = sqrt(2 / pi) (g + 0.044715 g^3).
-struct GeluTanh {
-  static PREFOLD_INLINE Floats exponent(const Floats& g) {
-    return g * (Floats(-2.30220820f) + Floats(-0.102943240f) * g * g);
-  }
-};
-
 template <class Activation, class E>
 void gate_mul_row(const E* gate, const E* up, E* out, int64_t width) {
   constexpr bool kExact = std::is_same_v<E, float>;
   for_vectors(width, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
     const Floats g = load_some(gate + d, count), u = load_some(up + d, count);
-    const Floats e = exp2<kExact>(Activation::exponent(g));
-    store_some(out + d, g / (Floats(1.0f) + e) * u, count);
+    store_some(out + d, gated<Activation, kExact>(g, u), count);
   });
 }
 

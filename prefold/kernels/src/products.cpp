@@ -1,6 +1,8 @@
 // The linears of a layer, and the LM head: products of rows with a matrix packed as products.h says.
 #include "products.h"
 
+#include "activations.h"
+
 #include <memory>
 #include <new>
 
@@ -37,31 +39,54 @@ class Rows {
   std::unique_ptr<char[]> copy_;
 };
 
-// out [rows, columns] = x [rows, k] times the matrix, plus bias where there is one. Returns 0, or 1 where memory
-// is short.
-template <class Format, class Out>
-int32_t linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed,
-               const typename Format::Element* bias, Out* out, int64_t rows, int64_t columns, int64_t k, int threads) {
+// x [rows, k] times the matrix; store(row, column, number of rows, number of columns, sums [rows, kPanel]). Returns 0,
+// or 1 where memory is short.
+template <class Format, class Store>
+int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t* packed, int64_t rows,
+                int64_t columns, int64_t k, int threads, const Store& store) {
   if (rows == 0 || columns == 0) return 0;
   try {
     const Rows<Format> given(x, x_row, rows, k);
     const int64_t steps = k * sizeof(typename Format::Element) / sizeof(uint32_t);
-    const Product product{given.data, given.row, packed, rows, columns, steps};
-    multiply_all<Format>(product, threads, [&](int64_t row, int64_t column, int64_t count, int64_t width,
-                                               const float* tile) {
-      for (int64_t r = 0; r < count; ++r, tile += kPanel) {
-        Out* to = out + (row + r) * columns + column;
-        for (int64_t i = 0; i < width; i += kLanes) {
-          Floats sum = load(tile + i);
-          if (bias) sum += load_some(bias + column + i, width - i);
-          store_some(to + i, sum, width - i);
-        }
-      }
-    });
+    multiply_all<Format>(Product{given.data, given.row, packed, rows, columns, steps}, threads, store);
     return 0;
   } catch (const std::bad_alloc&) {
     return 1;
   }
+}
+
+// out [rows, columns] = x times the matrix, plus bias where there is one.
+template <class Format, class Out>
+int32_t linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed,
+               const typename Format::Element* bias, Out* out, int64_t rows, int64_t columns, int64_t k, int threads) {
+  return product<Format>(x, x_row, packed, rows, columns, k, threads, [&](int64_t row, int64_t column, int64_t count,
+                                                                          int64_t width, const float* tile) {
+    for (int64_t r = 0; r < count; ++r, tile += kPanel) {
+      Out* to = out + (row + r) * columns + column;
+      for (int64_t i = 0; i < width; i += kLanes) {
+        Floats sum = load(tile + i);
+        if (bias) sum += load_some(bias + column + i, width - i);
+        store_some(to + i, sum, width - i);
+      }
+    }
+  });
+}
+
+// out [rows, width] = activation(gate) * up, where a panel's columns are sixteen of the gate and the same of up.
+template <class Format, class Activation>
+int32_t gated_linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed,
+                     const typename Format::Element* bias, typename Format::Element* out, int64_t rows, int64_t width,
+                     int64_t k, int threads) {
+  static_assert(kPanel == 2 * kLanes);
+  constexpr bool kExact = std::is_same_v<typename Format::Element, float>;
+  return product<Format>(x, x_row, packed, rows, 2 * width, k, threads, [&](int64_t row, int64_t column, int64_t count,
+                                                                            int64_t, const float* tile) {
+    for (int64_t r = 0; r < count; ++r, tile += kPanel) {
+      Floats g = load(tile), u = load(tile + kLanes);
+      if (bias) g += load_some(bias + column, kLanes), u += load_some(bias + column + kLanes, kLanes);
+      store_some(out + (row + r) * width + column / 2, gated<Activation, kExact>(g, u), kLanes);
+    }
+  });
 }
 
 }  // namespace
@@ -96,3 +121,16 @@ extern "C" int32_t prefold_head_bfloat16(const Bf16* x, int64_t x_row, const uin
                                          float* out, int64_t rows, int64_t columns, int64_t k, int32_t threads) {
   return prefold::linear<prefold::Bf16Words>(x, x_row, packed, bias, out, rows, columns, k, threads);
 }
+
+// x and packed as above; bias [2 * width] in the order of packed, or null; out [rows, width].
+#define PREFOLD_EXPORT_GATED(name, Format, Activation, E)                                                             \
+  extern "C" int32_t prefold_gated_linear_##name(const E* x, int64_t x_row, const uint32_t* packed, const E* bias,    \
+                                                 E* out, int64_t rows, int64_t width, int64_t k, int32_t threads) {   \
+    return prefold::gated_linear<prefold::Format, prefold::Activation>(x, x_row, packed, bias, out, rows, width, k,   \
+                                                                       threads);                                     \
+  }
+
+PREFOLD_EXPORT_GATED(silu_float32, FloatWords, Silu, float)
+PREFOLD_EXPORT_GATED(silu_bfloat16, Bf16Words, Silu, Bf16)
+PREFOLD_EXPORT_GATED(gelu_tanh_float32, FloatWords, GeluTanh, float)
+PREFOLD_EXPORT_GATED(gelu_tanh_bfloat16, Bf16Words, GeluTanh, Bf16)
