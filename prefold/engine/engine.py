@@ -127,7 +127,8 @@ class Engine:
         more = True
         try:
             while more or running or finished:
-                while more and generator.num_waiting <= generator.options.max_running:
+                # Others' requests may wait too: ours must not wait for theirs.
+                while more and (not running or generator.num_waiting <= generator.options.max_running):
                     found = next(requests, None)
                     more = found is not None
                     if found is not None:

@@ -182,8 +182,9 @@ class GenerateScheduler:
         self._arrivals.append(_Arrival(key, tokens, samples, limit, reserve, namespace, priority))
 
     def cancel(self, key: Hashable) -> None:
-        """End all sequences of a request; they are among those that the next `plan` or `commit` lets go."""
+        """End all sequences of a request: at once, or when the step that is planned has been committed."""
         self._cancelled.add(key)
+        self._drop_cancelled()
 
     @property
     def num_waiting(self) -> int:
@@ -250,6 +251,7 @@ class GenerateScheduler:
 
     def _drop_cancelled(self) -> None:
         if self._planned is None and self._cancelled:
+            self._arrivals = deque(arrival for arrival in self._arrivals if arrival.key not in self._cancelled)
             for sequence in [s for s in (*self.running, *self.waiting) if s.key in self._cancelled]:
                 self._end(sequence)
             self._cancelled.clear()
