@@ -16,7 +16,7 @@ from ..errors import InputError
 from ..model import Adapter, CausalLM
 from ..prefix import common_prefix_lengths, lexsort_sequences
 from ..schedule import PrefillScheduler
-from ..schedule.generate import GenerateStep
+from ..schedule.generate_step import GenerateStep
 from ..stream import Window
 from ..stream.options import decode_options
 from ..text import Tokenizer

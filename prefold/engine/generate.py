@@ -18,7 +18,8 @@ from ..cache import CacheOptions, SlotPool
 from ..errors import InputError
 from ..model import Adapter, CausalLM
 from ..model.memory import available_memory
-from ..schedule.generate import GenerateScheduler, GenerateStep
+from ..schedule.generate import GenerateScheduler
+from ..schedule.generate_step import GenerateStep
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
@@ -214,7 +215,11 @@ class Generator:
         batch = prepare_slots(step, config.planes, config.heads // config.kv_heads, self.model.device, self.adapters)
         planned = time.perf_counter()
         stats.add_seconds("plan", planned - started)
-        choice, sampling_seconds = self._run(step, SlotAttend(self.store, batch, config.planes, config.scale))
+        try:
+            choice, sampling_seconds = self._run(step, SlotAttend(self.store, batch, config.planes, config.scale))
+        except BaseException:  # Ctrl-C among them: whoever comes next must find a scheduler that can go on
+            scheduler.abandon()
+            raise
         stats.add_seconds("model", time.perf_counter() - planned - sampling_seconds)
         stats.add_seconds("sample", sampling_seconds)
         again = scheduler.stats.recomputed_rows
@@ -254,7 +259,10 @@ class Generator:
         """Give the tokens to their samples; returns how many requests that ended, and their tokens."""
         ended = []
         for (running, _), token, logprobs in zip(step.reads, choice.ids, choice.logprobs, strict=True):
-            ended.append(self._jobs[running.key].samples[running.sample].take(token, logprobs))
+            sample = self._jobs[running.key].samples[running.sample]
+            before = len(sample.tokens)
+            ended.append(sample.take(token, logprobs))
+            self.scheduler.stats.generated_tokens += len(sample.tokens) - before
         requests = tokens = 0
         for running in self.scheduler.commit(step, [token or 0 for token in choice.ids], ended):
             job = self._jobs.get(running.key)

@@ -44,12 +44,12 @@ class Service:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        key = await asyncio.to_thread(
-            self._generator.add, request, tokenizer, put, (lambda *piece: put(piece)) if text else None
-        )
-        self._wake.set()
+        on_text = (lambda *piece: put(piece)) if text else None
+        adding = asyncio.ensure_future(asyncio.to_thread(self._generator.add, request, tokenizer, put, on_text))
         done = False
         try:
+            await asyncio.shield(adding)
+            self._wake.set()
             while not done:
                 event = await events.get()
                 done = not isinstance(event, tuple)
@@ -58,9 +58,13 @@ class Service:
                 yield event
         finally:
             del self._waiting[events]
-            if not done and key is not None:
-                # Not awaited: whoever was cancelled would not come here again.
-                loop.run_in_executor(None, self._generator.cancel, key)
+            if not done:
+                # Not awaited: whoever was cancelled would not come here again. It may not even have been added yet.
+                adding.add_done_callback(lambda added: loop.run_in_executor(None, self._cancel, added.result()))
+
+    def _cancel(self, key: int | None) -> None:
+        if key is not None:
+            self._generator.cancel(key)
 
     def close(self) -> None:
         """Stop stepping; requests that still run stay where they are."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..attention import KeyRuns, KVStore, SlotPlan, plan_slots
 from ..model import NO_ADAPTERS, Adapter, RowAdapters
 from ..model.config import Plane
-from ..schedule.generate import GenerateStep
+from ..schedule.generate_step import GenerateStep
 
 __all__ = ["SlotAttend", "SlotBatch", "prepare_slots"]
 

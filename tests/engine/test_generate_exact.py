@@ -117,3 +117,30 @@ def test_stopping_gives_what_is_done_and_frees_the_rest(case):
     engine.stopping, engine.on_step = False, None
     assert tokens_of(generate(engine, requests_of(asked))) == expected
     assert engine.generator.scheduler.pool.used_slots == 0
+
+
+def test_a_step_that_fails_leaves_nothing_behind(case, monkeypatch):
+    llm, asked, expected = case
+    engine = engine_of(llm, rows=16, kv_memory=1 << 22, cache=CacheOptions(min_overlap=0))
+    forward, calls = llm.model.forward, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return forward(*args)
+
+    monkeypatch.setattr(llm.model, "forward", failing)
+    with pytest.raises(KeyboardInterrupt):
+        generate(engine, requests_of(asked))
+    assert not engine.generator.has_work
+    engine.generator.scheduler.check()
+    assert tokens_of(generate(engine, requests_of(asked))) == expected
+
+
+def test_only_tokens_of_outputs_are_counted_as_generated(case):
+    llm, asked, expected = case
+    engine = engine_of(llm, kv_memory=1 << 22)
+    stop = expected[0][3]
+    found = generate(engine, [ask(p, max_tokens=9, stop_ids=(stop,)) for p in asked])
+    assert engine.stats.generation.generated_tokens == sum(len(one[0].tokens) for one in found)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from prefold.cache import SCRATCH
-from prefold.schedule.generate import GenerateScheduler, GenerateStep
+from prefold.schedule.generate import GenerateScheduler
+from prefold.schedule.generate_step import GenerateStep
 
 
 class CheckedStore:

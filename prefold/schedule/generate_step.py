@@ -1,0 +1,198 @@
+"""A generation step: which rows, laid out depth-first, and who takes a token from them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from ..cache import SCRATCH
+from ..prefix.radix import Node
+
+__all__ = ["Draft", "GenerateStep", "Running", "lay_out"]
+
+
+@dataclass(eq=False, slots=True)
+class Running:
+    """One sample of a request, from its arrival to its end.
+
+    key, sample    whose it is: what `submit` was given, and which of its samples
+    leaf           the node that ends with the prompt
+    tail           the node of its own tokens
+    limit          tokens it may make
+    reserve        room for all of them is set aside when it is admitted
+    cached_tokens  of the prompt, not computed for this sequence; known once it was admitted
+    ready          the prompt's rows are computed
+    """
+
+    key: Hashable
+    sample: int
+    leaf: Node
+    tail: Node
+    limit: int
+    reserve: bool
+    priority: int = 0
+    state: Literal["waiting", "running", "ended"] = "waiting"
+    cached_tokens: int | None = None
+    ready: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.tail.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateStep:
+    """One forward pass. Its n rows are its queries, depth-first: those below one node lie side by side.
+
+    tokens, positions  int32 [n]
+    slots              int64 [n]: where each row's K/V goes; SCRATCH: nowhere
+    run_*              int64 [r]: keys as runs of neighbouring slots. The `run_count` slots from `run_start` on hold
+                       the rows of positions from `run_position` on, and are visible to the queries from `run_first`
+                       up to, not including, `run_last`. A new row is a run of its own, from its own query on
+    read_rows          int64, ascending: queries whose logits are wanted
+    reads              (sequence, index into read_rows): who takes a token from them
+    spans              (namespace, first query, past the last)
+    takes              (node, number of its rows that are computed here)
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    run_start: np.ndarray
+    run_count: np.ndarray
+    run_position: np.ndarray
+    run_first: np.ndarray
+    run_last: np.ndarray
+    read_rows: np.ndarray
+    reads: list[tuple[Running, int]]
+    spans: list[tuple[Hashable, int, int]]
+    takes: list[tuple[Node, int]]
+    decode_rows: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(slots=True)
+class Draft:
+    """What a step will compute, as it is being decided.
+
+    left         rows of its budget that are still free
+    takes        how many of a node's next rows are computed
+    reads        who takes a token from the last of a node's rows
+    again        nodes whose last row runs once more, for its result only, and who takes a token from it
+    decode_rows  sequences that go on
+    """
+
+    left: int
+    takes: dict[Node, int] = field(default_factory=dict)
+    reads: list[tuple[Running, Node]] = field(default_factory=list)
+    again: dict[Node, list[Running]] = field(default_factory=dict)
+    decode_rows: int = 0
+
+
+def lay_out(draft: Draft) -> GenerateStep:
+    """The step's rows depth-first over the nodes that have some, or lie above those that have."""
+    roots, children = _marked(draft)
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    start: list[int] = []
+    count: list[int] = []
+    position: list[int] = []
+    first: list[int] = []
+    last: list[int] = []
+    last_row: dict[Node, int] = {}
+    spans = []
+    for root in roots:
+        span = len(tokens)
+        stack: list[tuple[Node, range | None]] = [(root, None)]
+        while stack:
+            node, runs = stack.pop()
+            if runs is not None:  # everything below the node is done: its keys are visible up to here
+                last[runs.start : runs.stop] = [len(tokens)] * len(runs)
+                continue
+            query, run = len(tokens), len(start)
+            for slot, size, at in node.runs(node.computed):
+                start.append(slot)
+                count.append(size)
+                position.append(at)
+                first.append(query)
+                last.append(0)
+            rows = draft.takes.get(node, 0)
+            if rows == 1:  # as for a sequence that generates: without the cost of short arrays
+                slot, at = int(node.slots[node.computed]), node.start + node.computed
+                tokens.append(int(node.tokens[node.computed]))
+                positions.append(at)
+                slots.append(slot)
+                start.append(slot)
+                count.append(1)
+                position.append(at)
+                first.append(query)
+                last.append(0)
+                last_row[node] = query
+            elif rows:
+                done = node.computed
+                row_slots = node.slots[done : done + rows].tolist()
+                row_positions = range(node.start + done, node.start + done + rows)
+                tokens.extend(np.asarray(node.tokens[done : done + rows]).tolist())
+                positions.extend(row_positions)
+                slots.extend(row_slots)
+                start.extend(row_slots)
+                count.extend([1] * rows)
+                position.extend(row_positions)
+                first.extend(range(query, query + rows))
+                last.extend([0] * rows)
+                last_row[node] = len(tokens) - 1
+            if node in draft.again:
+                last_row[node] = len(tokens)
+                tokens.append(int(node.tokens[-1]))
+                positions.append(node.stop - 1)
+                slots.append(SCRATCH)
+            stack.append((node, range(run, len(start))))
+            stack.extend((child, None) for child in reversed(children.get(node, ())))
+        spans.append((root.namespace, span, len(tokens)))
+    reads = draft.reads + [(sequence, node) for node, sequences in draft.again.items() for sequence in sequences]
+    rows_read = np.array([last_row[node] for _, node in reads], np.int64)
+    read_rows, index = np.unique(rows_read, return_inverse=True)
+    return GenerateStep(
+        tokens=np.array(tokens, np.int32),
+        positions=np.array(positions, np.int32),
+        slots=np.array(slots, np.int64),
+        run_start=np.array(start, np.int64),
+        run_count=np.array(count, np.int64),
+        run_position=np.array(position, np.int64),
+        run_first=np.array(first, np.int64),
+        run_last=np.array(last, np.int64),
+        read_rows=read_rows,
+        reads=[(sequence, int(i)) for (sequence, _), i in zip(reads, index.reshape(-1), strict=True)],
+        spans=spans,
+        takes=list(draft.takes.items()),
+        decode_rows=draft.decode_rows,
+    )
+
+
+def _marked(draft: Draft) -> tuple[list[Node], dict[Node, list[Node]]]:
+    """The roots, and the children, of nodes on the way to a row of the step."""
+    roots: list[Node] = []
+    children: dict[Node, list[Node]] = {}
+    seen: set[Node] = set()
+    for node in _with_rows(draft):
+        while node not in seen:
+            seen.add(node)
+            parent = node.parent
+            if parent is None:
+                roots.append(node)
+                break
+            children.setdefault(parent, []).append(node)
+            node = parent
+    return roots, children
+
+
+def _with_rows(draft: Draft) -> Iterator[Node]:
+    yield from draft.takes
+    yield from draft.again
