@@ -144,3 +144,13 @@ def test_only_tokens_of_outputs_are_counted_as_generated(case):
     stop = expected[0][3]
     found = generate(engine, [ask(p, max_tokens=9, stop_ids=(stop,)) for p in asked])
     assert engine.stats.generation.generated_tokens == sum(len(one[0].tokens) for one in found)
+
+
+def test_requests_of_others_that_wait_hold_up_nobody(case):
+    llm, asked, expected = case
+    engine = engine_of(llm, kv_memory=1 << 22, max_running=2)
+    others: list = []
+    for request in requests_of(asked[:5]):
+        engine.generator.add(request, None, others.append)
+    assert tokens_of(generate(engine, requests_of(asked[5:]))) == expected[5:]
+    assert tokens_of(others) == expected[:5]

@@ -186,3 +186,13 @@ def test_commit_wants_the_planned_step():
     scheduler.commit(step, [1], [False])
     with pytest.raises(ValueError, match="planned last"):
         scheduler.commit(step, [1], [False])
+
+
+def test_what_is_cancelled_before_it_runs_is_gone_at_once():
+    scheduler = scheduler_of()
+    for key in ("a", "b"):
+        scheduler.submit(key, np.array([1, 2], np.int32), limit=3)
+        scheduler.cancel(key)
+        assert not scheduler.has_work and scheduler.num_waiting == 0
+    scheduler.submit("c", np.array([1, 2], np.int32), limit=3)
+    assert list(run_to_end(scheduler)) == [("c", 0)]
