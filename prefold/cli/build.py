@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import click
 
 from ..errors import JobError
 
-__all__ = ["Input", "LazyTasks", "draw", "fingerprint", "load_llm", "open_input", "open_model", "uses_chat"]
+__all__ = ["Input", "LazyTasks", "draw", "load_llm", "open_input", "open_model", "uses_chat"]
 
 Options = dict[str, Any]
 
@@ -171,12 +170,12 @@ def _examples(name: str) -> list[tuple[str, str]]:
 
 def _read(name: str) -> str:
     try:
-        return _read_bytes(name).decode("utf-8")
+        return read_bytes(name).decode("utf-8")
     except UnicodeDecodeError:
         raise JobError(f"{name} is not valid UTF-8") from None
 
 
-def _read_bytes(name: str) -> bytes:
+def read_bytes(name: str) -> bytes:
     try:
         return Path(name).read_bytes()
     except OSError as error:
@@ -185,11 +184,11 @@ def _read_bytes(name: str) -> bytes:
 
 # ----------------------------------------------------------------------------------------- generation
 
-_SAMPLING = (
+SAMPLING = (
     "min_tokens", "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "logprobs",
 )  # fmt: skip
-_FORMATS = ("json_schema", "json_object", "regex", "choice", "grammar")
+FORMATS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
 def generate_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
@@ -213,7 +212,7 @@ def sampling_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, 
     from ..tasks import generation_settings
 
     settings: dict[str, Any] = generation_settings(checkpoint, tokenizer)[1] if o.get("recommended") else {}
-    settings |= {name: o[name] for name in _SAMPLING if o.get(name) is not None}
+    settings |= {name: o[name] for name in SAMPLING if o.get(name) is not None}
     if o.get("max_tokens") is not None:
         settings["max_tokens"] = o["max_tokens"] or None
     if o.get("stop"):
@@ -239,7 +238,7 @@ def _bias(text: str) -> tuple[int, float]:
 def _grammar(o: Options) -> Any:
     from ..job.fields import read_argument
 
-    given = [name for name in _FORMATS if o.get(name)]
+    given = [name for name in FORMATS if o.get(name)]
     if not given:
         return None
     if len(given) > 1:
@@ -291,7 +290,7 @@ def uses_chat(o: Options, tokenizer: Any) -> bool:
 
 # ------------------------------------------------------------------------------------------- adapters
 
-_COLUMN_OPTIONS = (
+COLUMN_OPTIONS = (
     "prompt", "messages", "query", "document", "continuation", "tools", "adapter_column", "id_column", "keep",
 )  # fmt: skip
 
@@ -304,7 +303,7 @@ def make_adapter(
 
     first = source.peek() if source.format == "jsonl" else None
     if first is not None and is_batch_line(first) and task is None:
-        given = [f"--{n.removesuffix('_column')}" for n in _COLUMN_OPTIONS if o.get(n)]
+        given = [f"--{n.removesuffix('_column')}" for n in COLUMN_OPTIONS if o.get(n)]
         if given:
             raise JobError(f"{given[0]} is for tables; {source.name} holds OpenAI batch lines")
         seed = json.dumps(source.identity, sort_keys=True)
@@ -374,63 +373,3 @@ def render_chat(task: str, tokenizer: Any) -> Any:
         return tokenizer.encode(text, special=False)
 
     return render
-
-
-# ---------------------------------------------------------------------------------------- fingerprint
-
-
-def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) -> dict[str, Any]:
-    """What makes a job this one: its input, its model, its task, and the options that change a result.
-
-    seed: of sampling; None where nothing is sampled.
-    """
-    from ..job.fields import read_argument
-
-    options: dict[str, Any] = {}
-    for name in (*_COLUMN_OPTIONS, *_RESULT_OPTIONS):
-        value = o.get(name)
-        if value is None or value == () or (value is False and name not in ("normalize", "chat")):
-            continue
-        if name in ("examples", "labels_file") or (name == "json_schema" and value.lstrip()[:1] != "{"):
-            value = hashlib.blake2b(_read_bytes(value.removeprefix("@")), digest_size=8).hexdigest()
-        options[name] = read_argument(value) if isinstance(value, str) else value
-    if o.get("adapter"):
-        options["adapter"] = {name: _folder_digest(Path(folder)) for name, folder in adapter_folders(o).items()}
-    found = {
-        "input": input.source.identity,
-        "task": task or "openai batch",
-        "model": model_identity(input.checkpoint),
-        "dtype": o["dtype"],
-        "options": options,
-        **({} if seed is None else {"seed": seed}),
-    }
-    return json.loads(json.dumps(found))  # as the journal gives it back: lists, not tuples
-
-
-_RESULT_OPTIONS = (
-    "pooling", "normalize", "dimensions", "prompt_name", "instruction", "words", "raw_scores", "template",
-    "labels", "labels_file", "instructions", "examples", "normalization", "calibrate", "max_length", "truncate",
-    "chat", "system", "chat_template", "chat_template_kwargs", "max_tokens", *_SAMPLING, "logit_bias", "recommended",
-    "stop", "stop_id", "ignore_eos", *_FORMATS,
-)  # fmt: skip
-
-
-def model_identity(checkpoint: Any) -> dict[str, Any]:
-    """Name, format, and a digest of what the model is made of."""
-    files = "" if checkpoint.path is None else _folder_digest(checkpoint.path)
-    content = json.dumps([checkpoint.config, files], sort_keys=True, default=str)
-    digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
-    return {"name": checkpoint.name, "format": checkpoint.format, "digest": digest}
-
-
-def _folder_digest(path: Path) -> str:
-    """A digest of a checkpoint's files: of weights the name and size, of the small files the content."""
-    files = [path]
-    if path.is_dir():
-        files = [file for pattern in ("*", "*/config.json") for file in path.glob(pattern) if file.is_file()]
-    digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(files):
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-        if file.suffix in (".json", ".jinja"):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()

@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from ..errors import JobError
-from .build import Input, fingerprint, load_llm, open_input
+from .build import Input, load_llm, open_input
+from .fingerprint import fingerprint
 
 __all__ = ["FAILED_RECORDS", "run_command"]
 

@@ -14,16 +14,31 @@ __all__ = ["all_finite", "dumps", "error_object"]
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(", ", ": ")).encode
 
 
+# What str.splitlines and some readers of JSON lines take for the end of a line, though JSON lets it stand in text.
+_LINE_ENDS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
 def dumps(value: Any) -> str:
-    """One line of JSON. Arrays of floats keep nine digits, which is what a float32 needs to come back exact."""
+    """One line of JSON, whatever a reader takes for the end of a line.
+
+    Arrays of floats keep nine digits, which is what a float32 needs to come back exact.
+    """
+    line = _dumps(value)
+    if not line.isascii():
+        for end, escaped in _LINE_ENDS.items():
+            line = line.replace(end, escaped)
+    return line
+
+
+def _dumps(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_encode(str(k))}: {dumps(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_encode(str(k))}: {_dumps(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(dumps, value)) + "]"
+        return "[" + ", ".join(map(_dumps, value)) + "]"
     if isinstance(value, np.ndarray):
         if value.ndim == 1 and value.dtype.kind == "f":
             return "[" + ", ".join(["%.9g"] * len(value)) % tuple(value.tolist()) + "]"
-        return dumps(value.tolist())
+        return _dumps(value.tolist())
     if isinstance(value, np.generic):
         return f"{value:.9g}" if value.dtype == np.float32 else _encode(value.item())
     return _encode(value)

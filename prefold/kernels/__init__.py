@@ -6,7 +6,8 @@ has a PyTorch form elsewhere. `status()` says which, and why.
 
 from __future__ import annotations
 
-from .library import MAX_HEAD_DIM, Kernels, SlotPlane, SlotTiles, Tiles
+from .calls import SlotPlane, SlotTiles, Tiles
+from .library import MAX_HEAD_DIM, Kernels
 from .loader import load, status
 from .panels import Pool, can_pack_words, pack_words
 

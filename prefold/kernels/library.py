@@ -1,101 +1,21 @@
-"""The compiled kernels as Python functions over tensors and arrays: the C interface, in one place."""
+"""The compiled kernels as Python functions over tensors and arrays. The structures they are given are in calls.py."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass, field
+from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_HEAD_DIM", "Kernels", "SlotPlane", "SlotTiles", "Tiles"]
+from .calls import AttentionCall, SlotCall, SlotPlane, SlotTiles, TileCall, Tiles, WriteCall
+
+__all__ = ["MAX_HEAD_DIM", "Kernels"]
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MAX_HEAD_DIM = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """The keys each tile of sixteen queries reads, as src/tiles.h describes them.
-
-    run_offsets, mask_offsets  int64 [tiles + 1]
-    runs                       int32 [runs, 2]: first pair of keys, number of pairs; seen by the whole tile
-    masked                     uint32 [masked, 2]: pair of keys, and which query sees which of the two
-    """
-
-    run_offsets: np.ndarray
-    mask_offsets: np.ndarray
-    runs: np.ndarray
-    masked: np.ndarray
-
-
-def _fields(names: str, kind: type) -> list[tuple[str, type]]:
-    return [(name, kind) for name in names.split()]
-
-
-class TileCall(Structure):
-    """struct TileCall of src/attention.h: same fields, same order. So are those below."""
-
-    _fields_ = (
-        *_fields("q out", c_void_p),
-        *_fields("q_row q_head queries heads kv_heads dim tiles", c_int64),
-        *_fields("run_offsets mask_offsets runs masked tile_starts own_offsets own", c_void_p),
-        ("scale", c_float),
-        ("threads", c_int32),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class SlotTiles:
-    """The same over slots, where tiles differ in size and a query may have keys of its own.
-
-    tile_starts                int64 [tiles + 1]: first query
-    run_offsets, mask_offsets  int64 [tiles + 1]
-    runs                       int32 [runs, 2], as in Tiles
-    masked                     uint32 [masked, 2], as in Tiles
-    own_offsets                int64 [queries + 1]
-    own                        int32 [own, 2]: first slot, number of slots; seen by one query
-    call                       a call with these lists, the rest to be filled in: there is one for each plane
-    """
-
-    tile_starts: np.ndarray
-    run_offsets: np.ndarray
-    mask_offsets: np.ndarray
-    runs: np.ndarray
-    masked: np.ndarray
-    own_offsets: np.ndarray
-    own: np.ndarray
-    call: TileCall = field(repr=False)
-
-
-class AttentionCall(Structure):
-    _fields_ = (
-        ("tiles", TileCall),
-        *_fields("k v path_k path_v", c_void_p),
-        *_fields("k_row k_head v_row v_head path_k_row path_k_head path_v_row path_v_head rows path", c_int64),
-    )
-
-
-class SlotPlane(Structure):
-    """Where one plane of a KV store lies; the memory is its owner's."""
-
-    _fields_ = (*_fields("keys values unsafe", c_void_p), *_fields("slots kv_heads dim", c_int64))
-
-
-class SlotCall(Structure):
-    _fields_ = (("tiles", TileCall), ("plane", SlotPlane))
-
-
-class WriteCall(Structure):
-    _fields_ = (
-        ("plane", SlotPlane),
-        *_fields("slots k v", c_void_p),
-        *_fields("k_row k_head v_row v_head rows", c_int64),
-        ("threads", c_int32),
-    )
 
 
 class Kernels:

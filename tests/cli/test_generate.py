@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from prefold import LLM
-from prefold.cli import build, main
+from prefold.cli import main
+from prefold.cli.build import COLUMN_OPTIONS
+from prefold.cli.fingerprint import RESULT_OPTIONS
 
 SHORT = ("--max-tokens", "6", "--dtype", "float32", "--kv-memory", "20MB")
 
@@ -152,7 +154,7 @@ def test_plan_counts_prompts_and_outputs(prefold, table):
 
 
 def test_a_job_is_told_by_every_option_that_changes_a_result():
-    told = {*build._COLUMN_OPTIONS, *build._RESULT_OPTIONS, "model", "dtype", "seed", "adapter"}
+    told = {*COLUMN_OPTIONS, *RESULT_OPTIONS, "model", "dtype", "seed", "adapter"}
     # The input is told by its content, the weights by the model; the others only say how the work is done.
     others = {"input", "input_format", "load_format", "output", "keep_order", "overwrite", "resume", "report", "stream"}
     others |= {"quiet", "limit", "window", "device", "threads", "sharing", "max_batch_rows", "kv_memory"}

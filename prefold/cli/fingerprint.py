@@ -1,0 +1,69 @@
+"""What tells one job from another, so that a journal is never resumed by a job that would give other results."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from .build import COLUMN_OPTIONS, FORMATS, SAMPLING, Input, Options, adapter_folders, read_bytes
+
+__all__ = ["fingerprint"]
+
+
+def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) -> dict[str, Any]:
+    """What makes a job this one: its input, its model, its task, and the options that change a result.
+
+    seed: of sampling; None where nothing is sampled.
+    """
+    from ..job.fields import read_argument
+
+    options: dict[str, Any] = {}
+    for name in (*COLUMN_OPTIONS, *RESULT_OPTIONS):
+        value = o.get(name)
+        if value is None or value == () or (value is False and name not in ("normalize", "chat")):
+            continue
+        if name in ("examples", "labels_file") or (name == "json_schema" and value.lstrip()[:1] != "{"):
+            value = hashlib.blake2b(read_bytes(value.removeprefix("@")), digest_size=8).hexdigest()
+        options[name] = read_argument(value) if isinstance(value, str) else value
+    if o.get("adapter"):
+        options["adapter"] = {name: _folder_digest(Path(folder)) for name, folder in adapter_folders(o).items()}
+    found = {
+        "input": input.source.identity,
+        "task": task or "openai batch",
+        "model": model_identity(input.checkpoint),
+        "dtype": o["dtype"],
+        "options": options,
+        **({} if seed is None else {"seed": seed}),
+    }
+    return json.loads(json.dumps(found))  # as the journal gives it back: lists, not tuples
+
+
+RESULT_OPTIONS = (
+    "pooling", "normalize", "dimensions", "prompt_name", "instruction", "words", "raw_scores", "template",
+    "labels", "labels_file", "instructions", "examples", "normalization", "calibrate", "max_length", "truncate",
+    "chat", "system", "chat_template", "chat_template_kwargs", "max_tokens", *SAMPLING, "logit_bias", "recommended",
+    "stop", "stop_id", "ignore_eos", *FORMATS,
+)  # fmt: skip
+
+
+def model_identity(checkpoint: Any) -> dict[str, Any]:
+    """Name, format, and a digest of what the model is made of."""
+    files = "" if checkpoint.path is None else _folder_digest(checkpoint.path)
+    content = json.dumps([checkpoint.config, files], sort_keys=True, default=str)
+    digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+    return {"name": checkpoint.name, "format": checkpoint.format, "digest": digest}
+
+
+def _folder_digest(path: Path) -> str:
+    """A digest of a checkpoint's files: of weights the name and size, of the small files the content."""
+    files = [path]
+    if path.is_dir():
+        files = [file for pattern in ("*", "*/config.json") for file in path.glob(pattern) if file.is_file()]
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(files):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        if file.suffix in (".json", ".jinja"):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
