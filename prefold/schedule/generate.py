@@ -221,13 +221,14 @@ class GenerateScheduler:
                 continue
             self.waiting.popleft()
             self._count_admission(sequence, path, fresh)
+            # Neighbours, so that what only this sequence sees is read as one run, however often its prompt was split.
+            slots = self.pool.allocate(rows + tail_rows)
+            assert slots is not None
             for node in fresh:
-                slots = self.pool.allocate(len(node) - len(node.slots))
-                assert slots is not None
-                node.claim(slots)
-            tail_slots = self.pool.allocate(tail_rows)
-            assert tail_slots is not None
-            sequence.tail.claim(tail_slots)
+                count = len(node) - len(node.slots)
+                node.claim(slots[:count])
+                slots = slots[count:]
+            sequence.tail.claim(slots)
             sequence.state, sequence.ready = "running", False
             self.running.append(sequence)
             pending += rows + len(sequence.tail)

@@ -51,7 +51,7 @@ class GenerateStep:
     slots              int64 [n]: where each row's K/V goes; SCRATCH: nowhere
     run_*              int64 [r]: keys as runs of neighbouring slots. The `run_count` slots from `run_start` on hold
                        the rows of positions from `run_position` on, and are visible to the queries from `run_first`
-                       up to, not including, `run_last`. A new row is a run of its own, from its own query on
+                       up to, not including, `run_last`. A new row is seen from its own query on
     read_rows          int64, ascending: queries whose logits are wanted
     reads              (sequence, index into read_rows): who takes a token from them
     spans              (namespace, first query, past the last)
@@ -159,21 +159,35 @@ def lay_out(draft: Draft) -> GenerateStep:
     reads = draft.reads + [(sequence, node) for node, sequences in draft.again.items() for sequence in sequences]
     rows_read = np.array([last_row[node] for _, node in reads], np.int64)
     read_rows, index = np.unique(rows_read, return_inverse=True)
+    runs = _joined(*(np.array(numbers, np.int64) for numbers in (start, count, position, first, last)))
     return GenerateStep(
         tokens=np.array(tokens, np.int32),
         positions=np.array(positions, np.int32),
         slots=np.array(slots, np.int64),
-        run_start=np.array(start, np.int64),
-        run_count=np.array(count, np.int64),
-        run_position=np.array(position, np.int64),
-        run_first=np.array(first, np.int64),
-        run_last=np.array(last, np.int64),
+        run_start=runs[0],
+        run_count=runs[1],
+        run_position=runs[2],
+        run_first=runs[3],
+        run_last=runs[4],
         read_rows=read_rows,
         reads=[(sequence, int(i)) for (sequence, _), i in zip(reads, index.reshape(-1), strict=True)],
         spans=spans,
         takes=list(draft.takes.items()),
         decode_rows=draft.decode_rows,
     )
+
+
+def _joined(
+    start: np.ndarray, count: np.ndarray, position: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Runs with those made one that lie side by side and are seen by the same queries: the nodes of a path of which
+    the step has one branch only. A result is then the same however the path is split into nodes."""
+    if len(start) < 2:
+        return start, count, position, first, last
+    follows = (start[:-1] + count[:-1] == start[1:]) & (position[:-1] + count[:-1] == position[1:])
+    follows &= (first[:-1] == first[1:]) & (last[:-1] == last[1:])
+    heads = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+    return start[heads], np.add.reduceat(count, heads), position[heads], first[heads], last[heads]
 
 
 def _marked(draft: Draft) -> tuple[list[Node], dict[Node, list[Node]]]:

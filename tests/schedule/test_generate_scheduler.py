@@ -158,6 +158,27 @@ def test_warm_cache():
     assert scheduler.stats.cross_window_hits == 8 + 5
 
 
+def test_what_is_kept_and_not_reused_leaves_no_trace():
+    """Kernels round by where keys lie: with too little to reuse, a step must look as it would without a cache."""
+    rng = np.random.default_rng(0)
+    prompts = [np.array([1, 2, 3, *rng.integers(4, 50, size)], np.int32) for size in rng.integers(2, 12, 9)]
+    seen = {}
+    for name, cache in (("off", None), ("lru", CacheOptions(min_overlap=16))):
+        scheduler = scheduler_of(slots=2000, rows=8, cache=cache)
+        seen[name] = []
+        for key, prompt in enumerate(prompts):
+            steps = []
+            scheduler.submit(key, prompt, limit=6)
+            run_to_end(scheduler, on_step=steps.append)
+            base = steps[0].slots[0] & ~1  # keys are read in pairs
+            for step in steps:
+                arrays = (step.slots - base, step.run_start - base, step.run_count, step.run_position)
+                seen[name].append([a.tolist() for a in (*arrays, step.run_first, step.run_last)])
+        assert scheduler.stats.cross_window_hits == 0
+    assert seen["off"] == seen["lru"]
+    assert all(len(runs) == 1 for *_, runs in seen["off"][-3:])  # a sequence that generates alone reads one run
+
+
 def test_namespaces_share_nothing():
     scheduler = scheduler_of(slots=100)
     prompt = np.array([0, 1, 2], np.int32)
