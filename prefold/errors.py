@@ -5,6 +5,7 @@ PrefoldError
 ├── CheckpointError     a model cannot be found or read
 │   └── UnsupportedModelError   an architecture, tensor or setting we do not know
 ├── OutOfMemoryError    what was asked for does not fit; raised before it is loaded
+├── RankError           a rank of a model that is split over processes has failed; all of them have ended
 ├── MissingExtraError   an optional dependency is not installed; names the extra
 └── JobError            a job cannot start or go on (output exists, journal of another job, ...)
 """
@@ -18,6 +19,7 @@ __all__ = [
     "MissingExtraError",
     "OutOfMemoryError",
     "PrefoldError",
+    "RankError",
     "UnsupportedModelError",
 ]
 
@@ -51,6 +53,10 @@ class UnsupportedModelError(CheckpointError):
 
 class OutOfMemoryError(PrefoldError, MemoryError):
     """What was asked for does not fit into memory; raised before anything is loaded."""
+
+
+class RankError(PrefoldError):
+    """A rank of a model that is split over processes has died, hangs or cannot start; all of them have ended."""
 
 
 class MissingExtraError(PrefoldError, ImportError):

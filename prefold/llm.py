@@ -16,8 +16,9 @@ from .cache import CacheOptions, RadixCache
 from .checkpoint import Checkpoint, resolve
 from .engine import Engine, GenerateOptions
 from .engine.service import Service
+from .engine.team import Solo, Team
 from .errors import InputError
-from .model import load_adapter, load_model
+from .model import config_from, load_adapter, load_model
 from .tasks import Task, make_task
 from .tasks.facts import generation_settings
 from .tasks.run import calibrated, finish_items, run_works
@@ -66,7 +67,7 @@ class LLM:
     dtype           "float32", "bfloat16", "float16", or "auto": what the checkpoint is stored in, where the
                     device computes natively in it, else float32
     device          "cpu", "cuda", "cuda:1", ..., or "auto": a GPU when there is one
-    threads         CPU threads; None: torch's own choice
+    threads         CPU threads, of each rank; None: torch's own choice, divided among the ranks
     sharing         "full", "mlp", "off" or "auto" (full: it has not been measured to cost)
     max_batch_rows  rows of one step
     kv_memory       bytes of K/V for generation; None: half of the free memory, on a CPU at most 4 GiB
@@ -75,6 +76,7 @@ class LLM:
                     computed again, when memory runs out)
     cache           keep K/V between calls of `generate`: "lru", "lfu", "priority", a CacheOptions, or "off"
     adapters        LoRA adapters for generation, {name: PEFT folder}
+    tensor_parallel ranks the model is split over: processes of this machine, on GPUs one each. `close` ends them
     load_format     "auto", or "dummy" for random weights of the model's geometry
     revision        of a hub id
 
@@ -96,6 +98,7 @@ class LLM:
         reserve_output: bool = True,
         cache: CacheOptions | str = "lru",
         adapters: Mapping[str, str] | None = None,
+        tensor_parallel: int = 1,
         load_format: str = "auto",
         revision: str | None = None,
         seed: int = 0,
@@ -108,14 +111,26 @@ class LLM:
             if threads < 1:
                 raise InputError(f"threads is {threads}", field="threads", remedy="use 1 or more")
             torch.set_num_threads(threads)
+        if tensor_parallel < 1:
+            raise InputError(f"tensor_parallel is {tensor_parallel}", field="tensor_parallel", remedy="use 1 or more")
         if not isinstance(model, Checkpoint):
             model = resolve(model, revision=revision, load_format=load_format, notify=tell)
         self.checkpoint = model
         self.tokenizer = tokenizer_or_none(model) if tokenizer is None else tokenizer
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.checkpoint.config, self.device)
-        self.model = load_model(self.checkpoint, dtype=self.dtype, device=self.device, seed=seed)
-        self.config = self.model.config
+        self._team = self._start_ranks(tensor_parallel, threads, seed, adapters or {})
+        try:
+            place: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "ranks": self._team.ranks}
+            self.model = load_model(self.checkpoint, **place, seed=seed)
+            self.config = self.model.config
+            loaded = {
+                name: load_adapter(folder, self.config, **place, name=name) for name, folder in (adapters or {}).items()
+            }
+            self._team.loaded()
+        except BaseException:
+            self._team.close()
+            raise
         self.engine = Engine(
             self.model,
             sharing="full" if sharing == "auto" else sharing,
@@ -127,11 +142,33 @@ class LLM:
                 cache=cache_options(cache),
             ),
             eos_ids=generation_settings(self.checkpoint, self.tokenizer)[0],
-            adapters={
-                name: load_adapter(folder, self.config, dtype=self.dtype, device=self.device, name=name)
-                for name, folder in (adapters or {}).items()
-            },
+            adapters=loaded,
+            team=self._team,
         )
+
+    def _start_ranks(self, size: int, threads: int | None, seed: int, adapters: Mapping[str, str]) -> Solo:
+        """The other ranks, on their way up, where there are any."""
+        if size == 1:
+            return Solo()
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", 0)
+        elif threads is None:
+            threads = max(1, torch.get_num_threads() // size)
+            torch.set_num_threads(threads)
+        return Team(
+            self.checkpoint,
+            config_from(self.checkpoint.config),
+            size=size,
+            dtype=self.dtype,
+            device=self.device,
+            threads=threads or torch.get_num_threads(),
+            seed=seed,
+            adapters=adapters,
+        )
+
+    def close(self) -> None:
+        """End the processes that hold parts of a split model; this object cannot be used any more. Else nothing."""
+        self._team.close()
 
     @property
     def stats(self) -> Stats:

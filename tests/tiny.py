@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = (("y", "e"), ("ye", "s"), ("n", "o"), ("t", "h"), ("th", "e"), ("Ġ", "the"))
 CHAT_TEMPLATE = (
@@ -37,8 +38,16 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-PREFIXES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3Text"}
+PREFIXES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma3": "Gemma3Text",
+    "gpt2": "GPT2",
+}
 HEADS = {"causal": "ForCausalLM", "classifier": "ForSequenceClassification", "bare": "Model"}
+CAUSAL = {"gemma3": "Gemma3ForCausalLM", "gpt2": "GPT2LMHeadModel"}  # where it is not the prefix and the head
 # Settings without which a family would look like another.
 OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 10},
@@ -48,6 +57,7 @@ OWN: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "gpt2": {"n_inner": 50},
 }
 _numbers = itertools.count()
 
@@ -73,8 +83,9 @@ def tiny_checkpoint(
     if "layer_types" in sizes:
         sizes["layer_types"] = sizes["layer_types"][: sizes["num_hidden_layers"]]
     config = getattr(transformers, PREFIXES[family] + "Config")(**sizes)
-    prefix = "Gemma3" if (family, head) == ("gemma3", "causal") else PREFIXES[family]
-    model = getattr(transformers, prefix + HEADS[head])(config)
+    own = CAUSAL.get(family) if head == "causal" else None
+    architecture = own or PREFIXES[family] + HEADS[head]
+    model = getattr(transformers, architecture)(config)
     randomise(model, seed, norm=0 if family == "gemma3" else 1)
     folder = Path(tmp_path) / f"{family}-{next(_numbers)}"
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
@@ -89,12 +100,13 @@ def randomise(model: torch.nn.Module, seed: int, norm: float = 1) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
+            if re.search(r"(norm|ln_\w)\.weight$", name):
                 parameter.copy_(norm + 0.2 * values)
             elif parameter.ndim == 1:
                 parameter.copy_(0.3 * values)
             else:
-                parameter.copy_(1.5 * values / parameter.shape[1] ** 0.5)
+                inputs = parameter.shape[0 if ".c_" in name else 1]  # GPT-2's linears are stored transposed
+                parameter.copy_(1.5 * values / inputs**0.5)
 
 
 def write_tokenizer(folder: Path) -> Tokenizer:

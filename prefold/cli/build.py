@@ -33,7 +33,7 @@ def load_llm(o: Options, checkpoint: Any, tokenizer: Any) -> Any:
     from ..llm import LLM
 
     names = ("dtype", "device", "threads", "sharing", "max_batch_rows")
-    given = {name: o[name] for name in ("kv_memory", "max_running") if o.get(name) is not None}
+    given = {n: o[n] for n in ("kv_memory", "max_running", "tensor_parallel") if o.get(n) is not None}
     if o.get("adapter"):
         given["adapters"] = adapter_folders(o)
     given["cache"] = o.get("cache") or "off"  # a job knows its future: what is done with is not needed again

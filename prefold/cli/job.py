@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from ..errors import JobError
+from ..errors import JobError, RankError
 from .build import Input, load_llm, open_input
 from .fingerprint import fingerprint
 
@@ -33,8 +33,11 @@ def run_command(task: str | None, name: str, o: dict[str, Any]) -> None:
     try:
         summary = run_job(job, open_progress(False if o["quiet"] else None))
     except Interrupted as error:
-        _say_how_to_resume(o)
+        _say_how_to_resume("interrupted", o)
         sys.exit(130 if error.signal == signal.SIGINT else 128 + error.signal)
+    except RankError:
+        _say_how_to_resume("ended by a failure", o)
+        raise
     if not o["quiet"]:
         click.echo("\n".join(summary_lines(summary, o, input.adapter)), err=True)
     if o["report"]:
@@ -95,14 +98,14 @@ def _check_paths(path: Path | None, source: str, o: dict[str, Any]) -> None:
             raise JobError(f"there is no folder {Path(name).parent} for {name}; make it first")
 
 
-def _say_how_to_resume(o: dict[str, Any]) -> None:
+def _say_how_to_resume(what: str, o: dict[str, Any]) -> None:
     if o["output"] in (None, "-"):
-        click.echo("\nprefold: interrupted; output to a file (-o FILE) could be resumed", err=True)
+        click.echo(f"\nprefold: {what}; output to a file (-o FILE) could be resumed", err=True)
         return
     context = click.get_current_context()
     arguments = [a for a in context.find_root().meta.get("prefold.arguments", []) if a != "--overwrite"]
     command = f"prefold {shlex.join(arguments)}"
-    click.echo(f"\nprefold: interrupted; what is done is written. To go on:\n  {command}", err=True)
+    click.echo(f"\nprefold: {what}; what is done is written. To go on:\n  {command}", err=True)
 
 
 def summary_lines(summary: Any, o: dict[str, Any], adapter: Any) -> list[str]:

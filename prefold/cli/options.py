@@ -56,6 +56,8 @@ engine_options = _all(
     click.option("--sharing", type=click.Choice(["auto", "full", "mlp", "off"]), default="auto", show_default=True,
                  help="What is computed once for a shared prefix: everything, all but attention, nothing."),
     click.option("--max-batch-rows", type=click.IntRange(1), metavar="N", help="Rows of a step."),
+    click.option("--tensor-parallel", type=click.IntRange(1), default=1, show_default=True, metavar="N",
+                 help="Processes the model is split over; GPUs, where they are used."),
 )  # fmt: skip
 
 generation_options = _all(

@@ -81,6 +81,7 @@ def _compare(lanes: dict[str, list[Any]], input: Any, o: dict[str, Any]) -> list
     plain = _run(llm.engine, "off", tasks, prepared)
     pairs = [(f"sharing ({sharing} against off, {dtype})", shared, plain)]
     if dtype != "float32":
+        llm.close()
         del llm
         exact = _run(_llm({**o, "dtype": "float32"}, input)[0].engine, "off", tasks, prepared)
         pairs.append((f"precision ({dtype} against float32, off)", plain, exact))

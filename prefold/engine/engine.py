@@ -25,6 +25,7 @@ from .attend import Path
 from .batch import Batch, prepare
 from .generate import Answer, GenerateOptions, Generator
 from .runner import Output, Runner
+from .team import Prefill, Solo
 
 __all__ = ["Engine", "StepInfo"]
 
@@ -53,6 +54,7 @@ class Engine:
     """Runs windows of requests through a model.
 
     generation  how `generate` holds K/V and runs; eos_ids: what ends a text; adapters: LoRA adapters by name
+    team        the ranks that have parts of the model, when it is split
     on_step     called after every step
     stopping    set it, and `generate` ends after the step that runs, having yielded what is done
 
@@ -69,6 +71,7 @@ class Engine:
         generation: GenerateOptions = GenerateOptions(),  # noqa: B008
         eos_ids: Sequence[int] = (),
         adapters: Mapping[str, Adapter] | None = None,
+        team: Solo = Solo(),  # noqa: B008
     ):
         if max_batch_rows < 1:
             raise ValueError(f"max_batch_rows must be at least 1, not {max_batch_rows}")
@@ -81,6 +84,7 @@ class Engine:
         self.generation = generation
         self.eos_ids = tuple(eos_ids)
         self.adapters = dict(adapters or {})
+        self.team = team
         self._runner = Runner(model)
 
     def run(self, windows: Iterable[Window], readout: Readout) -> Iterator[tuple[bytes, Result]]:
@@ -95,7 +99,8 @@ class Engine:
                 current = _WindowResults(window, readout)
                 path = path.truncate(window.carried if self.sharing == "full" else 0)
             started = time.perf_counter()
-            output, path = self._runner.run(batch, path, readout, window.targets)
+            with self.team.turn(Prefill(batch.step, path.rows, readout)):
+                output, path = self._runner.run(batch, path, readout, window.targets)
             self._account(batch, path, window, started)
             yield from current.take(batch, output)
 
@@ -113,6 +118,7 @@ class Engine:
             adapters=self.adapters,
             stats=lambda: self.stats,
             on_step=self._tell,
+            team=self.team,
         )
 
     def generate(self, windows: Iterable[Window], tokenizer: Tokenizer | None) -> Iterator[tuple[bytes, Answer]]:

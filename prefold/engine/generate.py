@@ -18,22 +18,23 @@ from ..cache import CacheOptions, SlotPool
 from ..errors import InputError
 from ..model import Adapter, CausalLM
 from ..model.memory import available_memory
+from ..model.parallel import Shard
 from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import GenerateStep
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
 from ..types import Generated, GenerateRequest, GenerationStats, Stats
+from .runner import head_blocks
 from .sampler import Choice, Sampler
 from .samples import Sample
-from .slots import SlotAttend, prepare_slots
+from .slots import SlotAttend, make_store, prepare_slots
+from .team import Generate, MakeStore, Solo
 
 __all__ = ["GenerateOptions", "Generator"]
 
 Answer = list[Generated] | InputError
 
-# Rows of the LM head computed at once: bounds the logits to 256 x vocabulary float32 numbers.
-HEAD_ROWS = 256
 # Of the memory that is free, and at most, where nobody says how much K/V may take.
 KV_SHARE = 0.5
 KV_MOST_ON_CPU = 4 << 30
@@ -78,6 +79,7 @@ class Generator:
     adapters  LoRA adapters by name; requests of two share nothing
     stats     what to add to
     on_step   called with (step, when it began, requests it ended, rows they would have had alone)
+    team      the ranks that have parts of the model
     """
 
     def __init__(
@@ -91,16 +93,17 @@ class Generator:
         adapters: Mapping[str, Adapter],
         stats: Callable[[], Stats],
         on_step: Callable[[GenerateStep, float, int, int], None] | None = None,
+        team: Solo = Solo(),  # noqa: B008
     ):
         self.model = model
         self.options = options
         self.eos_ids = tuple(eos_ids)
         self.adapters = adapters
-        config = model.config
-        place = (config.layers, config.kv_heads, config.head_dim)
-        self.slot_bytes = KVStore.bytes_per_slot(*place, model.dtype, model.device)
-        slots = max(1, kv_bytes(options.kv_memory, model.device) // self.slot_bytes - 1)
-        self.store = KVStore(*place, slots + 1, model.dtype, model.device)
+        self.team = team
+        self.slot_bytes = slot_bytes(model)
+        slots = max(1, kv_bytes(options.kv_memory, model.device, model.ranks.size) // self.slot_bytes - 1)
+        with team.turn(MakeStore(slots + 1)):
+            self.store = make_store(model, slots + 1)
         self.scheduler = GenerateScheduler(
             SlotPool(slots),
             max_batch_rows=max_batch_rows,
@@ -211,12 +214,13 @@ class Generator:
         self._tell_failed()
         if step is None:
             return False
-        config = self.model.config
-        batch = prepare_slots(step, config.planes, config.heads // config.kv_heads, self.model.device, self.adapters)
+        config, local = self.model.config, self.model.local
+        batch = prepare_slots(step, config.planes, local.heads // local.kv_heads, self.model.device, self.adapters)
         planned = time.perf_counter()
         stats.add_seconds("plan", planned - started)
         try:
-            choice, sampling_seconds = self._run(step, SlotAttend(self.store, batch, config.planes, config.scale))
+            with self.team.turn(Generate(step)):
+                choice, sampling_seconds = self._run(step, SlotAttend(self.store, batch, config.planes, config.scale))
         except BaseException:  # Ctrl-C among them: whoever comes next must find a scheduler that can go on
             scheduler.abandon()
             raise
@@ -239,15 +243,15 @@ class Generator:
         # Reads come in no particular order of rows; those of a part of the rows are sampled together.
         order = sorted(range(len(step.reads)), key=lambda i: step.reads[i][1])
         place = 0
-        for first in range(0, len(hidden), HEAD_ROWS):
-            logits = self.model.logits(hidden[first : first + HEAD_ROWS])
+        for block in head_blocks(len(hidden)):
+            logits = self.model.logits(hidden[block])
             started = time.perf_counter()
             part = []
-            while place < len(order) and step.reads[order[place]][1] < first + HEAD_ROWS:
+            while place < len(order) and step.reads[order[place]][1] < block.stop:
                 part.append(step.reads[order[place]])
                 place += 1
             states = [self._jobs[running.key].samples[running.sample].state for running, _ in part]
-            choice = self._sampler.choose(logits, states, [row - first for _, row in part])
+            choice = self._sampler.choose(logits, states, [row - block.start for _, row in part])
             ids += choice.ids
             logprobs += choice.logprobs
             seconds += time.perf_counter() - started
@@ -325,9 +329,18 @@ class _Texts:
         return GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_ids)
 
 
-def kv_bytes(wanted: int | None, device: torch.device) -> int:
-    """How much memory K/V may take."""
-    free = available_memory(device)
+def slot_bytes(model: CausalLM) -> int:
+    """Bytes of a slot in all planes, of all ranks together."""
+    config, size = model.config, model.ranks.size
+    parts = [Shard.of(config, rank, size).local(config) for rank in range(size)]
+    return sum(
+        KVStore.bytes_per_slot(part.layers, part.kv_heads, part.head_dim, model.dtype, model.device) for part in parts
+    )
+
+
+def kv_bytes(wanted: int | None, device: torch.device, ranks: int = 1) -> int:
+    """How much memory K/V may take, of all ranks together; on a CPU they share it, GPUs have each their own."""
+    free = available_memory(device) * (1 if device.type == "cpu" else ranks)
     if wanted is None:
         share = int(free * KV_SHARE)
         return min(share, KV_MOST_ON_CPU) if device.type == "cpu" else share

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +15,16 @@ from ..types import Readout
 from .attend import Path, StepAttend, join
 from .batch import Batch
 
-__all__ = ["Output", "Runner"]
+__all__ = ["Output", "Runner", "head_blocks"]
 
 # Rows of the LM head computed at once: bounds the logits to 256 x vocabulary float32 numbers.
 HEAD_ROWS = 256
+
+
+def head_blocks(rows: int) -> Iterator[slice]:
+    """The rows whose logits are wanted, as many at a time as may be."""
+    for first in range(0, rows, HEAD_ROWS):
+        yield slice(first, min(rows, first + HEAD_ROWS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,19 @@ class Runner:
             values = hidden.float()
         return Output(values.cpu().numpy()[batch.step.done_reads]), attend.next_path()
 
+    @torch.inference_mode()
+    def follow(self, batch: Batch, path: Path, readout: Readout) -> Path:
+        """What `run` needs of a rank other than 0: its share of the step, and of the logits that are read."""
+        config = self.model.config
+        attend = StepAttend(batch, path, config.planes, config.scale)
+        hidden = self.model(batch.tokens, batch.positions, attend, batch.read_rows)
+        if readout.kind == "logprobs":
+            for rows in head_blocks(len(hidden)):
+                self.model.logits(hidden[rows])
+        elif readout.kind == "logits":
+            self.model.logits(hidden, readout.ids)
+        return attend.next_path()
+
     def _logprobs(self, hidden: Tensor, batch: Batch, targets: np.ndarray) -> Output:
         """log softmax at each pair's row and target; a row's log-sum-exp is computed once for all its pairs."""
         step = batch.step
@@ -60,10 +80,10 @@ class Runner:
         ids = torch.from_numpy(targets[step.pair_targets].astype(np.int64)).to(hidden.device)
         values = torch.empty(len(ids), dtype=torch.float32, device=hidden.device)
         greedy = torch.empty(len(ids), dtype=torch.bool, device=hidden.device)
-        for first in range(0, len(hidden), HEAD_ROWS):
-            logits = self.model.logits(hidden[first : first + HEAD_ROWS])
-            pairs = slice(*np.searchsorted(step.pair_reads, (first, first + HEAD_ROWS)).tolist())
-            rows, wanted = reads[pairs] - first, ids[pairs]
+        for block in head_blocks(len(hidden)):
+            logits = self.model.logits(hidden[block])
+            pairs = slice(*np.searchsorted(step.pair_reads, (block.start, block.stop)).tolist())
+            rows, wanted = reads[pairs] - block.start, ids[pairs]
             sums, largest = log_sum_exp(logits)
             values[pairs] = logits[rows, wanted] - sums[rows]
             greedy[pairs] = largest[rows] == wanted

@@ -10,11 +10,17 @@ import torch
 from torch import Tensor
 
 from ..attention import KeyRuns, KVStore, SlotPlan, plan_slots
-from ..model import NO_ADAPTERS, Adapter, RowAdapters
+from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
 from ..model.config import Plane
 from ..schedule.generate_step import GenerateStep
 
-__all__ = ["SlotAttend", "SlotBatch", "prepare_slots"]
+__all__ = ["SlotAttend", "SlotBatch", "make_store", "prepare_slots"]
+
+
+def make_store(model: CausalLM, slots: int) -> KVStore:
+    """Room for the K/V of `slots` rows: of the heads that this rank has."""
+    config = model.local
+    return KVStore(config.layers, config.kv_heads, config.head_dim, slots, model.dtype, model.device)
 
 
 @dataclass(frozen=True, slots=True)

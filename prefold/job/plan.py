@@ -142,8 +142,7 @@ def cost_of(shape: StreamShape, config: ModelConfig) -> tuple[Cost, Cost]:
 
     A row attends to its position + 1 keys, or to a plane's window of them.
     """
-    width = config.head_dim * (2 * config.heads + 2 * config.kv_heads)
-    weights = config.layers * config.hidden * (width + 3 * config.intermediate)
+    weights = config.layers * config.layer_weights
     lengths, shared = (a.astype(np.int64) for a in shape.arrays())
     seen_all = seen_again = 0.0
     for plane in config.planes:

@@ -37,13 +37,16 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A pre-norm decoder with RMS norms, rotary positions and a gated MLP.
+    """A pre-norm decoder.
 
+    rope           rotary settings; None: nothing is rotated, and each of max_positions has an embedding
+    norm           of the residual stream: RMS norm, or LayerNorm with a bias
+    gated          whether the MLP has a gate: activation(gate) * up, else activation(up)
     qkv_bias, o_bias, mlp_bias   biases of those linears
     qk_norm        an RMS norm over head_dim on every query and key head, before the rotation
     out_norms      RMS norms on what attention and the MLP give too, before it is added to the residual stream
     norm_offset    what is added to the norm weights of the checkpoint (1: they are stored less one)
-    activation     of the MLP's gate
+    activation     of the MLP
     embedding_scale   what the embedding is multiplied with, rounded to the model's dtype
     query_scalar   attention multiplies q k with its inverse root; None: head_dim
     lm_head        whether there may be logits at all (a bare encoder or a classifier has none)
@@ -51,6 +54,7 @@ class ModelConfig:
     head_layers    1: one linear. 2: linear, ReLU, linear, with biases (reward models)
     labels         names of the head's rows, in order; empty when the checkpoint names none
     planes         one a layer
+    names          what tensors and modules are called in checkpoints
     dtype          the dtype the checkpoint was saved in ("bfloat16", ...), when it says so
     """
 
@@ -62,9 +66,11 @@ class ModelConfig:
     head_dim: int
     intermediate: int
     norm_eps: float
-    rope: RopeConfig
+    rope: RopeConfig | None
     max_positions: int
     planes: tuple[Plane, ...]
+    norm: Literal["rms", "layer"] = "rms"
+    gated: bool = True
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -79,6 +85,7 @@ class ModelConfig:
     num_labels: int | None = None
     head_layers: Literal[1, 2] = 1
     labels: tuple[str, ...] = ()
+    names: Literal["llama", "gpt2"] = "llama"
     dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -88,7 +95,7 @@ class ModelConfig:
                 raise UnsupportedModelError(f"{name} is {value!r}; it must be a positive integer")
         if self.heads % self.kv_heads:
             raise UnsupportedModelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly")
-        if self.head_dim % 2:
+        if self.rope is not None and self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim is {self.head_dim}; rotary positions need an even one")
         if len(self.planes) != self.layers:
             raise UnsupportedModelError(f"{len(self.planes)} planes for {self.layers} layers")
@@ -100,8 +107,8 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """Rotary settings, one a layer."""
-        return tuple(plane.rope or self.rope for plane in self.planes)
+        """Rotary settings, one a layer; none where nothing is rotated."""
+        return tuple(rope for plane in self.planes if (rope := plane.rope or self.rope))
 
     @property
     def q_size(self) -> int:
@@ -113,9 +120,14 @@ class ModelConfig:
         return self.kv_heads * self.head_dim
 
     @property
+    def mlp_inputs(self) -> int:
+        """Linears that the MLP begins with: gate and up, or up alone."""
+        return 2 if self.gated else 1
+
+    @property
     def layer_weights(self) -> int:
         """Weights of one layer's linears, without biases."""
-        return self.hidden * (2 * self.q_size + 2 * self.kv_size + 3 * self.intermediate)
+        return self.hidden * (2 * self.q_size + 2 * self.kv_size + (self.mlp_inputs + 1) * self.intermediate)
 
     @property
     def linear_flops(self) -> int:
@@ -125,14 +137,17 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """All parameters, the LM head counted once when it is tied; an untied one counts where `lm_head` is set."""
-        norms = (4 if self.out_norms else 2) * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        norm = self.hidden * (2 if self.norm == "layer" else 1)
+        norms = (4 if self.out_norms else 2) * norm + (2 * self.head_dim if self.qk_norm else 0)
         biases = (
             self.qkv_bias * (self.q_size + 2 * self.kv_size)
             + self.o_bias * self.hidden
-            + self.mlp_bias * (2 * self.intermediate + self.hidden)
+            + self.mlp_bias * (self.mlp_inputs * self.intermediate + self.hidden)
         )
         embeddings = self.vocab_size * self.hidden * (2 if self.lm_head and not self.tie_embeddings else 1)
+        if self.rope is None:
+            embeddings += self.max_positions * self.hidden
         head = (self.num_labels or 0) * self.hidden
         if self.num_labels and self.head_layers == 2:
             head += self.hidden * self.hidden + self.hidden + self.num_labels
-        return embeddings + self.layers * (self.layer_weights + norms + biases) + self.hidden + head
+        return embeddings + self.layers * (self.layer_weights + norms + biases) + norm + head

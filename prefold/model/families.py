@@ -36,7 +36,7 @@ ROPE_SETTINGS: dict[str, dict[str, Any]] = {
     "factors": {"factors": ...},  # one divisor a frequency, as GGUF files carry them
 }
 # Activations by the names that configs give them.
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -127,11 +127,47 @@ def gemma3(hf: HFConfig) -> ModelConfig:
     return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
 
 
+def gpt2(hf: HFConfig) -> ModelConfig:
+    """GPT-2: LayerNorm, learned positions, biases everywhere, no gate; keys, tensors and modules with names of its own.
+
+    Not a setting of the model: reorder_and_upcast_attn, the order in which attention rounds.
+    """
+    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if hf.get(key):
+            raise UnsupportedModelError(f"{key} is not supported")
+    hidden, heads = _required(hf, "n_embd"), _required(hf, "n_head")
+    if hidden % heads:
+        raise UnsupportedModelError(f"n_embd is {hidden}; it must be a multiple of n_head, {heads}")
+    renamed = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": _required(hf, "n_layer"),
+        "intermediate_size": hf.get("n_inner") or 4 * hidden,
+        "max_position_embeddings": _required(hf, "n_positions"),
+        "hidden_act": hf.get("activation_function", "gelu_new"),
+        "rms_norm_eps": hf.get("layer_norm_epsilon", 1e-5),
+    }
+    return decoder(
+        {"tie_word_embeddings": True} | dict(hf) | renamed,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        rotary=False,
+        norm="layer",
+        gated=False,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        query_scalar=None if hf.get("scale_attn_weights", True) else 1.0,
+        names="gpt2",
+    )
+
+
 def decoder(
     hf: HFConfig,
     *,
     kv_heads: int | None = None,
     head_dim: int | None = None,
+    rotary: bool = True,
     windows: list[int | None] | None = None,
     **options: Any,
 ) -> ModelConfig:
@@ -151,7 +187,7 @@ def decoder(
         head_dim=head_dim or hf.get("head_dim") or hidden // heads,
         intermediate=_required(hf, "intermediate_size"),
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-        rope=read_rope(hf),
+        rope=read_rope(hf) if rotary else None,
         max_positions=_required(hf, "max_position_embeddings"),
         planes=tuple(Plane(window or None) for window in windows or [None] * layers),
         activation=ACTIVATIONS[activation],  # type: ignore[arg-type]
@@ -275,18 +311,20 @@ MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
 }
 # Architectures that exist only as code beside checkpoints, and whose model is implemented here.
 OWN_CODE = ("Qwen2ForRewardModel",)
 
 _FAMILIES: dict[str, Family] = {"Qwen2ForRewardModel": _reward(qwen2)}
 for _causal, _other, _family in (
-    ("Llama", "Llama", llama),
-    ("Mistral", "Mistral", mistral),
-    ("Qwen2", "Qwen2", qwen2),
-    ("Qwen3", "Qwen3", qwen3),
-    ("Gemma3", "Gemma3Text", gemma3),  # "Gemma3Model" is the one with images
+    ("LlamaForCausalLM", "Llama", llama),
+    ("MistralForCausalLM", "Mistral", mistral),
+    ("Qwen2ForCausalLM", "Qwen2", qwen2),
+    ("Qwen3ForCausalLM", "Qwen3", qwen3),
+    ("Gemma3ForCausalLM", "Gemma3Text", gemma3),  # "Gemma3Model" is the one with images
+    ("GPT2LMHeadModel", "GPT2", gpt2),
 ):
-    _FAMILIES[f"{_causal}ForCausalLM"] = _family
+    _FAMILIES[_causal] = _family
     _FAMILIES[f"{_other}Model"] = _bare(_family)
     _FAMILIES[f"{_other}ForSequenceClassification"] = _classifier(_family)

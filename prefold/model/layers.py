@@ -1,18 +1,38 @@
-"""The linear layer, with its weight packed where that is faster."""
+"""The residual stream's norm; linears, with the weight packed where that is faster."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .. import kernels
-from .ops import gelu_mul, silu_mul
+from .ops import add_layer_norm, add_rms_norm, gelu_mul, silu_mul
 
-__all__ = ["GATES", "GatedLinear", "Linear", "can_pack", "product_kernels"]
+__all__ = ["GATES", "ActivatedLinear", "GatedLinear", "Linear", "Norm", "can_pack", "product_kernels"]
 
+# By ModelConfig.activation.
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 # Both halves of [rows, 2 * width] to what an MLP goes on with, by ModelConfig.activation.
 GATES = {"silu": silu_mul, "gelu_tanh": gelu_mul}
 LANES = 16  # columns of gate, or of up, that lie side by side in a packed GatedLinear
+
+
+class Norm(nn.Module):
+    """x, delta [rows, size] -> x + delta, and its norm. kind: "rms", or "layer", which has a bias."""
+
+    def __init__(self, size: int, *, kind: str, eps: float, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device)) if kind == "layer" else None
+
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.bias is None:
+            return add_rms_norm(x, delta, self.weight, self.eps)
+        return add_layer_norm(x, delta, self.weight, self.bias, self.eps)
 
 
 class Linear(nn.Module):
@@ -57,23 +77,37 @@ class Linear(nn.Module):
         return f"{self.inputs} -> {self.outputs}{', packed' if self.packed is not None else ''}"
 
 
+class ActivatedLinear(Linear):
+    """The linear that an MLP without a gate begins with, up: x [rows, inputs] -> [rows, width]."""
+
+    def __init__(
+        self, inputs: int, width: int, *, activation: str, bias: bool, dtype: torch.dtype, device: torch.device
+    ):
+        super().__init__(inputs, width, bias=bias, dtype=dtype, device=device)
+        self.activate = ACTIVATIONS[activation]
+
+    def activated(self, x: Tensor) -> Tensor:
+        """activation(up) [rows, width]"""
+        return self.activate(self(x))
+
+
 class GatedLinear(Linear):
     """The two linears of a gated MLP, gate and up, side by side: x [rows, inputs] -> [rows, 2 * width].
 
-    `gated` gives activation(gate) * up; packed in our layout, without a copy of gate and up in memory.
+    `activated`, packed in our layout, makes no copy of gate and up in memory.
     """
 
     def __init__(
         self, inputs: int, width: int, *, activation: str, bias: bool, dtype: torch.dtype, device: torch.device
     ):
         super().__init__(inputs, 2 * width, bias=bias, dtype=dtype, device=device)
-        self.width, self.activation = width, activation
+        self.width, self.activation, self.activate = width, activation, GATES[activation]
         self.mixes = width % LANES == 0  # gate and up can lie in turn
 
-    def gated(self, x: Tensor) -> Tensor:
-        """[rows, width]"""
+    def activated(self, x: Tensor) -> Tensor:
+        """activation(gate) * up [rows, width]"""
         if self.compiled is None or not self.mixes:
-            return GATES[self.activation](self(x))
+            return self.activate(self(x))
         bias = None if self.bias is None else self._in_packed_order(self.bias)
         return self.compiled.gated_linear(x, self.packed, self.width, bias, self.activation)
 

@@ -24,10 +24,13 @@ from torch.nn import functional as F
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .config import ModelConfig
+from .names import NAMES, fused_sizes
+from .parallel import ALONE, Alone
 
 __all__ = ["NO_ADAPTERS", "Adapter", "RowAdapters", "load_adapter"]
 
-TENSOR = re.compile(r"(?:base_model\.model\.)?((?:model\.)?layers\.(\d+)\.(\w+\.\w+))\.lora_([AB])\.weight")
+TENSOR = re.compile(r"(?:base_model\.model\.)?([\w.]+)\.lora_([AB])\.weight")
+MODULE = re.compile(r"layers\.(\d+)\.(\w+\.\w+)")  # by its name here
 # What changes the model in other ways than by B A x, with what to say of it.
 REFUSED = {
     "use_dora": "DoRA",
@@ -142,22 +145,36 @@ NO_ADAPTERS = RowAdapters((), np.empty(0, np.int64))
 
 
 def load_adapter(
-    path: str | Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, name: str | None = None
+    path: str | Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    name: str | None = None,
+    ranks: Alone = ALONE,
 ) -> Adapter:
     """The adapter in a PEFT folder (adapter_config.json, adapter_model.safetensors), for a model of `config`.
 
-    dtype, device: the model's. Raises UnsupportedModelError for what is more than LoRA of a layer's
-    linears, and CheckpointError where files are missing or do not fit, naming what.
+    dtype, device, ranks: the model's; this rank's share is kept. Raises UnsupportedModelError for what is more than
+    LoRA of a layer's linears, and CheckpointError where files are missing or do not fit, naming what.
     """
     folder = Path(path).expanduser()
     settings = _settings(folder)
-    pairs = _read_pairs(folder)
+    pairs = _read_pairs(folder, config)
     layers: list[dict[str, Delta]] = []
+    shard = ranks.shard(config)
+    local, places = shard.local(config), shard.parts(config)
     for number in range(config.layers):
         deltas = {}
-        for linear, modules in _linears(config, last=number == config.layers - 1).items():
-            found = [(pairs.pop((number, module), None), *columns) for module, *columns in modules]
-            parts = [_scaled(pair, settings, columns, inputs, folder) for pair, columns, inputs in found if pair]
+        last = number == config.layers - 1
+        for linear, modules in _linears(config, last=last).items():
+            parts = []
+            for (module, columns, inputs), (_, own, _) in zip(modules, _linears(local, last=last)[linear], strict=True):
+                pair = pairs.pop((number, module), None)
+                if pair is not None:
+                    a, b = _scaled(pair, settings, columns.stop - columns.start, inputs, folder)
+                    outputs, *of_inputs = places[module.rpartition(".")[2]]
+                    parts.append((a[:, *of_inputs], b[outputs], own))
             if parts:
                 deltas[linear] = _delta(parts, dtype, torch.device(device))
         layers.append(deltas)
@@ -205,8 +222,8 @@ def _settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _read_pairs(folder: Path) -> dict[tuple[int, str], Pair]:
-    """A and B by layer and module ("self_attn.q_proj")."""
+def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair]:
+    """A and B by layer and module ("self_attn.q_proj"); those of several modules in one are parted."""
     path = folder / "adapter_model.safetensors"
     if not path.is_file():
         if [*folder.glob("*.bin"), *folder.glob("*.pt")]:
@@ -215,25 +232,41 @@ def _read_pairs(folder: Path) -> dict[tuple[int, str], Pair]:
                 "safetensors (in PEFT: save_pretrained(folder, safe_serialization=True))"
             )
         raise CheckpointError(f"{folder} has no adapter_model.safetensors")
-    pairs: dict[tuple[int, str], Pair] = {}
+    pairs: dict[str, Pair] = {}
+    modules: dict[str, list[re.Match]] = {}
     strange = []
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             for stored in file.keys():  # noqa: SIM118 (not a dict)
                 match = TENSOR.fullmatch(stored)
-                if match is None:
+                name, side = match.groups() if match else ("", "")
+                here = [MODULE.fullmatch(module) for module in NAMES[config.names].of_module(name)]
+                if not all(here):
                     strange.append(stored)
                     continue
-                name, layer, module, side = match.groups()
-                pair = pairs.setdefault((int(layer), module), Pair(name))
-                setattr(pair, side.lower(), file.get_tensor(stored))
+                modules[name] = here
+                setattr(pairs.setdefault(name, Pair(name)), side.lower(), file.get_tensor(stored))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
     if strange:
         raise UnsupportedModelError(
             f"{path} holds {', '.join(strange[:4])}, not supported; LoRA of the layers' linears is"
         )
-    return pairs
+    return {
+        (int(module[1]), module[2]): part
+        for name, here in modules.items()
+        for module, part in zip(here, _parted(pairs[name], [module[2] for module in here], config, folder), strict=True)
+    }
+
+
+def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -> list[Pair]:
+    """One pair a module: they share A, and each has its rows of B."""
+    if len(modules) == 1 or pair.b is None:
+        return [pair] * len(modules)
+    sizes = fused_sizes(modules, config)
+    if len(pair.b) != sum(sizes):
+        raise CheckpointError(f"{folder}: {pair.name} has lora_B {list(pair.b.shape)}, not {sum(sizes)} rows")
+    return [Pair(pair.name, pair.a, b) for b in pair.b.split(sizes)]
 
 
 def _linears(config: ModelConfig, *, last: bool) -> dict[str, list[tuple[str, slice, int]]]:
@@ -243,7 +276,7 @@ def _linears(config: ModelConfig, *, last: bool) -> dict[str, list[tuple[str, sl
     linears = {
         **({"q": (hidden, qkv[:1]), "kv": (hidden, qkv[1:])} if last else {"qkv": (hidden, qkv)}),
         "o": (q, [("self_attn.o_proj", hidden)]),
-        "gate_up": (hidden, [("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)]),
+        "gate_up": (hidden, [("mlp.gate_proj", mlp)] * config.gated + [("mlp.up_proj", mlp)]),
         "down": (mlp, [("mlp.down_proj", hidden)]),
     }
     placed: dict[str, list[tuple[str, slice, int]]] = {}
@@ -255,22 +288,19 @@ def _linears(config: ModelConfig, *, last: bool) -> dict[str, list[tuple[str, sl
     return placed
 
 
-def _scaled(
-    pair: Pair, settings: Mapping[str, Any], columns: slice, inputs: int, folder: Path
-) -> tuple[Tensor, Tensor, slice]:
-    """(A, B times the scale, columns), in float32."""
+def _scaled(pair: Pair, settings: Mapping[str, Any], outputs: int, inputs: int, folder: Path) -> tuple[Tensor, Tensor]:
+    """(A, B times the scale), in float32."""
     if pair.a is None or pair.b is None:
         raise CheckpointError(f"{folder} has only lora_{'A' if pair.b is None else 'B'} of {pair.name}")
     rank = _pattern(settings, "rank_pattern", pair.name, settings.get("r", 8), folder)
     alpha = _pattern(settings, "alpha_pattern", pair.name, settings.get("lora_alpha", 8), folder)
-    outputs = columns.stop - columns.start
     if pair.a.shape != (rank, inputs) or pair.b.shape != (outputs, rank):
         raise CheckpointError(
             f"{folder}: {pair.name} has lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}, not "
             f"{[rank, inputs]} and {[outputs, rank]} as its rank and the model ask for"
         )
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-    return pair.a.float(), pair.b.float() * scale, columns
+    return pair.a.float(), pair.b.float() * scale
 
 
 def _pattern(settings: Mapping[str, Any], key: str, name: str, default: Any, folder: Path) -> Any:

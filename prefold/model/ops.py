@@ -24,9 +24,16 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
         return x, compiled.add_rms_norm(x, delta, weight, eps)
     if delta is not None:
         x = x + delta
-    h = x.float()
+    h = wide(x)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     return x, (weight * h.to(weight.dtype)).to(x.dtype)
+
+
+def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta (the residual stream), and its LayerNorm. Shapes as `add_rms_norm`; bias [hidden]. Ba et al. 2016."""
+    if delta is not None:
+        x = x + delta
+    return x, torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
@@ -34,7 +41,7 @@ def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: flo
 
     cos_sin float32 [rows, dim]: cosines then sines of the row's dim/2 angles, already multiplied by the
     RoPE variant's attention factor. norm_weight [dim]: an RMS norm over dim before the rotation (Qwen3's
-    q/k norm). May write into x.
+    q/k norm). cos_sin [rows, 0]: no rotation. May write into x.
     """
     compiled = _compiled(x, weight=norm_weight)
     dim = x.shape[-1]
@@ -45,8 +52,10 @@ def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: flo
         return x
     if norm_weight is not None:
         _, x = add_rms_norm(x, None, norm_weight, eps)
+    if not cos_sin.shape[1]:
+        return x
     cos, sin = cos_sin[:, None, :].chunk(2, -1)
-    a, b = x.float().chunk(2, -1)
+    a, b = wide(x).chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
@@ -75,6 +84,11 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
     if compiled:
         return compiled.log_sum_exp(logits)
     return torch.logsumexp(logits, -1), logits.argmax(-1)
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in the dtype that sums are made in: float32, or float64 where x is."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _compiled_gate(gate_up: Tensor) -> kernels.Kernels | None:

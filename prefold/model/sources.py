@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -17,17 +19,18 @@ from ..checkpoint import Checkpoint
 from ..checkpoint.gguf import GGUFFile
 from ..errors import CheckpointError
 from .config import ModelConfig
+from .names import NAMES, fused_sizes
 
 __all__ = ["TensorSource", "open_source"]
 
 
 class TensorSource(Protocol):
-    """Tensors by name. Names are those of the Hugging Face model without the prefix "model."."""
+    """Tensors by name. Names are those of Llama in transformers, without the prefix "model."."""
 
     shapes: Mapping[str, tuple[int, ...]]
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Copies the tensor into `target` (of its shape, contiguous, any dtype and device)."""
+    def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
+        """Copies the tensor, or that part of it, into `target` (of its shape, contiguous, any dtype and device)."""
 
 
 def open_source(checkpoint: Checkpoint, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], seed: int):
@@ -36,7 +39,32 @@ def open_source(checkpoint: Checkpoint, config: ModelConfig, shapes: Mapping[str
         return RandomSource(shapes, seed, norm=1 - config.norm_offset)
     if checkpoint.gguf is not None:
         return GGUFSource(checkpoint.gguf, config)
-    return SafetensorsSource(checkpoint)
+    return SafetensorsSource(checkpoint, config)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor lies in a file.
+
+    outputs     which rows of the stored tensor (columns of a transposed one) it is; None: the whole
+    transposed  whether it is stored as [inputs, outputs]
+    """
+
+    file: Any
+    name: str
+    outputs: slice | None
+    transposed: bool
+
+    def read(self, where: tuple[slice, ...]) -> Tensor:
+        """The part of the tensor at `where`; no more of the file is read."""
+        if self.outputs is None and not where:
+            values = self.file.get_tensor(self.name)
+        else:
+            index = (_within(self.outputs, where[0] if where else slice(None)), *where[1:])
+            if self.transposed:
+                index = (index[1] if len(index) > 1 else slice(None), index[0])
+            values = self.file.get_slice(self.name)[index]
+        return values.T if self.transposed else values
 
 
 class SafetensorsSource:
@@ -45,22 +73,35 @@ class SafetensorsSource:
     # Not weights: buffers that old versions of transformers saved.
     IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias)")
 
-    def __init__(self, checkpoint: Checkpoint):
-        self._where: dict[str, tuple[Any, str]] = {}
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig):
+        """config: of the whole model; where several linears are stored as one it says which rows are whose."""
+        self._where: dict[str, Stored] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        names = NAMES[config.names]
         for path in self._files(checkpoint):
             try:
                 file = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
             for stored in file.keys():  # noqa: SIM118 (not a dict)
-                name = stored.removeprefix("model.")
-                if self.IGNORED.fullmatch(name):
+                if self.IGNORED.fullmatch(stored):
                     continue
-                if name in self._where:
+                here = names.of_tensor(stored)
+                if here[0] in self._where:
                     raise CheckpointError(f"{checkpoint.path} has the tensor {stored!r} twice")
-                self._where[name] = (file, stored)
-                self.shapes[name] = tuple(file.get_slice(stored).get_shape())
+                shape = tuple(file.get_slice(stored).get_shape())
+                transposed = names.transposed and here[0].startswith("layers.") and len(shape) == 2
+                shape = shape[::-1] if transposed else shape
+                if len(here) == 1:
+                    self._where[here[0]] = Stored(file, stored, None, transposed)
+                    self.shapes[here[0]] = shape
+                    continue
+                sizes = fused_sizes(here, config)
+                if shape[0] != sum(sizes):
+                    raise CheckpointError(f"{stored} of {checkpoint.name} has {shape[0]} outputs, not {sum(sizes)}")
+                for name, size, end in zip(here, sizes, accumulate(sizes), strict=True):
+                    self._where[name] = Stored(file, stored, slice(end - size, end), transposed)
+                    self.shapes[name] = (size, *shape[1:])
 
     @staticmethod
     def _files(checkpoint: Checkpoint) -> list[Path]:
@@ -81,9 +122,16 @@ class SafetensorsSource:
             )
         raise CheckpointError(f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json")
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        file, stored = self._where[name]
-        target.copy_(file.get_tensor(stored))
+    def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
+        target.copy_(self._where[name].read(where))
+
+
+def _within(outer: slice | None, inner: slice) -> slice:
+    """The slice `inner` of what `outer` (None: everything) gives, as one slice."""
+    if outer is None:
+        return inner
+    start, stop, _ = inner.indices(outer.stop - outer.start)
+    return slice(outer.start + start, outer.start + stop)
 
 
 class GGUFSource:
@@ -135,7 +183,7 @@ class GGUFSource:
                 return f"layers.{number}.{self.roles[role]}.{kind}"
         return stored  # unknown: reported under its own name
 
-    def read_into(self, name: str, target: Tensor) -> None:
+    def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
         array = self.file.dequantize(self._stored[name])
         values = torch.from_numpy(array if array.flags.writeable else array.copy())
         heads = self.permuted_heads.get(name.split(".")[-2])
@@ -143,7 +191,7 @@ class GGUFSource:
             values = values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         if name.endswith("norm.weight"):
             values = values - self.norm_offset
-        target.copy_(values)
+        target.copy_(values[where])
 
 
 class RandomSource:
@@ -164,9 +212,14 @@ class RandomSource:
     def _pool(self) -> Tensor:
         return torch.randn(self.POOL, generator=torch.Generator().manual_seed(self.seed)) * 0.02
 
-    def read_into(self, name: str, target: Tensor) -> None:
+    def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
         if name.endswith("norm.weight"):
             target.fill_(self.norm)
+            return
+        if where:
+            whole = target.new_empty(self.shapes[name])
+            self.read_into(name, whole)
+            target.copy_(whole[where])
             return
         pool = self._pool.roll(zlib.crc32(name.encode()) % self.POOL).to(target.device, target.dtype)
         for part in target.view(-1).split(self.POOL):

@@ -6,20 +6,23 @@ rows are tokens or trie tokens, is the caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import InputError
 from .config import ModelConfig
 from .head import PackedHead, pack_head
-from .layers import GATES, GatedLinear, Linear
+from .layers import ActivatedLinear, GatedLinear, Linear, Norm
 from .lora import NO_ADAPTERS, RowAdapters
-from .ops import add_rms_norm, rope
+from .ops import rope, wide
+from .parallel import ALONE, Alone
 from .rotary import RotaryTables
 
 __all__ = ["Attend", "CausalLM"]
@@ -52,13 +55,15 @@ class Projected(NamedTuple):
 class Layer(nn.Module):
     """One layer: `start` before attention, `finish` after it. The last layer keeps q apart from k and v."""
 
-    def __init__(self, config: ModelConfig, number: int, *, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: ModelConfig, number: int, ranks: Alone, *, dtype: torch.dtype, device: torch.device):
+        """config: with the sizes of this rank's part."""
         super().__init__()
         place: dict[str, Any] = {"dtype": dtype, "device": device}
+        first = ranks.rank == 0  # biases of what is summed over ranks are added once
+        self.sum = ranks.sum
         q, kv, hidden = config.q_size, 2 * config.kv_size, config.hidden
         self.config = config
-        norm = _norms(config, **place)
-        self.input_norm = norm(hidden)
+        self.input_norm = _norm(config, **place)
         self.number = number
         self.last = number == config.layers - 1
         if self.last:
@@ -66,15 +71,17 @@ class Layer(nn.Module):
             self.kv = Linear(hidden, kv, bias=config.qkv_bias, **place)
         else:
             self.qkv = Linear(hidden, q + kv, bias=config.qkv_bias, **place)
-        self.q_norm = norm(config.head_dim) if config.qk_norm else None
-        self.k_norm = norm(config.head_dim) if config.qk_norm else None
-        self.o = Linear(q, hidden, bias=config.o_bias, **place)
-        self.o_norm = norm(hidden) if config.out_norms else None
-        self.post_norm = norm(hidden)
+        self.q_norm = _head_norm(config, **place) if config.qk_norm else None
+        self.k_norm = _head_norm(config, **place) if config.qk_norm else None
+        self.o = Linear(q, hidden, bias=config.o_bias and first, **place)
+        self.o_norm = _norm(config, **place) if config.out_norms else None
+        self.post_norm = _norm(config, **place)
         mlp = {"activation": config.activation, "bias": config.mlp_bias}
-        self.gate_up = GatedLinear(hidden, config.intermediate, **mlp, **place)
-        self.down = Linear(config.intermediate, hidden, bias=config.mlp_bias, **place)
-        self.down_norm = norm(hidden) if config.out_norms else None
+        # Up alone where there is no gate.
+        activated = GatedLinear if config.gated else ActivatedLinear
+        self.gate_up = activated(hidden, config.intermediate, **mlp, **place)
+        self.down = Linear(config.intermediate, hidden, bias=config.mlp_bias and first, **place)
+        self.down_norm = _norm(config, **place) if config.out_norms else None
 
     def start(
         self,
@@ -86,7 +93,7 @@ class Layer(nn.Module):
     ) -> Projected:
         """x + delta [rows, hidden], normed, to q, k, v. read (last layer): the rows whose q is wanted; None: all."""
         config = self.config
-        x, h = add_rms_norm(x, delta, self.input_norm, config.norm_eps)
+        x, h = self.input_norm(x, delta)
         q_cos_sin = cos_sin
         if self.last:
             kv = adapters.add(self.kv(h), h, self.number, "kv")
@@ -108,37 +115,46 @@ class Layer(nn.Module):
     def finish(self, x: Tensor, o: Tensor, adapters: RowAdapters = NO_ADAPTERS) -> tuple[Tensor, Tensor]:
         """x [rows, hidden], o [rows, heads, dim] -> the residual stream, and what is still to be added to it."""
         o = o.flatten(1)
-        delta = self._normed(adapters.add(self.o(o), o, self.number, "o"), self.o_norm)
-        x, h = add_rms_norm(x, delta, self.post_norm, self.config.norm_eps)
+        delta = self.sum(adapters.add(self.o(o), o, self.number, "o"))
+        x, h = self.post_norm(x, delta if self.o_norm is None else self.o_norm(delta)[1])
         if adapters.adapters:
-            h = GATES[self.config.activation](adapters.add(self.gate_up(h), h, self.number, "gate_up"))
+            h = self.gate_up.activate(adapters.add(self.gate_up(h), h, self.number, "gate_up"))
         else:
-            h = self.gate_up.gated(h)
-        return x, self._normed(adapters.add(self.down(h), h, self.number, "down"), self.down_norm)
-
-    def _normed(self, delta: Tensor, weight: Tensor | None) -> Tensor:
-        return delta if weight is None else add_rms_norm(delta, None, weight, self.config.norm_eps)[1]
+            h = self.gate_up.activated(h)
+        delta = self.sum(adapters.add(self.down(h), h, self.number, "down"))
+        return x, delta if self.down_norm is None else self.down_norm(delta)[1]
 
 
 class CausalLM(nn.Module):
     """Embedding, layers, final norm; an LM head or a classification head on request.
 
     Differentiable unless its linears are packed. Weights are left uninitialised: see `load_model`.
+
+    config  of the whole model; local: the same with the sizes of this rank's part of the layers
+    ranks   those the model is split over; `attend` gets the heads of this one
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ranks: Alone = ALONE):
         super().__init__()
         place: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.config = config
-        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden, **place))
-        self.layers = nn.ModuleList(Layer(config, i, **place) for i in range(config.layers))
-        self.norm = _norms(config, **place)(config.hidden)
+        self.config, self.ranks = config, ranks
+        self.shard = ranks.shard(config)
+        self.local = self.shard.local(config)
+        vocab = self.shard.vocab.stop - self.shard.vocab.start
+        self.embedding = nn.Parameter(torch.empty(vocab, config.hidden, **place))
+        learned = config.rope is None
+        self.position_embedding = (
+            nn.Parameter(torch.empty(config.max_positions, config.hidden, **place)) if learned else None
+        )
+        self.layers = nn.ModuleList(Layer(self.local, i, ranks, **place) for i in range(config.layers))
+        self.norm = _norm(config, **place)
         # Rounded as transformers rounds it, who has it as a tensor.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
         untied = config.lm_head and not config.tie_embeddings
-        self.lm_head = nn.Parameter(torch.empty(config.vocab_size, config.hidden, **place)) if untied else None
+        self.lm_head = nn.Parameter(torch.empty(vocab, config.hidden, **place)) if untied else None
         self.score = _score_head(config, device=device) if config.num_labels else None
         self.block_rows: int | None = BLOCK_ROWS
+        self.recompute = False  # of each layer, in the backward pass, all but what it began with: to hold less
         self.may_pack = False  # the head, when logits of the whole vocabulary are first wanted; see `load_model`
         self._packed_head: PackedHead | None = None
         self._rotary: RotaryTables | None = None
@@ -158,15 +174,18 @@ class CausalLM(nn.Module):
                            computes no more than these (and the keys and values of all).
         adapters           which rows have which LoRA adapter
         """
+        if self.recompute and torch.is_grad_enabled():
+            return self._recomputing(tokens, positions, attend, read_rows, adapters)
         blocks = self._blocks(len(tokens))
         loras = [adapters.take(b) for b in blocks]
         reads = _split_reads(read_rows, blocks)
         cos_sin = self._cos_sin(positions)
         layers = cast(list[Layer], list(self.layers))
         first, last = layers[0], layers[-1]
+        embedded = (self._embed(tokens[b], positions[b]) for b in blocks)
         parts = [
-            first.start(self._embed(tokens[b]), None, cos_sin[0][b], read if first is last else None, lora)
-            for b, read, lora in zip(blocks, reads, loras, strict=True)
+            first.start(x, None, cos_sin[0][b], read if first is last else None, lora)
+            for x, b, read, lora in zip(embedded, blocks, reads, loras, strict=True)
         ]
         for plane, (layer, following) in enumerate(pairwise(layers)):
             xs = [part.x for part in parts]
@@ -179,31 +198,29 @@ class CausalLM(nn.Module):
         x = _cat([part.x for part in parts])
         o = attend(len(layers) - 1, *_take_qkv(parts), read_only=read_rows is not None)
         read_adapters = adapters.take(read_rows)
-        return _cat([self._norm(*last.finish(x[b], o[b], read_adapters.take(b))) for b in self._blocks(len(x))])
+        return _cat([self.norm(*last.finish(x[b], o[b], read_adapters.take(b)))[1] for b in self._blocks(len(x))])
 
     def logits(self, hidden: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
         """float32 logits [rows, vocabulary], or [rows, len(ids)] of the ids given; hidden as from `forward`.
 
         Products of the model's dtype are summed and kept in float32: a bfloat16 logit of 20 has steps
-        of 0.125, which ties words. Raises InputError when the checkpoint has no LM head.
+        of 0.125, which ties words. Of a model that is split, rank 0 gets the logits of the whole vocabulary, others
+        get no rows. Raises InputError when the checkpoint has no LM head.
         """
         if not self.config.lm_head:
             raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
         weight: Tensor = self.embedding if self.lm_head is None else self.lm_head
         if ids is not None:
-            weight = weight[torch.as_tensor(ids, device=weight.device)]
-        elif packed := self._pack_head(weight, hidden):
-            return packed(hidden)
-        hidden = hidden.float()
-        if weight.dtype == torch.float32:
-            return F.linear(hidden, weight)
-        return _cat([F.linear(hidden, part.float()) for part in weight.split(HEAD_COLUMNS)], dim=1)
+            return self.ranks.sum(_wide_product(hidden, self.ranks.pick(weight, ids, self.shard.vocab)))
+        packed = self._pack_head(weight, hidden)
+        logits = packed(hidden) if packed is not None else _wide_product(hidden, weight)
+        return self.ranks.gather(logits, self.config.vocab_size)
 
     def head(self, hidden: Tensor) -> Tensor:
         """float32 outputs of the classification head, [rows, num_labels]. Raises InputError without one."""
         if self.score is None:
             raise InputError("this checkpoint has no classification head", field="model", code="no_head")
-        return self.score(hidden.float())
+        return self.score(wide(hidden))
 
     @property
     def device(self) -> torch.device:
@@ -217,8 +234,15 @@ class CausalLM(nn.Module):
         """Floating-point operations of the linears for one row, without the LM head."""
         return self.config.linear_flops
 
-    def _norm(self, x: Tensor, delta: Tensor) -> Tensor:
-        return add_rms_norm(x, delta, self.norm, self.config.norm_eps)[1]
+    def _recomputing(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, read_rows: Tensor | None, adapters: RowAdapters
+    ) -> Tensor:
+        """`forward`, a layer at a time, each computed again in the backward pass (Chen et al. 2016)."""
+        x, cos_sin = self._embed(tokens, positions), self._cos_sin(positions)
+        for layer, angles in zip(cast(list[Layer], list(self.layers)), cos_sin, strict=True):
+            step = partial(_whole_layer, layer, attend, angles, read_rows if layer.last else None, adapters)
+            x = checkpoint(step, x, use_reentrant=False, preserve_rng_state=False)
+        return self.norm(x)[1]
 
     def _pack_head(self, weight: Tensor, hidden: Tensor) -> PackedHead | None:
         """The packed LM head where there is one and it may be used: no gradients, and hidden of the model's dtype."""
@@ -229,11 +253,15 @@ class CausalLM(nn.Module):
             self._packed_head = pack_head(weight)
         return self._packed_head
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        x = F.embedding(tokens, self.embedding)
-        return x if self.embedding_scale == 1 else x * self.embedding_scale
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.ranks.embed(tokens, self.embedding, self.shard.vocab)
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        return x if self.position_embedding is None else x + F.embedding(positions, self.position_embedding)
 
     def _cos_sin(self, positions: Tensor) -> list[Tensor]:
+        if self.config.rope is None:
+            return [self.embedding.new_empty(len(positions), 0)] * self.config.layers
         if self._rotary is None or self._rotary.device != positions.device:
             self._rotary = RotaryTables(self.config.ropes, self.config.head_dim, positions.device)
         return self._rotary(positions)
@@ -246,10 +274,19 @@ class CausalLM(nn.Module):
         return [slice(rows * i // num, rows * (i + 1) // num) for i in range(num)]
 
 
-def _norms(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Callable[[int], nn.Parameter]:
-    """Makes weights of norms. In float32 where they are stored less one: 1 + w would lose the last bits of w."""
-    dtype = torch.float32 if config.norm_offset else dtype
-    return lambda size: nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+def _norm(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Norm:
+    dtype = _norm_dtype(config, dtype)
+    return Norm(config.hidden, kind=config.norm, eps=config.norm_eps, dtype=dtype, device=device)
+
+
+def _head_norm(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """The weight of an RMS norm over head_dim."""
+    return nn.Parameter(torch.empty(config.head_dim, dtype=_norm_dtype(config, dtype), device=device))
+
+
+def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """Of the weights. float32 where they are stored less one: 1 + w would lose the last bits of w."""
+    return torch.float32 if config.norm_offset else dtype
 
 
 def _score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:
@@ -260,6 +297,26 @@ def _score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:
         return Linear(config.hidden, config.num_labels, bias=False, **place)
     first = Linear(config.hidden, config.hidden, bias=True, **place)
     return nn.Sequential(first, nn.ReLU(), Linear(config.hidden, config.num_labels, bias=True, **place))
+
+
+def _wide_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden [rows, hidden] times weight [columns, hidden], summed and kept in float32 (float64 where both are)."""
+    hidden = wide(hidden)
+    if weight.dtype == hidden.dtype:
+        return F.linear(hidden, weight)
+    return _cat([F.linear(hidden, part.float()) for part in weight.split(HEAD_COLUMNS)], dim=1)
+
+
+def _whole_layer(
+    layer: Layer, attend: Attend, cos_sin: Tensor, read: Tensor | None, adapters: RowAdapters, x: Tensor
+) -> Tensor:
+    """One layer with its attention: the residual stream [rows, hidden] before it -> after it, of the rows in `read`."""
+    if not x.requires_grad:
+        x = x.clone()  # compiled operations write into what has no gradient, and this runs twice
+    part = layer.start(x, None, cos_sin, read, adapters)
+    o = attend(layer.number, part.q, part.k, part.v, read_only=read is not None)
+    x, delta = layer.finish(part.x, o, adapters.take(read))
+    return x + delta
 
 
 def _split_reads(read_rows: Tensor | None, blocks: list[slice]) -> list[Tensor | None]:

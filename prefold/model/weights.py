@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -14,8 +15,9 @@ from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
 from .config import ModelConfig
 from .families import config_from
-from .layers import Linear
+from .layers import Linear, Norm
 from .memory import check_fits
+from .parallel import ALONE, Alone
 from .sources import TensorSource, open_source
 from .transformer import CausalLM, Layer
 
@@ -28,13 +30,15 @@ EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 class Slot:
     """A parameter of the model, and the checkpoint's tensors that are stacked in it, with their rows.
 
-    offset: what is added to the checkpoint's numbers.
+    offset  what is added to the checkpoint's numbers
+    places  which part of each tensor this rank holds; empty: all of all
     """
 
     owner: nn.Module
     attribute: str
     parts: tuple[tuple[str, int], ...]
     offset: float = 0.0
+    places: tuple[tuple[slice, ...], ...] = ()
 
     @property
     def parameter(self) -> Tensor:
@@ -52,6 +56,8 @@ def load_model(
     device: torch.device | str,
     pack: bool = True,
     seed: int = 0,
+    ranks: Alone = ALONE,
+    config: ModelConfig | None = None,
 ) -> CausalLM:
     """The model of `checkpoint`, in evaluation mode.
 
@@ -59,12 +65,14 @@ def load_model(
     pack    pack linears for the CPU where that is faster; a packed model has no gradients. The LM head is packed
             when it is first used as a whole, as a copy, where there is room for it
     seed    of random weights
+    ranks   those the model is split over: this one's share is read, and no more
+    config  of the checkpoint, where it is known already
 
     Raises UnsupportedModelError (architecture, settings), OutOfMemoryError (before anything is read),
     and CheckpointError, naming every tensor that is missing, unexpected or misshapen.
     """
     device = torch.device(device)
-    config = config_from(checkpoint.config)
+    config = config or config_from(checkpoint.config)
     # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
     model = CausalLM(config, dtype=dtype, device=torch.device("meta"))
     source = open_source(checkpoint, config, wanted_shapes(model_slots(model)), seed)
@@ -73,6 +81,11 @@ def load_model(
         model = CausalLM(settled, dtype=dtype, device=torch.device("meta"))
     slots = list(model_slots(model))
     _check_tensors(checkpoint, slots, source)
+    if ranks.size > 1:
+        if device.type == "cpu" and ranks.rank == 0:  # one memory for all ranks
+            _check_memory(checkpoint, slots, device, dtype)
+        model = CausalLM(settled, dtype=dtype, device=torch.device("meta"), ranks=ranks)
+        slots = list(model_slots(model))
     _check_memory(checkpoint, slots, device, dtype)
     pool = kernels.Pool()
     with torch.no_grad():
@@ -88,13 +101,18 @@ def load_model(
 def model_slots(model: CausalLM) -> Iterator[Slot]:
     """Every parameter of the model with the names of its tensors; head and embedding first, then layer by layer."""
     config = model.config
-    yield Slot(model, "embedding", ((EMBEDDING, config.vocab_size),))
+    split = model.ranks.size > 1
+    vocab = ((model.shard.vocab,),) if split else ()
+    yield Slot(model, "embedding", ((EMBEDDING, len(model.embedding)),), places=vocab)
     if model.lm_head is not None:
-        yield Slot(model, "lm_head", ((LM_HEAD, config.vocab_size),))
-    yield _norm(model, "norm", "norm", config)
+        yield Slot(model, "lm_head", ((LM_HEAD, len(model.lm_head)),), places=vocab)
+    if model.position_embedding is not None:
+        yield Slot(model, "position_embedding", (("embed_positions.weight", config.max_positions),))
+    yield from _norm(model.norm, "norm", config)
     yield from _head(model.score)
+    places = model.shard.parts(config) if split else {}
     for number, layer in enumerate(model.layers):
-        yield from _layer(cast(Layer, layer), f"layers.{number}.")
+        yield from _layer(cast(Layer, layer), f"layers.{number}.", places)
 
 
 def _head(score: nn.Module | None) -> Iterator[Slot]:
@@ -106,38 +124,45 @@ def _head(score: nn.Module | None) -> Iterator[Slot]:
                 yield from _linear(module, (f"score.{number}", module.outputs))
 
 
-def _layer(layer: Layer, prefix: str) -> Iterator[Slot]:
+def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -> Iterator[Slot]:
     config, attention, mlp = layer.config, prefix + "self_attn.", prefix + "mlp."
     q = (attention + "q_proj", config.q_size)
     k, v = (attention + "k_proj", config.kv_size), (attention + "v_proj", config.kv_size)
-    yield _norm(layer, "input_norm", prefix + "input_layernorm", config)
+    yield from _norm(layer.input_norm, prefix + "input_layernorm", config)
     if config.out_norms:  # "post attention" is then what attention gives, before it is added
-        yield _norm(layer, "o_norm", prefix + "post_attention_layernorm", config)
-        yield _norm(layer, "post_norm", prefix + "pre_feedforward_layernorm", config)
-        yield _norm(layer, "down_norm", prefix + "post_feedforward_layernorm", config)
+        yield from _norm(layer.o_norm, prefix + "post_attention_layernorm", config)
+        yield from _norm(layer.post_norm, prefix + "pre_feedforward_layernorm", config)
+        yield from _norm(layer.down_norm, prefix + "post_feedforward_layernorm", config)
     else:
-        yield _norm(layer, "post_norm", prefix + "post_attention_layernorm", config)
+        yield from _norm(layer.post_norm, prefix + "post_attention_layernorm", config)
     if config.qk_norm:
-        yield _norm(layer, "q_norm", attention + "q_norm", config)
-        yield _norm(layer, "k_norm", attention + "k_norm", config)
+        for name in ("q_norm", "k_norm"):
+            yield Slot(layer, name, ((f"{attention}{name}.weight", config.head_dim),), config.norm_offset)
     if layer.last:
-        yield from _linear(layer.q, q)
-        yield from _linear(layer.kv, k, v)
+        yield from _linear(layer.q, q, places=places)
+        yield from _linear(layer.kv, k, v, places=places)
     else:
-        yield from _linear(layer.qkv, q, k, v)
-    yield from _linear(layer.o, (attention + "o_proj", config.hidden))
-    yield from _linear(layer.gate_up, (mlp + "gate_proj", config.intermediate), (mlp + "up_proj", config.intermediate))
-    yield from _linear(layer.down, (mlp + "down_proj", config.hidden))
+        yield from _linear(layer.qkv, q, k, v, places=places)
+    yield from _linear(layer.o, (attention + "o_proj", config.hidden), places=places)
+    gate = [(mlp + "gate_proj", config.intermediate)] if config.gated else []
+    yield from _linear(layer.gate_up, *gate, (mlp + "up_proj", config.intermediate), places=places)
+    yield from _linear(layer.down, (mlp + "down_proj", config.hidden), places=places)
 
 
-def _norm(owner: nn.Module, attribute: str, name: str, config: ModelConfig) -> Slot:
-    return Slot(owner, attribute, ((name + ".weight", len(getattr(owner, attribute))),), config.norm_offset)
+def _norm(norm: Norm, name: str, config: ModelConfig) -> Iterator[Slot]:
+    yield Slot(norm, "weight", ((name + ".weight", config.hidden),), config.norm_offset)
+    if norm.bias is not None:
+        yield Slot(norm, "bias", ((name + ".bias", config.hidden),))
 
 
-def _linear(linear: Linear, *parts: tuple[str, int]) -> Iterator[Slot]:
-    yield Slot(linear, "weight", tuple((name + ".weight", rows) for name, rows in parts))
+def _linear(
+    linear: Linear, *parts: tuple[str, int], places: Mapping[str, tuple[slice, ...]] = MappingProxyType({})
+) -> Iterator[Slot]:
+    where = tuple(places[name.rpartition(".")[2]] for name, _ in parts) if places else ()
+    yield Slot(linear, "weight", tuple((name + ".weight", rows) for name, rows in parts), places=where)
     if linear.bias is not None:
-        yield Slot(linear, "bias", tuple((name + ".bias", rows) for name, rows in parts))
+        outputs = tuple(place[:1] for place in where)
+        yield Slot(linear, "bias", tuple((name + ".bias", rows) for name, rows in parts), places=outputs)
 
 
 def wanted_shapes(slots: Iterable[Slot]) -> dict[str, tuple[int, ...]]:
@@ -202,8 +227,9 @@ def _check_memory(checkpoint: Checkpoint, slots: list[Slot], device: torch.devic
 def _fill(slot: Slot, source: TensorSource, device: torch.device) -> None:
     old = slot.parameter
     values = torch.empty(old.shape, dtype=old.dtype, device=device)
-    for (name, _), part in zip(slot.parts, values.split([rows for _, rows in slot.parts]), strict=True):
-        source.read_into(name, part)
+    parts = values.split([rows for _, rows in slot.parts])
+    for (name, _), part, place in zip(slot.parts, parts, slot.places or [()] * len(parts), strict=True):
+        source.read_into(name, part, place)
     if slot.offset:
         values += slot.offset
     setattr(slot.owner, slot.attribute, nn.Parameter(values))

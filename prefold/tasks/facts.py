@@ -39,8 +39,11 @@ SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 
 
 def inputs_of(config: ModelConfig, tokenizer: Tokenizer | None, max_length: int | None = None) -> Inputs:
-    """The checks for a model; max_length None means all its positions."""
-    return Inputs(tokenizer, config.max_positions if max_length is None else max_length, config.vocab_size)
+    """The checks for a model; max_length None means all its positions. Learned ones are all there are."""
+    limit = config.max_positions if max_length is None else max_length
+    if config.rope is None:
+        limit = min(limit, config.max_positions)
+    return Inputs(tokenizer, limit, config.vocab_size)
 
 
 def labels_of_head(config: ModelConfig) -> list[str] | None:

@@ -12,6 +12,7 @@ import sys
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from prefold import LLM
@@ -284,3 +285,28 @@ def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, environment):
     got = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert sorted(line["record"] for line in got) == list(range(1, count + 1))
     assert sum("error" in line for line in got) == count // 50
+
+
+def test_a_job_over_two_processes_survives_the_death_of_one(model, tmp_path, environment):
+    write(tmp_path / "in.jsonl", [{"text": f"{i} " * 60} for i in range(1500)])
+    arguments = ["embed", "in.jsonl", "-o", "out.jsonl", "-m", model, "--max-batch-rows", "256", *FLOAT32]
+    code = "from prefold.cli import main; main()"
+    command = [sys.executable, "-c", code, *arguments, "--tensor-parallel", "2"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+        if (tmp_path / "out.jsonl").exists() and (tmp_path / "out.jsonl").stat().st_size:
+            break
+    (rank,) = psutil.Process(process.pid).children()
+    rank.kill()
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and "Traceback" not in errors
+    assert "rank 1 was ended by SIGKILL" in errors and "ended by a failure; what is done is written" in errors
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 0
+    got = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert sorted(line["record"] for line in got) == list(range(1, 1501))
+    want = LLM(model, dtype="float32").embed([f"{i} " * 60 for i in range(1500)])
+    for line in got:
+        np.testing.assert_allclose(line["embedding"], want[line["record"] - 1], atol=1e-5)

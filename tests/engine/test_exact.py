@@ -22,8 +22,8 @@ def oracle(folder, token_lists: list[list[int]]):
     eager, sdpa = reference(folder), reference(folder, attention="sdpa")
     for tokens in token_lists:
         ids = torch.tensor([tokens])
-        state = eager.model(input_ids=ids).last_hidden_state[0]
-        difference = max(difference, (state - sdpa.model(input_ids=ids).last_hidden_state[0]).abs().max().item())
+        state = eager.base_model(input_ids=ids).last_hidden_state[0]
+        difference = max(difference, (state - sdpa.base_model(input_ids=ids).last_hidden_state[0]).abs().max().item())
         hidden.append(state.numpy())
         logits.append(eager.lm_head(state).numpy())
     return hidden, logits, max(1e-4, 3 * difference)
@@ -33,6 +33,7 @@ VARIANTS = [(family, {}) for family in FAMILIES] + [
     ("llama", {"num_key_value_heads": 6, "tie_word_embeddings": True}),
     ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True, "num_hidden_layers": 1}),
     ("mistral", {"sliding_window": 4}),
+    ("gpt2", {"hidden_size": 35, "num_attention_heads": 5}),
     ("qwen2", {"hidden_size": 64, "num_attention_heads": 4, "tie_word_embeddings": True}),
 ]
 

@@ -9,12 +9,12 @@ from prefold.cache import CacheOptions
 from prefold.errors import InputError
 from tests.generating import ask, engine_of, generate, reference_tokens, tokens_of
 from tests.running import prompts
-from tests.tiny import reference, tiny_checkpoint
+from tests.tiny import FAMILIES, reference, tiny_checkpoint
 
 MAX_TOKENS = 24
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3", "gemma3"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def case(request, tmp_path_factory):
     """(LLM, prompts, what transformers makes of them)"""
     options = {"sliding_window": 6} if request.param == "mistral" else {}

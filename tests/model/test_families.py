@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import transformers
 from tiny import SIZES
+from transformers.pytorch_utils import Conv1D
 
 from prefold.checkpoint import GEOMETRIES
 from prefold.errors import UnsupportedModelError
@@ -122,6 +123,25 @@ def test_gemma3_heads():
     assert config(architectures=None, model_type="gemma3_text").out_norms
 
 
+GPT2 = {"architecture": "GPT2LMHeadModel", "n_embd": 36, "n_head": 6, "n_layer": 3, "n_positions": 512}
+
+
+def test_gpt2():
+    theirs = transformers.GPT2Config(vocab_size=307, n_embd=36, n_head=6, n_layer=3, layer_norm_epsilon=1e-3)
+    ours = config_from(theirs.to_dict() | {"architectures": ["GPT2LMHeadModel"]})
+    assert (ours.hidden, ours.heads, ours.kv_heads, ours.head_dim, ours.layers) == (36, 6, 6, 6, 3)
+    assert (ours.intermediate, ours.max_positions, ours.norm_eps, ours.scale) == (144, 1024, 1e-3, 6**-0.5)
+    assert (ours.norm, ours.rope, ours.ropes, ours.gated, ours.activation) == ("layer", None, (), False, "gelu_tanh")
+    assert (ours.qkv_bias, ours.o_bias, ours.mlp_bias, ours.tie_embeddings, ours.lm_head) == (True,) * 5
+    assert config(**GPT2).norm_eps == 1e-5
+    assert config(**GPT2, n_inner=50).intermediate == 50
+    assert config(**GPT2, scale_attn_weights=False).scale == 1
+    assert config(**GPT2 | {"n_embd": 35, "n_head": 5}).head_dim == 7
+    assert config(**GPT2 | {"architecture": "GPT2Model"}).lm_head
+    assert config(**GPT2 | {"architecture": "GPT2ForSequenceClassification"}, num_labels=3).num_labels == 3
+    assert config(**GPT2 | {"architecture": None}, architectures=None, model_type="gpt2") == config(**GPT2)
+
+
 def test_rope_in_old_and_new_form():
     scaling = {
         "rope_type": "llama3",
@@ -149,7 +169,7 @@ def test_yarn_defaults():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"architecture": "GPT2LMHeadModel"}, "'GPT2LMHeadModel' is not supported.*LlamaForCausalLM.*Qwen3Model"),
+        ({"architecture": "GPTNeoXForCausalLM"}, "'GPTNeoXForCausalLM' is not supported.*LlamaForCausalLM.*Qwen3Model"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported.*default, linear, llama3, yarn$"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs the setting 'factor'"),
@@ -163,6 +183,11 @@ def test_yarn_defaults():
         ({"num_key_value_heads": 4}, "6 query heads cannot share 4"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"architecture": "Qwen2ForCausalLM", "num_key_value_heads": ...}, "no 'num_key_value_heads'"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention"),
+        (GPT2 | {"activation_function": "relu"}, "'relu' is not supported.*'gelu_new'"),
+        (GPT2 | {"n_head": 5}, "n_embd is 36.*n_head, 5"),
+        (GPT2 | {"n_positions": ...}, "no 'n_positions'"),
         (GEMMA | {"use_bidirectional_attention": True}, "both directions"),
         (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
         (GEMMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
@@ -210,6 +235,7 @@ def test_a_family_of_ones_own():
         ("qwen3-4b", 4022468096),
         ("qwen3-8b", 8190735360),
         ("gemma3-270m", 268098176),
+        ("gpt2", 124439808),
     ],
 )
 def test_published_sizes(name, parameters):
@@ -221,7 +247,7 @@ def test_published_sizes(name, parameters):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
     assert sum(p.numel() for p in model.parameters()) == parameters
-    linears = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+    linears = [m for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D)) and n != "lm_head"]
     assert c.linear_flops == 2 * sum(m.weight.numel() for m in linears)
 
 
@@ -239,6 +265,10 @@ def test_parameters_are_counted_with_biases_and_heads(overrides):
             c = config(name, **given)
             model = CausalLM(c, dtype=torch.float32, device=torch.device("meta"))
             assert sum(p.numel() for p in model.parameters()) == c.num_parameters
+    for name in ("GPT2LMHeadModel", "GPT2ForSequenceClassification"):
+        c = config(**GPT2 | {"architecture": name} | overrides)
+        model = CausalLM(c, dtype=torch.float32, device=torch.device("meta"))
+        assert sum(p.numel() for p in model.parameters()) == c.num_parameters
     c = config("Qwen2ForRewardModel", num_labels=2)
     model = CausalLM(c, dtype=torch.float32, device=torch.device("meta"))
     assert sum(p.numel() for p in model.parameters()) == c.num_parameters

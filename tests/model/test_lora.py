@@ -16,6 +16,8 @@ from prefold.errors import CheckpointError, UnsupportedModelError
 from prefold.model import RowAdapters, load_adapter, load_model
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# What these are in GPT-2.
+GPT2 = dict(zip(MODULES, ("c_attn", "c_attn", "c_attn", "c_proj", "c_fc", "c_fc", "c_proj"), strict=True))
 LENGTHS = (7, 11, 1, 9, 6)
 ROWS = sum(LENGTHS)
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
@@ -25,16 +27,18 @@ TOKENS = torch.randint(3, 300, (ROWS,), generator=torch.Generator().manual_seed(
 def write_adapter(
     folder, checkpoint, modules=MODULES, *, seed=0, layers=(0, 1, 2), prefix="base_model.model.", **config
 ):
-    """A PEFT folder that adapts these modules of these layers."""
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": list(modules)} | config
+    """A PEFT folder that adapts these modules of these layers; in GPT-2 those that have their place."""
+    modules = {*modules, *(GPT2[m] for m in modules)}
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": sorted(modules)} | config
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, parameter in load_file(checkpoint / "model.safetensors").items():
-        match = re.fullmatch(r"(?:model\.)?layers\.(\d+)\.\w+\.(\w+)\.weight", name)
+        match = re.fullmatch(r"(?:model\.layers|layers|transformer\.h)\.(\d+)\.\w+\.(\w+)\.weight", name)
         if match and int(match[1]) in layers and match[2] in modules:
             rank = settings.get("rank_pattern", {}).get(match[2], settings["r"])
             path = prefix + name.removesuffix(".weight")
-            tensors[f"{path}.lora_A.weight"] = torch.randn(rank, parameter.shape[1], generator=generator) / 6
-            tensors[f"{path}.lora_B.weight"] = torch.randn(parameter.shape[0], rank, generator=generator) / 2
+            outputs, inputs = parameter.shape[::-1] if match[2].startswith("c_") else parameter.shape
+            tensors[f"{path}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) / 6
+            tensors[f"{path}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) / 2
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(settings))
@@ -51,7 +55,8 @@ def merged(checkpoint, adapter, scale=lambda module: 6 / 4, head="causal"):
                 path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
                 path = path if path + ".weight" in parameters else "model." + path
                 module = path.rsplit(".", 1)[1]
-                parameters[path + ".weight"] += scale(module) * tensors[name.replace("lora_A", "lora_B")] @ a
+                change = scale(module) * tensors[name.replace("lora_A", "lora_B")] @ a
+                parameters[path + ".weight"] += change.T if module.startswith("c_") else change
                 changed += 1
     assert changed == len(tensors) // 2
     return model
@@ -248,6 +253,23 @@ def test_other_tensors_are_refused(tmp_path, name, message):
         adapter_of(folder, load(base))
 
 
+def test_shapes_of_gpt2(tmp_path):
+    base = tiny_checkpoint(tmp_path, "gpt2", tokenizer=False)
+    model, folder = load(base), write_adapter(tmp_path / "a", base)
+    path = folder / "adapter_model.safetensors"
+    tensors, name = load_file(path), "base_model.model.transformer.h.1.attn.c_attn.lora_B.weight"
+    save_file(tensors | {name: torch.zeros(100, 4)}, path)
+    with pytest.raises(CheckpointError, match=r"h\.1\.attn\.c_attn has lora_B \[100, 4\], not 108 rows"):
+        adapter_of(folder, model)
+    del tensors[name]
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"only lora_A of transformer\.h\.1\.attn\.c_attn"):
+        adapter_of(folder, model)
+    save_file({"base_model.model.transformer.wte.lora_A.weight": torch.zeros(4, 36)}, path)
+    with pytest.raises(UnsupportedModelError, match=r"transformer\.wte\.lora_A\.weight, not supported"):
+        adapter_of(folder, model)
+
+
 def test_files_that_are_missing_or_damaged(tmp_path):
     base = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
     model, folder = load(base), write_adapter(tmp_path / "a", base)
@@ -277,10 +299,17 @@ def test_files_that_are_missing_or_damaged(tmp_path):
         adapter_of(tmp_path, model)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"use_rslora": True}, {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"^model.layers.1.*up_proj": 3}}],
+    [
+        {},
+        {"use_rslora": True},
+        {
+            "rank_pattern": {"v_proj": 2, "c_attn": 2},
+            "alpha_pattern": {r"^\w+\.\w+\.1.*(up_proj|c_fc)": 3},
+        },
+    ],
 )
 def test_folders_that_peft_writes(tmp_path, family, options):
     peft = pytest.importorskip("peft")

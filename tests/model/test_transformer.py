@@ -47,6 +47,11 @@ CASES = {
     "gemma3": ("gemma3", {}),
     "gemma3, untied, biases": ("gemma3", {"tie_word_embeddings": False, "attention_bias": True}),
     "gemma3, one layer, windowed": ("gemma3", {"num_hidden_layers": 1}),
+    "gpt2": ("gpt2", {}),
+    "gpt2, untied": ("gpt2", {"tie_word_embeddings": False}),
+    "gpt2, odd heads, wide": ("gpt2", {"hidden_size": 35, "num_attention_heads": 5, "n_inner": None}),
+    "gpt2, one layer": ("gpt2", {"num_hidden_layers": 1}),
+    "gpt2, scores as they are": ("gpt2", {"scale_attn_weights": False, "reorder_and_upcast_attn": True}),
     "gemma3, full layers scaled": ("gemma3", {"rope_parameters": GEMMA_ROPE, "sliding_window": 12}),
 }
 
@@ -82,9 +87,11 @@ def test_hidden_states_and_logits(case, tmp_path):
     assert out.logits.std() > 0.5
 
 
-def test_positions_are_what_rotates(qwen3):
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_positions_are_what_counts(tmp_path, family):
     """Rows at other positions: the model looks at positions, not at row numbers."""
-    tokens, oracle, model = some_tokens(), reference(qwen3), load(qwen3)
+    folder = tiny_checkpoint(tmp_path, family)
+    tokens, oracle, model = some_tokens(), reference(folder), load(folder)
     positions = torch.arange(ROWS) * 3 + 100
     with torch.inference_mode():
         hidden = model(tokens, positions, DenseAttend(model.config))
@@ -195,3 +202,23 @@ def test_gradients(tmp_path):
     for name, (ours, expected) in pairs.items():
         scale = expected.abs().max()
         assert (ours - expected).abs().max() < 1e-4 * scale, name
+
+
+def test_gradients_of_gpt2(tmp_path):
+    folder, tokens = tiny_checkpoint(tmp_path, "gpt2"), some_tokens()
+    model, oracle = load(folder, pack=False), reference(folder)
+    read = torch.tensor([3, ROWS - 1])
+    model.logits(model(tokens, torch.arange(ROWS), DenseAttend(model.config, read), read)).square().sum().backward()
+    oracle(tokens[None]).logits[0, read].square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    ours, theirs = model.layers[1], oracle.transformer.h[1]
+    pairs = {
+        "embedding": (model.embedding.grad, oracle.transformer.wte.weight.grad),
+        "positions": (model.position_embedding.grad, oracle.transformer.wpe.weight.grad),
+        "norm bias": (ours.post_norm.bias.grad, theirs.ln_2.bias.grad),
+        "qkv": (ours.qkv.weight.grad, theirs.attn.c_attn.weight.grad.T),
+        "up": (ours.gate_up.weight.grad, theirs.mlp.c_fc.weight.grad.T),
+        "down bias": (ours.down.bias.grad, theirs.mlp.c_proj.bias.grad),
+    }
+    for name, (grad, expected) in pairs.items():
+        assert (grad - expected).abs().max() < 1e-4 * expected.abs().max(), name

@@ -125,6 +125,51 @@ def test_old_buffers_are_no_weights(tmp_path):
     load(folder)
 
 
+def test_gpt2_as_old_checkpoints_have_it(tmp_path):
+    """Names without "transformer.", and the masks of attention saved as buffers."""
+    folder = tiny_checkpoint(tmp_path, "gpt2")
+    expected = hidden(load(folder))
+
+    def age(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        for number in range(3):
+            tensors[f"h.{number}.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+            tensors[f"h.{number}.attn.masked_bias"] = torch.tensor(-1e4)
+
+    edit(folder, age)
+    torch.testing.assert_close(hidden(load(folder)), expected, rtol=0, atol=0)
+    bare = tiny_checkpoint(tmp_path, "gpt2", head="bare")
+    with torch.no_grad():
+        wanted = reference(bare, "bare")(TOKENS[None]).last_hidden_state[0]
+    torch.testing.assert_close(hidden(load(bare)), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_does_not_fit_gpt2_is_named(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "gpt2")
+
+    def break_it(tensors):
+        del tensors["transformer.h.1.ln_2.bias"]
+        tensors["transformer.h.0.crossattention.c_attn.weight"] = torch.zeros(36, 72)
+        tensors["transformer.wpe.weight"] = torch.zeros(100, 36)
+        tensors["transformer.h.2.mlp.c_fc.weight"] = torch.zeros(36, 49)
+
+    edit(folder, break_it)
+    with pytest.raises(CheckpointError) as error:
+        load(folder)
+    assert "missing: layers.1.post_attention_layernorm.bias" in str(error.value)
+    assert "unexpected: h.0.crossattention.c_attn.weight" in str(error.value)
+    assert "embed_positions.weight is [100, 36], not [512, 36]" in str(error.value)
+    assert "layers.2.mlp.up_proj.weight is [49, 36], not [50, 36]" in str(error.value)
+    edit(folder, lambda t: t.update({"transformer.h.0.attn.c_attn.weight": torch.zeros(36, 107)}))
+    with pytest.raises(CheckpointError, match=r"h\.0\.attn\.c_attn\.weight of .* has 107 outputs, not 108"):
+        load(folder)
+    twice = {f"{prefix}h.0.attn.c_attn.weight": torch.zeros(36, 108) for prefix in ("", "transformer.")}
+    edit(folder, lambda t: t.update(twice))
+    with pytest.raises(CheckpointError, match=r"c_attn\.weight' twice"):
+        load(folder)
+
+
 def test_a_class_count_that_differs_from_the_head(tmp_path):
     folder = tiny_checkpoint(tmp_path, "llama", head="classifier", num_labels=3)
     edit(folder, lambda t: t.update({"score.weight": torch.zeros(4, 36)}))
@@ -189,10 +234,18 @@ def test_random_weights_are_seeded_and_normal():
     assert not torch.equal(weights[0], weights[2])
     assert abs(weights[0].std().item() - 0.02) < 1e-3
     assert abs(weights[0].mean().item()) < 1e-3
-    assert torch.equal(models[0].norm.detach(), torch.ones(576))
+    assert torch.equal(models[0].norm.weight.detach(), torch.ones(576))
     first, second = weights[0], models[0].layers[1].gate_up.weight.detach()
     assert (first - second).abs().mean() > 0.01
     assert hidden(models[0]).isfinite().all()
+
+
+def test_random_weights_of_gpt2():
+    config = GEOMETRIES["gpt2"] | {"n_layer": 2, "vocab_size": 300}
+    model = load_model(Checkpoint.dummy(config), dtype=torch.bfloat16, device="cpu")
+    assert torch.equal(model.layers[0].post_norm.weight.float(), torch.ones(768))
+    assert abs(model.position_embedding.std().item() - 0.02) < 1e-3
+    assert hidden(model).isfinite().all()
 
 
 @pytest.mark.parametrize("sizes", [(576, 960), (37, 11), (1, 5), (64, 1)])

@@ -40,6 +40,14 @@ def test_options_of_every_task():
             make_task(name, FakeCheckpoint(), tokenizer(), max_length=0, **given)
 
 
+def test_learned_positions_are_all_there_are():
+    sizes = {"n_embd": 36, "n_head": 6, "n_layer": 1, "n_positions": 100}
+    gpt2 = FakeCheckpoint({"architectures": ["GPT2LMHeadModel"], "vocab_size": 300} | sizes)
+    assert make_task("score", gpt2, tokenizer()).inputs.max_length == 100
+    assert make_task("score", gpt2, tokenizer(), max_length=9000).inputs.max_length == 100
+    assert make_task("score", gpt2, tokenizer(), max_length=20).inputs.max_length == 20
+
+
 def test_a_model_without_logits():
     for name, options in {"rerank": {}, "classify": {"labels": ["yes", "no"]}, "score": {}}.items():
         bare = FakeCheckpoint({"architectures": ["Qwen3Model"], "tie_word_embeddings": False})

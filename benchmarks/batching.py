@@ -1,0 +1,305 @@
+"""What batching is: padding, compute-then-mask and flat varlen side by side, and what tensor parallelism sees of it.
+
+    python benchmarks/batching.py --data FOLDER [--page docs/batching.md] [--sections example,lengths,ranks,...]
+
+FOLDER holds gsm8k, msmarco_v11, tau_airline and trace_azure2023_conv. With --page the tables of that page (between its
+"<!-- NAME -->" marks) are written anew. All three ways run through the same model: only its `attend` differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from common import linear_rate, machine, median, read_bandwidth, read_jsonl, run_engine, table, timed, write_json
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.functional import scaled_dot_product_attention
+
+from prefold import LLM
+from prefold.attention import KeyRuns, KVStore, interval_attention, plan_attention, plan_slots
+from prefold.checkpoint import Checkpoint, resolve
+from prefold.model import load_model
+from prefold.types import Readout, Request
+
+# The block of the page: 8 layers of 512, 8 heads of 64, a feed-forward of 2,048, LayerNorm and GELU.
+PAGE = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": 4096,
+    "n_embd": 512,
+    "n_layer": 8,
+    "n_head": 8,
+    "n_positions": 16384,
+    "activation_function": "gelu_new",
+    "tie_word_embeddings": True,
+}
+
+
+class Padded:
+    """Rows are those of [requests, longest]: short requests are filled up, and what is filled is computed too."""
+
+    def __init__(self, lengths: list[int], scale: float):
+        self.shape = (len(lengths), max(lengths))
+        self.rows, self.entries = len(lengths) * max(lengths), len(lengths) * max(lengths) ** 2
+        self.positions = torch.arange(self.shape[1]).repeat(self.shape[0])
+        self.scale = scale
+
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, *, read_only: bool = False) -> Tensor:
+        q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q, k, v))
+        o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        return o.transpose(1, 2).flatten(0, 1)
+
+
+class Masked:
+    """Rows are flat; scores of every row with every row, those of other requests masked away afterwards."""
+
+    def __init__(self, lengths: list[int], scale: float):
+        self.rows, self.entries = sum(lengths), sum(lengths) ** 2
+        self.positions = torch.cat([torch.arange(n) for n in lengths])
+        request = torch.repeat_interleave(torch.tensor(lengths))
+        self.mask = (request[:, None] == request) & torch.ones(self.rows, self.rows, dtype=torch.bool).tril()
+        self.scale = scale
+
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, *, read_only: bool = False) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        o = scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scale, enable_gqa=True)
+        return o[0].transpose(0, 1)
+
+
+class Varlen:
+    """Rows are flat, and scores of other requests are never computed. `seconds`: spent in attention."""
+
+    def __init__(self, lengths: list[int], scale: float):
+        self.rows, self.entries = sum(lengths), sum(n * n for n in lengths)
+        self.positions = torch.cat([torch.arange(n) for n in lengths])
+        # Requests are the branches of a trie that shares nothing.
+        self.plan = plan_attention(np.repeat(np.cumsum(lengths), lengths), np.arange(self.rows))
+        self.scale, self.seconds = scale, 0.0
+
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, *, read_only: bool = False) -> Tensor:
+        started = time.perf_counter()
+        o = interval_attention(q, k, v, self.plan, scale=self.scale)
+        self.seconds += time.perf_counter() - started
+        return o
+
+
+WAYS = {"padding": Padded, "compute, then mask": Masked, "flat varlen": Varlen}
+
+
+def forward(model, attend) -> float:
+    """Seconds of one pass over the rows of `attend`."""
+    tokens = torch.ones(attend.rows, dtype=torch.int64)
+    started = time.perf_counter()
+    with torch.inference_mode():
+        model(tokens, attend.positions, attend)
+    return time.perf_counter() - started
+
+
+def measured(model, lengths: list[int], repeats: int) -> dict[str, dict]:
+    """Each way in turn, in every round: rows, score entries of a head and layer, GFLOP, seconds."""
+    config, found = model.config, {}
+    attends = {name: way(lengths, config.scale) for name, way in WAYS.items()}
+    for attend in attends.values():
+        forward(model, attend)
+    seconds = {name: [] for name in attends}
+    for _ in range(repeats):
+        for name, attend in attends.items():
+            seconds[name].append(forward(model, attend))
+    for name, attend in attends.items():
+        found[name] = {
+            "rows": attend.rows,
+            "entries": attend.entries,
+            "linear_gflop": attend.rows * config.linear_flops / 1e9,
+            "attention_gflop": 4 * attend.entries * config.q_size * config.layers / 1e9,
+            "seconds": seconds[name],
+        }
+    return found
+
+
+def example(models: dict, arguments) -> str:
+    found = measured(models["page"], [10, 30], 5 * arguments.repeats)
+    rows = [
+        [name, f["rows"], f["entries"], f"{f['linear_gflop']:.2f}", f"{f['attention_gflop']:.3f}",
+         f"{1e3 * median(f['seconds']):.2f}"]
+        for name, f in found.items()
+    ]  # fmt: skip
+    return table(["10 + 30 tokens", "rows", "score entries", "linear GFLOP", "attention GFLOP", "ms"], rows)
+
+
+def real_lengths(data: Path, tokenizer) -> dict[str, list[int]]:
+    """Lengths in tokens of requests as they come, about 4,000 tokens of each kind."""
+    traced = [line["input_length"] for line in read_jsonl(data / "trace_azure2023_conv" / "trace.jsonl.gz")[:200]]
+    questions = [line["question"] for line in read_jsonl(data / "gsm8k" / "dev.jsonl.gz")[:200]]
+    passages = read_jsonl(data / "msmarco_v11" / "dev.jsonl.gz")[:50]
+    texts = [text for line in passages for text in passage_texts(line)]
+    talks = read_jsonl(data / "tau_airline" / "dev.jsonl.gz")[:40]
+    said = [str(message.get("content") or "") for talk in talks for message in talk["messages"]]
+    kinds = {
+        "questions (GSM8K)": [len(t) for t in tokenizer.encode_batch(questions)],
+        "passages (MS MARCO)": [len(t) for t in tokenizer.encode_batch(texts)],
+        "turns of an agent (tau-bench)": [len(t) for t in tokenizer.encode_batch(said) if len(t)],
+        "prompts of a chat service (Azure 2023)": traced,
+    }
+    return {name: first_tokens(lengths, 4000) for name, lengths in kinds.items()}
+
+
+def passage_texts(line: dict) -> list[str]:
+    return [p if isinstance(p, str) else p["text"] for p in line["passages"]]
+
+
+def first_tokens(lengths: list[int], tokens: int) -> list[int]:
+    return lengths[: max(1, int(np.searchsorted(np.cumsum(lengths), tokens)))]
+
+
+def lengths(models: dict, arguments) -> str:
+    rows = []
+    for kind, found in real_lengths(arguments.data, models["tokenizer"]).items():
+        ways = measured(models["page"], found, arguments.repeats)
+        best = median(ways["flat varlen"]["seconds"])
+        for name, f in ways.items():
+            about = f"{kind}: {len(found)} of {min(found)} to {max(found)}" if name == "padding" else ""
+            seconds = median(f["seconds"])
+            rows.append(
+                [about, name, f["rows"], f"{f['entries']:,}", f"{f['linear_gflop']:.0f}", f"{f['attention_gflop']:.1f}",
+                 f"{seconds:.3f}", f"{seconds / best:.2f}"]
+            )  # fmt: skip
+    headers = ["requests, tokens", "", "rows", "score entries", "linear GFLOP", "attention GFLOP", "s", "x varlen"]
+    return table(headers, rows)
+
+
+def ranks(models: dict, arguments) -> str:
+    """All-reduces of one forward pass, counted by torch's debug mode on rank 0, and their bytes."""
+    batches = {"1 request of 40": [40], "10 + 30": [10, 30], "100 requests of 40": [40] * 100}
+    readout, rows, alone = Readout("mean"), [], {}
+    for size in (1, 2):
+        llm = LLM(Checkpoint.dummy(PAGE), dtype="float32", tensor_parallel=size, sharing="off")
+        layers, moved, sums = llm.config.layers, [0], llm.model.ranks.sum
+
+        def counted(x: Tensor, moved=moved, sums=sums) -> Tensor:
+            moved[0] += x.nbytes
+            return sums(x)
+
+        if size > 1:
+            llm.model.ranks.sum = counted
+        for name, batch in batches.items():
+            rng = np.random.default_rng(0)
+            requests = [Request(rng.integers(0, 4096, n).astype(np.int32)) for n in batch]
+            run_engine(llm.engine, requests, readout)
+            moved[0] = 0
+            with CommDebugMode() as comms:
+                run_engine(llm.engine, requests, readout)
+            count, nbytes = sum(comms.get_comm_counts().values()), moved[0]
+            seconds = median(timed(lambda r=requests, e=llm.engine: run_engine(e, r, readout), arguments.repeats))
+            alone.setdefault(name, seconds)
+            per_layer = f"{(count - 1) / layers:g} a layer + 1" if count else ""
+            ratio = f"{alone[name] / seconds:.2f}"
+            rows.append([size, name, sum(batch), count, per_layer, f"{nbytes:,}", f"{1e3 * seconds:.1f}", ratio])
+        llm.close()
+    headers = ["ranks", "batch", "rows", "all-reduces", "", "bytes each rank adds", "ms", "x one rank"]
+    return table(headers, rows)
+
+
+def share(models: dict, arguments) -> str:
+    rows = []
+    for name in ("page", "gpt2", "smollm2-135m"):
+        model = models[name]
+        for lengths in ([1000], [100] * 10):
+            attend = Varlen(lengths, model.config.scale)
+            forward(model, attend)
+            seconds, within = [], []
+            for _ in range(arguments.repeats):
+                attend.seconds = 0.0
+                seconds.append(forward(model, attend))
+                within.append(attend.seconds / seconds[-1])
+            linear = attend.rows * model.config.linear_flops
+            # Causal: of a square of score entries half are computed.
+            attention = 2 * attend.entries * model.config.q_size * model.config.layers
+            rows.append(
+                [name, f"{len(lengths)} x {lengths[0]}", f"{attend.entries:,}", f"{linear / 1e9:.1f}",
+                 f"{attention / 1e9:.2f}", f"{attention / (attention + linear):.1%}", f"{1e3 * median(seconds):.0f}",
+                 f"{median(within):.1%}"]
+            )  # fmt: skip
+    headers = ["model", "requests", "score entries", "linear GFLOP", "attention GFLOP", "share", "ms", "share of time"]
+    return table(headers, rows)
+
+
+def decode(models: dict, arguments) -> str:
+    """One token for each of so many sequences, each with 512 rows of its own: FLOPs and bytes of a step."""
+    model, context = models["smollm2-135m"], 512
+    config, rows = model.config, []
+    balance = linear_rate(config, torch.float32) / read_bandwidth()
+    for batch in (1, 8, 64):
+        store = KVStore(config.layers, config.kv_heads, config.head_dim, batch * (context + 1) + 2, torch.float32)
+        first = 2 + np.arange(batch) * (context + 1)
+        queries = np.arange(batch)
+        runs = KeyRuns(first, np.full(batch, context + 1), np.zeros(batch, np.int64), queries, queries + 1)
+        plan = plan_slots(runs, batch, group=config.heads // config.kv_heads)
+        own = torch.from_numpy(first + context)
+
+        def attend(plane, q, k, v, *, read_only=False, store=store, plan=plan, own=own):
+            store.write(plane, own, k, v)
+            return store.attend(plane, q, plan, config.scale)
+
+        tokens, positions = torch.ones(batch, dtype=torch.int64), torch.full((batch,), context)
+        with torch.inference_mode():
+            seconds = timed(lambda: model.logits(model(tokens, positions, attend)), 2 + 5 * arguments.repeats)[2:]  # noqa: B023
+        head = 2 * config.hidden * config.vocab_size
+        attention = 4 * (context + 1) * config.q_size * config.layers
+        flops = batch * (config.linear_flops + head + attention)
+        weights = 4 * (config.linear_flops + head) // 2
+        keys = batch * (context + 1) * 2 * config.kv_size * config.layers * 4
+        rows.append(
+            [batch, f"{flops / 1e9:.2f}", f"{weights / 1e6:.0f}", f"{keys / 1e6:.0f}",
+             f"{flops / (weights + keys):.1f}", f"{1e3 * median(seconds):.1f}", f"{batch / median(seconds):.0f}"]
+        )  # fmt: skip
+    lines = table(["sequences", "GFLOP a step", "weights, MB", "K/V, MB", "FLOP / byte", "ms a step", "tokens/s"], rows)
+    return f"{lines}\n\nThis machine computes {balance:.0f} float32 FLOP in the time it takes to read a byte."
+
+
+SECTIONS = {"example": example, "lengths": lengths, "ranks": ranks, "share": share, "decode": decode}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, type=Path)
+    parser.add_argument("--page", type=Path, help="a page whose tables are to be written anew")
+    parser.add_argument("--sections", default=",".join(SECTIONS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    place = {"dtype": torch.float32, "device": "cpu"}
+    smol = LLM("smollm2-135m", dtype="float32")
+    models = {
+        "page": load_model(Checkpoint.dummy(PAGE), **place),
+        "gpt2": load_model(resolve("gpt2", load_format="dummy"), **place),
+        "smollm2-135m": smol.model,
+        "tokenizer": smol.tokenizer,
+    }
+    about = (
+        "{date}, {cpu}, {cores} cores, {threads} threads; Python {python}, torch {torch}, prefold {prefold}; float32"
+    )
+    tables = {"machine": about.format(**machine())}
+    print(tables["machine"])
+    for name in arguments.sections.split(","):
+        tables[name] = SECTIONS[name](models, arguments)
+        print(f"\n{name}\n\n{tables[name]}", flush=True)
+    if arguments.page:
+        arguments.page.write_text(filled(arguments.page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    write_json(arguments.json, tables=tables)
+
+
+def filled(page: str, tables: dict[str, str]) -> str:
+    """The page with what is between <!-- NAME --> and <!-- end --> replaced by the table of that name."""
+    for name, text in tables.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        page = pattern.sub(lambda m, text=text: f"{m[1]}{text}\n{m[2]}", page)
+    return page
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""The ranks of a model that is split over processes: rank 0 is this one, and tells the others what it is about to do.
+
+Every rank plans its tensors from the same step and makes the same collective calls in the same order, so nothing
+but steps has to be told. Whatever goes wrong on a rank ends all of them with one error that says on which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import distributed as dist
+
+from ..checkpoint import Checkpoint
+from ..errors import InputError, RankError
+from ..model import ModelConfig
+from ..model.parallel import ALONE, Alone, CollectiveError, Ranks, Shard
+from ..schedule import Step
+from ..schedule.generate_step import GenerateStep
+from ..types import Readout
+
+__all__ = ["LEFT_ALONE", "Solo", "Team"]
+
+# A rank that has not answered for so long, within a step or between two, is taken for dead.
+TIMEOUT_SECONDS = 300
+# How long ranks have to come up: the imports of all at once, on a busy machine.
+START_SECONDS = 300
+# With what a rank ends that another one has left alone in a collective.
+LEFT_ALONE = 75
+# After a failure: how long the rank that caused it may take to say so.
+LAST_WORD_SECONDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a rank is told first. config: as rank 0 understands the checkpoint (families may be the caller's own)."""
+
+    rank: int
+    size: int
+    meeting: str
+    timeout: float
+    checkpoint: Checkpoint
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    threads: int
+    seed: int
+    adapters: dict[str, str]
+
+    def join(self) -> Ranks:
+        """Meet the other ranks in the default process group of torch.distributed."""
+        for name in ("lo", "lo0"):  # all ranks are on this machine; its name may lead anywhere
+            if name in (interface for _, interface in socket.if_nameindex()):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        dist.init_process_group(
+            "nccl" if self.device.type == "cuda" else "gloo",
+            store=dist.FileStore(self.meeting, self.size),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=self.timeout),
+        )
+        return Ranks()
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A step of the row stream. carried: rows of the path that the last step left which this one goes on with."""
+
+    step: Step
+    carried: int
+    readout: Readout
+
+
+@dataclass(frozen=True, slots=True)
+class MakeStore:
+    """Make room for the K/V of so many slots."""
+
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """A step of generation."""
+
+    step: GenerateStep
+
+
+Message = Prefill | MakeStore | Generate
+
+
+class Solo:
+    """The team of one: nobody to tell."""
+
+    ranks: Alone = ALONE
+
+    def turn(self, message: Message) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def loaded(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Team(Solo):
+    """`size` ranks on this machine, this process among them. Made before the model is loaded; they load at once.
+
+    threads  of each rank, on a CPU
+    Raises InputError for a size that does not fit the model, RankError when a rank does not come up.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        *,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        threads: int,
+        seed: int,
+        adapters: Mapping[str, str],
+    ):
+        for rank in range(size):
+            Shard.of(config, rank, size)
+        _check_devices(device, size)
+        if dist.is_initialized():
+            raise InputError(
+                "torch.distributed is in use in this process",
+                field="tensor_parallel",
+                remedy="end what uses it (close() of another LLM), or use a process of its own",
+            )
+        self._folder = tempfile.TemporaryDirectory(prefix="prefold-ranks-")
+        self._turn = threading.RLock()
+        self._failure: BaseException | None = None
+        starts = [
+            Start(
+                rank, size, str(Path(self._folder.name) / "meeting"), TIMEOUT_SECONDS, replace(checkpoint), config,
+                dtype, torch.device("cuda", rank) if device.type == "cuda" else device, threads, seed, dict(adapters),
+            )
+            for rank in range(size)
+        ]  # fmt: skip
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Connection] = []
+        self._end = weakref.finalize(self, _end, self._processes, self._pipes, self._folder)
+        try:
+            for start in starts[1:]:
+                self._launch(start)
+            self._hear("up")
+            self.ranks = starts[0].join()
+        except BaseException as error:
+            self._fail(error)
+
+    def loaded(self) -> None:
+        """Wait until every rank has its share of the weights. Raises RankError with what kept one from it."""
+        try:
+            self._hear("ready")
+        except BaseException as error:
+            self._fail(error)
+
+    @contextlib.contextmanager
+    def turn(self, message: Message) -> Iterator[None]:
+        """Tell all ranks, and do the same here within the context. Turns of several threads do not mix.
+
+        Raises RankError when a rank fails, and ever after: what was being computed is lost, and the ranks end.
+        """
+        with self._turn:
+            if self._failure is not None:
+                raise RankError(f"the ranks of this model have ended: {self._failure}") from self._failure
+            try:
+                for pipe in self._pipes:
+                    pipe.send(message)
+                yield
+            except BaseException as error:  # ranks that were left in the middle of a step are of no more use
+                self._fail(error)
+
+    def close(self) -> None:
+        """End the other ranks. The model cannot be used any more."""
+        with self._turn:
+            self._failure = self._failure or RankError("the model was closed")
+            self._end()
+
+    def _launch(self, start: Start) -> None:
+        ours, theirs = Pipe()
+        limit = struct.pack("ll", TIMEOUT_SECONDS, 0)  # a rank that does not read must not hold us for ever
+        with socket.socket(fileno=os.dup(ours.fileno())) as end:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        command = [sys.executable, "-m", "prefold.engine.follower", str(theirs.fileno())]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        with theirs:
+            # Results may go to standard output: no rank writes there.
+            process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL, env=environment, close_fds=True
+            )
+        self._processes.append(process)
+        self._pipes.append(ours)
+        ours.send(start)
+
+    def _hear(self, word: Literal["up", "ready"]) -> None:
+        """Wait for the word of every rank."""
+        for rank, pipe in enumerate(self._pipes, 1):
+            if not pipe.poll(START_SECONDS):
+                raise RankError(f"rank {rank} has not come up within {START_SECONDS} s")
+            heard = pipe.recv()
+            if heard != word:
+                raise RankError(f"rank {rank}: {heard}")
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        """End all ranks, and raise what is wrong: which rank did not do its part, or what failed here."""
+        blamed = self._blame(error) if isinstance(error, (OSError, EOFError, CollectiveError)) else None
+        self._failure = blamed or error
+        for process in self._processes:
+            process.kill()
+        self._end()
+        if blamed is not None:
+            raise blamed from error
+        raise error
+
+    def _blame(self, error: BaseException) -> RankError:
+        """What the rank that failed said last, or how it ended, or that it is silent.
+
+        Those that waited for it in a collective end too, without a word and with LEFT_ALONE.
+        """
+        until = time.monotonic() + LAST_WORD_SECONDS
+        while time.monotonic() < until:
+            for rank, (process, pipe) in enumerate(zip(self._processes, self._pipes, strict=True), 1):
+                if said := _last_word(pipe):
+                    return RankError(f"rank {rank} failed: {said}")
+                if process.poll() not in (None, LEFT_ALONE) and not _last_word(pipe):
+                    return RankError(f"rank {rank} {_ending(process.returncode)}")
+            time.sleep(0.05)
+        silent = [rank for rank, process in enumerate(self._processes, 1) if process.poll() is None]
+        if silent and (isinstance(error, BlockingIOError) or "timed out" in str(error).lower()):
+            return RankError(f"rank {silent[0]} has not answered for {TIMEOUT_SECONDS} s")
+        return RankError(f"the ranks cannot reach each other: {error}")
+
+
+def _last_word(pipe: Connection) -> str | None:
+    try:
+        while pipe.poll():
+            said = pipe.recv()
+            if said not in ("up", "ready"):
+                return said
+    except (OSError, EOFError):
+        pass
+    return None
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with status {code}"
+    name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
+    return f"was ended by {name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
+
+
+def _check_devices(device: torch.device, size: int) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() < size:
+        raise InputError(
+            f"tensor_parallel is {size}, and torch sees {torch.cuda.device_count()} GPUs",
+            field="tensor_parallel",
+            remedy="use as many as there are, or --device cpu",
+        )
+
+
+def _end(processes: list[subprocess.Popen[bytes]], pipes: list[Connection], folder: Any) -> None:
+    """Ranks end when their pipe does; those that do not are made to."""
+    for pipe in pipes:
+        pipe.close()
+    with contextlib.suppress(Exception):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    for process in processes:
+        try:
+            process.wait(LAST_WORD_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    folder.cleanup()

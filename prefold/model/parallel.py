@@ -1,0 +1,191 @@
+"""Tensor parallelism: a model's heads, MLP columns and vocabulary split over ranks (Shoeybi et al. 2019).
+
+A rank computes its own heads and columns for every row of a step and adds its share of the residual stream to the
+others': two sums over all ranks a layer, one more for the embedding, and the logits gathered on rank 0. Nothing
+here, and nothing in a layer, knows which rows belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.nn import functional as F
+
+from ..errors import InputError
+from .config import ModelConfig
+
+__all__ = ["ALONE", "Alone", "CollectiveError", "Ranks", "Shard"]
+
+# Columns of an MLP that stay on one rank: kernels take so many at once.
+WIDTH_UNIT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one of `size` ranks holds: slices of the heads, of the KV heads, of the MLP's columns, of the vocabulary.
+
+    A KV head is on one rank with all its query heads where there are enough KV heads, perhaps more of them on
+    some ranks than on others. Where there are fewer than ranks, a KV head is on several, each with some of its
+    query heads.
+    """
+
+    rank: int
+    size: int
+    heads: slice
+    kv_heads: slice
+    width: slice
+    vocab: slice
+
+    @classmethod
+    def of(cls, config: ModelConfig, rank: int, size: int) -> Shard:
+        """InputError where a rank would have nothing to do."""
+        most = min(config.heads, config.intermediate, config.vocab_size)
+        if size > most:
+            raise InputError(
+                f"tensor_parallel is {size}, the model has {config.heads} heads and an MLP of {config.intermediate}",
+                field="tensor_parallel",
+                remedy=f"use at most {most}",
+            )
+        group = config.heads // config.kv_heads
+        if size <= config.kv_heads:
+            kv_heads = _share(config.kv_heads, rank, size)
+            heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        else:
+            kv_head = rank * config.kv_heads // size
+            owners = [r for r in range(size) if r * config.kv_heads // size == kv_head]
+            own = _share(group, owners.index(rank), len(owners))
+            kv_heads = slice(kv_head, kv_head + 1)
+            heads = slice(kv_head * group + own.start, kv_head * group + own.stop)
+        unit = WIDTH_UNIT if config.intermediate >= WIDTH_UNIT * size else 1
+        return cls(
+            rank,
+            size,
+            heads,
+            kv_heads,
+            _share(config.intermediate, rank, size, unit),
+            _share(config.vocab_size, rank, size),
+        )
+
+    def local(self, config: ModelConfig) -> ModelConfig:
+        """The sizes of this rank's part of the layers."""
+        return replace(
+            config,
+            heads=_length(self.heads),
+            kv_heads=_length(self.kv_heads),
+            intermediate=_length(self.width),
+        )
+
+    def parts(self, config: ModelConfig) -> dict[str, tuple[slice, ...]]:
+        """By the name of a linear: which outputs, or outputs and inputs, of its weight this rank holds."""
+
+        def numbers(heads: slice) -> slice:
+            return slice(heads.start * config.head_dim, heads.stop * config.head_dim)
+
+        q, kv, every = numbers(self.heads), numbers(self.kv_heads), slice(None)
+        return {
+            "q_proj": (q,),
+            "k_proj": (kv,),
+            "v_proj": (kv,),
+            "o_proj": (every, q),
+            "gate_proj": (self.width,),
+            "up_proj": (self.width,),
+            "down_proj": (every, self.width),
+        }
+
+
+def _share(total: int, rank: int, size: int, unit: int = 1) -> slice:
+    """The rank's part of `total`, in whole units but for the last; parts differ by a unit at most."""
+    units = -(-total // unit)
+    return slice(min(total, unit * (units * rank // size)), min(total, unit * (units * (rank + 1) // size)))
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
+
+
+class CollectiveError(RuntimeError):
+    """A collective call has failed: another rank has gone, or has not come to it in time."""
+
+
+class Alone:
+    """One rank that holds everything: the case without tensor parallelism, and what `Ranks` does the work of."""
+
+    rank, size = 0, 1
+
+    def shard(self, config: ModelConfig) -> Shard:
+        return Shard.of(config, self.rank, self.size)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x, on every rank; may be x itself."""
+        return x
+
+    def embed(self, tokens: Tensor, weight: Tensor, vocab: slice) -> Tensor:
+        """Rows of the whole embedding [tokens, hidden]; weight: this rank's, of the ids in `vocab`."""
+        return F.embedding(tokens, weight)
+
+    def pick(self, weight: Tensor, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:
+        """Rows of the LM head, [ids, hidden]: those this rank holds, zeros for others; products are to be summed."""
+        return weight[torch.as_tensor(ids, device=weight.device)]
+
+    def gather(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Logits of the whole vocabulary [rows, vocab_size] on rank 0, and no rows on others; logits: this rank's."""
+        return logits
+
+
+ALONE = Alone()
+
+
+class Ranks(Alone):
+    """This process's rank among those of torch.distributed's default group; every rank makes the same calls."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def sum(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        with _collective():
+            dist.all_reduce(x)
+        return x
+
+    def collect(self, piece: Tensor) -> list[Tensor] | None:
+        """Every rank's piece, on rank 0; all are of one shape."""
+        pieces = [torch.empty_like(piece) for _ in range(self.size)] if self.rank == 0 else None
+        with _collective():
+            dist.gather(piece, pieces, dst=0)
+        return pieces
+
+    def embed(self, tokens: Tensor, weight: Tensor, vocab: slice) -> Tensor:
+        own, mine = _own(tokens, vocab)
+        return self.sum(F.embedding(own, weight).masked_fill_(~mine[:, None], 0))
+
+    def pick(self, weight: Tensor, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:
+        own, mine = _own(torch.as_tensor(ids, device=weight.device), vocab)
+        return weight[own].masked_fill_(~mine[:, None], 0)
+
+    def gather(self, logits: Tensor, vocab_size: int) -> Tensor:
+        # All pieces have one size, as the collective wants it: the last column of some is no logit.
+        width = -(-vocab_size // self.size)
+        pieces = self.collect(F.pad(logits, (0, width - logits.shape[1])).contiguous())
+        if pieces is None:
+            return logits.new_empty(0, vocab_size)
+        sizes = [_length(_share(vocab_size, rank, self.size)) for rank in range(self.size)]
+        return torch.cat([piece[:, :size] for piece, size in zip(pieces, sizes, strict=True)], 1)
+
+
+@contextmanager
+def _collective() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(str(error)) from error
+
+
+def _own(ids: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
+    """Ids as rows of this rank's weight (0 for others'), and which are its own."""
+    mine = (ids >= vocab.start) & (ids < vocab.stop)
+    return torch.where(mine, ids - vocab.start, 0), mine
