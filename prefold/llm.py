@@ -75,6 +75,8 @@ class LLM:
     reserve_output  set aside room for a whole output when max_tokens is given (else an output may be interrupted, and
                     computed again, when memory runs out)
     cache           keep K/V between calls of `generate`: "lru", "lfu", "priority", a CacheOptions, or "off"
+    cache_prefill   `embed` (of last tokens), `rerank`, `classify` (labels of one token, or a head) use and fill the cache
+                    of `generate` too: for calls that come again and again with what they begin with
     adapters        LoRA adapters for generation, {name: PEFT folder}
     tensor_parallel ranks the model is split over: processes of this machine, on GPUs one each. `close` ends them
     load_format     "auto", or "dummy" for random weights of the model's geometry
@@ -97,6 +99,7 @@ class LLM:
         max_running: int = 256,
         reserve_output: bool = True,
         cache: CacheOptions | str = "lru",
+        cache_prefill: bool = False,
         adapters: Mapping[str, str] | None = None,
         tensor_parallel: int = 1,
         load_format: str = "auto",
@@ -144,6 +147,7 @@ class LLM:
             eos_ids=generation_settings(self.checkpoint, self.tokenizer)[0],
             adapters=loaded,
             team=self._team,
+            cache_prefill=cache_prefill,
         )
 
     def _start_ranks(self, size: int, threads: int | None, seed: int, adapters: Mapping[str, str]) -> Solo:

@@ -15,7 +15,7 @@ PACKAGE = Path(prefold.__file__).parent
 # A module imports only from its own layer and from those above it.
 LAYERS = [
     "errors", "types", "checkpoint", "prefix", "text", "stream", "cache", "schedule", "kernels", "attention", "model",
-    "engine", "tasks", "llm", "integrations", "job", "cli",
+    "engine", "tasks", "train", "llm", "integrations", "job", "cli",
 ]  # fmt: skip
 WITHOUT_TORCH = ["prefix", "text", "checkpoint", "stream", "cache", "schedule", "tasks", "job", "cli", "model"]
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from .plan import AttentionPlan
@@ -17,13 +21,50 @@ def blocked_attention(q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPl
     One scaled_dot_product_attention a block of queries; memory grows with the block, not with the square
     of the step. A key or value that is not finite makes the rows that see it NaN, and no other row.
     """
-    device = q.device
+    return _Blocked.apply(q, keys, values, plan, scale)
+
+
+class _Blocked(torch.autograd.Function):
+    """Keeps q, keys and values alone for the backward pass, which computes each block again.
+
+    Autograd by itself would keep every block's gathered keys and mask, at a prompt and completions of it half as much
+    again as all the rest of a layer; and for each block it would make gradients of all keys, to add them up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+        values = values.contiguous()  # kept by itself, without the queries and keys that it was made with
+        ctx.save_for_backward(q, keys, values)
+        ctx.plan, ctx.scale = plan, scale
+        keys, values, bad = finite(keys, values)
+        out = torch.empty_like(q)
+        for rows, index, visible in _blocks(plan, q.device):
+            out[rows] = attend_block(q[rows], keys[index], values[index], bad[index], visible, scale)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, keys, values = ctx.saved_tensors
+        q_grad, keys_grad, values_grad = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
+        for rows, index, visible in _blocks(ctx.plan, q.device):
+            block = [x.detach().requires_grad_() for x in (q[rows], keys[index], values[index])]
+            with torch.enable_grad():
+                out = _attend(*block, visible, ctx.scale)
+            q_grad[rows], *of_keys = torch.autograd.grad(out, block, grad[rows])
+            for whole, part in zip((keys_grad, values_grad), of_keys, strict=True):
+                if isinstance(index, slice):
+                    whole[index] += part
+                else:
+                    whole.index_add_(0, index, part)
+        return q_grad, keys_grad, values_grad, None, None
+
+
+def _blocks(plan: AttentionPlan, device: torch.device) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
+    """Of each block of queries: where it is, the keys that any of them sees, and bool [queries, keys] which one does."""
     end = torch.from_numpy(plan.end).to(device)
     rows = torch.from_numpy(plan.query_rows).to(device)
     positions = None if plan.window is None else torch.from_numpy(plan.positions).to(device)
-    keys, values, bad = finite(keys, values)
-    out = torch.empty_like(q) if not _needs_grad(q, keys, values) else None
-    parts = []
     for block in plan.blocks:
         index = block.keys()
         if not isinstance(index, slice):
@@ -33,14 +74,7 @@ def blocked_attention(q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPl
         visible = (numbers <= query) & (query < end[index])
         if positions is not None:
             visible &= positions[query] - positions[index] < plan.window
-        part = attend_block(q[block.start : block.stop], keys[index], values[index], bad[index], visible, scale)
-        if out is None:
-            parts.append(part)
-        else:
-            out[block.start : block.stop] = part
-    if out is not None:
-        return out
-    return torch.cat(parts) if parts else torch.zeros_like(q)
+        yield slice(block.start, block.stop), index, visible
 
 
 def finite(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,10 +88,14 @@ def finite(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attend_block(q: Tensor, k: Tensor, v: Tensor, bad: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """q [queries, heads, dim] over what `finite` gives, as far as visible bool [queries, keys] -> shaped as q.
+    """q [queries, heads, dim] over what `finite` gives, as far as visible bool [queries, keys] -> shaped as q."""
+    poisoned = (visible.to(q.dtype) @ bad.to(q.dtype)) > 0
+    group = q.shape[1] // k.shape[1]
+    return _attend(q, k, v, visible, scale).masked_fill(poisoned.repeat_interleave(group, 1)[..., None], torch.nan)
 
-    The heads of a group are stacked as further queries of their KV head, so that keys are never repeated.
-    """
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """The heads of a group are stacked as further queries of their KV head, so that keys are never repeated."""
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -66,10 +104,4 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, bad: Tensor, visible: Tensor, 
     out = scaled_dot_product_attention(
         stacked, k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=mask, scale=scale
     )
-    out = out.reshape(kv_heads, group, queries, dim).permute(2, 0, 1, 3).reshape(queries, heads, dim)
-    poisoned = (visible.to(q.dtype) @ bad.to(q.dtype)) > 0
-    return out.masked_fill(poisoned.repeat_interleave(group, 1)[..., None], torch.nan)
-
-
-def _needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return out.reshape(kv_heads, group, queries, dim).permute(2, 0, 1, 3).reshape(queries, heads, dim)

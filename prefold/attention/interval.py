@@ -1,4 +1,4 @@
-"""Attention on rows as they lie: one entry for the compiled kernel and for the PyTorch form."""
+"""Attention on rows as they lie: one entry for the compiled kernel, for Triton's and for the PyTorch form."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..errors import InputError
+from . import gpu
 from .blocked import blocked_attention
 from .plan import AttentionPlan
 
@@ -35,6 +36,8 @@ def interval_attention(
         compiled = kernels.load()
         if compiled and compiled.can_attend(*tensors):
             return compiled.attention(q, k, v, plan.tiles, scale=scale, path_k=path_k, path_v=path_v)
+    if gpu.can_attend(*tensors):
+        return gpu.attend_rows(q, k, v, plan, scale=scale, path_k=path_k, path_v=path_v)
     keys = k if path_k is None else torch.cat((path_k, k))
     values = v if path_v is None else torch.cat((path_v, v))
     return blocked_attention(q, keys, values, plan, scale=scale)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +49,7 @@ class AttentionPlan:
     positions: np.ndarray | None
     window: int | None
     tiles: kernels.Tiles | None = None
+    _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_keys(self) -> int:
@@ -61,18 +64,27 @@ class AttentionPlan:
         """Key lists for the PyTorch form, made when first asked for."""
         return key_blocks(self)
 
+    def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made once a key: what kernels of a device read of this plan."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
 
 def plan_attention(
     end: np.ndarray,
     query_rows: np.ndarray,
     positions: np.ndarray | None = None,
     window: int | None = None,
+    *,
+    compiled: bool = True,
 ) -> AttentionPlan:
     """Plan attention of `query_rows` over `len(end)` keys (carried path rows first, then the new rows).
 
     end         int64 [keys], end[j] > j, intervals [j, end[j]) nested as in any trie
     query_rows  int64 [queries], ascending, within [0, keys)
     positions   int64 [keys], ascending along every path; needed with a window only
+    compiled    whether to make what the compiled CPU kernel reads
 
     Work of the host without a tensor: it may run in another thread while the step before computes.
     InputError where an array breaks these rules.
@@ -95,9 +107,9 @@ def plan_attention(
         raise InputError(
             "query rows out of order or out of range", field="query_rows", remedy="pass ascending rows in [0, keys)"
         )
-    compiled = kernels.load()
+    library = kernels.load() if compiled else None
     try:
-        tiles = compiled.plan_tiles(end, query_rows, positions, window) if compiled else None
+        tiles = library.plan_tiles(end, query_rows, positions, window) if library else None
     except ValueError as error:
         raise InputError(
             "two rows' intervals overlap and neither holds the other, or positions fall along a path",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..errors import InputError
+from . import gpu
 from .blocked import attend_block, finite
 from .packed import PackedLayout, PackedPlane, can_pack
 
@@ -73,13 +75,17 @@ class SlotPlan:
     window: int | None
     slots_needed: int
     tiles: kernels.SlotTiles | None = None
-    _gathers: dict[torch.device, list[_Gather]] = field(default_factory=dict, repr=False, compare=False)
+    _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made once a key: a step has many planes."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     def gathers(self, device: torch.device) -> list[_Gather]:
-        """What the PyTorch form reads, made once a device: a step has many planes."""
-        if device not in self._gathers:
-            self._gathers[device] = [_Gather.of(block, self, device) for block in slot_blocks(self)]
-        return self._gathers[device]
+        """What the PyTorch form reads."""
+        return self.kept(("gathers", device), lambda: [_Gather.of(block, self, device) for block in slot_blocks(self)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +117,13 @@ def plan_slots(
     window: int | None = None,
     *,
     group: int = 1,
+    compiled: bool = True,
 ) -> SlotPlan:
     """Plan attention of queries 0 to num_queries - 1 over the keys of `runs`.
 
     query_positions  int64 [queries]; needed with a window only
     group            query heads that share a KV head: a hint, the plan is right for any number
+    compiled         whether to make what the compiled CPU kernel reads
 
     Every query must see a key: its own row is a run of one, seen from its own query on. Work of the host
     without a tensor. InputError where an array breaks these rules.
@@ -146,8 +154,8 @@ def plan_slots(
         )
     if not (seen_by_query(runs, num_queries) > 0).all():
         raise InputError("a query sees no key", field="runs", remedy="pass each row's own key as a run of one")
-    compiled = kernels.load()
-    tiles = compiled.plan_slots(arrays, num_queries, query_positions, window, group) if compiled else None
+    library = kernels.load() if compiled else None
+    tiles = library.plan_slots(arrays, num_queries, query_positions, window, group) if library else None
     return SlotPlan(runs, num_queries, query_positions, window, slots_needed, tiles)
 
 
@@ -213,7 +221,7 @@ class KVStore:
         self._compiled = can_pack(head_dim, dtype, self.device)
         if self._compiled:
             layout = PackedLayout.of(self._compiled, kv_heads, head_dim, dtype)
-            self._memory = torch.zeros((planes, layout.plane_bytes(slots)), dtype=torch.uint8)
+            self._memory = _zeros(planes, layout.plane_bytes(slots))
             self._packed = [PackedPlane(memory, layout, slots) for memory in self._memory]
         else:
             self._memory = torch.zeros((planes, 2, slots, kv_heads, head_dim), dtype=dtype, device=self.device)
@@ -247,6 +255,9 @@ class KVStore:
         if not self._compiled:
             if slots.device.type == "cpu":  # another device checks by itself, and would have to be waited for
                 _check_slots(slots, self.slots)
+            if gpu.can_write(self._memory, k, v):
+                gpu.write_slots(*self.plane(plane), slots, k, v)
+                return
             self._memory[plane, 0].index_copy_(0, slots, k)
             self._memory[plane, 1].index_copy_(0, slots, v)
             return
@@ -260,6 +271,10 @@ class KVStore:
             return self._packed[plane].read(slots)
         return self._memory[plane, 0].index_select(0, slots), self._memory[plane, 1].index_select(0, slots)
 
+    def plane(self, plane: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one plane, [slots, kv_heads, head_dim] each; not for the layout of compiled kernels."""
+        return self._memory[plane, 0], self._memory[plane, 1]
+
     def attend(self, plane: int, q: Tensor, plan: SlotPlan, scale: float) -> Tensor:
         """softmax(q k^T * scale) v, each query over the slots that `plan` makes visible to it.
 
@@ -270,6 +285,8 @@ class KVStore:
         if self._compiled and plan.tiles is not None and scale > 0:
             q = q if q.stride(-1) == 1 else q.contiguous()
             return self._compiled.slot_attention(self._packed[plane].struct, q, plan.tiles, scale)
+        if not self._compiled and gpu.can_attend(q, self._memory):
+            return gpu.attend_slots(q, *self.plane(plane), plan, scale=scale)
         out = torch.empty_like(q)
         for gather in plan.gathers(self.device):
             keys, values, bad = finite(*self.read(plane, gather.slots))
@@ -294,6 +311,11 @@ class KVStore:
                 field="plan",
                 remedy="pass runs of this store's slots",
             )
+
+
+def _zeros(*shape: int) -> Tensor:
+    """Zeros, uint8, of which a page takes memory when it is first written (torch would write them all now)."""
+    return torch.from_numpy(np.zeros(shape, np.uint8))
 
 
 def _check_slots(slots: Tensor, count: int) -> None:

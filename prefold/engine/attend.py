@@ -8,11 +8,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..attention import interval_attention
+from ..attention import Heads, interval_attention
+from ..model import CausalLM
 from ..model.config import Plane
 from .batch import Batch
 
-__all__ = ["Path", "StepAttend"]
+__all__ = ["Path", "StepAttend", "heads_of"]
+
+
+def heads_of(model: CausalLM) -> Heads:
+    """Of what attention of this model is over; of a model that is split over ranks, this rank's."""
+    local = model.local
+    return Heads(local.heads, local.kv_heads, local.head_dim, model.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import AttentionPlan, plan_attention
+from ..attention import AttentionPlan, Heads, place_rows, plan_attention
+from ..kernels.gpu import send
 from ..model.config import Plane
 from ..schedule import Step
 
@@ -39,14 +40,20 @@ class Batch:
     keep_new: Tensor
 
 
-def prepare(step: Step, planes: Sequence[Plane], device: torch.device) -> Batch:
-    """Build everything the forward pass of `step` needs; runs on the host, ahead of the device."""
+def prepare(step: Step, planes: Sequence[Plane], device: torch.device, heads: Heads | None = None) -> Batch:
+    """Build everything the forward pass of `step` needs; runs on the host, ahead of the device.
+
+    heads: the model's, so that what a GPU's kernels read of the plans is made ahead too, and not in the first layer.
+    """
     new_keys = step.path + np.arange(step.stop - step.start, dtype=np.int64)
     windows = {plane.window for plane in planes}
     last_window = planes[-1].window
 
     def plan(query_rows: np.ndarray, window: int | None) -> AttentionPlan:
-        return plan_attention(step.end, query_rows, step.key_positions, window)
+        made = plan_attention(step.end, query_rows, step.key_positions, window, compiled=device.type == "cpu")
+        if heads is not None and heads.fits(device):
+            place_rows(made, step.path, heads, device)
+        return made
 
     plans = {window: plan(new_keys, window) for window in windows}
     read_order = None
@@ -60,10 +67,7 @@ def prepare(step: Step, planes: Sequence[Plane], device: torch.device) -> Batch:
         read_plans = {last_window: plan(step.path + read_keys, last_window)}
 
     def tensor(array: np.ndarray | None) -> Tensor | None:
-        if array is None:
-            return None
-        # A copy: the trie's arrays are read-only views, which torch does not have.
-        return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+        return None if array is None else send(array, device)
 
     old = step.keep < step.path
     return Batch(

@@ -11,19 +11,23 @@ from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
+import torch
 
 from ..errors import InputError
 from ..model import Adapter, CausalLM
 from ..prefix import common_prefix_lengths, lexsort_sequences
 from ..schedule import PrefillScheduler
 from ..schedule.generate_step import GenerateStep
+from ..schedule.split import split
 from ..stream import Window
 from ..stream.options import decode_options
 from ..text import Tokenizer
-from ..types import GenerateRequest, Readout, Result, Sharing, Stats
-from .attend import Path
+from ..types import GenerateRequest, Readout, Request, Result, Sharing, Stats
+from .attend import Path, heads_of
 from .batch import Batch, prepare
+from .budget import free_cached
 from .generate import Answer, GenerateOptions, Generator
+from .probes import can_probe
 from .runner import Output, Runner
 from .team import Prefill, Solo
 
@@ -55,6 +59,7 @@ class Engine:
 
     generation  how `generate` holds K/V and runs; eos_ids: what ends a text; adapters: LoRA adapters by name
     team        the ranks that have parts of the model, when it is split
+    cache_prefill  `run` uses and fills the cache of `generation` too, where it reads last rows only
     on_step     called after every step
     stopping    set it, and `generate` ends after the step that runs, having yielded what is done
 
@@ -72,6 +77,7 @@ class Engine:
         eos_ids: Sequence[int] = (),
         adapters: Mapping[str, Adapter] | None = None,
         team: Solo = Solo(),  # noqa: B008
+        cache_prefill: bool = False,
     ):
         if max_batch_rows < 1:
             raise ValueError(f"max_batch_rows must be at least 1, not {max_batch_rows}")
@@ -85,6 +91,7 @@ class Engine:
         self.eos_ids = tuple(eos_ids)
         self.adapters = dict(adapters or {})
         self.team = team
+        self.cache_prefill = cache_prefill
         self._runner = Runner(model)
 
     def run(self, windows: Iterable[Window], readout: Readout) -> Iterator[tuple[bytes, Result]]:
@@ -92,6 +99,17 @@ class Engine:
 
         With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`).
         """
+        if self.cache_prefill and self.sharing == "full":
+            for window in windows:
+                if can_probe(window, readout):
+                    yield from self._run_probes(window, readout)
+                else:  # the path that the window before left behind is not there
+                    yield from self._run_stream([replace(window, carried=0)], readout)
+        else:
+            yield from self._run_stream(windows, readout)
+
+    def _run_stream(self, windows: Iterable[Window], readout: Readout) -> Iterator[tuple[bytes, Result]]:
+        """`run` a step of the row stream at a time."""
         path = Path()
         current: _WindowResults | None = None
         for window, batch in _ahead(self._batches(windows, readout)):
@@ -99,10 +117,65 @@ class Engine:
                 current = _WindowResults(window, readout)
                 path = path.truncate(window.carried if self.sharing == "full" else 0)
             started = time.perf_counter()
-            with self.team.turn(Prefill(batch.step, path.rows, readout)):
-                output, path = self._runner.run(batch, path, readout, window.targets)
-            self._account(batch, path, window, started)
-            yield from current.take(batch, output)
+            steps = self._run_step(batch, path, readout, window)
+            for part, output, path in steps:
+                self._account(part, path, window, started)
+                yield from current.take(part, output)
+                started = time.perf_counter()
+
+    def _run_step(
+        self, batch: Batch, path: Path, readout: Readout, window: Window
+    ) -> Iterator[tuple[Batch, Output, Path]]:
+        """One step; where a GPU's memory is too small for it, as halves, and later steps then are no larger."""
+        left = [batch]
+        while left:
+            part = left.pop()
+            try:
+                with self.team.turn(Prefill(part.step, path.rows, readout)):
+                    output, path = self._runner.run(part, path, readout, window.targets)
+            except torch.OutOfMemoryError:
+                if part.step.stop - part.step.start < 2 or self.model.ranks.size > 1:
+                    raise
+                output = None
+            if output is not None:
+                yield part, output, path
+                continue
+            # Not while the error is handled: it holds what the failed step made.
+            self.max_batch_rows = max(1, min(self.max_batch_rows, part.step.num_rows // 2))
+            free_cached(self.model.device)
+            place = (self.model.config.planes, self.model.device, heads_of(self.model))
+            left += [prepare(half, *place) for half in reversed(split(part.step))]
+
+    def _run_probes(self, window: Window, readout: Readout) -> Iterator[tuple[bytes, Result]]:
+        """`run` one window among what is generated, in the slots of its KV store."""
+        generator = self.generator
+        self.stats.requests += window.num_requests
+        finished: deque[tuple[int, Result | InputError]] = deque()
+        running: dict[int, int] = {}  # request to key
+        too_large: list[int] = []
+        try:
+            for number in range(window.num_requests):
+                tokens = window.tokens[window.offsets[number] : window.offsets[number + 1]]
+                targets = window.targets[window.target_offsets[number] : window.target_offsets[number + 1]]
+                request = Request(tokens, targets if len(targets) else None)
+                key = generator.add_probe(request, readout, lambda result, n=number: finished.append((n, result)))
+                if key is not None:
+                    running[number] = key
+            while running or finished:
+                for number, result in _drain(finished):
+                    running.pop(number, None)
+                    if isinstance(result, InputError):
+                        too_large.append(number)
+                    else:
+                        yield window.tags[number], result
+                if running and not generator.step() and not finished:
+                    raise AssertionError("requests wait, and no step can be made")
+        finally:
+            for key in running.values():
+                generator.cancel(key)
+        if too_large:
+            self.stats.requests -= len(too_large)
+            yield from self._run_stream([window.take(np.array(sorted(too_large)))], readout)
 
     @cached_property
     def generator(self) -> Generator:
@@ -198,7 +271,8 @@ class Engine:
             scheduler = PrefillScheduler(window, readout, sharing=self.sharing, max_batch_rows=self.max_batch_rows)
             while (step := scheduler.plan()) is not None:
                 scheduler.commit(step)
-                batch = prepare(step, self.model.config.planes, device)
+                scheduler.max_batch_rows = self.max_batch_rows  # of the next: it falls when memory runs out
+                batch = prepare(step, self.model.config.planes, device, heads_of(self.model))
                 self.stats.add_seconds("plan", time.perf_counter() - started)
                 yield window, batch
                 started = time.perf_counter()

@@ -15,7 +15,7 @@ from ..attention import KVStore
 from ..errors import PrefoldError
 from ..model import Adapter, CausalLM, load_adapter, load_model
 from ..model.parallel import CollectiveError
-from .attend import Path
+from .attend import Path, heads_of
 from .batch import prepare
 from .runner import Runner, head_blocks
 from .slots import SlotAttend, SlotBatch, make_store, prepare_slots
@@ -37,22 +37,21 @@ class Follower:
     def do(self, message: Message) -> None:
         planes, device = self.model.config.planes, self.model.device
         if isinstance(message, Prefill):
-            batch = prepare(message.step, planes, device)
+            batch = prepare(message.step, planes, device, heads_of(self.model))
             self._path = self._runner.follow(batch, self._path.truncate(message.carried), message.readout)
         elif isinstance(message, MakeStore):
             self._store = make_store(self.model, message.slots)
         elif isinstance(message, Generate):
-            local = self.model.local
-            batch = prepare_slots(message.step, planes, local.heads // local.kv_heads, device, self.adapters)
-            self._generate(batch)
+            batch = prepare_slots(message.step, planes, heads_of(self.model), device, self.adapters)
+            self._generate(batch, message.head)
 
     @torch.inference_mode()
-    def _generate(self, batch: SlotBatch) -> None:
+    def _generate(self, batch: SlotBatch, head: bool) -> None:
         config = self.model.config
         assert self._store is not None
         attend = SlotAttend(self._store, batch, config.planes, config.scale)
         hidden = self.model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
-        for rows in head_blocks(len(hidden)):
+        for rows in head_blocks(len(hidden) if head else 0):
             self.model.logits(hidden[rows])
 
 

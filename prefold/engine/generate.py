@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,7 +24,10 @@ from ..schedule.generate_step import GenerateStep
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
-from ..types import Generated, GenerateRequest, GenerationStats, Stats
+from ..types import Generated, GenerateRequest, GenerationStats, Readout, Request, Result, Stats
+from .attend import heads_of
+from .budget import free_cached
+from .probes import Probe, read_probes
 from .runner import head_blocks
 from .sampler import Choice, Sampler
 from .samples import Sample
@@ -70,6 +73,7 @@ class _Job:
     on_done: Callable[[Answer], None]
     missing: int
     cached_tokens: int = 0
+    needs_logits: ClassVar[bool] = True
 
 
 class Generator:
@@ -114,7 +118,7 @@ class Generator:
         self._stats = stats
         self._on_step = on_step
         self._sampler = Sampler()
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _Job | Probe] = {}
         self._keys = itertools.count()
         self._texts: _Texts | None = None
         self._lock = threading.RLock()
@@ -180,13 +184,29 @@ class Generator:
         self._jobs[key] = _Job(request, samples, on_done, len(samples))
         return key
 
+    def add_probe(
+        self, request: Request, readout: Readout, on_done: Callable[[Result | InputError], None]
+    ) -> int | None:
+        """Take a prompt whose last row is read; returns its key. on_done is called once, from `step` or from here."""
+        with self._lock:
+            key = next(self._keys)
+            try:
+                self.scheduler.submit(key, request.tokens, limit=1, namespace=(None, ""))
+            except InputError as error:
+                on_done(error)
+                return None
+            self._jobs[key] = Probe(request, readout, on_done)
+            return key
+
     def cancel(self, key: int) -> None:
-        """End a request; its samples come as they are, with finish_reason "cancelled"."""
+        """End a request; its samples come as they are, with finish_reason "cancelled". Of a probe nothing comes."""
         with self._lock:
             job = self._jobs.pop(key, None)
             if job is None:
                 return
             self.scheduler.cancel(key)
+            if isinstance(job, Probe):
+                return
             for sample in job.samples:
                 sample.cancel()
         job.on_done([sample.result(job.cached_tokens) for sample in job.samples])
@@ -214,16 +234,27 @@ class Generator:
         self._tell_failed()
         if step is None:
             return False
-        config, local = self.model.config, self.model.local
-        batch = prepare_slots(step, config.planes, local.heads // local.kv_heads, self.model.device, self.adapters)
+        config = self.model.config
+        batch = prepare_slots(step, config.planes, heads_of(self.model), self.model.device, self.adapters)
         planned = time.perf_counter()
         stats.add_seconds("plan", planned - started)
         try:
-            with self.team.turn(Generate(step)):
-                choice, sampling_seconds = self._run(step, SlotAttend(self.store, batch, config.planes, config.scale))
+            head = any(self._jobs[running.key].needs_logits for running, _ in step.reads)
+            attend = SlotAttend(self.store, batch, config.planes, config.scale)
+            with self.team.turn(Generate(step, head)):
+                choice, sampling_seconds = self._run(step, attend, head)
+        except torch.OutOfMemoryError:
+            scheduler.abandon()
+            if not self._shrink(step):
+                raise
+            choice = None
         except BaseException:  # Ctrl-C among them: whoever comes next must find a scheduler that can go on
             scheduler.abandon()
             raise
+        if choice is None:  # not while the error is handled: it holds what the failed step made
+            del attend, batch
+            free_cached(self.model.device)
+            return True
         stats.add_seconds("model", time.perf_counter() - planned - sampling_seconds)
         stats.add_seconds("sample", sampling_seconds)
         again = scheduler.stats.recomputed_rows
@@ -233,37 +264,55 @@ class Generator:
             self._on_step(step, started, done, tokens)
         return True
 
+    def _shrink(self, step: GenerateStep) -> bool:
+        """Memory has run out in a step: later ones have at most half of its rows. False where nothing can be halved."""
+        if step.num_rows < 2 or self.model.ranks.size > 1:
+            return False
+        self.scheduler.max_batch_rows = step.num_rows // 2
+        return True
+
     @torch.inference_mode()
-    def _run(self, step: GenerateStep, attend: SlotAttend) -> tuple[Choice, float]:
+    def _run(self, step: GenerateStep, attend: SlotAttend, head: bool) -> tuple[Choice, float]:
+        """head: whether logits are wanted. Of probes the choice has None."""
         batch = attend.batch
         hidden = self.model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
-        ids: list[int | None] = []
-        logprobs: list[Any] = []
+        ids: list[int | None] = [None] * len(step.reads)
+        logprobs: list[Any] = [None] * len(step.reads)
         seconds = 0.0
         # Reads come in no particular order of rows; those of a part of the rows are sampled together.
         order = sorted(range(len(step.reads)), key=lambda i: step.reads[i][1])
         place = 0
         for block in head_blocks(len(hidden)):
-            logits = self.model.logits(hidden[block])
+            logits = self.model.logits(hidden[block]) if head else None
             started = time.perf_counter()
-            part = []
+            numbers, rows, states, probes = [], [], [], []
             while place < len(order) and step.reads[order[place]][1] < block.stop:
-                part.append(step.reads[order[place]])
+                running, row = step.reads[order[place]]
+                job = self._jobs[running.key]
+                if isinstance(job, Probe):
+                    probes.append((job, row - block.start))
+                else:
+                    numbers.append(order[place])
+                    rows.append(row - block.start)
+                    states.append(job.samples[running.sample].state)
                 place += 1
-            states = [self._jobs[running.key].samples[running.sample].state for running, _ in part]
-            choice = self._sampler.choose(logits, states, [row - block.start for _, row in part])
-            ids += choice.ids
-            logprobs += choice.logprobs
+            read_probes(self.model, probes, hidden[block], logits)
+            if numbers:
+                choice = self._sampler.choose(logits, states, rows)
+                for i, token, one in zip(numbers, choice.ids, choice.logprobs, strict=True):
+                    ids[i], logprobs[i] = token, one
             seconds += time.perf_counter() - started
-        back = {index: i for i, index in enumerate(order)}
-        at = [back[i] for i in range(len(order))]
-        return Choice([ids[i] for i in at], [logprobs[i] for i in at]), seconds
+        return Choice(ids, logprobs), seconds
 
     def _take(self, step: GenerateStep, choice: Choice) -> tuple[int, int]:
         """Give the tokens to their samples; returns how many requests that ended, and their tokens."""
         ended = []
         for (running, _), token, logprobs in zip(step.reads, choice.ids, choice.logprobs, strict=True):
-            sample = self._jobs[running.key].samples[running.sample]
+            reader = self._jobs[running.key]
+            if isinstance(reader, Probe):
+                ended.append(True)
+                continue
+            sample = reader.samples[running.sample]
             before = len(sample.tokens)
             ended.append(sample.take(token, logprobs))
             self.scheduler.stats.generated_tokens += len(sample.tokens) - before
@@ -271,6 +320,13 @@ class Generator:
         for running in self.scheduler.commit(step, [token or 0 for token in choice.ids], ended):
             job = self._jobs.get(running.key)
             if job is None:  # cancelled meanwhile
+                continue
+            if isinstance(job, Probe):
+                del self._jobs[running.key]
+                requests += 1
+                tokens += len(job.request.tokens)
+                assert job.result is not None
+                job.on_done(job.result)
                 continue
             job.missing -= 1
             if running.sample == 0:

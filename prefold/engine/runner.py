@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.gpu import send
 from ..model import CausalLM
 from ..model.ops import log_sum_exp
 from ..types import Readout
@@ -76,8 +77,7 @@ class Runner:
     def _logprobs(self, hidden: Tensor, batch: Batch, targets: np.ndarray) -> Output:
         """log softmax at each pair's row and target; a row's log-sum-exp is computed once for all its pairs."""
         step = batch.step
-        reads = torch.from_numpy(step.pair_reads).to(hidden.device)
-        ids = torch.from_numpy(targets[step.pair_targets].astype(np.int64)).to(hidden.device)
+        reads, ids = send(step.pair_reads, hidden.device), send(targets[step.pair_targets], hidden.device)
         values = torch.empty(len(ids), dtype=torch.float32, device=hidden.device)
         greedy = torch.empty(len(ids), dtype=torch.bool, device=hidden.device)
         for block in head_blocks(len(hidden)):
@@ -101,12 +101,12 @@ def mean_pool(hidden: Tensor, batch: Batch, path: Path) -> tuple[np.ndarray, Ten
     new = hidden.float() if batch.scatter is None else hidden.float().index_select(0, batch.scatter)
     keys = new if path.hidden is None else torch.cat((path.hidden, new))
     if len(step.done):
-        end = torch.from_numpy(step.end).to(hidden.device)
+        end = send(step.end, hidden.device)
         sums = torch.zeros(len(keys) + 1, keys.shape[1], dtype=torch.float64, device=hidden.device)
         sums[:-1] = keys
         sums.index_add_(0, end, -keys.double())
-        done = torch.from_numpy(step.done_reads).to(hidden.device)
-        lengths = torch.from_numpy(step.key_positions[step.done_reads] + 1).to(hidden.device)
+        done = send(step.done_reads, hidden.device)
+        lengths = send(step.key_positions[step.done_reads] + 1, hidden.device)
         means = (sums.cumsum(0)[done] / lengths[:, None]).float().cpu().numpy()
     else:
         means = np.empty((0, keys.shape[1]), np.float32)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import KeyRuns, KVStore, SlotPlan, plan_slots
+from ..attention import Heads, KeyRuns, KVStore, SlotPlan, place_slots, plan_slots
+from ..kernels.gpu import send
 from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
 from ..model.config import Plane
 from ..schedule.generate_step import GenerateStep
@@ -43,13 +44,21 @@ class SlotBatch:
 
 
 def prepare_slots(
-    step: GenerateStep, planes: Sequence[Plane], group: int, device: torch.device, adapters: Mapping[str, Adapter]
+    step: GenerateStep, planes: Sequence[Plane], heads: Heads, device: torch.device, adapters: Mapping[str, Adapter]
 ) -> SlotBatch:
-    """group: query heads that share a KV head. adapters: by name, as namespaces begin with."""
+    """heads: the model's. adapters: by name, as namespaces begin with."""
     runs = KeyRuns(step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
     windows = {plane.window for plane in planes}
     positions = step.positions.astype(np.int64)
-    plans = {window: plan_slots(runs, step.num_rows, positions, window, group=group) for window in windows}
+
+    def plan(runs: KeyRuns, positions: np.ndarray, window: int | None) -> SlotPlan:
+        compiled = device.type == "cpu"
+        made = plan_slots(runs, len(positions), positions, window, group=heads.group, compiled=compiled)
+        if heads.fits(device):
+            place_slots(made, heads, device)
+        return made
+
+    plans = {window: plan(runs, positions, window) for window in windows}
     read_all = len(step.read_rows) == step.num_rows
     if read_all:
         read_plans = plans
@@ -60,11 +69,8 @@ def prepare_slots(
         of_read = KeyRuns(runs.start[seen], runs.count[seen], runs.position[seen], first[seen], last[seen])
         window = planes[-1].window
         # A step may end in the middle of every prompt, and read nothing.
-        read_plans = {window: plan_slots(of_read, len(kept), positions[kept], window, group=group)}
-    tokens, rows, slots, reads = (
-        torch.from_numpy(a.astype(np.int64)).to(device, non_blocking=True)
-        for a in (step.tokens, step.positions, step.slots, step.read_rows)
-    )
+        read_plans = {window: plan(of_read, positions[kept], window)}
+    tokens, rows, slots, reads = (send(a, device) for a in (step.tokens, step.positions, step.slots, step.read_rows))
     read = None if read_all else reads
     return SlotBatch(tokens, rows, slots, read, plans, read_plans, row_adapters(step, adapters))
 

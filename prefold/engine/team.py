@@ -97,9 +97,10 @@ class MakeStore:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """A step of generation."""
+    """A step of generation. head: whether logits are wanted of what it reads."""
 
     step: GenerateStep
+    head: bool
 
 
 Message = Prefill | MakeStore | Generate

@@ -1,15 +1,18 @@
 """The position-wise operations of a transformer block, each in one place.
 
-Every function has a PyTorch form (any device, differentiable) and, for CPU tensors under
-no-grad, a compiled one with the same result up to floating-point rounding.
+Every function has a PyTorch form (any device, differentiable) and, without gradients, a compiled one for CPU tensors
+and one in Triton for those of a GPU, with the same result up to floating-point rounding.
 """
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels.gpu import DTYPES, runs_triton
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -22,6 +25,8 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     fits = x.dim() == 2 and weight.shape == x.shape[1:] and (delta is None or delta.shape == x.shape)
     if compiled and fits:
         return x, compiled.add_rms_norm(x, delta, weight, eps)
+    if fits and (fused := _fused(x, delta, weight)):
+        return fused.add_rms_norm(x, delta, weight, eps)
     if delta is not None:
         x = x + delta
     h = wide(x)
@@ -50,6 +55,8 @@ def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: flo
     if compiled and fits and angles_fit:
         compiled.rope(x, cos_sin, norm_weight, eps)
         return x
+    if fits and angles_fit and (fused := _fused(x, weight=norm_weight)):
+        return fused.rope(x, cos_sin, norm_weight, eps)
     if norm_weight is not None:
         _, x = add_rms_norm(x, None, norm_weight, eps)
     if not cos_sin.shape[1]:
@@ -63,6 +70,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, of gate_up [rows, 2 * width] -> [rows, width]."""
     if compiled := _compiled_gate(gate_up):
         return compiled.silu_mul(gate_up)
+    if fused := _fused_gate(gate_up):
+        return fused.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
@@ -71,6 +80,8 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, with the approximation of GELU by tanh; shapes as `silu_mul`."""
     if compiled := _compiled_gate(gate_up):
         return compiled.gelu_mul(gate_up)
+    if fused := _fused_gate(gate_up):
+        return fused.gelu_mul(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
@@ -100,9 +111,29 @@ def _compiled(x: Tensor, delta: Tensor | None = None, weight: Tensor | None = No
 
     weight: of a norm; unlike delta it may be float32 beside bfloat16.
     """
-    if not x.is_cpu:
-        return None
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, delta, weight)):
+    if not x.is_cpu or _needs_grad(x, delta, weight):
         return None
     loaded = kernels.load()
     return loaded if loaded and loaded.can_compute(x, delta, weight) else None
+
+
+def _fused_gate(gate_up: Tensor) -> ModuleType | None:
+    return _fused(gate_up) if gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0 else None
+
+
+def _fused(x: Tensor, delta: Tensor | None = None, weight: Tensor | None = None) -> ModuleType | None:
+    """The operations in Triton where they can take these tensors, write into x, and no gradient is wanted."""
+    tensors = [t for t in (x, delta, weight) if t is not None]
+    if not runs_triton(x.device) or _needs_grad(*tensors):
+        return None
+    if any(t.dtype not in DTYPES or t.device != x.device or t.stride(-1) != 1 for t in tensors):
+        return None
+    if delta is not None and delta.dtype != x.dtype:
+        return None
+    from . import ops_triton
+
+    return ops_triton
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -103,6 +103,8 @@ class RotaryTable:
 
     def __call__(self, positions: Tensor) -> Tensor:
         """positions int64 [rows] -> float32 [rows, dim], multiplied with the attention factor."""
+        if positions.device.type != "cpu":  # to ask for the largest would be to wait for it
+            return self._of(positions)
         needed = int(positions.max()) + 1 if len(positions) else 0
         if needed > len(self.table):
             self._grow(max(needed, 2 * len(self.table), self.FIRST_ROWS))
@@ -111,8 +113,11 @@ class RotaryTable:
     def _grow(self, rows: int) -> None:
         # Outside of inference mode, so that a table built there also serves a pass with gradients.
         with torch.inference_mode(False), torch.no_grad():
-            angles = torch.arange(rows, device=self.table.device).float()[:, None] * self.frequencies
-            self.table = torch.cat((angles.cos() * self.scale, angles.sin() * self.scale), -1)
+            self.table = self._of(torch.arange(rows, device=self.table.device))
+
+    def _of(self, positions: Tensor) -> Tensor:
+        angles = positions.float()[:, None] * self.frequencies
+        return torch.cat((angles.cos() * self.scale, angles.sin() * self.scale), -1)
 
 
 class RotaryTables:

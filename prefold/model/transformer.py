@@ -301,6 +301,8 @@ def _score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:
 
 def _wide_product(hidden: Tensor, weight: Tensor) -> Tensor:
     """hidden [rows, hidden] times weight [columns, hidden], summed and kept in float32 (float64 where both are)."""
+    if hidden.is_cuda and hidden.dtype == weight.dtype != torch.float32 and not torch.is_grad_enabled():
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     hidden = wide(hidden)
     if weight.dtype == hidden.dtype:
         return F.linear(hidden, weight)

@@ -106,6 +106,7 @@ class PrefillScheduler:
         done = self._order[first:last]
         pair_first, pair_last = np.searchsorted(self._pair_rows, (start, stop))
         pair_rows = self._pair_rows[pair_first:pair_last] - start
+        pair_targets = self._pair_targets[pair_first:pair_last]
         done_rows = self._last_rows[first:last] - start
 
         read_rows: np.ndarray | None
@@ -113,6 +114,9 @@ class PrefillScheduler:
             read_rows, done_reads, pair_reads = None, done_rows + len(path), pair_rows
         elif self.readout.kind == "logprobs":
             read_rows, pair_reads = np.unique(_to_rows(pair_rows, fold), return_inverse=True)
+            if fold is not None:  # rows of the stream ascend; those that stand for them need not
+                order = np.argsort(pair_reads, kind="stable")
+                pair_reads, pair_targets = pair_reads[order], pair_targets[order]
             done_reads = np.zeros(len(done), np.int64)
         else:
             read_rows, done_reads = np.unique(_to_rows(done_rows, fold), return_inverse=True)
@@ -132,7 +136,7 @@ class PrefillScheduler:
             done=done,
             done_reads=done_reads,
             pair_reads=pair_reads,
-            pair_targets=self._pair_targets[pair_first:pair_last],
+            pair_targets=pair_targets,
         )
 
     def commit(self, step: Step) -> None:

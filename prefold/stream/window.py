@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..prefix import common_prefix_lengths
+from ..prefix.ragged import ragged_ranges
 from ..types import GenerateRequest
 from .options import decode_options
 
@@ -65,6 +66,14 @@ class Window:
         tokens = self.tokens[self.offsets[number] : self.offsets[number + 1]]
         return decode_options(self.options[number], tokens)
 
+    def take(self, numbers: np.ndarray) -> Window:
+        """Some of the requests, ascending, as a window by itself."""
+        tokens, offsets = _taken(self.tokens, self.offsets, numbers)
+        targets, target_offsets = _taken(self.targets, self.target_offsets, numbers)
+        options = [self.options[i] for i in numbers] if self.options else []
+        tags = [self.tags[i] for i in numbers]
+        return Window(tokens, offsets, targets, target_offsets, tags, self.is_sorted, 0, 0, options)
+
     @property
     def num_requests(self) -> int:
         return len(self.tags)
@@ -79,6 +88,11 @@ class Window:
         if not self.is_sorted:
             return self.num_tokens
         return self.num_tokens - int(_shared_with_previous(self.tokens, self.offsets).sum()) - self.common
+
+
+def _taken(values: np.ndarray, offsets: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.diff(offsets)[numbers]
+    return values[ragged_ranges(offsets[numbers], lengths)], np.concatenate(([0], lengths.cumsum()))
 
 
 def _shared_with_previous(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -106,7 +106,7 @@ def test_a_hung_rank_is_not_waited_for_for_ever(split):
 
 def test_what_a_rank_says_last_is_heard(split):
     """A step that this process could run and another cannot: the rank and its error are named."""
-    split._team._pipes[0].send(team.Generate(step=None))
+    split._team._pipes[0].send(team.Generate(step=None, head=True))
     assert "rank 1 failed: AttributeError" in str(embed_until_it_fails(split))
 
 

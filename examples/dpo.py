@@ -1,0 +1,121 @@
+"""Teaches SmolLM2 to answer briefly, with DPO on pairs made below, and saves a folder that transformers loads.
+
+    python examples/dpo.py --out FOLDER [--model smollm2-135m] [--steps 12] [--sharing full]
+
+Every pair is a brief answer and a wordy one to the same question behind the same system prompt, so most of a batch is
+shared: rows, the trie's tokens, are what the model computes. Runs in a couple of minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+import torch
+
+from prefold import LLM
+from prefold.checkpoint import resolve
+from prefold.model import load_model
+from prefold.text import Tokenizer, load_tokenizer
+from prefold.train import dpo_loss, dpo_margins, logprobs, micro_batches, save_model
+from prefold.types import SHARING_MODES
+
+SYSTEM = (
+    "You are a helpful assistant who knows the world well. People ask you about countries: their capitals, what they "
+    "are known for, and what is worth seeing there. You are friendly and you never make anything up. When you are not "
+    "sure, you say so."
+)
+CAPITALS = {
+    "France": "Paris",
+    "Japan": "Tokyo",
+    "Italy": "Rome",
+    "Egypt": "Cairo",
+    "Peru": "Lima",
+    "Norway": "Oslo",
+    "Kenya": "Nairobi",
+    "Cuba": "Havana",
+}
+HELD_OUT = "Spain"
+WORDY = (
+    "The capital of {country} is {capital}, which is a large and beautiful city with a long history.",
+    "That is a very good question! Let me think about it. I would say that it is {capital}.",
+)
+
+
+def question(country: str) -> list[dict[str, str]]:
+    ask = f"What is the capital of {country}?"
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ask}]
+
+
+def make_pairs(tokenizer: Tokenizer) -> tuple[list[list[int]], list[int]]:
+    """Sequences, chosen and rejected in turn, and the length of each one's prompt."""
+    sequences, prompt_lengths = [], []
+    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    for country, capital in CAPITALS.items():
+        text = tokenizer.render_chat(question(country), add_generation_prompt=True)
+        prompt = tokenizer.encode(text, special=False).tolist()
+        for wordy in WORDY:
+            for answer in (f"{capital}.", wordy.format(country=country, capital=capital)):
+                sequences.append([*prompt, *tokenizer.encode(answer, special=False).tolist(), *end])
+                prompt_lengths.append(len(prompt))
+    return sequences, prompt_lengths
+
+
+def main(arguments: list[str] | None = None) -> list[float]:
+    """Returns the loss before each step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, help="the folder to save to")
+    parser.add_argument("--model", default="smollm2-135m", help="hub id, folder, .gguf file or built-in name")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--beta", type=float, default=0.1)
+    parser.add_argument("--sharing", choices=SHARING_MODES, default="full")
+    parser.add_argument("--max-rows", type=int, default=2048, help="of a micro-batch")
+    options = parser.parse_args(arguments)
+
+    checkpoint = resolve(options.model, notify=print)
+    tokenizer = load_tokenizer(checkpoint)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(checkpoint, dtype=torch.float32, device=device, pack=False)
+    sequences, prompt_lengths = make_pairs(tokenizer)
+    pairs = len(sequences) // 2
+    batches = micro_batches(
+        model.config,
+        sequences,
+        prompt_lengths=prompt_lengths,
+        groups=np.arange(2 * pairs) // 2,
+        sharing=options.sharing,
+        max_rows=options.max_rows,
+    )
+    rows, tokens = sum(b.num_rows for b in batches), sum(b.num_tokens for b in batches)
+    print(f"{pairs} pairs, {tokens} tokens, {rows} rows computed a step, in {len(batches)} micro-batches")
+
+    with torch.no_grad():
+        before = [logprobs(model, batch) for batch in batches]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
+    losses = []
+    for step in range(options.steps):
+        began, total, margins = time.perf_counter(), 0.0, []
+        for batch, reference in zip(batches, before, strict=True):
+            values = logprobs(model, batch)
+            loss = dpo_loss(values, reference, batch, beta=options.beta, count=pairs)
+            loss.backward()
+            total += float(loss.detach())
+            margins += dpo_margins(values.detach(), reference, batch).tolist()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+        seconds, moved = time.perf_counter() - began, sum(margin > 0 for margin in margins)
+        print(f"step {step}: loss {total:.4f}, {moved} of {pairs} pairs further apart than at first, {seconds:.1f} s")
+    folder = save_model(model, checkpoint, options.out)
+    print(f"saved to {folder}")
+
+    for name in (options.model, str(folder)):
+        answer = LLM(name, dtype="float32", kv_memory=1 << 28).chat(question(HELD_OUT), max_tokens=40)
+        print(f"{name}: what is the capital of {HELD_OUT}? {answer.text!r}")
+    return losses
+
+
+if __name__ == "__main__":
+    main()

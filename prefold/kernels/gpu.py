@@ -1,0 +1,67 @@
+"""What our Triton kernels need to know about tensors and devices. Imports torch; Triton only where it is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["DEVICES", "DTYPES", "has_triton", "runs_triton", "send", "takes_triton", "upload"]
+
+# Kinds of device that Triton compiles for. (Its interpreter runs on "cpu": for tests.)
+DEVICES = ("cuda",)
+
+# What the kernels compute with; sums are float32 in each.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALIGNMENT = 4  # int32 numbers: 16 bytes
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed; PREFOLD_TRITON=0 says to leave it alone."""
+    return os.environ.get("PREFOLD_TRITON") != "0" and importlib.util.find_spec("triton") is not None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether our Triton kernels run on this device: a GPU that Triton compiles for."""
+    return device.type in DEVICES and has_triton()
+
+
+def takes_triton(*tensors: Tensor | None) -> bool:
+    """Whether our Triton kernels take these tensors: one device that they run on, one dtype of theirs."""
+    given = [t for t in tensors if t is not None]
+    first = given[0]
+    return (
+        runs_triton(first.device)
+        and first.dtype in DTYPES
+        and all(t.dtype == first.dtype and t.device == first.device for t in given)
+    )
+
+
+def send(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of an array as an int64 tensor on `device`, without waiting for it."""
+    host = torch.from_numpy(array.astype(np.int64))
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Arrays of whole numbers below 2**31 as int32 tensors on `device`: one copy for all, without waiting for it."""
+    starts, total = [], 0
+    for array in arrays.values():
+        starts.append(total)
+        total += -(-array.size // ALIGNMENT) * ALIGNMENT
+    host = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
+    numbers = host.numpy()
+    for array, start in zip(arrays.values(), starts, strict=True):
+        numbers[start : start + array.size] = array.reshape(-1)
+    # Memory that is pinned is not given to anybody else before the copy has been made.
+    moved = host.to(device, non_blocking=True)
+    return {
+        name: moved[start : start + array.size].view(array.shape)
+        for (name, array), start in zip(arrays.items(), starts, strict=True)
+    }

@@ -1,0 +1,26 @@
+"""Training on shared prefixes: completions of one prompt compute it once, forward and backward.
+
+`TrainBatch` lays sequences out as rows, `logprobs` reads their targets with gradients, and there are the usual losses;
+`prefold.train.hf` is the same for a model of transformers.
+"""
+
+from __future__ import annotations
+
+from .batch import Examples, TrainBatch
+from .logprobs import logprobs
+from .losses import dpo_loss, dpo_margins, group_loss, sft_loss
+from .micro import accumulate, micro_batches
+from .save import save_model
+
+__all__ = [
+    "Examples",
+    "TrainBatch",
+    "accumulate",
+    "dpo_loss",
+    "dpo_margins",
+    "group_loss",
+    "logprobs",
+    "micro_batches",
+    "save_model",
+    "sft_loss",
+]

@@ -1,0 +1,262 @@
+"""Sequences to train on, laid out as one step of a row stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..engine.batch import Batch, prepare
+from ..errors import InputError
+from ..model import ModelConfig
+from ..prefix import PrefixMap, Trie, check_ragged
+from ..prefix.ragged import ragged_ranges
+from ..schedule import Step
+from ..types import SHARING_MODES, Sharing
+
+__all__ = ["Examples", "TrainBatch"]
+
+NO_ROWS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Checked sequences, and which of their tokens are targets: learned from, or read.
+
+    tokens      int32 [N], offsets int64 [B + 1]: sequence s is tokens[offsets[s]:offsets[s + 1]]
+    is_target   bool [N]; a target is read at the token before it, so a sequence's first token is none
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    is_target: np.ndarray
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        sequences: Sequence[Any],
+        *,
+        prompt_lengths: Sequence[int] | None = None,
+        masks: Sequence[Any] | None = None,
+    ) -> Examples:
+        """sequences: token ids, each a list, array or tensor. What are targets: the tokens behind each sequence's
+        first `prompt_lengths` ones, or those that its mask (one truth value a token) names; by default, all but
+        the first. Raises InputError, naming the sequence, where there is nothing to learn from, or it does not fit
+        the model.
+        """
+        arrays = [np.asarray(tokens) for tokens in sequences]
+        if not arrays:
+            raise InputError("there are no sequences", field="sequences", remedy="give at least one")
+        offsets = np.cumsum([0, *map(len, arrays)])
+        flat = np.concatenate([a if len(a) else np.zeros(0, np.int64) for a in arrays])
+        tokens, offsets = check_ragged(flat, offsets, vocab_size=config.vocab_size)
+        if masks is not None:
+            if prompt_lengths is not None:
+                raise InputError("both prompt_lengths and masks are given", field="masks", remedy="give one of them")
+            is_target = _from_masks(masks, offsets)
+        else:
+            is_target = _from_lengths([1] * len(arrays) if prompt_lengths is None else prompt_lengths, offsets)
+        examples = cls(tokens, offsets, is_target)
+        longest = int(np.argmax(examples.num_rows))
+        if (rows := int(examples.num_rows[longest])) > config.max_positions:
+            raise InputError(
+                f"sequence {longest} has {rows} tokens before its last target; the model takes {config.max_positions}",
+                field="sequences",
+                remedy="shorten it",
+                code="too_long",
+            )
+        return examples
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_rows(self) -> np.ndarray:
+        """int64 [B]: of each sequence the tokens before its last target. What follows needs no row."""
+        where = np.where(self.is_target, np.arange(len(self.tokens)), 0)
+        return np.maximum.reduceat(where, self.offsets[:-1]) - self.offsets[:-1]
+
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Those tokens, ragged: int32 tokens, int64 offsets [B + 1]."""
+        lengths = self.num_rows
+        return self.tokens[ragged_ranges(self.offsets[:-1], lengths)], np.concatenate(([0], np.cumsum(lengths)))
+
+    def take(self, numbers: np.ndarray) -> Examples:
+        """Some of the sequences, in the order of their numbers."""
+        lengths = np.diff(self.offsets)[numbers]
+        index = ragged_ranges(self.offsets[:-1][numbers], lengths)
+        return Examples(self.tokens[index], np.concatenate(([0], np.cumsum(lengths))), self.is_target[index])
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatch:
+    """One forward and backward pass: rows, and the targets that are read at them, (row, target id) pairs.
+
+    sharing         "full": the trie's rows; "mlp": attention over the sequences as they are, all else over the
+                    trie's rows; "off": the sequences as they are
+    step            the rows, as the engine knows them: one step of the whole stream, nothing carried
+    num_tokens      rows of the sequences without sharing
+    numbers         int64 [sequences]: which of the sequences that were given these are
+    target_offsets  int64 [sequences + 1]: the targets of sequence s are target_offsets[s] .. target_offsets[s + 1],
+                    here and in every array of targets, in the order of its tokens
+    target_ids      int64 [targets]
+    target_reads    int64 [targets]: where in step.read_rows the row is at which each is read
+    """
+
+    config: ModelConfig
+    sharing: Sharing
+    step: Step
+    num_tokens: int
+    numbers: np.ndarray
+    target_offsets: np.ndarray
+    target_ids: np.ndarray
+    target_reads: np.ndarray
+    _prepared: dict[torch.device, Batch] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        sequences: Sequence[Any],
+        *,
+        prompt_lengths: Sequence[int] | None = None,
+        masks: Sequence[Any] | None = None,
+        sharing: Sharing = "full",
+    ) -> TrainBatch:
+        """Arguments as of `Examples.build`; raises InputError as it does."""
+        examples = Examples.build(config, sequences, prompt_lengths=prompt_lengths, masks=masks)
+        return cls.lay_out(config, examples, sharing=sharing)
+
+    @classmethod
+    def lay_out(
+        cls, config: ModelConfig, examples: Examples, *, sharing: Sharing = "full", numbers: np.ndarray | None = None
+    ) -> TrainBatch:
+        """A batch of examples that have been checked. numbers: what they were called, by default 0, 1, 2, ..."""
+        if sharing not in SHARING_MODES:
+            raise InputError(
+                f"sharing is {sharing!r}", field="sharing", remedy=f"give one of {', '.join(SHARING_MODES)}"
+            )
+        tokens, offsets = examples.rows()
+        trie = Trie.build(tokens, offsets, share=sharing == "full")
+        fold = None if sharing == "off" else PrefixMap.build(tokens, offsets)
+        targets = np.flatnonzero(examples.is_target)
+        target_offsets = np.searchsorted(targets, examples.offsets)
+        # A target is read at the token before it; sequences lie closer here, without what follows their last targets.
+        moved = np.repeat(offsets[:-1] - examples.offsets[:-1], np.diff(target_offsets))
+        at = targets - 1 + moved
+        read_rows, target_reads = np.unique(at if fold is None else fold.scatter[at], return_inverse=True)
+        return cls(
+            config=config,
+            sharing=sharing,
+            step=_step(trie, fold if sharing == "mlp" else None, read_rows),
+            num_tokens=len(tokens),
+            numbers=np.arange(examples.num_sequences) if numbers is None else numbers,
+            target_offsets=target_offsets,
+            target_ids=examples.tokens[targets].astype(np.int64),
+            target_reads=target_reads.astype(np.int64),
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.target_ids)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that go through the position-wise layers."""
+        return self.step.num_rows
+
+    def prepared(self, device: torch.device) -> Batch:
+        """The step as tensors and attention plans; made once for each device."""
+        if device not in self._prepared:
+            self._prepared[device] = prepare(self.step, self.config.planes, device)
+        return self._prepared[device]
+
+    def target_counts(self, device: torch.device) -> Tensor:
+        """int64 [sequences]: how many targets each has."""
+        return torch.from_numpy(np.diff(self.target_offsets)).to(device)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """values [targets] -> the sum over each sequence's targets, [sequences]."""
+        owner = torch.repeat_interleave(self.target_counts(values.device))
+        return values.new_zeros(self.num_sequences).index_add(0, owner, values)
+
+    def means(self, values: Tensor) -> Tensor:
+        """values [targets] -> the mean over each sequence's targets, [sequences]."""
+        return self.sums(values) / self.target_counts(values.device)
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """values [targets] -> those of each sequence."""
+        return list(values.split(np.diff(self.target_offsets).tolist()))
+
+
+def _step(trie: Trie, fold: PrefixMap | None, read_rows: np.ndarray) -> Step:
+    """All rows of a stream in one step."""
+    tokens, positions = trie.tokens, trie.positions
+    if fold is not None:
+        tokens, positions = tokens[fold.gather], positions[fold.gather]
+    return Step(
+        start=0,
+        stop=trie.num_rows,
+        tokens=tokens,
+        positions=positions,
+        path=0,
+        end=trie.end.copy(),  # torch has no read-only views
+        key_positions=trie.positions,
+        keep=NO_ROWS,
+        fold=fold,
+        read_rows=read_rows,
+        done=NO_ROWS,
+        done_reads=NO_ROWS,
+        pair_reads=NO_ROWS,
+        pair_targets=NO_ROWS,
+    )
+
+
+def _from_lengths(prompt_lengths: Sequence[int], offsets: np.ndarray) -> np.ndarray:
+    lengths = np.diff(offsets)
+    prompts = np.asarray(prompt_lengths)
+    if prompts.shape != lengths.shape:
+        raise InputError(
+            f"{len(prompts)} prompt lengths for {len(lengths)} sequences",
+            field="prompt_lengths",
+            remedy="give one a sequence",
+        )
+    for s in np.flatnonzero((prompts < 1) | (prompts >= lengths))[:1].tolist():
+        raise InputError(
+            f"sequence {s} has {lengths[s]} tokens and a prompt of {prompts[s]}: nothing to read or to learn",
+            field="prompt_lengths",
+            remedy="a prompt has at least one token, and at least one follows it",
+        )
+    position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    return position >= np.repeat(prompts, lengths)
+
+
+def _from_masks(masks: Sequence[Any], offsets: np.ndarray) -> np.ndarray:
+    lengths = np.diff(offsets)
+    if len(masks) != len(lengths):
+        raise InputError(
+            f"{len(masks)} masks for {len(lengths)} sequences", field="masks", remedy="give one a sequence"
+        )
+    parts = [np.asarray(mask).astype(bool) for mask in masks]
+
+    def fail(s: int, message: str, remedy: str) -> None:
+        raise InputError(f"sequence {s}{message}", field="masks", remedy=remedy)
+
+    for s, (mask, length) in enumerate(zip(parts, lengths.tolist(), strict=True)):
+        if mask.shape != (length,):
+            fail(s, f" has {length} tokens and a mask of shape {list(mask.shape)}", "give one truth value a token")
+        if mask[0]:
+            fail(s, "'s first token is a target", "no token comes before it that it could be read at")
+        if not mask.any():
+            fail(s, " has no target", "leave it out, or name what is learned from it")
+    return np.concatenate(parts)

@@ -1,0 +1,162 @@
+"""Shared prefixes in a Hugging Face model: an attention implementation, and inputs that are rows.
+
+    share(model)                                           # attn_implementation "prefold"
+    batch = TrainBatch.build(config_of(model), sequences, prompt_lengths=...)
+    loss = sft_loss(logprobs(model, batch))                # or: model(**folded_inputs(model, batch)), `from_logits`
+    loss.backward()
+
+The model sees one sequence of rows with positions; which row sees which, the attention knows by what `folded_inputs`
+passes along to it. Without that (in `generate`, or for a padded batch) it is transformers' own sdpa attention. Works
+with transformers' gradient checkpointing, and with every sharing mode.
+
+Dropout would fall on a shared row once, where the sequences would each have their own: that of attention is refused,
+set any other to 0 as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..engine.attend import Path, StepAttend
+from ..errors import InputError, MissingExtraError, UnsupportedModelError
+from ..model import ModelConfig, config_from
+from ..types import Sharing
+from .batch import TrainBatch
+from .head import target_logprobs
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+except ImportError as error:
+    raise MissingExtraError("transformers", "train", "training a Hugging Face model") from error
+
+__all__ = ["completion_logprobs", "config_of", "folded_inputs", "from_logits", "logprobs", "share"]
+
+NAME = "prefold"  # of the attention implementation
+LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+def share(model: PreTrainedModel) -> PreTrainedModel:
+    """Gives the model the attention that knows of rows, and returns it.
+
+    The same as from_pretrained(..., attn_implementation="prefold"), once this module has been imported.
+    """
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def config_of(model: PreTrainedModel) -> ModelConfig:
+    """What `TrainBatch.build` needs to know. Raises UnsupportedModelError for a family that is not known."""
+    return config_from(model.config.to_dict())
+
+
+def folded_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, Any]:
+    """Arguments for the model's forward: input_ids, position_ids int64 [1, rows], and what attention needs to know.
+
+    What the model returns is of rows: hidden states [1, rows, hidden], logits [1, rows, vocabulary]; with
+    logits_to_keep=torch.from_numpy(batch.step.read_rows), of the rows that are read. See `from_logits`.
+    """
+    if model.config._attn_implementation != NAME:
+        raise InputError(
+            f"the model's attention is {model.config._attn_implementation!r}, which does not know of rows",
+            field="model",
+            remedy="call share(model) first",
+        )
+    prepared = batch.prepared(model.device)
+    return {
+        "input_ids": prepared.tokens[None],
+        "position_ids": prepared.positions[None],
+        # Of four dimensions: models pass such a mask on as it is, and make none of their own.
+        "attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device),
+        "use_cache": False,
+        "prefold": batch,
+    }
+
+
+def logprobs(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
+    """log p(target | what comes before it) of all targets, in order of the sequences: float32 [targets].
+
+    The logits are never there as a whole. Calls the model's decoder, not the model: where the call of a wrapper
+    matters (DistributedDataParallel, FSDP), call it with `folded_inputs` and use `from_logits`.
+    """
+    head = model.get_output_embeddings()
+    strange = [name for name in LOGITS if getattr(model.config, name, None) not in (None, 1, 1.0)]
+    if strange or type(head) is not torch.nn.Linear or head.bias is not None:
+        what = f"has {strange[0]}" if strange else "has an LM head that is no plain linear"
+        raise UnsupportedModelError(f"the model {what}; use its logits: `from_logits`")
+    hidden = model.get_decoder()(**folded_inputs(model, batch)).last_hidden_state[0]
+    read = batch.prepared(model.device).read_rows
+    return target_logprobs(hidden.index_select(0, read), head.weight, batch.target_reads, batch.target_ids)
+
+
+def from_logits(logits: Tensor, batch: TrainBatch) -> Tensor:
+    """The same from logits [1, rows, vocabulary], of all rows or of those that are read."""
+    logits = logits[0].float()
+    reads = batch.target_reads if len(logits) == len(batch.step.read_rows) else batch.step.read_rows[batch.target_reads]
+    at, ids = (torch.from_numpy(x).to(logits.device) for x in (reads, batch.target_ids))
+    return logits[at, ids] - logits.logsumexp(-1)[at]
+
+
+def completion_logprobs(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    logits_to_keep: int,
+    *,
+    sharing: Sharing = "full",
+) -> Tensor:
+    """Log-probabilities of completions in a padded batch, as TRL's trainers ask for them.
+
+    input_ids, attention_mask  int64 [batch, length], padded on any side; of each row the last `logits_to_keep` places
+                               are the completion and its padding
+    Returns float32 [batch, logits_to_keep], 0 in places of padding.
+    """
+    ids, given = input_ids.cpu().numpy(), attention_mask.cpu().numpy().astype(bool)
+    is_target = given.copy()
+    is_target[:, : ids.shape[1] - logits_to_keep] = False
+    is_target &= np.cumsum(given, 1) > 1  # not a sequence's first token
+    rows = np.flatnonzero(is_target.any(1)).tolist()
+    masks = [is_target[i][given[i]] for i in rows]
+    batch = TrainBatch.build(config_of(model), [ids[i][given[i]] for i in rows], masks=masks, sharing=sharing)
+    where = torch.from_numpy(is_target[:, ids.shape[1] - logits_to_keep :]).to(model.device)
+    values = logprobs(model, batch)
+    return values.new_zeros(where.shape).masked_scatter(where, values)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    prefold: TrainBatch | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, rows, dim], key, value [1, kv_heads, rows, dim] -> [1, rows, heads, dim]."""
+    if prefold is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+    if dropout:
+        raise InputError(
+            "attention dropout would be different for sequences that share a row",
+            field="model",
+            remedy="set attention_dropout (GPT-2: attn_pdrop) to 0",
+        )
+    # Under autocast queries and keys come out of the rotation in float32.
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    attend = StepAttend(prefold.prepared(query.device), Path(), prefold.config.planes, scale)
+    return attend(module.layer_idx, q, k, v)[None], None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

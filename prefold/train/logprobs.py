@@ -1,0 +1,42 @@
+"""Log-probabilities of a batch's targets under our own model, with gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..engine.attend import Path, StepAttend
+from ..errors import InputError
+from ..model import CausalLM
+from ..model.layers import Linear
+from .batch import TrainBatch
+from .head import target_logprobs
+
+__all__ = ["logprobs"]
+
+
+def logprobs(model: CausalLM, batch: TrainBatch) -> Tensor:
+    """log p(target | what comes before it) of all targets, in order of the sequences: float32 [targets].
+
+    Differentiable; under torch.no_grad the compiled kernels serve where they can. float64 of a model in float64.
+    Raises InputError for a model without an LM head, of another config than the batch's, or one that is packed
+    and so has no gradients.
+    """
+    _check(model, batch)
+    prepared = batch.prepared(model.device)
+    attend = StepAttend(prepared, Path(), model.config.planes, model.config.scale)
+    hidden = model(prepared.tokens, prepared.positions, attend, prepared.read_rows)
+    weight = model.embedding if model.lm_head is None else model.lm_head
+    return target_logprobs(hidden, weight, batch.target_reads, batch.target_ids)
+
+
+def _check(model: CausalLM, batch: TrainBatch) -> None:
+    config = model.config
+    if not config.lm_head:
+        raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
+    if (config.planes, config.vocab_size) != (batch.config.planes, batch.config.vocab_size):
+        raise InputError("the batch was laid out for another model", field="batch", remedy="build it with model.config")
+    if torch.is_grad_enabled() and any(isinstance(m, Linear) and m.weight is None for m in model.modules()):
+        raise InputError(
+            "the model's weights are packed, which have no gradients", field="model", remedy="load it with pack=False"
+        )

@@ -1,0 +1,113 @@
+"""A model as a folder that transformers, and `load_model`, load."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..checkpoint import Checkpoint
+from ..errors import CheckpointError, UnsupportedModelError
+from ..model import CausalLM
+from ..model.names import NAMES, Names
+from ..model.weights import model_slots
+from ..text import load_tokenizer
+
+__all__ = ["save_model"]
+
+# What lies beside the weights: tokenizer, chat templates, settings of generation.
+COMPANIONS = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*.jinja")
+# What is written anew, or tells of how the weights lay before.
+WRITTEN = ("config.json", "*.safetensors.index.json", "*.bin.index.json")
+
+
+def save_model(
+    model: CausalLM, checkpoint: Checkpoint, folder: str | Path, *, dtype: torch.dtype | None = None
+) -> Path:
+    """Write `model`, which was loaded from `checkpoint`, to `folder`: config.json, model.safetensors, the tokenizer.
+
+    dtype: of the tensors; the model's by default. Raises CheckpointError where the folder is the checkpoint's own or
+    the model is packed, and UnsupportedModelError where transformers has no such rotary settings.
+    """
+    folder = Path(folder)
+    if checkpoint.path is not None and folder.resolve() == checkpoint.path.resolve():
+        raise CheckpointError(f"{folder} holds the checkpoint that the model was loaded from; save to another folder")
+    if any(rope.kind == "factors" for rope in model.config.ropes):
+        raise UnsupportedModelError(
+            f"{checkpoint.name} has rotary frequencies of its own, which transformers cannot read from a config"
+        )
+    dtype = dtype or model.dtype
+    tensors = _stored(_tensors(model, dtype), NAMES[model.config.names])
+    folder.mkdir(parents=True, exist_ok=True)
+    config = dict(checkpoint.config) | {"dtype": str(dtype).removeprefix("torch.")}
+    config.pop("torch_dtype", None)
+    if model.config.lm_head:
+        config["tie_word_embeddings"] = model.lm_head is None
+    config |= _write_tokenizer(checkpoint, folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _tensors(model: CausalLM, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The model's tensors as checkpoints have them, each linear by itself, under our names."""
+    tensors = {}
+    for slot in model_slots(model):
+        if slot.parameter is None:
+            raise CheckpointError("the model's weights are packed; load it with pack=False to save it")
+        values = slot.parameter.detach().cpu() - slot.offset if slot.offset else slot.parameter.detach().cpu()
+        for (name, _), part in zip(slot.parts, values.split([rows for _, rows in slot.parts]), strict=True):
+            tensors[name] = part.to(dtype, copy=True)
+    return tensors
+
+
+def _stored(tensors: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
+    """The same under the names of the checkpoint's family, and in its shapes: `Names.of_tensor`, backwards."""
+    stored_as = {here: (stored, parts) for stored, parts in names.parts.items() for here in parts}
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
+        path, rest = ("", module) if layer is None else (f"{names.layers}.{layer[1]}.", layer[2])
+        called, parts = stored_as.get(rest, (rest, (rest,)))
+        if rest != parts[0]:
+            continue  # stored with the first of its parts
+        if len(parts) > 1:
+            tensor = torch.cat([tensors[f"{module.removesuffix(rest)}{part}.{kind}"] for part in parts])
+        if names.transposed and layer is not None and tensor.dim() == 2:
+            tensor = tensor.T.contiguous()
+        prefix = "" if rest.split(".")[0] in ("lm_head", "score") else names.prefix
+        stored[f"{prefix}{path}{called}.{kind}"] = tensor
+    return stored
+
+
+def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
+    """What lies beside a folder's weights, as it is; of a GGUF file the tokenizer. Returns keys for the config."""
+    if checkpoint.gguf is None:
+        if checkpoint.path is not None:
+            _copy_companions(checkpoint.path, folder)
+        return {}
+    tokenizer = load_tokenizer(checkpoint)
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"} | tokenizer.special_tokens
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    if (template := checkpoint.metadata("tokenizer.chat_template")) is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    return {name: number for name, number in ids.items() if number is not None}
+
+
+def _copy_companions(source: Path, folder: Path) -> None:
+    for pattern in COMPANIONS:
+        for path in source.glob(pattern):
+            if not any(path.match(written) for written in WRITTEN):
+                target = folder / path.relative_to(source)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)

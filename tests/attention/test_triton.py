@@ -1,0 +1,176 @@
+"""The Triton kernels, in Triton's interpreter where there is no GPU, against attention by its definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import test_interval_attention as of_rows
+import test_slots as of_slots
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nests import chains, random_nest
+from tritons import on_triton  # noqa: F401 (a fixture)
+
+from prefold.attention import KeyRuns, KVStore, gpu, interval_attention, plan_attention, plan_slots
+from prefold.attention.gpu import Heads
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(autouse=True)
+def only_triton(on_triton, monkeypatch):  # noqa: F811
+    """No other form may stand in."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("fell back to PyTorch")
+
+    monkeypatch.setattr("prefold.attention.interval.blocked_attention", refuse)
+    monkeypatch.setattr("prefold.attention.slots.attend_block", refuse)
+
+
+@FEW
+@given(data=st.data())
+def test_rows_of_random_tries(data):
+    rows, branching = data.draw(st.integers(1, 200)), data.draw(st.sampled_from([0.02, 0.3, 0.8]))
+    nest = random_nest(np.random.default_rng(data.draw(st.integers(0, 999))), rows, branching)
+    group = data.draw(st.integers(1, 7))
+    of_rows.Case(
+        nest,
+        seed=data.draw(st.integers(0, 999)),
+        heads=(2 * group, 2),
+        dim=data.draw(st.sampled_from([6, 33, 64, 80])),
+        dtype=data.draw(st.sampled_from(DTYPES)),
+        path=data.draw(st.integers(0, rows - 1)),
+        every=data.draw(st.sampled_from([1, 3, 40])),
+        window=data.draw(st.sampled_from([None, 1, 7, 50])),
+    ).check()
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_common_shapes(dim, dtype):
+    case = of_rows.Case(random_nest(np.random.default_rng(1), 150, 0.05), heads=(4, 1), dim=dim, dtype=dtype, path=70)
+    case.check()
+
+
+def test_rows_seen_whole_and_in_part():
+    """Long enough for blocks without a mask, of the path and of the new rows."""
+    case = of_rows.Case(chains([330, 3, 130]), dim=16, heads=(2, 1), path=150)
+    tables = gpu.place_rows(case.plan(), 150, Heads(2, 1, 16, torch.float32), torch.device("cpu"))
+    assert (tables.bounds[:, -1] > tables.bounds[:, 0]).all(), "a part without blocks"
+    case.check()
+
+
+def test_many_heads_of_a_group():
+    of_rows.Case(chains([9]), heads=(130, 1), dim=8).check()
+
+
+def test_rows_of_one_fused_buffer():
+    case = of_rows.Case(random_nest(np.random.default_rng(4), 60, 0.2), dim=20)
+    plain = case.run()
+    fused = torch.cat((case.q, case.k, case.v), 1).flatten(1)
+    case.q, case.k, case.v = fused.unflatten(1, (-1, 20)).split((6, 2, 2), 1)
+    assert torch.equal(case.run(), plain)
+    case.k = case.k.transpose(0, 1).contiguous().transpose(0, 1)
+    case.v = case.v.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(case.run(), plain)
+
+
+def test_no_queries():
+    case = of_rows.Case(chains([5]))
+    plan = plan_attention(case.nest.end, np.empty(0, np.int64))
+    assert interval_attention(case.q[:0], case.k, case.v, plan, scale=1.0).shape == (0, 6, 32)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("cases", [of_rows, of_slots], ids=["rows", "slots"])
+def test_what_is_not_finite_stays_in_its_sequence(cases, where, bad):
+    nest = random_nest(np.random.default_rng(7), 60, 0.3)
+    for row in (0, 17, 58):
+        case = cases.Case(nest, heads=(4, 2))
+        getattr(case, where)[row, 1, row % 32] = bad
+        out = case.run()
+        sees = torch.from_numpy(case.visible[:, row])
+        torch.testing.assert_close(out[~sees].double(), case.expected()[~sees], rtol=0, atol=1e-5)
+        assert out[:, :2].isfinite().all(), "the other KV head"
+        if where == "v":
+            assert not out[sees][:, 2:, row % 32].isfinite().any()
+        elif bad is torch.nan:
+            assert out[sees][:, 2:].isnan().all()
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
+def test_gradients(window, dtype, tolerance):
+    case = of_rows.Case(random_nest(np.random.default_rng(8), 170, 0.05), heads=(6, 2), path=30, every=2, window=window)
+    weights = torch.randn(case.q.shape)
+    leaves = [getattr(case, name).to(dtype).requires_grad_(True) for name in ("q", "k", "v")]
+    case.q, case.k, case.v = leaves
+    found = torch.autograd.grad((case.run() * weights).sum(), leaves)
+    exact = [leaf.detach().double().requires_grad_(True) for leaf in leaves]
+    q, k, v = exact[0], *(x.repeat_interleave(3, 1) for x in exact[1:])
+    scores = torch.einsum("ihd,jhd->hij", q, k) * case.scale
+    hidden = ~torch.from_numpy(case.visible)
+    out = torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    wanted = torch.autograd.grad((out * weights).sum(), exact)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
+
+
+def test_gradients_where_blocks_are_seen_whole():
+    case = of_rows.Case(chains([200, 60]), heads=(2, 1), dim=16)
+    leaves = [getattr(case, name).requires_grad_(True) for name in ("q", "k", "v")]
+    found = torch.autograd.grad(case.run().square().sum(), leaves)
+    doubles = [leaf.detach().double().requires_grad_(True) for leaf in leaves]
+    scores = torch.einsum("ihd,jd->hij", doubles[0], doubles[1][:, 0]) * case.scale
+    scores = scores.masked_fill(~torch.from_numpy(case.visible), -torch.inf).softmax(-1)
+    wanted = torch.autograd.grad(torch.einsum("hij,jd->ihd", scores, doubles[2][:, 0]).square().sum(), doubles)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+@FEW
+@given(data=st.data())
+def test_slots_of_random_tries(data):
+    rows, branching = data.draw(st.integers(1, 80)), data.draw(st.sampled_from([0.02, 0.3, 0.8]))
+    nest = random_nest(np.random.default_rng(data.draw(st.integers(0, 999))), rows, branching)
+    group = data.draw(st.integers(1, 7))
+    of_slots.Case(
+        nest,
+        seed=data.draw(st.integers(0, 999)),
+        heads=(2 * group, 2),
+        dim=data.draw(st.sampled_from([6, 33, 64, 80])),
+        dtype=data.draw(st.sampled_from(DTYPES)),
+        every=data.draw(st.sampled_from([1, 3, 40])),
+        jumps=data.draw(st.sampled_from([0.02, 0.3, 0.8])),
+        window=data.draw(st.sampled_from([None, 1, 7, 50])),
+    ).check()
+
+
+def test_decoding_in_several_items():
+    """Keys of one tile read in several places, and joined."""
+    nest, rows = of_slots.groups([2, 3], 270, 40)
+    case = of_slots.Case(nest, query_rows=rows, heads=(4, 2), dim=16)
+    tables = gpu.place_slots(case.plan(), Heads(4, 2, 16, torch.float32), torch.device("cpu"))
+    assert tables.num_items > len(tables.tile_items) - 1
+    case.check()
+
+
+def test_no_runs():
+    plan = plan_slots(KeyRuns(*[np.empty(0, np.int64)] * 5), 0)
+    store = KVStore(1, 2, 8, 4, torch.float32)
+    assert store.attend(0, torch.empty(0, 4, 8), plan, 1.0).shape == (0, 4, 8)
+    store.write(0, torch.empty(0, dtype=torch.int64), torch.empty(0, 2, 8), torch.empty(0, 2, 8))
+
+
+def test_slots_that_are_not_there_are_not_written():
+    store = KVStore(1, 1, 8, 4, torch.float32)
+    before = store._memory.clone()
+    store._memory.zero_()
+    gpu.write_slots(*store._memory[0], torch.tensor([4, -1, 2]), torch.ones(3, 1, 8), torch.ones(3, 1, 8))
+    before[0, :, 2] = 1
+    assert torch.equal(store._memory, before)

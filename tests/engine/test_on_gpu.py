@@ -1,0 +1,247 @@
+"""The path that a GPU takes through the engine: in Triton's interpreter beside the CPU's own, and on tensors without
+data, of which none may be asked for a value: that is what would make the host wait for the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from running import as_request, prompts, run
+from tiny import tiny_checkpoint
+from tritons import DEVICE, on_triton  # noqa: F401 (a fixture)
+
+from prefold import LLM, kernels
+from prefold.attention import KVStore, plan_slots
+from prefold.attention.gpu import pick_tile
+from prefold.engine import Engine, GenerateOptions
+from prefold.engine.attend import Path, StepAttend, heads_of
+from prefold.engine.batch import prepare
+from prefold.engine.budget import batch_rows
+from prefold.engine.graphs import SIZES, DecodeGraphs, FixedStep, padded_size
+from prefold.engine.slots import SlotAttend, prepare_slots
+from prefold.kernels import gpu
+from prefold.model import CausalLM
+from prefold.schedule import PrefillScheduler
+from prefold.schedule.generate_step import GenerateStep
+from prefold.stream import Spool
+from prefold.types import GenerateRequest, Readout, Sampling
+
+
+@pytest.fixture(params=["qwen3", "gemma3"])
+def llm(request, tmp_path) -> LLM:
+    return LLM(str(tiny_checkpoint(tmp_path, request.param)), dtype="float32", device=DEVICE, cache="off")
+
+
+def greedy(llm: LLM, some: list[list[int]]) -> list[tuple[int, ...]]:
+    engine = Engine(llm.model, max_batch_rows=24, generation=GenerateOptions(kv_memory=1 << 20))
+    found: dict[int, tuple[int, ...]] = {}
+    for number, prompt in enumerate(some):
+        request = GenerateRequest(np.array(prompt, np.int32), Sampling(max_tokens=3, ignore_eos=True))
+        engine.generator.add(request, None, lambda answer, number=number: found.update({number: answer[0].tokens}))
+    while engine.generator.step():
+        pass
+    return [found[number] for number in range(len(some))]
+
+
+@pytest.mark.parametrize("mode", ["full", "mlp", "off"])
+def test_read_outs_are_those_of_the_cpu(llm, mode, request):
+    requests = [as_request(prompt) for prompt in prompts(3, count=6)]
+    wanted = run(llm, requests, Readout("last"), sharing=mode, rows=25)
+    request.getfixturevalue("on_triton")
+    found = run(llm, requests, Readout("last"), sharing=mode, rows=25)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a.values, b.values, atol=2e-4)
+
+
+def test_generated_tokens_are_those_of_the_cpu(llm, request):
+    some = prompts(4, count=4)
+    wanted = greedy(llm, some)
+    request.getfixturevalue("on_triton")
+    assert greedy(llm, some) == wanted
+
+
+# On tensors without data
+
+
+@pytest.fixture
+def without_data(llm, monkeypatch) -> CausalLM:
+    """The model on the meta device, which stands for a GPU; launches of kernels do nothing."""
+    if not gpu.has_triton():
+        pytest.skip("Triton is not installed")
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launches: list[str] = []
+    monkeypatch.setattr(gpu, "DEVICES", ("meta",))
+    monkeypatch.setattr(kernels, "load", lambda: None)
+    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *a, **k: launches.append(self.fn.__name__))
+    model = CausalLM(llm.config, dtype=torch.bfloat16, device=torch.device("meta")).eval()
+    model.launches = launches
+    return model
+
+
+def one_step(model: CausalLM, some: list[list[int]], sharing: str, kind: str):
+    with Spool() as spool:
+        for number, prompt in enumerate(some):
+            spool.add(as_request(prompt), str(number).encode())
+        window = next(iter(spool.windows(max_tokens=1 << 20, share=sharing == "full", read=kind)))
+    scheduler = PrefillScheduler(window, Readout(kind), sharing=sharing, max_batch_rows=1000)
+    return prepare(scheduler.plan(), model.config.planes, model.device, heads_of(model))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="in the interpreter")
+@pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_a_step_never_waits(without_data, sharing, kind):
+    model = without_data
+    batch = one_step(model, prompts(5), sharing, kind)
+    assert not model.launches, "what is prepared ahead launches nothing"
+    with torch.inference_mode():
+        attend = StepAttend(batch, Path(), model.config.planes, model.config.scale)
+        hidden = model(batch.tokens, batch.positions, attend, batch.read_rows)
+    assert hidden.device.type == "meta"
+    assert model.launches.count("_forward") == model.config.layers
+    assert {"_add_rms_norm", "_rope", "_gate"} <= set(model.launches)
+
+
+def decode_step(sequences: int, shared: int, own: int) -> GenerateStep:
+    """Every sequence's newest row, below a shared prefix; `own` rows each, from slot 1 + shared on."""
+    query = np.arange(sequences)
+    tail = 1 + shared + query * own
+    one = np.ones(sequences, np.int64)
+    runs = zip(
+        np.array([[1, shared, 0, 0, sequences]]).T.tolist(),
+        np.stack((tail, one * own, one * shared, query, query + 1)).tolist(),
+        strict=True,
+    )
+    start, count, position, first, last = (np.array([*a, *b]) for a, b in runs)
+    return GenerateStep(
+        tokens=(query % 7).astype(np.int32), positions=np.full(sequences, shared + own - 1, np.int32),
+        slots=tail + own - 1, run_start=start, run_count=count, run_position=position, run_first=first, run_last=last,
+        read_rows=query, reads=[], spans=[], takes=[], decode_rows=sequences,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="in the interpreter")
+def test_a_step_of_generation_never_waits(without_data):
+    model = without_data
+    config = model.config
+    store = KVStore(config.layers, config.kv_heads, config.head_dim, 64, torch.bfloat16, "meta")
+    batch = prepare_slots(decode_step(5, 12, 3), config.planes, heads_of(model), model.device, {})
+    assert set(model.launches) == {"_spread"}
+    with torch.inference_mode():
+        model(batch.tokens, batch.positions, SlotAttend(store, batch, config.planes, config.scale), batch.read_rows)
+    assert model.launches.count("_write") == model.launches.count("_attend") == config.layers
+
+
+# Steps of a fixed size
+
+
+def test_sizes():
+    assert [padded_size(rows) for rows in (1, 3, 256, 257)] == [1, 4, 256, 320]
+    assert padded_size(SIZES[-1]) == SIZES[-1]
+    assert padded_size(SIZES[-1] + 1) is None
+
+
+def test_only_steps_that_decode_are_taken(llm):
+    from dataclasses import replace
+
+    graphs = DecodeGraphs(llm.model, None)
+    step = decode_step(5, 12, 3)
+    assert graphs.takes(step)
+    assert not graphs.takes(replace(step, decode_rows=4))
+    assert not graphs.takes(replace(step, read_rows=step.read_rows[1:]))
+    assert not graphs.takes(decode_step(SIZES[-1] + 1, 12, 3))
+    assert graphs.run(replace(step, decode_rows=4)) is None
+
+
+def test_a_fixed_step_gives_what_a_step_gives(llm, on_triton):  # noqa: F811
+    """Two steps one after the other in the same places, the second shorter: nothing of the first is left."""
+    model, config = llm.model, llm.config
+    stores = [KVStore(config.layers, config.kv_heads, config.head_dim, 64, model.dtype, model.device) for _ in range(2)]
+    for store in stores:
+        store._memory.normal_(generator=torch.Generator().manual_seed(1))
+    steps = [decode_step(5, 12, 3), decode_step(3, 9, 4)]
+    windows = {plane.window for plane in config.planes}
+    fixed = FixedStep(model, stores[0], 8, {window: 16 for window in windows}, keys=200)
+    for step in steps:
+        runs = prepare_slots(step, config.planes, heads_of(model), model.device, {})
+        fixed.load(step, runs.plans)
+        found = fixed.forward()[: step.num_rows]
+        with torch.inference_mode():
+            attend = SlotAttend(stores[1], runs, config.planes, config.scale)
+            wanted = model(runs.tokens, runs.positions, attend, None)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        # But for the scratch slot.
+        torch.testing.assert_close(stores[0]._memory[:, :, 1:], stores[1]._memory[:, :, 1:], rtol=1e-5, atol=1e-5)
+
+
+def test_a_tile_is_picked_for_a_plan():
+    step = decode_step(64, 100, 3)
+    runs = (step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
+    from prefold.attention import KeyRuns
+
+    rows, keys = pick_tile(plan_slots(KeyRuns(*runs), 64, group=2), 2)
+    assert rows in (16, 32, 64, 128)
+    assert keys >= 100 + 64 * 3
+
+
+# Memory
+
+
+def test_a_step_that_does_not_fit_is_run_in_halves(llm, monkeypatch):
+    if DEVICE != "cpu":
+        pytest.skip("on a CPU")
+    requests = [as_request(prompt) for prompt in prompts(6)]
+    for mode in ("full", "mlp", "off"):
+        wanted = run(llm, requests, Readout("last"), sharing=mode, rows=1000)
+        most = 20
+        forward = CausalLM.forward
+
+        def small(self, tokens, *rest, most=most, forward=forward):
+            if len(tokens) > most:
+                raise torch.OutOfMemoryError("no more")
+            return forward(self, tokens, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CausalLM, "forward", small)
+            found = run(llm, requests, Readout("last"), sharing=mode, rows=1000)
+        assert llm.engine.max_batch_rows < 1000
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(a.values, b.values, atol=2e-4)
+
+
+def test_what_never_fits_is_an_error(llm, monkeypatch):
+    def never(self, *rest):
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(CausalLM, "forward", never)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(llm, [as_request([5, 6, 7])], Readout("last"), sharing="full", rows=10)
+    with pytest.raises(torch.OutOfMemoryError):
+        greedy(llm, [[5, 6, 7]])
+
+
+def test_generation_goes_on_with_smaller_steps(llm, monkeypatch):
+    some = prompts(7, count=6)
+    wanted = greedy(llm, some)
+    forward = CausalLM.forward
+
+    def small(self, tokens, *rest):
+        if len(tokens) > 5:
+            raise torch.OutOfMemoryError("no more")
+        return forward(self, tokens, *rest)
+
+    monkeypatch.setattr(CausalLM, "forward", small)
+    assert greedy(llm, some) == wanted
+
+
+def test_rows_of_a_step_where_nobody_says(llm, monkeypatch):
+    assert batch_rows(llm.model) == 4096 or DEVICE == "cuda"
+    monkeypatch.setattr("prefold.engine.budget.available_memory", lambda device: 1 << 23)
+    model = CausalLM(llm.config, dtype=torch.bfloat16, device=torch.device("meta"))
+    some = batch_rows(model)
+    assert some % 1024 == 0 and 1024 <= some < 65_536
+    monkeypatch.setattr("prefold.engine.budget.available_memory", lambda device: 1 << 45)
+    assert batch_rows(model) == 65_536
+    monkeypatch.setattr("prefold.engine.budget.available_memory", lambda device: 0)
+    assert batch_rows(model) == 1024

@@ -1,0 +1,54 @@
+"""Launches of the Triton kernels, recorded and not run, for `aot`. In a process of its own."""
+
+from __future__ import annotations
+
+import aot
+import numpy as np
+import torch
+from nests import chains
+
+from prefold import kernels
+from prefold.attention import KeyRuns, KVStore, interval_attention, plan_attention, plan_slots, triton_slots
+from prefold.kernels import gpu
+
+gpu.DEVICES = ("cpu",)
+kernels.load = lambda: None
+
+
+def rows(heads: int, kv_heads: int, dim: int, dtype: str, window: int | None) -> list[aot.Launch]:
+    """With a carried path, and without."""
+    with aot.Recorder() as recorder:
+        for path in (0, 100):
+            q, k, v = tensors(heads, kv_heads, dim, dtype)
+            nest = chains([160])
+            plan = plan_attention(nest.end, np.arange(path, 160), nest.positions, window)
+            carried = {"path_k": k[:path], "path_v": v[:path]} if path else {}
+            interval_attention(q[path:], k[path:], v[path:], plan, scale=0.1, **carried)
+    return list(recorder.launches.values())
+
+
+def gradients(heads: int, kv_heads: int, dim: int, dtype: str, window: int | None) -> list[aot.Launch]:
+    with aot.Recorder() as recorder:
+        q, k, v = (x.requires_grad_(True) for x in tensors(heads, kv_heads, dim, dtype))
+        nest = chains([160])
+        interval_attention(q, k, v, plan_attention(nest.end, np.arange(160), nest.positions, window), scale=0.1).sum(
+        ).backward()  # fmt: skip
+    return list(recorder.launches.values())
+
+
+def slots(heads: int, kv_heads: int, dim: int, dtype: str, window: int | None) -> list[aot.Launch]:
+    """Tiles of every size."""
+    q, k, v = tensors(heads, kv_heads, dim, dtype)
+    store = KVStore(1, kv_heads, dim, 200, q.dtype)
+    row = np.arange(160)
+    with aot.Recorder() as recorder:
+        store.write(0, torch.arange(160) + 1, k, v)
+        for size in (16, 32, 64, 128):
+            triton_slots.pick_rows = lambda joined, group, size=size: size
+            runs = KeyRuns(row + 1, np.ones(160, np.int64), row, row, np.full(160, 160))
+            store.attend(0, q, plan_slots(runs, 160, row, window, group=heads // kv_heads), 0.1)
+    return list(recorder.launches.values())
+
+
+def tensors(heads: int, kv_heads: int, dim: int, dtype: str) -> list[torch.Tensor]:
+    return [torch.zeros(160, number, dim, dtype=getattr(torch, dtype)) for number in (heads, kv_heads, kv_heads)]

@@ -1,0 +1,49 @@
+"""Triton's kernels on a CPU, in Triton's interpreter: `tests/conftest.py` switches it on where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from prefold import kernels
+from prefold.kernels import gpu
+
+needs_triton = pytest.mark.skipif(not gpu.has_triton(), reason="Triton is not installed")
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+@pytest.fixture
+def on_triton(monkeypatch) -> str:
+    """The device on which everything goes through Triton's kernels, where they can take it."""
+    if not gpu.has_triton():
+        pytest.skip("Triton is not installed")
+    if DEVICE == "cpu":
+        mend_interpreter()
+        monkeypatch.setattr(gpu, "DEVICES", ("cpu",))
+        monkeypatch.setattr(kernels, "load", lambda: None)
+    return DEVICE
+
+
+def mend_interpreter() -> None:
+    """What Triton 3.6's interpreter gets wrong: it turns arrays of one number into whole numbers in a way that NumPy
+    2.4 gave up, and takes the bits of bfloat16 numbers for whole numbers in products."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if getattr(interpreter, "mended", False):
+        return
+    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).item()))
+
+    def widened(self, a, b, *rest):
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return dot(self, a, b, *rest)
+
+    interpreter._patch_lang_tensor = patched
+    interpreter.InterpreterBuilder.create_dot = widened
+    interpreter.mended = True
