@@ -11,12 +11,15 @@ from __future__ import annotations
 import argparse
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 from common import linear_rate, machine, median, read_bandwidth, read_jsonl, run_engine, table, timed, write_json
 from torch import Tensor
+from torch import distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -178,22 +181,14 @@ def ranks(models: dict, arguments) -> str:
     readout, rows, alone = Readout("mean"), [], {}
     for size in (1, 2):
         llm = LLM(Checkpoint.dummy(PAGE), dtype="float32", tensor_parallel=size, sharing="off")
-        layers, moved, sums = llm.config.layers, [0], llm.model.ranks.sum
-
-        def counted(x: Tensor, moved=moved, sums=sums) -> Tensor:
-            moved[0] += x.nbytes
-            return sums(x)
-
-        if size > 1:
-            llm.model.ranks.sum = counted
+        layers = llm.config.layers
         for name, batch in batches.items():
             rng = np.random.default_rng(0)
             requests = [Request(rng.integers(0, 4096, n).astype(np.int32)) for n in batch]
             run_engine(llm.engine, requests, readout)
-            moved[0] = 0
-            with CommDebugMode() as comms:
+            with CommDebugMode() as comms, counted_bytes() as moved:
                 run_engine(llm.engine, requests, readout)
-            count, nbytes = sum(comms.get_comm_counts().values()), moved[0]
+            count, nbytes = sum(comms.get_comm_counts().values()), sum(moved)
             seconds = median(timed(lambda r=requests, e=llm.engine: run_engine(e, r, readout), arguments.repeats))
             alone.setdefault(name, seconds)
             per_layer = f"{(count - 1) / layers:g} a layer + 1" if count else ""
@@ -202,6 +197,23 @@ def ranks(models: dict, arguments) -> str:
         llm.close()
     headers = ["ranks", "batch", "rows", "all-reduces", "", "bytes each rank adds", "ms", "x one rank"]
     return table(headers, rows)
+
+
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """What this process gives to each all-reduce, in bytes."""
+    moved: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counted(x: Tensor, *arguments, **options):
+        moved.append(x.nbytes)
+        return all_reduce(x, *arguments, **options)
+
+    dist.all_reduce = counted
+    try:
+        yield moved
+    finally:
+        dist.all_reduce = all_reduce
 
 
 def share(models: dict, arguments) -> str:
