@@ -133,7 +133,7 @@ def main() -> None:
     main_llm = models[arguments.dtype]
     rows, record = [], []
     with tempfile.TemporaryDirectory() as folder:
-        export_folder(main_llm.checkpoint, main_llm.tokenizer, folder, main_llm.dtype)
+        export_folder(main_llm.checkpoint, folder, main_llm.dtype)
         for name in arguments.tasks.split(","):
             problem = load(name, arguments.data, main_llm)
             reference = None

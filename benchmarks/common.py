@@ -280,29 +280,12 @@ class Peer:
         self.close()
 
 
-def export_folder(checkpoint, tokenizer, folder: str | Path, dtype: torch.dtype) -> Path:
-    """Write a GGUF checkpoint's weights as a Hugging Face folder, so that peers run the very same ones."""
-    from safetensors.torch import save_file
+def export_folder(checkpoint, folder: str | Path, dtype: torch.dtype) -> Path:
+    """Write a checkpoint's weights as a Hugging Face folder, so that peers run the very same ones."""
+    from prefold.model import load_model
+    from prefold.train import save_model
 
-    from prefold.model import config_from
-    from prefold.model.sources import open_source
-
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    config = dict(checkpoint.config) | {"dtype": str(dtype).removeprefix("torch."), "bos_token_id": tokenizer.bos_id}
-    config |= {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    tokenizer.backend.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | tokenizer.special_tokens
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    source = open_source(checkpoint, config_from(checkpoint.config), {}, 0)
-    tensors = {}
-    for name, shape in source.shapes.items():
-        tensor = torch.empty(shape, dtype=dtype)
-        source.read_into(name, tensor)
-        tensors[name if name.startswith("lm_head") else f"model.{name}"] = tensor
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return save_model(load_model(checkpoint, dtype=dtype, device="cpu", pack=False), checkpoint, folder)
 
 
 def run_engine(engine, requests, readout) -> list:

@@ -274,7 +274,7 @@ def main() -> None:
             llm = LLM(arguments.model, dtype=arguments.dtype, threads=arguments.threads, cache=arguments.cache)
             cases = {name: CASES[name](arguments.data, llm) for name in chosen}
             cases = {n: Case(c.about, c.prompts[: arguments.limit], c.max_tokens) for n, c in cases.items()}
-            export_folder(llm.checkpoint, llm.tokenizer, folder, llm.dtype)
+            export_folder(llm.checkpoint, folder, llm.dtype)
             peers = open_peers(arguments, folder, cases, stack)
             record += [measure(name, case, llm, peers, arguments) for name, case in cases.items()]
         if "cache" in names:

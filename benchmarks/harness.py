@@ -98,7 +98,7 @@ def main() -> None:
     rows, record = [], []
     with tempfile.TemporaryDirectory() as folder:
         write_tasks(arguments.data, Path(folder, "tasks"))
-        same = str(export_folder(llm.checkpoint, llm.tokenizer, Path(folder, "model"), llm.dtype))
+        same = str(export_folder(llm.checkpoint, Path(folder, "model"), llm.dtype))
         models = {
             "prefold": PrefoldLM(llm),
             "hf": HFLM(same, device="cpu", dtype=arguments.dtype, batch_size=arguments.batch_size),

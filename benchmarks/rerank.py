@@ -73,7 +73,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         job = {
-            "model": str(export_folder(llm.checkpoint, llm.tokenizer, folder, llm.dtype)),
+            "model": str(export_folder(llm.checkpoint, folder, llm.dtype)),
             "dtype": arguments.dtype,
             "threads": arguments.threads,
             "prompts": [p.tolist() for p in prompts],

@@ -47,9 +47,12 @@ def step_flops(batch: TrainBatch) -> float:
 
 
 class PeakMemory:
-    """Most memory since `start`, beyond what there was, in bytes."""
+    """Most memory since it was made, beyond what there was, in bytes.
 
-    def start(self) -> None:
+    One for all steps: what a step has freed, the allocator may keep for the next.
+    """
+
+    def __init__(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
             self.before = torch.cuda.memory_allocated()
@@ -58,7 +61,7 @@ class PeakMemory:
                 f.write("5")  # the peak begins anew
             self.before = self._status("VmRSS")
 
-    def stop(self) -> int:
+    def __call__(self) -> int:
         now = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._status("VmHWM")
         return now - self.before
 
@@ -105,13 +108,13 @@ def geometry(options: argparse.Namespace) -> dict:
 
 
 def measure(options: argparse.Namespace, mode: str, queue: multiprocessing.Queue) -> None:
-    """One system's steps: seconds of each part of each step, and the peak memory of the last one."""
+    """One system's steps: seconds of each part of each step but the first, and their peak memory."""
     torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, loss = (transformers_loss if mode == "transformers" else prefold_loss)(options, mode, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     parts: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
-    memory, peak, losses = PeakMemory(), 0, []
+    losses = []
 
     def timed(part: str, run: Callable) -> object:
         started = time.perf_counter()
@@ -121,16 +124,18 @@ def measure(options: argparse.Namespace, mode: str, queue: multiprocessing.Queue
         parts[part].append(time.perf_counter() - started)
         return result
 
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # makes its state
+    memory = PeakMemory()
     for _ in range(options.repeats + 1):
         optimizer.zero_grad(set_to_none=False)
-        memory.start()
         value = timed("forward", loss)
         timed("backward", value.backward)
-        peak = memory.stop()
         losses.append(float(value.detach()))
         del value
         timed("optimizer", optimizer.step)
-    queue.put({part: seconds[1:] for part, seconds in parts.items()} | {"peak": peak, "losses": losses})
+    queue.put({part: seconds[1:] for part, seconds in parts.items()} | {"peak": memory(), "losses": losses})
 
 
 def in_own_process(options: argparse.Namespace, mode: str) -> dict:
@@ -196,7 +201,8 @@ def main() -> None:
         mode: TrainBatch.build(config, sequences, prompt_lengths=prompts, sharing=mode)
         for mode in ("full", "mlp", "off")
     }
-    print(machine(), f"{options.model}, {config.layers} layers, {options.completions} completions, float32")
+    torch.set_num_threads(options.threads)
+    print(machine(), f"{options.model}, {config.layers} layers, {options.completions} completions, float32", flush=True)
     if torch.cuda.is_available():
         print(torch.cuda.get_device_name())
     results = {}

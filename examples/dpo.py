@@ -1,9 +1,11 @@
 """Teaches SmolLM2 to answer briefly, with DPO on pairs made below, and saves a folder that transformers loads.
 
-    python examples/dpo.py --out FOLDER [--model smollm2-135m] [--steps 12] [--sharing full]
+    python examples/dpo.py --out FOLDER [--model smollm2-135m] [--steps 8] [--sharing full]
 
 Every pair is a brief answer and a wordy one to the same question behind the same system prompt, so most of a batch is
-shared: rows, the trie's tokens, are what the model computes. Runs in a couple of minutes on two cores.
+shared: rows, the trie's tokens, are what the model computes. By DPO alone, a model as small as this finds other ways
+not to be wordy than to be brief; so the cross entropy of the chosen answers is added (Pang et al. 2024). Runs in a
+couple of minutes on two cores.
 """
 
 from __future__ import annotations
@@ -18,13 +20,12 @@ from prefold import LLM
 from prefold.checkpoint import resolve
 from prefold.model import load_model
 from prefold.text import Tokenizer, load_tokenizer
-from prefold.train import dpo_loss, dpo_margins, logprobs, micro_batches, save_model
+from prefold.train import dpo_loss, dpo_margins, logprobs, micro_batches, save_model, sft_loss
 from prefold.types import SHARING_MODES
 
 SYSTEM = (
-    "You are a helpful assistant who knows the world well. People ask you about countries: their capitals, what they "
-    "are known for, and what is worth seeing there. You are friendly and you never make anything up. When you are not "
-    "sure, you say so."
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face. People ask you about geography: the "
+    "capitals of countries, their rivers and their mountains. You know them all."
 )
 CAPITALS = {
     "France": "Paris",
@@ -36,7 +37,7 @@ CAPITALS = {
     "Kenya": "Nairobi",
     "Cuba": "Havana",
 }
-HELD_OUT = "Spain"
+HELD_OUT = "Germany"
 WORDY = (
     "The capital of {country} is {capital}, which is a large and beautiful city with a long history.",
     "That is a very good question! Let me think about it. I would say that it is {capital}.",
@@ -44,7 +45,7 @@ WORDY = (
 
 
 def question(country: str) -> list[dict[str, str]]:
-    ask = f"What is the capital of {country}?"
+    ask = f"Which city is the capital of {country}?"
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ask}]
 
 
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="the folder to save to")
     parser.add_argument("--model", default="smollm2-135m", help="hub id, folder, .gguf file or built-in name")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--beta", type=float, default=0.1)
     parser.add_argument("--sharing", choices=SHARING_MODES, default="full")
@@ -88,6 +89,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         sharing=options.sharing,
         max_rows=options.max_rows,
     )
+    num_chosen = sum(len(s) - n for s, n in zip(sequences[::2], prompt_lengths[::2], strict=True))
     rows, tokens = sum(b.num_rows for b in batches), sum(b.num_tokens for b in batches)
     print(f"{pairs} pairs, {tokens} tokens, {rows} rows computed a step, in {len(batches)} micro-batches")
 
@@ -99,7 +101,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
         began, total, margins = time.perf_counter(), 0.0, []
         for batch, reference in zip(batches, before, strict=True):
             values = logprobs(model, batch)
+            chosen = torch.cat(batch.split(values)[::2])
             loss = dpo_loss(values, reference, batch, beta=options.beta, count=pairs)
+            loss = loss + sft_loss(chosen, count=num_chosen)
             loss.backward()
             total += float(loss.detach())
             margins += dpo_margins(values.detach(), reference, batch).tolist()
@@ -113,7 +117,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
 
     for name in (options.model, str(folder)):
         answer = LLM(name, dtype="float32", kv_memory=1 << 28).chat(question(HELD_OUT), max_tokens=40)
-        print(f"{name}: what is the capital of {HELD_OUT}? {answer.text!r}")
+        print(f"{name}: the capital of {HELD_OUT}? {answer.text!r}")
     return losses
 
 

@@ -15,6 +15,7 @@ import torch
 from .cache import CacheOptions, RadixCache
 from .checkpoint import Checkpoint, resolve
 from .engine import Engine, GenerateOptions
+from .engine.budget import batch_rows
 from .engine.service import Service
 from .engine.team import Solo, Team
 from .errors import InputError
@@ -26,9 +27,6 @@ from .text import Tokenizer, tokenizer_or_none
 from .types import SHARING_MODES, Generated, GenerateRequest, Sharing, Stats
 
 __all__ = ["LLM", "Classification", "Piece", "Ranking", "Score"]
-
-# Rows of a step. On a CPU larger steps hardly gain, and their intermediates are held in memory.
-MAX_BATCH_ROWS = 4096
 
 Text = str | Sequence[int] | np.ndarray
 
@@ -69,14 +67,14 @@ class LLM:
     device          "cpu", "cuda", "cuda:1", ..., or "auto": a GPU when there is one
     threads         CPU threads, of each rank; None: torch's own choice, divided among the ranks
     sharing         "full", "mlp", "off" or "auto" (full: it has not been measured to cost)
-    max_batch_rows  rows of one step
+    max_batch_rows  rows of one step; None: 4,096 on a CPU, on a GPU what its free memory takes
     kv_memory       bytes of K/V for generation; None: half of the free memory, on a CPU at most 4 GiB
     max_running     sequences that generate at once
     reserve_output  set aside room for a whole output when max_tokens is given (else an output may be interrupted, and
                     computed again, when memory runs out)
     cache           keep K/V between calls of `generate`: "lru", "lfu", "priority", a CacheOptions, or "off"
-    cache_prefill   `embed` (of last tokens), `rerank`, `classify` (labels of one token, or a head) use and fill the cache
-                    of `generate` too: for calls that come again and again with what they begin with
+    cache_prefill   `embed` (of last tokens), `rerank`, `classify` (labels of one token, or a head) use and fill the
+                    cache of `generate` too: for calls that come again and again with what they begin with
     adapters        LoRA adapters for generation, {name: PEFT folder}
     tensor_parallel ranks the model is split over: processes of this machine, on GPUs one each. `close` ends them
     load_format     "auto", or "dummy" for random weights of the model's geometry
@@ -137,7 +135,7 @@ class LLM:
         self.engine = Engine(
             self.model,
             sharing="full" if sharing == "auto" else sharing,
-            max_batch_rows=max_batch_rows or MAX_BATCH_ROWS,
+            max_batch_rows=max_batch_rows or batch_rows(self.model),
             generation=GenerateOptions(
                 kv_memory=kv_memory,
                 max_running=max_running,

@@ -145,3 +145,18 @@ def test_adapters(llm, tmp_path):
     assert len({tuple(tokens) for tokens in expected.values()}) == 3
     with pytest.raises(InputError, match="adapter"):
         adapted.generate(ids, adapter="c")
+
+
+def test_a_grammar_that_cannot_be_followed_is_an_error(llm, monkeypatch):
+    """Some grow too complex on the way: a text cut short there is not what was asked for."""
+    pytest.importorskip("llguidance")
+    from prefold.text.grammar import Matcher
+
+    took = []
+    accept = Matcher.accept
+    monkeypatch.setattr(Matcher, "accept", lambda self, token: (took.append(token), accept(self, token)))
+    monkeypatch.setattr(Matcher, "failed", property(lambda self: "too complex" if len(took) > 2 else None))
+    monkeypatch.setattr(Matcher, "is_done", property(lambda self: len(took) > 2))
+    with pytest.raises(InputError, match="the grammar could not be followed after 3 tokens: too complex"):
+        llm.generate("the", max_tokens=20, grammar={"regex": "[a-z]{30}"})
+    assert not llm.engine.generator.has_work

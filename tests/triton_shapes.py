@@ -10,6 +10,7 @@ from nests import chains
 from prefold import kernels
 from prefold.attention import KeyRuns, KVStore, interval_attention, plan_attention, plan_slots, triton_slots
 from prefold.kernels import gpu
+from prefold.model import ops
 
 gpu.DEVICES = ("cpu",)
 kernels.load = lambda: None
@@ -48,6 +49,33 @@ def slots(heads: int, kv_heads: int, dim: int, dtype: str, window: int | None) -
             runs = KeyRuns(row + 1, np.ones(160, np.int64), row, row, np.full(160, 160))
             store.attend(0, q, plan_slots(runs, 160, row, window, group=heads // kv_heads), 0.1)
     return list(recorder.launches.values())
+
+
+def operations(heads: int, kv_heads: int, dim: int, dtype: str, window: int | None) -> list[aot.Launch]:
+    """The position-wise ones, at a hidden size of heads x dim."""
+    number = getattr(torch, dtype)
+    x, weight, norm = (
+        torch.zeros(8, heads * dim, dtype=number),
+        torch.zeros(heads * dim),
+        torch.zeros(dim, dtype=number),
+    )
+    fused = torch.zeros(8, heads + 2 * kv_heads, dim, dtype=number)
+    angles = torch.zeros(8, dim)
+    with aot.Recorder() as recorder, torch.inference_mode():
+        ops.add_rms_norm(x, x, weight, 1e-6)
+        ops.add_rms_norm(x, None, weight.to(number), 1e-6)
+        ops.rope(fused[:, :heads], angles, norm, 1e-6)
+        ops.rope(fused[:, heads:], angles)
+        ops.silu_mul(x)
+        ops.gelu_mul(x)
+    return list(recorder.launches.values())
+
+
+def some(heads: int, kv_heads: int, dim: int, dtype: str, window: int | None) -> list[aot.Launch]:
+    """One launch of each kernel."""
+    shape = (heads, kv_heads, dim, dtype, window)
+    found = [*rows(*shape)[1:], *gradients(*shape)[1:], *slots(*shape), *operations(*shape)]
+    return list({launch.fn.__name__: launch for launch in found}.values())
 
 
 def tensors(heads: int, kv_heads: int, dim: int, dtype: str) -> list[torch.Tensor]:

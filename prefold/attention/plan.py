@@ -14,8 +14,8 @@ from ..errors import InputError
 
 __all__ = ["AttentionPlan", "KeyBlock", "plan_attention"]
 
-# Queries that share one gathered key list in the PyTorch form.
-BLOCK_QUERIES = 256
+# Queries that share one gathered key list in the PyTorch form. At 256, prompts with completions cost 5 to 20 % more.
+BLOCK_QUERIES = 128
 
 
 @dataclass(frozen=True, slots=True)

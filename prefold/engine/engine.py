@@ -28,7 +28,7 @@ from .batch import Batch, prepare
 from .budget import free_cached
 from .generate import Answer, GenerateOptions, Generator
 from .probes import can_probe
-from .runner import Output, Runner
+from .runner import Output, Reads, Runner
 from .team import Prefill, Solo
 
 __all__ = ["Engine", "StepInfo"]
@@ -93,6 +93,8 @@ class Engine:
         self.team = team
         self.cache_prefill = cache_prefill
         self._runner = Runner(model)
+        # A GPU has the next step to do while the results of one are taken.
+        self._steps_ahead = int(model.device.type == "cuda")
 
     def run(self, windows: Iterable[Window], readout: Readout) -> Iterator[tuple[bytes, Result]]:
         """Yield (tag, result) of every request, as the steps that end them come in.
@@ -112,33 +114,42 @@ class Engine:
         """`run` a step of the row stream at a time."""
         path = Path()
         current: _WindowResults | None = None
+        begun: deque[_Begun] = deque()
         for window, batch in _ahead(self._batches(windows, readout)):
             if current is None or current.window is not window:
                 current = _WindowResults(window, readout)
                 path = path.truncate(window.carried if self.sharing == "full" else 0)
             started = time.perf_counter()
             steps = self._run_step(batch, path, readout, window)
-            for part, output, path in steps:
-                self._account(part, path, window, started)
-                yield from current.take(part, output)
+            for part, reads, path in steps:
+                begun.append(_Begun(current, part, reads, path, started))
+                while len(begun) > self._steps_ahead:
+                    yield from self._finish(begun.popleft())
                 started = time.perf_counter()
+        while begun:
+            yield from self._finish(begun.popleft())
+
+    def _finish(self, step: _Begun) -> Iterator[tuple[bytes, Result]]:
+        output = step.reads.output()
+        self._account(step.batch, step.path, step.results.window, step.started)
+        yield from step.results.take(step.batch, output)
 
     def _run_step(
         self, batch: Batch, path: Path, readout: Readout, window: Window
-    ) -> Iterator[tuple[Batch, Output, Path]]:
+    ) -> Iterator[tuple[Batch, Reads, Path]]:
         """One step; where a GPU's memory is too small for it, as halves, and later steps then are no larger."""
         left = [batch]
         while left:
             part = left.pop()
             try:
                 with self.team.turn(Prefill(part.step, path.rows, readout)):
-                    output, path = self._runner.run(part, path, readout, window.targets)
+                    reads, path = self._runner.start(part, path, readout, window.targets)
             except torch.OutOfMemoryError:
                 if part.step.stop - part.step.start < 2 or self.model.ranks.size > 1:
                     raise
-                output = None
-            if output is not None:
-                yield part, output, path
+                reads = None
+            if reads is not None:
+                yield part, reads, path
                 continue
             # Not while the error is handled: it holds what the failed step made.
             self.max_batch_rows = max(1, min(self.max_batch_rows, part.step.num_rows // 2))
@@ -286,6 +297,17 @@ class Engine:
         if self.on_step is not None:
             tokens = int((window.offsets[step.done + 1] - window.offsets[step.done]).sum())
             self.on_step(StepInfo(step.num_rows, step.path, len(step.done), tokens, started, seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step that the device was given, with where its results go, and the path behind it."""
+
+    results: _WindowResults
+    batch: Batch
+    reads: Reads
+    path: Path
+    started: float
 
 
 class _WindowResults:

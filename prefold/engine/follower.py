@@ -73,6 +73,8 @@ def main(pipe: Connection) -> None:
 
 
 def _follow(pipe: Connection, start: Start) -> None:
+    if start.device.type == "cuda":
+        torch.cuda.set_device(start.device)
     ranks = start.join()
     torch.set_num_threads(start.threads)
     place = {"dtype": start.dtype, "device": start.device}

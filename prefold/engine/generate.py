@@ -8,14 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from ..attention import KVStore
 from ..cache import CacheOptions, SlotPool
 from ..errors import InputError
+from ..kernels.gpu import on
 from ..model import Adapter, CausalLM
 from ..model.memory import available_memory
 from ..model.parallel import Shard
@@ -27,6 +29,7 @@ from ..text.grammar import GrammarCompiler
 from ..types import Generated, GenerateRequest, GenerationStats, Readout, Request, Result, Stats
 from .attend import heads_of
 from .budget import free_cached
+from .graphs import DecodeGraphs
 from .probes import Probe, read_probes
 from .runner import head_blocks
 from .sampler import Choice, Sampler
@@ -50,12 +53,14 @@ class GenerateOptions:
     reserve_output  set aside room for a whole output where its length was given; else outputs grow, and what
                     was admitted last makes room when memory runs out
     cache           keep K/V of what has ended, by these options; None: do not
+    graphs          on a GPU: replay steps that only decode as captured CUDA graphs. Off until it has been measured
     """
 
     kv_memory: int | None = None
     max_running: int = 256
     reserve_output: bool = True
     cache: CacheOptions | None = None
+    graphs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("kv_memory", "max_running"):
@@ -115,6 +120,8 @@ class Generator:
             sharing=sharing,
             cache=options.cache,
         )
+        alone_on_gpu = model.device.type == "cuda" and model.ranks.size == 1 and not adapters
+        self._graphs = DecodeGraphs(model, self.store) if options.graphs and alone_on_gpu else None
         self._stats = stats
         self._on_step = on_step
         self._sampler = Sampler()
@@ -221,7 +228,7 @@ class Generator:
 
     def step(self) -> bool:
         """Run one step, and tell of what it ended; False when there was nothing to run."""
-        with self._lock:
+        with self._lock, on(self.model.device):
             return self._step()
 
     def _step(self) -> bool:
@@ -235,14 +242,20 @@ class Generator:
         if step is None:
             return False
         config = self.model.config
-        batch = prepare_slots(step, config.planes, heads_of(self.model), self.model.device, self.adapters)
+        if self._graphs is not None and self._graphs.takes(step):
+            forward = partial(self._graphs.run, step)
+        else:
+            batch = prepare_slots(step, config.planes, heads_of(self.model), self.model.device, self.adapters)
+            attend = SlotAttend(self.store, batch, config.planes, config.scale)
+            place = (batch.tokens, batch.positions)
+            forward = partial(self.model, *place, attend, batch.read_rows, batch.adapters)
+            del attend, batch, place
         planned = time.perf_counter()
         stats.add_seconds("plan", planned - started)
         try:
             head = any(self._jobs[running.key].needs_logits for running, _ in step.reads)
-            attend = SlotAttend(self.store, batch, config.planes, config.scale)
             with self.team.turn(Generate(step, head)):
-                choice, sampling_seconds = self._run(step, attend, head)
+                choice, sampling_seconds = self._run(step, forward, head)
         except torch.OutOfMemoryError:
             scheduler.abandon()
             if not self._shrink(step):
@@ -252,7 +265,7 @@ class Generator:
             scheduler.abandon()
             raise
         if choice is None:  # not while the error is handled: it holds what the failed step made
-            del attend, batch
+            del forward
             free_cached(self.model.device)
             return True
         stats.add_seconds("model", time.perf_counter() - planned - sampling_seconds)
@@ -272,10 +285,10 @@ class Generator:
         return True
 
     @torch.inference_mode()
-    def _run(self, step: GenerateStep, attend: SlotAttend, head: bool) -> tuple[Choice, float]:
-        """head: whether logits are wanted. Of probes the choice has None."""
-        batch = attend.batch
-        hidden = self.model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
+    def _run(self, step: GenerateStep, forward: Callable[[], Tensor], head: bool) -> tuple[Choice, float]:
+        """forward: gives the hidden states of the rows that are read. head: whether logits are wanted. Of probes the
+        choice has None."""
+        hidden = forward()
         ids: list[int | None] = [None] * len(step.reads)
         logprobs: list[Any] = [None] * len(step.reads)
         seconds = 0.0
@@ -333,7 +346,8 @@ class Generator:
                 job.cached_tokens = running.cached_tokens or 0
             if not job.missing:
                 del self._jobs[running.key]
-                answer = [sample.result(job.cached_tokens) for sample in job.samples]
+                failed = next((sample.error for sample in job.samples if sample.error is not None), None)
+                answer = failed or [sample.result(job.cached_tokens) for sample in job.samples]
                 requests += 1
                 tokens += sum(len(job.request.tokens) + max(0, len(sample.tokens) - 1) for sample in job.samples)
                 job.on_done(answer)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.gpu import send
+from ..kernels.gpu import on, send
 from ..model import CausalLM
 from ..model.ops import log_sum_exp
 from ..types import Readout
@@ -36,21 +36,60 @@ class Output:
     greedy: np.ndarray | None = None
 
 
+class Reads:
+    """What a step reads out, on its way from the device; `output` waits for it.
+
+    values, greedy  as of Output, or what they are rows of
+    rows            which rows of the values; None: all
+    """
+
+    def __init__(self, values: Tensor, greedy: Tensor | None = None, rows: np.ndarray | None = None):
+        self._values, self._greedy, self._rows = _fetch(values), None if greedy is None else _fetch(greedy), rows
+        self._done = torch.cuda.Event() if values.is_cuda else None
+        if self._done is not None:
+            self._done.record()
+
+    def output(self) -> Output:
+        if self._done is not None:
+            self._done.synchronize()
+        values = self._values.numpy()
+        return Output(
+            values if self._rows is None else values[self._rows],
+            None if self._greedy is None else self._greedy.numpy(),
+        )
+
+
+def _fetch(tensor: Tensor) -> Tensor:
+    """The tensor on the host, or soon to be there."""
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
 class Runner:
     """Runs steps. Holds the model and nothing else: the path is an argument and a return value."""
 
     def __init__(self, model: CausalLM):
         self.model = model
 
-    @torch.inference_mode()
     def run(self, batch: Batch, path: Path, readout: Readout, targets: np.ndarray) -> tuple[Output, Path]:
         """targets: the window's target ids. Returns what was read and the path above the next step."""
+        reads, path = self.start(batch, path, readout, targets)
+        return reads.output(), path
+
+    def start(self, batch: Batch, path: Path, readout: Readout, targets: np.ndarray) -> tuple[Reads, Path]:
+        """`run`, without waiting for the device: the next step may be started before this one's output is asked for."""
+        with on(self.model.device), torch.inference_mode():
+            return self._start(batch, path, readout, targets)
+
+    def _start(self, batch: Batch, path: Path, readout: Readout, targets: np.ndarray) -> tuple[Reads, Path]:
         config = self.model.config
         attend = StepAttend(batch, path, config.planes, config.scale)
         hidden = self.model(batch.tokens, batch.positions, attend, batch.read_rows)
         if readout.kind == "mean":
             values, kept = mean_pool(hidden, batch, path)
-            return Output(values), attend.next_path(kept)
+            return Reads(values), attend.next_path(kept)
         if readout.kind == "logprobs":
             return self._logprobs(hidden, batch, targets), attend.next_path()
         if readout.kind == "logits":
@@ -59,7 +98,7 @@ class Runner:
             values = self.model.head(hidden)
         else:
             values = hidden.float()
-        return Output(values.cpu().numpy()[batch.step.done_reads]), attend.next_path()
+        return Reads(values, rows=batch.step.done_reads), attend.next_path()
 
     @torch.inference_mode()
     def follow(self, batch: Batch, path: Path, readout: Readout) -> Path:
@@ -74,7 +113,7 @@ class Runner:
             self.model.logits(hidden, readout.ids)
         return attend.next_path()
 
-    def _logprobs(self, hidden: Tensor, batch: Batch, targets: np.ndarray) -> Output:
+    def _logprobs(self, hidden: Tensor, batch: Batch, targets: np.ndarray) -> Reads:
         """log softmax at each pair's row and target; a row's log-sum-exp is computed once for all its pairs."""
         step = batch.step
         reads, ids = send(step.pair_reads, hidden.device), send(targets[step.pair_targets], hidden.device)
@@ -87,10 +126,10 @@ class Runner:
             sums, largest = log_sum_exp(logits)
             values[pairs] = logits[rows, wanted] - sums[rows]
             greedy[pairs] = largest[rows] == wanted
-        return Output(values.cpu().numpy(), greedy.cpu().numpy())
+        return Reads(values, greedy)
 
 
-def mean_pool(hidden: Tensor, batch: Batch, path: Path) -> tuple[np.ndarray, Tensor]:
+def mean_pool(hidden: Tensor, batch: Batch, path: Path) -> tuple[Tensor, Tensor]:
     """Mean over each done sequence's rows, and the hidden states of the next path.
 
     The sum over a sequence is the sum over the keys its last row sees. A key adds its hidden state
@@ -107,7 +146,7 @@ def mean_pool(hidden: Tensor, batch: Batch, path: Path) -> tuple[np.ndarray, Ten
         sums.index_add_(0, end, -keys.double())
         done = send(step.done_reads, hidden.device)
         lengths = send(step.key_positions[step.done_reads] + 1, hidden.device)
-        means = (sums.cumsum(0)[done] / lengths[:, None]).float().cpu().numpy()
+        means = (sums.cumsum(0)[done] / lengths[:, None]).float()
     else:
-        means = np.empty((0, keys.shape[1]), np.float32)
+        means = keys.new_empty(0, keys.shape[1])
     return means, join(path.hidden, new, batch)

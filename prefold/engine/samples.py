@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from ..errors import InputError
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import Matcher
@@ -18,6 +19,7 @@ class Sample:
     """Takes the tokens that the sampler chose, one after the other.
 
     state    what the sampler knows of it
+    error    why there is no result, None where there is one
     on_text  called with every piece of text as it becomes final; None: nobody listens
     """
 
@@ -38,6 +40,7 @@ class Sample:
         self.number = number
         self.tokens: list[int] = []
         self.finish_reason: Literal["stop", "length", "cancelled"] | None = None
+        self.error: InputError | None = None
         self._limit = limit
         self._stop: str | int | None = None
         self._stop_ids = set(sampling.stop_ids)
@@ -55,8 +58,11 @@ class Sample:
     def take(self, token: int | None, logprobs: TokenLogprobs | None) -> bool:
         """The next token, None where no token is allowed any more; whether the sample has ended."""
         if token is None:
+            self._check_grammar()
             return self._end("stop")
         if token in self._end_ids:
+            if token not in self._stop_ids:
+                self._check_grammar()
             return self._end("stop", token if token in self._stop_ids else None)
         self.state.advance(token)
         self.tokens.append(token)
@@ -67,6 +73,7 @@ class Sample:
             if self._text.stopped is not None:
                 return self._end("stop", self._text.stopped)
         if self.state.grammar_done:
+            self._check_grammar()
             return self._end("stop")
         return self._end("length") if len(self.tokens) == self._limit else False
 
@@ -89,6 +96,14 @@ class Sample:
             cached_tokens=cached_tokens,
             logprobs=None if self._logprobs is None else tuple(self._logprobs[:kept]),
         )
+
+    def _check_grammar(self) -> None:
+        """A text that ends before its grammar does is no result: the grammar grew too complex, or no token fits it."""
+        matcher = self.state.matcher
+        if matcher is not None and (matcher.failed or not matcher.is_complete):
+            why = " ".join((matcher.failed or "no token goes on as it asks").split())[:300]
+            message = f"the grammar could not be followed after {len(self.tokens)} tokens: {why}"
+            self.error = InputError(message, field="grammar", remedy="give a simpler one", code="grammar_failed")
 
     def _end(self, reason: Literal["stop", "length", "cancelled"], stop: str | int | None = None) -> bool:
         self.finish_reason, self._stop = reason, stop

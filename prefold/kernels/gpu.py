@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["DEVICES", "DTYPES", "has_triton", "runs_triton", "send", "takes_triton", "upload"]
+__all__ = ["DEVICES", "DTYPES", "has_triton", "on", "runs_triton", "send", "takes_triton", "upload"]
 
 # Kinds of device that Triton compiles for. (Its interpreter runs on "cpu": for tests.)
 DEVICES = ("cuda",)
@@ -30,6 +31,12 @@ def has_triton() -> bool:
 def runs_triton(device: torch.device) -> bool:
     """Whether our Triton kernels run on this device: a GPU that Triton compiles for."""
     return device.type in DEVICES and has_triton()
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """As a context: `device` is where this thread's kernels go. Triton launches them on the current GPU, whatever the
+    tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def takes_triton(*tensors: Tensor | None) -> bool:

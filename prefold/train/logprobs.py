@@ -19,8 +19,8 @@ def logprobs(model: CausalLM, batch: TrainBatch) -> Tensor:
     """log p(target | what comes before it) of all targets, in order of the sequences: float32 [targets].
 
     Differentiable; under torch.no_grad the compiled kernels serve where they can. float64 of a model in float64.
-    Raises InputError for a model without an LM head, of another config than the batch's, or one that is packed
-    and so has no gradients.
+    Raises InputError for a model without an LM head, one that is split over ranks, of another config than the batch's,
+    or packed and so without gradients.
     """
     _check(model, batch)
     prepared = batch.prepared(model.device)
@@ -34,6 +34,12 @@ def _check(model: CausalLM, batch: TrainBatch) -> None:
     config = model.config
     if not config.lm_head:
         raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
+    if model.ranks.size > 1:
+        raise InputError(
+            "the model is split over ranks, which generate and read; they have no gradients",
+            field="model",
+            remedy="load it whole",
+        )
     if (config.planes, config.vocab_size) != (batch.config.planes, batch.config.vocab_size):
         raise InputError("the batch was laid out for another model", field="batch", remedy="build it with model.config")
     if torch.is_grad_enabled() and any(isinstance(m, Linear) and m.weight is None for m in model.modules()):

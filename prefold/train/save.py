@@ -33,12 +33,14 @@ def save_model(
 ) -> Path:
     """Write `model`, which was loaded from `checkpoint`, to `folder`: config.json, model.safetensors, the tokenizer.
 
-    dtype: of the tensors; the model's by default. Raises CheckpointError where the folder is the checkpoint's own or
-    the model is packed, and UnsupportedModelError where transformers has no such rotary settings.
+    dtype: of the tensors; the model's by default. Raises CheckpointError where the folder is the checkpoint's own, or
+    the model is packed or split over ranks, and UnsupportedModelError where transformers has no such rotary settings.
     """
     folder = Path(folder)
     if checkpoint.path is not None and folder.resolve() == checkpoint.path.resolve():
         raise CheckpointError(f"{folder} holds the checkpoint that the model was loaded from; save to another folder")
+    if model.ranks.size > 1:
+        raise CheckpointError("the model is split over ranks, each of which has a part of it; load it whole to save it")
     if any(rope.kind == "factors" for rope in model.config.ropes):
         raise UnsupportedModelError(
             f"{checkpoint.name} has rotary frequencies of its own, which transformers cannot read from a config"

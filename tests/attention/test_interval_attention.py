@@ -205,7 +205,9 @@ def test_scores_far_apart_and_far_from_zero(backend):
     torch.testing.assert_close(case.run().double(), case.expected(), rtol=0, atol=2e-3)
 
 
-def test_gradients():
+@pytest.mark.parametrize("block", [7, 128])
+def test_gradients(monkeypatch, block):
+    monkeypatch.setattr("prefold.attention.plan.BLOCK_QUERIES", block)
     case = Case(random_nest(np.random.default_rng(8), 50, 0.2), dtype=torch.float64, path=10, window=20)
     for name in ("q", "k", "v"):
         getattr(case, name).requires_grad_(True)

@@ -1,7 +1,7 @@
 """Every launch of the Triton kernels compiles for the GPUs that we write them for, though there is none here.
 
-The interpreter takes code that Triton's compiler does not; this is what tells. Each family of shapes is recorded and
-compiled in a process of its own, in which the interpreter is off.
+The interpreter takes code that Triton's compiler does not; this is what tells. Launches are recorded and compiled in a
+process of its own, in which the interpreter is off.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ import pytest
 from prefold.kernels import gpu
 
 TESTS = Path(__file__).parent.parent
-PTXAS = Path("backends/nvidia/bin/ptxas")
-
-# What the launches are recorded from, by name: heads, kv_heads, head_dim, dtype, window. More with -m slow.
+# heads, kv_heads, head_dim, dtype, window
 SHAPES = {
     "qwen3": (16, 8, 128, "bfloat16", None),
     "smollm2": (9, 3, 64, "bfloat16", None),
@@ -28,26 +26,17 @@ SHAPES = {
     "float32": (4, 2, 64, "float32", None),
     "float32-128": (32, 8, 128, "float32", 64),
 }
-FAST = ("qwen3",)
+ROWS, GRADIENTS = {"_forward"}, {"_forward", "_gradient_q", "_gradient_kv"}
+SLOTS, OPERATIONS = {"_write", "_spread", "_attend", "_join"}, {"_add_rms_norm", "_rope", "_gate"}
+PRODUCTS = {"_forward", "_gradient_q", "_gradient_kv"}
 
 SCRIPT = """
 import json, sys
-sys.path[:0] = [{tests!r}, {tests!r} + "/attention"]
+sys.path[:0] = [{tests!r}]
 import aot, triton_shapes
-launches = triton_shapes.{what}(*json.loads(sys.argv[1]))
+launches = getattr(triton_shapes, sys.argv[1])(*json.loads(sys.argv[2]))
 print(json.dumps([aot.compile_one(launch) for launch in launches]))
 """
-
-
-def compile_all(what: str, *arguments: object) -> list[dict]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = SCRIPT.format(tests=str(TESTS), what=what)
-    done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(arguments)],
-        capture_output=True, text=True, check=False, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(autouse=True)
@@ -56,25 +45,36 @@ def compiler():
         pytest.skip("Triton is not installed")
     import triton
 
-    if not (Path(triton.__file__).parent / PTXAS).exists():
+    if not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists():
         pytest.skip("Triton came without ptxas")
 
 
-@pytest.mark.parametrize("shape", [pytest.param(s, marks=() if s in FAST else pytest.mark.slow) for s in SHAPES])
+def compiled(what: str, shape: tuple) -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", SCRIPT.format(tests=str(TESTS)), what, json.dumps(shape)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for one in found:
+        assert one["shared"] <= 227 * 1024, one
+        if shape[3] == "bfloat16" and shape[2] <= 128:
+            assert one["spilled"] <= 64, one
+        if shape[3] != "float32" and one["name"] in PRODUCTS:
+            assert one["wgmma"], "not on Hopper's tensor cores"
+    return found
+
+
+def test_each_kernel_compiles():
+    found = compiled("some", SHAPES["qwen3"])
+    assert sorted(one["name"] for one in found) == sorted(GRADIENTS | SLOTS | OPERATIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("what", "names"),
-    [
-        ("rows", {"_forward"}),
-        ("gradients", {"_forward", "_gradient_q", "_gradient_kv"}),
-        ("slots", {"_write", "_spread", "_attend", "_join"}),
-    ],
+    [("rows", ROWS), ("gradients", GRADIENTS), ("slots", SLOTS), ("operations", OPERATIONS)],
+    ids=["rows", "gradients", "slots", "operations"],
 )
-def test_attention_compiles(what, names, shape):
-    compiled = compile_all(what, *SHAPES[shape])
-    assert {one["name"] for one in compiled} == names
-    for one in compiled:
-        assert one["shared"] <= 227 * 1024, one
-        if SHAPES[shape][3] == "bfloat16" and SHAPES[shape][2] <= 128:
-            assert one["spilled"] <= 64, one
-        if SHAPES[shape][3] != "float32" and one["name"] in ("_forward", "_gradient_q", "_gradient_kv"):
-            assert one["wgmma"], "not on Hopper's tensor cores"
+def test_every_launch_compiles(what, names, shape):
+    assert {one["name"] for one in compiled(what, SHAPES[shape])} == names

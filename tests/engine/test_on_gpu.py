@@ -185,6 +185,20 @@ def test_a_tile_is_picked_for_a_plan():
     assert keys >= 100 + 64 * 3
 
 
+def test_results_of_a_step_while_the_next_one_runs(llm, monkeypatch):
+    requests = [as_request(prompt) for prompt in prompts(8)]
+    for kind in ("last", "mean"):
+        wanted = run(llm, requests, Readout(kind), sharing="full", rows=9)
+        llm.engine._steps_ahead = 1
+        steps = []
+        llm.engine.on_step = steps.append
+        found = run(llm, requests, Readout(kind), sharing="full", rows=9)
+        assert len(steps) > 2
+        llm.engine._steps_ahead, llm.engine.on_step = 0, None
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(a.values, b.values)
+
+
 # Memory
 
 

@@ -59,8 +59,8 @@ def test_the_example_trains_and_saves(tmp_path, capsys):
         sharing: example.main([*arguments, "--out", str(tmp_path / sharing), "--sharing", sharing, "--steps", steps])
         for sharing, steps in (("full", "4"), ("mlp", "2"))
     }
-    assert losses["full"][0] == pytest.approx(np.log(2), abs=1e-3)
-    assert losses["full"][-1] < losses["full"][0] - 0.1
+    assert losses["full"][0] > np.log(2)  # DPO's, where nothing has moved, and the cross entropy of the chosen
+    assert losses["full"][-1] < losses["full"][0] - 1
     np.testing.assert_allclose(losses["full"][:2], losses["mlp"], rtol=1e-3)
     printed = capsys.readouterr().out
     assert "16 pairs" in printed and f"saved to {tmp_path / 'full'}" in printed

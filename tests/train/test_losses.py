@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from learning import group, sequences, trainable
@@ -151,6 +153,9 @@ def test_models_that_cannot_be_trained(tmp_path):
     other = trainable(tiny_checkpoint(tmp_path, "mistral", sliding_window=3, tokenizer=False))
     with pytest.raises(InputError, match="another model"):
         logprobs(other, batch)
+    model.ranks = SimpleNamespace(size=2)
+    with pytest.raises(InputError, match="split over ranks"):
+        logprobs(model, batch)
 
 
 def test_a_packed_model_reads_and_does_not_learn(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,6 +106,10 @@ def test_what_cannot_be_saved(tmp_path):
     model = load_model(factors, dtype=torch.float32, device="cpu", pack=False)
     with pytest.raises(UnsupportedModelError, match="rotary frequencies"):
         save_model(model, factors, tmp_path / "saved")
+    split = trainable(folder)
+    split.ranks = SimpleNamespace(size=2)
+    with pytest.raises(CheckpointError, match="split over ranks"):
+        save_model(split, checkpoint, tmp_path / "saved")
     packed = load_model(checkpoint, dtype=torch.float32, device="cpu")
     if packed.layers[0].o.weight is None:
         with pytest.raises(CheckpointError, match="packed"):

@@ -1,0 +1,173 @@
+"""Section decode of gpu.py: a step of generation, with what sequences share read once and without; and a whole job."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import numpy as np
+import torch
+from common import median
+from gpu_common import Bench
+from gpu_rerank import time_shares
+
+from prefold.engine import Engine, GenerateOptions
+from prefold.engine.attend import heads_of
+from prefold.engine.slots import SlotAttend, make_store, prepare_slots
+from prefold.model import CausalLM
+from prefold.schedule.generate_step import GenerateStep
+from prefold.types import GenerateRequest, Sampling
+
+BATCHES, SHARED, OWN = (64, 256), 2048, 256
+
+
+def run(bench: Bench) -> None:
+    names = bench.models if bench.smoke else [m for m in bench.models if m in ("qwen3-0.6b", "qwen3-8b")]
+    for name in names:
+        bench.attempt(f"decode steps {name}", lambda name=name: steps(bench, name))
+        bench.attempt(f"decode job {name}", lambda name=name: job(bench, name))
+
+
+def decode_step(batch: int, shared: int, own: int, *, grouped: bool) -> GenerateStep:
+    """Every sequence: the shared rows, and `own` of its own, the last of which is new. Not grouped: the shared rows are
+    a run a sequence, as though nobody knew that they are the same."""
+    query = np.arange(batch)
+    tails = 1 + shared + query * own
+    one = np.ones(batch, np.int64)
+    if grouped:
+        head = [np.array([x]) for x in (1, shared, 0, 0, batch)]
+    else:
+        head = [one, one * shared, one * 0, query, query + 1]
+    tail = [tails, one * (own - 1), one * shared, query, query + 1]
+    new = [tails + own - 1, one, one * (shared + own - 1), query, query + 1]
+    start, count, position, first, last = (np.concatenate(x) for x in zip(head, tail, new, strict=True))
+    order = np.lexsort((position, first))
+    runs = dict(zip(("run_start", "run_count", "run_position", "run_first", "run_last"),
+                    (x[order] for x in (start, count, position, first, last)), strict=True))  # fmt: skip
+    return GenerateStep(
+        tokens=(query % 500).astype(np.int32),
+        positions=np.full(batch, shared + own - 1, np.int32),
+        slots=tails + own - 1,
+        **runs,
+        read_rows=query,
+        reads=[],
+        spans=[],
+        takes=[],
+        decode_rows=batch,
+    )
+
+
+def steps(bench: Bench, name: str) -> None:
+    model = bench.model(name)
+    config = model.config
+    batches, shared, own = ((4,), 24, 8) if bench.smoke else (BATCHES, SHARED, OWN)
+    slot_bytes = 2 * config.kv_size * config.layers * bench.dtype.itemsize
+    weights = config.linear_flops // 2 * bench.dtype.itemsize + config.hidden * config.vocab_size * bench.dtype.itemsize
+    rows = []
+    for batch in batches:
+        store = make_store(model, 1 + shared + batch * own)
+        if store._memory.is_floating_point():  # as kernels of a CPU read them they are bytes
+            store._memory.normal_()
+        times, planned = {}, {}
+        for grouped in (True, False):
+            step = decode_step(batch, shared, own, grouped=grouped)
+
+            def prepared(step=step):
+                return prepare_slots(step, config.planes, heads_of(model), model.device, {})
+
+            slots = prepared()
+
+            @torch.inference_mode()
+            def once(slots=slots, store=store) -> None:
+                attend = SlotAttend(store, slots, config.planes, config.scale)
+                hidden = model(slots.tokens, slots.positions, attend, slots.read_rows)
+                model.logits(hidden).argmax(-1)
+
+            times[grouped] = median(bench.seconds(once, 5 * bench.repeats, warm=2))
+            begun = time.perf_counter()
+            prepared()
+            planned[grouped] = time.perf_counter() - begun
+        replayed = bench.attempt("decode graph", partial(graph_seconds, bench, model, store, batch, shared, own))
+        moved = weights + slot_bytes * (shared + batch * own)
+        floor = moved / bench.limits()["bandwidth"]
+        rows.append(
+            [
+                batch,
+                f"{1e3 * times[True]:.2f}",
+                "-" if replayed is None else f"{1e3 * replayed:.2f}",
+                f"{1e3 * times[False]:.2f}",
+                f"{times[False] / times[True]:.2f}",
+                f"{1e3 * floor:.2f}",
+                f"{floor / min(times[True], replayed or times[True]):.0%}",
+                f"{1e3 * planned[True]:.2f}",
+            ]
+        )
+        print("  ", *rows[-1], flush=True)
+        del store, slots, once
+        bench.free()
+    headers = [
+        "batch",
+        "grouped ms",
+        "as a graph ms",
+        "not grouped ms",
+        "gain",
+        "bytes floor ms",
+        "of floor",
+        "planned ms",
+    ]
+    bench.show("decode", headers, rows, model=name, shared=shared, own=own)
+
+
+def graph_seconds(bench: Bench, model: CausalLM, store, batch: int, shared: int, own: int) -> float | None:
+    """The grouped step as a captured graph, its tensors and tables copied in anew each time; None without a GPU."""
+    if not bench.on_gpu:
+        return None
+    from prefold.engine.graphs import DecodeGraphs
+
+    graphs = DecodeGraphs(model, store)
+    step = decode_step(batch, shared, own, grouped=True)
+    if graphs.run(step) is None:
+        raise AssertionError("the step was not taken for a graph")
+
+    def once() -> None:
+        hidden = graphs.run(step)
+        with torch.inference_mode():
+            model.logits(hidden).argmax(-1)
+
+    return median(bench.seconds(once, 5 * bench.repeats, warm=2))
+
+
+def job(bench: Bench, name: str) -> None:
+    """Requests below one long prefix, from their arrival to their last token."""
+    model = bench.model(name)
+    count, shared, own, new = (6, 24, 4, 4) if bench.smoke else (512, 2048, 32, 128)
+    rng = np.random.default_rng(0)
+    prefix = rng.integers(0, 500, shared)
+    prompts = [np.concatenate((prefix, rng.integers(0, 500, own))).astype(np.int32) for _ in range(count)]
+    rows = []
+    modes = {"full": ("full", False), "full, graphs": ("full", True), "off": ("off", False)}
+    if not bench.on_gpu:
+        del modes["full, graphs"]
+    for mode, (sharing, graphs) in modes.items():
+        if sharing == "off":
+            prompts = prompts[: max(2, count // 4)]  # it takes longer, and its rate is the same
+        options = GenerateOptions(kv_memory=(1 << 24) if bench.smoke else None, max_running=256, graphs=graphs)
+        engine = Engine(model, sharing=sharing, max_batch_rows=64 if bench.smoke else 4096, generation=options)
+
+        def once(engine=engine, prompts=prompts) -> None:
+            for prompt in prompts:
+                request = GenerateRequest(prompt, Sampling(max_tokens=new, ignore_eos=True))
+                engine.generator.add(request, None, lambda answer: None)
+            while engine.generator.step():
+                pass
+
+        found = bench.seconds(once, 1)
+        shares = bench.attempt(f"decode profile {mode}", lambda once=once: time_shares(bench, once)) or {}
+        rate = len(prompts) * new / median(found)
+        parts = (f"{shares.get(kind, 0):.0%}" for kind in ("attention", "linears", "other", "busy"))
+        rows.append([mode, len(prompts), f"{rate:.0f}", f"{median(found):.2f}", *parts])
+        print("  ", *rows[-1], flush=True)
+        del engine, once
+        bench.free()
+    headers = ["mode", "requests", "tokens/s", "s", "attention", "linears", "other", "GPU busy"]
+    bench.show("decode_job", headers, rows, model=name, shared=shared, own=own, new=new)

@@ -1,0 +1,261 @@
+"""Section kernels of gpu.py: attention alone, beside other ways to compute it; other tile sizes; other kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from common import visible_pairs
+from gpu_common import Bench
+from gpu_decode import decode_step
+from torch import Tensor
+from torch.nn import functional as F
+
+from prefold.attention import KeyRuns, KVStore, interval_attention, plan_attention, plan_slots
+from prefold.attention.row_tiles import row_tiles
+from prefold.kernels.gpu import runs_triton
+from prefold.model import ops
+
+# heads, kv_heads, head_dim
+HEADS = {"qwen3-0.6b": (16, 8, 128), "qwen3-8b": (32, 8, 128), "smollm2": (9, 3, 64), "gemma3": (4, 1, 256)}
+SIZES = ((128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 32, 8, 4))
+
+
+def run(bench: Bench) -> None:
+    shapes = {"tiny": (4, 2, 16)} if bench.smoke else HEADS
+    for name, shape in shapes.items():
+        bench.attempt(f"kernels rows {name}", lambda name=name, shape=shape: rows(bench, name, shape))
+    for name, shape in shapes.items():
+        bench.attempt(f"kernels slots {name}", lambda name=name, shape=shape: slots(bench, name, shape))
+    bench.attempt("kernels ops", lambda: position_wise(bench))
+
+
+def rows(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
+    """32 prompts, 2048 shared rows and 256 of their own each; useful FLOP/s: those of visible pairs, once."""
+    heads, kv_heads, dim = shape
+    batch, prefix, suffix = (3, 24, 8) if bench.smoke else (32, 2048, 256)
+    total = prefix + batch * suffix
+    end = np.concatenate((np.full(prefix, total), prefix + suffix * (np.arange(batch * suffix) // suffix + 1)))
+    q, k, v = (torch.randn(total, h, dim, device=bench.device).to(bench.dtype) for h in (heads, kv_heads, kv_heads))
+    useful = 4.0 * visible_pairs(end) * heads * dim
+    scale = dim**-0.5
+    found = []
+
+    def add(what: str, run) -> Tensor | None:
+        seconds = bench.attempt(f"kernels {name} {what}", lambda: bench.kernel_seconds(run))
+        if seconds is not None:
+            found.append([what, f"{1e3 * seconds:.3f}", f"{useful / seconds / 1e12:.0f}"])
+            print("  ", *found[-1], flush=True)
+
+    def ours():
+        plan = plan_attention(end, np.arange(total), compiled=not runs_triton(bench.device))
+
+        def call() -> Tensor:
+            with torch.inference_mode():
+                return interval_attention(q, k, v, plan, scale=scale)
+
+        return call
+
+    add("prefold", ours())
+    reference = ours()()
+    if runs_triton(bench.device):
+        tile_sizes(bench, add, ours)
+        add("prefold, forward and backward", lambda: backward(q, k, v, end, scale))
+    others = {
+        "flash over nodes, joined": lambda: over_nodes(q, k, v, batch, prefix, scale),
+        "SDPA, unfolded": lambda: unfolded(q, k, v, batch, prefix, scale),
+    }
+    if bench.on_gpu:
+        others["FlexAttention, our blocks"] = bench.attempt("flex", lambda: flex(q, k, v, end, scale))
+    for what, call in others.items():
+        if call is None:
+            continue
+        if what != "SDPA, unfolded":
+            out = bench.attempt(f"kernels {name} {what}", call)
+            if (
+                out is not None
+                and (error := (out.float() - reference.float()).norm() / reference.float().norm()) > 2e-2
+            ):
+                bench.failures.append(f"{what} differs from prefold by {error:.1e}")
+        add(what, call)
+    bench.show("kernels_rows", ["attention", "ms", "useful TFLOP/s"], found, shape=name)
+
+
+def tile_sizes(bench: Bench, add, ours) -> None:
+    from prefold.attention import triton_rows
+
+    before = dict(triton_rows.TILE_SIZES)
+    for size in SIZES[:1] if bench.smoke else SIZES:
+        triton_rows.TILE_SIZES.update({key: triton_rows.TileSize(*size) for key in before})
+        call = ours()
+        add("tiles of {} x {}, {} warps, {} stages".format(*size), call)
+    triton_rows.TILE_SIZES.update(before)
+
+
+def backward(q: Tensor, k: Tensor, v: Tensor, end: np.ndarray, scale: float) -> None:
+    leaves = [x.detach().requires_grad_(True) for x in (q, k, v)]
+    plan = PLANS.setdefault(len(end), plan_attention(end, np.arange(len(end)), compiled=False))
+    interval_attention(*leaves, plan, scale=scale).sum().backward()
+
+
+PLANS: dict[int, object] = {}
+
+
+def over_nodes(q: Tensor, k: Tensor, v: Tensor, batch: int, prefix: int, scale: float) -> Tensor:
+    """torch's flash attention a node at a time: the prefix, all suffixes over the prefix, each suffix over itself; the
+    last two joined by their log-sum-exps. What can be done without a kernel, where one prefix is shared by all."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        op = torch.ops.aten._scaled_dot_product_flash_attention
+        if q.device.type == "cpu":
+            op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, sums = op(q, k, v, 0.0, causal, scale=scale)[:2]
+        return out.transpose(1, 2), sums.transpose(1, 2)[..., None].float()
+
+    with torch.inference_mode():
+        first = [x[None, :prefix] for x in (q, k, v)]
+        head, _ = attend(*first, causal=True)
+        above, a = attend(q[None, prefix:], *first[1:], causal=False)
+        own = [x[prefix:].unflatten(0, (batch, -1)) for x in (q, k, v)]
+        below, b = attend(*own, causal=True)
+        above, a = (x[0].unflatten(0, (batch, -1)) for x in (above, a))
+        share = torch.sigmoid(a - b).to(q.dtype)
+        return torch.cat((head[0], (share * above + (1 - share) * below).flatten(0, 1)))
+
+
+def unfolded(q: Tensor, k: Tensor, v: Tensor, batch: int, prefix: int, scale: float) -> Tensor:
+    """Every prompt whole, as RadixMLP attends; unfolding itself is part of it."""
+    suffix = (len(q) - prefix) // batch
+    rows = torch.cat([torch.arange(prefix), torch.arange(suffix)]).repeat(batch, 1)
+    rows[:, prefix:] += prefix + suffix * torch.arange(batch)[:, None]
+    rows = ROWS.setdefault((batch, prefix, suffix, q.device), rows.to(q.device))
+    with torch.inference_mode():
+        q, k, v = (x[rows].transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+
+ROWS: dict[tuple, Tensor] = {}
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, end: np.ndarray, scale: float, block: int = 128):
+    """FlexAttention with a block mask made of our own lists of blocks, never of the mask itself."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    tiles = row_tiles(plan_attention(end, np.arange(len(end)), compiled=False), 0, block, block)
+    num_tiles, num_blocks = tiles.num_tiles, -(-len(end) // block)
+    ends = torch.from_numpy(end).to(q.device)
+
+    def tables(part: int) -> tuple[Tensor, Tensor]:
+        counts = np.diff(tiles.bounds[part])
+        indices = np.zeros((num_tiles, num_blocks), np.int32)
+        for tile in range(num_tiles):
+            indices[tile, : counts[tile]] = (
+                tiles.blocks[tiles.bounds[part, tile] : tiles.bounds[part, tile + 1]] // block
+            )
+        return tuple(torch.from_numpy(x.astype(np.int32)).to(q.device)[None, None] for x in (counts, indices))
+
+    def visible(b, h, query, key):
+        return (key <= query) & (query < ends[key])
+
+    whole, partly = tables(2), tables(3)
+    mask = BlockMask.from_kv_blocks(
+        *partly, *whole, BLOCK_SIZE=block, mask_mod=visible, seq_lengths=(len(end), len(end))
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+    q, k, v = (x.transpose(0, 1)[None].contiguous() for x in (q, k, v))
+
+    def call() -> Tensor:
+        with torch.inference_mode():
+            return compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+    return call
+
+
+def slots(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
+    """One plane of a decoding step: bytes that must be read over the time it takes, by tiles and grouping."""
+    heads, kv_heads, dim = shape
+    shared, own = (24, 8) if bench.smoke else (2048, 256)
+    found = []
+    for batch in (4,) if bench.smoke else (64, 256):
+        store = KVStore(1, kv_heads, dim, 1 + shared + batch * own, bench.dtype, bench.device)
+        if store._memory.is_floating_point():
+            store._memory.normal_()
+        q = torch.randn(batch, heads, dim, device=bench.device).to(bench.dtype)
+        moved = 2 * kv_heads * dim * bench.dtype.itemsize * (shared + batch * own)
+        for grouped in (True, False):
+            step = decode_step(batch, shared, own, grouped=grouped)
+            runs = KeyRuns(step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
+            for size in tile_rows(bench):
+                if size is not None and (heads // kv_heads > size or not grouped):
+                    continue
+                plan = make_plan(runs, batch, heads // kv_heads, bench, size)
+
+                def call(store=store, q=q, plan=plan) -> Tensor:
+                    with torch.inference_mode():
+                        return store.attend(0, q, plan, dim**-0.5)
+
+                what = f"{batch}, {'grouped' if grouped else 'not grouped'}" + (f", tiles of {size}" if size else "")
+                seconds = bench.attempt(
+                    f"kernels slots {name} {what}", lambda call=call, size=size: timed(bench, call, size)
+                )
+                if seconds is not None:
+                    found.append([what, f"{1e6 * seconds:.0f}", f"{moved / seconds / 1e12:.2f}"])
+                    print("  ", *found[-1], flush=True)
+    bench.show("kernels_slots", ["batch", "us", "TB/s of what must be read"], found, shape=name)
+
+
+def tile_rows(bench: Bench) -> tuple[int | None, ...]:
+    return (None, 16, 32, 64, 128) if runs_triton(bench.device) else (None,)
+
+
+def make_plan(runs: KeyRuns, batch: int, group: int, bench: Bench, size: int | None):
+    return plan_slots(runs, batch, group=group, compiled=not runs_triton(bench.device))
+
+
+def timed(bench: Bench, call, size: int | None) -> float:
+    """With tiles of `size` rows, where it is given: the plan's tables are made in the first call."""
+    if size is None:
+        return bench.kernel_seconds(call)
+    from prefold.attention import triton_slots
+
+    before = triton_slots.pick_rows
+    triton_slots.pick_rows = lambda joined, group: size
+    try:
+        return bench.kernel_seconds(call)
+    finally:
+        triton_slots.pick_rows = before
+
+
+def position_wise(bench: Bench) -> None:
+    """Bytes that must be read and written over the time, at 10,240 rows of 4096 (8B); beside eager PyTorch."""
+    rows_, hidden, width, heads = (32, 64, 96, 4) if bench.smoke else (10_240, 4096, 12_288, 32)
+    dim = 16 if bench.smoke else 128
+    x, delta = (torch.randn(rows_, hidden, device=bench.device).to(bench.dtype) for _ in range(2))
+    weight, norm = (torch.ones(n, device=bench.device, dtype=bench.dtype) for n in (hidden, dim))
+    gate_up = torch.randn(rows_, 2 * width, device=bench.device).to(bench.dtype)
+    q = torch.randn(rows_, heads, dim, device=bench.device).to(bench.dtype)
+    cos_sin = torch.randn(rows_, dim, device=bench.device)
+    size = bench.dtype.itemsize
+    calls = {
+        "add_rms_norm": (lambda: ops.add_rms_norm(x, delta, weight, 1e-6), 4 * x.numel() * size),
+        "rope with norm": (lambda: ops.rope(q, cos_sin, norm, 1e-6), 2 * q.numel() * size + cos_sin.nbytes),
+        "silu_mul": (lambda: ops.silu_mul(gate_up), 3 * rows_ * width * size),
+    }
+    found = []
+    for name, (call, moved) in calls.items():
+        fused = bench.attempt(f"kernels {name}", lambda call=call: inferring(bench, call))
+        kept, ops._fused = ops._fused, lambda *a, **k: None
+        try:
+            eager = bench.attempt(f"kernels {name}, eager", lambda call=call: inferring(bench, call))
+        finally:
+            ops._fused = kept
+        if fused and eager:
+            found.append([name, f"{1e6 * fused:.0f}", f"{moved / fused / 1e12:.2f}", f"{1e6 * eager:.0f}"])
+    bench.show("kernels_ops", ["operation", "us", "TB/s", "eager us"], found)
+
+
+def inferring(bench: Bench, call) -> float:
+    with torch.inference_mode():
+        return bench.kernel_seconds(call)
