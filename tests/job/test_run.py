@@ -266,7 +266,7 @@ def test_results_are_written_as_they_come(tmp_path):
 def test_interrupted_it_writes_what_is_done_and_resumes(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_records(source, 100)
-    calls = []
+    calls, before = [], signal.getsignal(signal.SIGINT)
 
     def interrupt(i):
         calls.append(i)
@@ -276,7 +276,7 @@ def test_interrupted_it_writes_what_is_done_and_resumes(tmp_path):
     llm = fake_llm(before=interrupt)
     with pytest.raises(Interrupted):
         run_job(table_job(source, out, llm=llm, window=400), Progress())
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     assert llm.engine.closed == 1
     assert 39 <= len(read_lines(out)) <= 41
     job = table_job(source, out)
