@@ -72,7 +72,7 @@ def test_every_family(family, ranks, tmp_path):
 
 @pytest.fixture
 def split(folder, monkeypatch):
-    monkeypatch.setattr(team, "TIMEOUT_SECONDS", 4)
+    monkeypatch.setattr(team, "TIMEOUT_SECONDS", 10)
     llm = LLM(folder, **PLACE, tensor_parallel=3)
     yield llm
     llm.close()
@@ -100,7 +100,7 @@ def test_a_hung_rank_is_not_waited_for_for_ever(split):
     victim = split._team._processes[0]
     threading.Timer(0.3, os.kill, (victim.pid, signal.SIGSTOP)).start()
     started = time.monotonic()
-    assert "rank 1 has not answered for 4 s" in str(embed_until_it_fails(split))
+    assert "rank 1 has not answered for 10 s" in str(embed_until_it_fails(split))
     assert time.monotonic() - started < 60
 
 
