@@ -243,10 +243,11 @@ class Team(Solo):
         until = time.monotonic() + LAST_WORD_SECONDS
         while time.monotonic() < until:
             for rank, (process, pipe) in enumerate(zip(self._processes, self._pipes, strict=True), 1):
+                ended = process.poll()  # before it is listened to: what it said last is there then
                 if said := _last_word(pipe):
                     return RankError(f"rank {rank} failed: {said}")
-                if process.poll() not in (None, LEFT_ALONE) and not _last_word(pipe):
-                    return RankError(f"rank {rank} {_ending(process.returncode)}")
+                if ended not in (None, LEFT_ALONE):
+                    return RankError(f"rank {rank} {_ending(ended)}")
             time.sleep(0.05)
         silent = [rank for rank, process in enumerate(self._processes, 1) if process.poll() is None]
         if silent and (isinstance(error, BlockingIOError) or "timed out" in str(error).lower()):
