@@ -24,6 +24,7 @@ from prefold.attention import (
 )
 from prefold.checkpoint.geometries import GEOMETRIES
 from prefold.engine import Engine, GenerateOptions
+from prefold.engine.draw import draw
 from prefold.model import CausalLM, ops
 from prefold.prefix import Trie
 from prefold.types import GenerateRequest, Readout, Request, Sampling
@@ -71,6 +72,7 @@ def run(bench: Bench) -> None:
             check_slots(report, bench, dtype, shape)
         for shape in SHAPES[:3] if dtype == torch.bfloat16 and not bench.smoke else SHAPES[:1]:
             check_gradients(report, bench, dtype, shape)
+    check_draws(report, bench)
     for name, config in ({"tiny qwen3": TINY} if bench.smoke else models()).items():
         for dtype in (torch.float32, bench.dtype):
             check_model(report, bench, name, config, dtype)
@@ -101,6 +103,28 @@ def check_ops(report: Report, bench: Bench, dtype: torch.dtype) -> None:
                 return call(*(t.to(bench.device, copy=True) for t in tensors)), call(*(t.float() for t in tensors))
 
         report.check(name, dtype, LIMITS[dtype], both)
+
+
+def check_draws(report: Report, bench: Bench) -> None:
+    """How many tokens differ that are drawn of the same logits on the device, and in NumPy (which rounds otherwise)."""
+    rows, vocab = (4, 300) if bench.smoke else (64, 151_936)
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(7)) * 3
+    uniforms = np.random.default_rng(8).random(rows).tolist()
+    for options in (
+        Sampling(temperature=0.8),
+        Sampling(temperature=1.0, top_k=50),
+        Sampling(temperature=1.0, top_p=0.9),
+        Sampling(temperature=1.2, min_p=0.02, top_k=100, top_p=0.8),
+    ):
+        asked = [options] * rows
+
+        def both(asked=asked):
+            found = draw(logits.to(bench.device, copy=True), asked, uniforms)
+            wanted = draw(logits.clone(), asked, uniforms)
+            return 1 + np.mean(np.array(found) != np.array(wanted)), 1.0
+
+        what = f"draw, top_k {options.top_k}, top_p {options.top_p}, min_p {options.min_p}"
+        report.check(what, torch.float32, 0.02, both)
 
 
 class Step:

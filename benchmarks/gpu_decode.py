@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -137,35 +138,61 @@ def graph_seconds(bench: Bench, model: CausalLM, store, batch: int, shared: int,
     return median(bench.seconds(once, 5 * bench.repeats, warm=2))
 
 
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a job is run. ahead: steps are planned while the one before runs; part: of the requests, where it is slow."""
+
+    name: str
+    sharing: str = "full"
+    graphs: bool = False
+    ahead: bool = True
+    sampling: Sampling = GREEDY
+    part: float = 1.0
+
+
+DRAWN = Sampling(temperature=0.8, top_p=0.95, seed=1)
+MODES = (
+    Mode("full"),
+    Mode("full, one step at a time", ahead=False),
+    Mode("full, graphs", graphs=True),
+    Mode("full, graphs, drawn", graphs=True, sampling=DRAWN),
+    Mode("full, drawn", sampling=DRAWN),
+    Mode("off", sharing="off", part=0.25),
+)
+
+
 def job(bench: Bench, name: str) -> None:
-    """Requests below one long prefix, from their arrival to their last token."""
+    """Requests below one long prefix, from their arrival to their last token: greedy, and drawn."""
     model = bench.model(name)
     count, shared, own, new = (6, 24, 4, 4) if bench.smoke else (512, 2048, 32, 128)
     rng = np.random.default_rng(0)
     prefix = rng.integers(0, 500, shared)
     prompts = [np.concatenate((prefix, rng.integers(0, 500, own))).astype(np.int32) for _ in range(count)]
     rows = []
-    modes = {"full": ("full", False), "full, graphs": ("full", True), "off": ("off", False)}
-    if not bench.on_gpu:
-        del modes["full, graphs"]
-    for mode, (sharing, graphs) in modes.items():
-        if sharing == "off":
-            prompts = prompts[: max(2, count // 4)]  # it takes longer, and its rate is the same
-        options = GenerateOptions(kv_memory=(1 << 24) if bench.smoke else None, max_running=256, graphs=graphs)
-        engine = Engine(model, sharing=sharing, max_batch_rows=64 if bench.smoke else 4096, generation=options)
+    for mode in MODES:
+        if mode.graphs and not bench.on_gpu:
+            continue
+        asked = prompts[: max(2, int(count * mode.part))]
+        options = GenerateOptions(kv_memory=(1 << 24) if bench.smoke else None, max_running=256, graphs=mode.graphs)
+        engine = Engine(model, sharing=mode.sharing, max_batch_rows=64 if bench.smoke else 4096, generation=options)
+        engine.generator._looks_ahead &= mode.ahead
+        sampling = replace(mode.sampling, max_tokens=new, ignore_eos=True)
 
-        def once(engine=engine, prompts=prompts) -> None:
-            for prompt in prompts:
-                request = GenerateRequest(prompt, Sampling(max_tokens=new, ignore_eos=True))
+        def once(engine=engine, asked=asked, sampling=sampling) -> None:
+            for prompt in asked:
+                request = GenerateRequest(prompt, sampling)
                 engine.generator.add(request, None, lambda answer: None)
             while engine.generator.step():
                 pass
 
         found = bench.seconds(once, 1)
-        shares = bench.attempt(f"decode profile {mode}", lambda once=once: time_shares(bench, once)) or {}
-        rate = len(prompts) * new / median(found)
+        shares = bench.attempt(f"decode profile {mode.name}", lambda once=once: time_shares(bench, once)) or {}
+        rate = len(asked) * new / median(found)
         parts = (f"{shares.get(kind, 0):.0%}" for kind in ("attention", "linears", "other", "busy"))
-        rows.append([mode, len(prompts), f"{rate:.0f}", f"{median(found):.2f}", *parts])
+        rows.append([mode.name, len(asked), f"{rate:.0f}", f"{median(found):.2f}", *parts])
         print("  ", *rows[-1], flush=True)
         del engine, once
         bench.free()

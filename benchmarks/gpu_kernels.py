@@ -12,8 +12,10 @@ from torch.nn import functional as F
 
 from prefold.attention import KeyRuns, KVStore, interval_attention, plan_attention, plan_slots
 from prefold.attention.row_tiles import row_tiles
+from prefold.engine.draw import draw_on_device
 from prefold.kernels.gpu import runs_triton
 from prefold.model import ops
+from prefold.types import Sampling
 
 # heads, kv_heads, head_dim
 HEADS = {"qwen3-0.6b": (16, 8, 128), "qwen3-8b": (32, 8, 128), "smollm2": (9, 3, 64), "gemma3": (4, 1, 256)}
@@ -27,6 +29,7 @@ def run(bench: Bench) -> None:
     for name, shape in shapes.items():
         bench.attempt(f"kernels slots {name}", lambda name=name, shape=shape: slots(bench, name, shape))
     bench.attempt("kernels ops", lambda: position_wise(bench))
+    bench.attempt("kernels draw", lambda: draws(bench))
 
 
 def rows(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
@@ -254,6 +257,39 @@ def position_wise(bench: Bench) -> None:
         if fused and eager:
             found.append([name, f"{1e6 * fused:.0f}", f"{moved / fused / 1e12:.2f}", f"{1e6 * eager:.0f}"])
     bench.show("kernels_ops", ["operation", "us", "TB/s", "eager us"], found)
+
+
+def draws(bench: Bench) -> None:
+    """A token for each of 256 rows of 151,936 logits; beside PyTorch's own ways."""
+    rows_, vocab = (4, 500) if bench.smoke else (256, 151_936)
+    logits = torch.randn(rows_, vocab, device=bench.device) * 3
+    uniforms = np.random.default_rng(0).random(rows_).tolist()
+
+    def nucleus() -> Tensor:
+        falling, ids = (logits / 0.8).softmax(-1).sort(-1, descending=True)
+        falling = falling.masked_fill(falling.cumsum(-1) - falling > 0.95, 0)
+        return ids.gather(-1, torch.multinomial(falling, 1))
+
+    options = {
+        "temperature": Sampling(temperature=0.8),
+        "top_k 40": Sampling(temperature=0.8, top_k=40),
+        "top_p 0.95": Sampling(temperature=0.8, top_p=0.95),
+        "min_p 0.05, top_p 0.95": Sampling(temperature=0.8, min_p=0.05, top_p=0.95),
+    }
+    calls = {"arg-max": lambda: logits.argmax(-1)}
+    if runs_triton(bench.device):
+        calls |= {
+            name: lambda one=one: draw_on_device(logits, range(rows_), [one] * rows_, uniforms)
+            for name, one in options.items()
+        }
+    calls["torch: softmax, multinomial"] = lambda: torch.multinomial((logits / 0.8).softmax(-1), 1)
+    calls["torch: sort, top_p, multinomial"] = nucleus
+    found = []
+    for name, call in calls.items():
+        seconds = bench.attempt(f"kernels draw {name}", lambda call=call: inferring(bench, call))
+        if seconds is not None:
+            found.append([name, f"{1e6 * seconds:.0f}", f"{logits.nbytes / seconds / 1e12:.2f}"])
+    bench.show("kernels_draw", ["draw", "us", "TB/s were the logits read once"], found, batch=rows_, vocab=vocab)
 
 
 def inferring(bench: Bench, call) -> float:

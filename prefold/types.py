@@ -175,6 +175,7 @@ class GenerationStats:
     prefill_rows            rows of prompts, those computed again included
     decode_rows             rows of running sequences: one a sequence and step
     recomputed_rows         rows computed again after a preemption
+    discarded_rows          rows of sequences of which it showed while they ran that they had ended before
     first_admission_hits    tokens of prompts that were there when the request was first admitted
     in_step_hits            tokens of prompts shared with a prompt admitted in the same step
     cross_window_hits       tokens of prompts found in the cache, from an earlier window or call
@@ -190,6 +191,7 @@ class GenerationStats:
     prefill_rows: int = 0
     decode_rows: int = 0
     recomputed_rows: int = 0
+    discarded_rows: int = 0
     first_admission_hits: int = 0
     in_step_hits: int = 0
     cross_window_hits: int = 0
@@ -212,7 +214,7 @@ class Stats:
     requests        prompts
     steps           forward passes
     path_rows_peak  most rows whose K/V was held between two steps
-    seconds         by part: "plan" (host), "model" (device), ...; parts may overlap
+    seconds         by part: "plan" (host), "model" (device), "compile" (of kernels for a GPU), ...; parts may overlap
     generation      what generation did, None without any
     """
 

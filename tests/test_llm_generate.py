@@ -6,14 +6,14 @@ import asyncio
 import json
 
 import pytest
+from adapters import merged, write_adapter
+from generating import reference_tokens
+from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.errors import InputError
 from prefold.tasks.run import run_works
-from tests.generating import reference_tokens
-from tests.model.test_lora import merged, write_adapter
-from tests.tiny import reference, tiny_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from nests import chains
 
 from prefold import kernels
 from prefold.attention import KeyRuns, KVStore, interval_attention, plan_attention, plan_slots, triton_slots
+from prefold.engine import draw_triton
 from prefold.kernels import gpu
 from prefold.model import ops
 
@@ -52,7 +53,7 @@ def slots(heads: int, kv_heads: int, dim: int, dtype: str, window: int | None) -
 
 
 def operations(heads: int, kv_heads: int, dim: int, dtype: str, window: int | None) -> list[aot.Launch]:
-    """The position-wise ones, at a hidden size of heads x dim."""
+    """The position-wise ones, at a hidden size of heads x dim, and the sampler's."""
     number = getattr(torch, dtype)
     x, weight, norm = (
         torch.zeros(8, heads * dim, dtype=number),
@@ -68,6 +69,7 @@ def operations(heads: int, kv_heads: int, dim: int, dtype: str, window: int | No
         ops.rope(fused[:, heads:], angles)
         ops.silu_mul(x)
         ops.gelu_mul(x)
+        draw_triton.draw(torch.zeros(4, 151_936), torch.zeros(4, draw_triton.FIELDS, dtype=torch.float64))
     return list(recorder.launches.values())
 
 

@@ -132,8 +132,11 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any) -> list[str]:
         if summary.streams > 1:
             lines.append(f"  streams   {summary.streams:,}, each sorted for itself: what they share was computed again")
         computing = summary.seconds - summary.load_seconds
+        parts = f"{summary.load_seconds:.1f} s of them loading the model"
+        if compiling := stats.seconds.get("compile"):
+            parts += f", {compiling:.1f} s compiling kernels for the GPU (they are kept)"
         lines.append(
-            f"  seconds   {format_seconds(summary.seconds)}, {summary.load_seconds:.1f} s of them loading the model; "
+            f"  seconds   {format_seconds(summary.seconds)}, {parts}; "
             f"{(summary.records - summary.resumed) / max(computing, 1e-9):,.1f} records/s, "
             f"{stats.rows_computed / max(computing, 1e-9):,.0f} rows/s"
         )
@@ -166,6 +169,7 @@ def _generation_table(generation: Any) -> list[tuple[str, str]]:
         ("rows of prompts", generation.prefill_rows),
         ("rows of running sequences", generation.decode_rows),
         ("rows computed again after a preemption", generation.recomputed_rows),
+        ("rows of sequences that had ended before", generation.discarded_rows),
         ("tokens of prompts that were there on admission", generation.first_admission_hits),
         ("tokens of prompts shared within a step", generation.in_step_hits),
         ("tokens of prompts found from earlier windows", generation.cross_window_hits),

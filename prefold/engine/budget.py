@@ -1,13 +1,15 @@
-"""How many rows a step may have where nobody says: as many as memory takes, within what a device is fast with."""
+"""What a device affords: how many rows a step may have where nobody says, and what its kernels took to compile."""
 
 from __future__ import annotations
 
 import torch
 
+from ..kernels.gpu import compile_seconds, runs_triton
 from ..model import CausalLM
 from ..model.memory import available_memory
+from ..types import Stats
 
-__all__ = ["batch_rows", "free_cached"]
+__all__ = ["batch_rows", "count_compiling", "free_cached"]
 
 # On a CPU larger steps hardly gain, and their intermediates are held in memory.
 ROWS_ON_CPU = 4096
@@ -32,3 +34,9 @@ def free_cached(device: torch.device) -> None:
     """Give back what torch keeps for later, after memory has run out."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def count_compiling(stats: Stats, device: torch.device) -> None:
+    """Add what compiling kernels took since this was last called, as the part "compile", which lies within "model"."""
+    if runs_triton(device) and (seconds := compile_seconds()):
+        stats.add_seconds("compile", seconds)

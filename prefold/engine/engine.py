@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import InputError
+from ..kernels.gpu import compile_seconds, runs_triton
 from ..model import Adapter, CausalLM
 from ..prefix import common_prefix_lengths, lexsort_sequences
 from ..schedule import PrefillScheduler
@@ -25,7 +26,7 @@ from ..text import Tokenizer
 from ..types import GenerateRequest, Readout, Request, Result, Sharing, Stats
 from .attend import Path, heads_of
 from .batch import Batch, prepare
-from .budget import free_cached
+from .budget import count_compiling, free_cached
 from .generate import Answer, GenerateOptions, Generator
 from .probes import can_probe
 from .runner import Output, Reads, Runner
@@ -95,6 +96,8 @@ class Engine:
         self._runner = Runner(model)
         # A GPU has the next step to do while the results of one are taken.
         self._steps_ahead = int(model.device.type == "cuda")
+        if runs_triton(model.device):
+            compile_seconds()  # from here on they are this engine's
 
     def run(self, windows: Iterable[Window], readout: Readout) -> Iterator[tuple[bytes, Result]]:
         """Yield (tag, result) of every request, as the steps that end them come in.
@@ -294,6 +297,7 @@ class Engine:
         self.stats.steps += 1
         self.stats.path_rows_peak = max(self.stats.path_rows_peak, path.rows)
         self.stats.add_seconds("model", seconds)
+        count_compiling(self.stats, self.model.device)
         if self.on_step is not None:
             tokens = int((window.offsets[step.done + 1] - window.offsets[step.done]).sum())
             self.on_step(StepInfo(step.num_rows, step.path, len(step.done), tokens, started, seconds))

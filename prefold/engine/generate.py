@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +22,17 @@ from ..model import Adapter, CausalLM
 from ..model.memory import available_memory
 from ..model.parallel import Shard
 from ..schedule.generate import GenerateScheduler
-from ..schedule.generate_step import GenerateStep
+from ..schedule.generate_step import GenerateStep, Running
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
 from ..types import Generated, GenerateRequest, GenerationStats, Readout, Request, Result, Stats
 from .attend import heads_of
-from .budget import free_cached
+from .budget import count_compiling, free_cached
 from .graphs import DecodeGraphs
-from .probes import Probe, read_probes
-from .runner import head_blocks
+from .picks import Flight, Reader, can_start, choose, start
+from .probes import Probe
+from .runner import Reads
 from .sampler import Choice, Sampler
 from .samples import Sample
 from .slots import SlotAttend, make_store, prepare_slots
@@ -78,7 +79,6 @@ class _Job:
     on_done: Callable[[Answer], None]
     missing: int
     cached_tokens: int = 0
-    needs_logits: ClassVar[bool] = True
 
 
 class Generator:
@@ -125,6 +125,10 @@ class Generator:
         self._stats = stats
         self._on_step = on_step
         self._sampler = Sampler()
+        # A step is planned while the one before runs, and its tokens are still on the device.
+        self._looks_ahead = model.device.type == "cuda" and model.ranks.size == 1
+        self._flight: Flight | None = None
+        self._again = 0  # rows counted that had been computed before, or were in vain
         self._jobs: dict[int, _Job | Probe] = {}
         self._keys = itertools.count()
         self._texts: _Texts | None = None
@@ -235,47 +239,53 @@ class Generator:
         scheduler, stats = self.scheduler, self._stats()
         if stats.generation is None:
             stats.generation = scheduler.stats = GenerationStats()
-            scheduler.rows_held_peak = scheduler.rows_unshared_peak = 0
+            scheduler.rows_held_peak = scheduler.rows_unshared_peak = self._again = 0
         started = time.perf_counter()
-        step = scheduler.plan()
+        flight, step = self._flight, scheduler.plan()
         self._tell_failed()
         if step is None:
-            return False
-        config = self.model.config
-        if self._graphs is not None and self._graphs.takes(step):
-            forward = partial(self._graphs.run, step)
-        else:
-            batch = prepare_slots(step, config.planes, heads_of(self.model), self.model.device, self.adapters)
-            attend = SlotAttend(self.store, batch, config.planes, config.scale)
-            place = (batch.tokens, batch.positions)
-            forward = partial(self.model, *place, attend, batch.read_rows, batch.adapters)
-            del attend, batch, place
-        planned = time.perf_counter()
-        stats.add_seconds("plan", planned - started)
+            self._land()
+            return flight is not None
+        forward = self._forward(step, None if flight is None else flight.ids)
+        stats.add_seconds("plan", time.perf_counter() - started)
+        tell = None
         try:
-            head = any(self._jobs[running.key].needs_logits for running, _ in step.reads)
-            with self.team.turn(Generate(step, head)):
-                choice, sampling_seconds = self._run(step, forward, head)
+            tell = self._run(step, forward, started)
         except torch.OutOfMemoryError:
             scheduler.abandon()
             if not self._shrink(step):
                 raise
-            choice = None
         except BaseException:  # Ctrl-C among them: whoever comes next must find a scheduler that can go on
             scheduler.abandon()
             raise
-        if choice is None:  # not while the error is handled: it holds what the failed step made
+        if tell is None:  # not while the error is handled: it holds what the failed step made
             del forward
             free_cached(self.model.device)
-            return True
-        stats.add_seconds("model", time.perf_counter() - planned - sampling_seconds)
-        stats.add_seconds("sample", sampling_seconds)
-        again = scheduler.stats.recomputed_rows
-        done, tokens = self._take(step, choice)
-        self._account(step, stats, scheduler.stats.recomputed_rows - again)
-        if self._on_step is not None:
-            self._on_step(step, started, done, tokens)
+        else:
+            tell()
         return True
+
+    def _run(self, step: GenerateStep, forward: Callable[[], Tensor], started: float) -> Callable[[], object]:
+        """Give a step to the device. Returns what tells of its tokens, or of those of the step before."""
+        began, stats = time.perf_counter(), self._stats()
+        readers = [self._reader(running) for running, _ in step.reads]
+        head = any(reader is not None and reader.needs_logits for reader in readers)
+        with self.team.turn(Generate(step, head)):
+            with torch.inference_mode():
+                hidden = forward()
+            if self._looks_ahead and can_start(hidden.device, readers):
+                ids = start(self.model, self._sampler, hidden, step, readers)
+                self.scheduler.begin(step)
+                before, self._flight = self._flight, Flight(step, ids, Reads(ids), readers, started)
+                stats.add_seconds("model", time.perf_counter() - began)
+                return partial(self._told, before)
+            # What is chosen on the host depends on the tokens before.
+            waited = self._land()
+            readers = [self._reader(running) for running, _ in step.reads]
+            choice, seconds = choose(self.model, self._sampler, hidden, step, readers, head=head)
+        stats.add_seconds("model", time.perf_counter() - began - waited - seconds)
+        stats.add_seconds("sample", seconds)
+        return partial(self._finish, step, readers, choice, started)
 
     def _shrink(self, step: GenerateStep) -> bool:
         """Memory has run out in a step: later ones have at most half of its rows. False where nothing can be halved."""
@@ -284,51 +294,52 @@ class Generator:
         self.scheduler.max_batch_rows = step.num_rows // 2
         return True
 
-    @torch.inference_mode()
-    def _run(self, step: GenerateStep, forward: Callable[[], Tensor], head: bool) -> tuple[Choice, float]:
-        """forward: gives the hidden states of the rows that are read. head: whether logits are wanted. Of probes the
-        choice has None."""
-        hidden = forward()
-        ids: list[int | None] = [None] * len(step.reads)
-        logprobs: list[Any] = [None] * len(step.reads)
-        seconds = 0.0
-        # Reads come in no particular order of rows; those of a part of the rows are sampled together.
-        order = sorted(range(len(step.reads)), key=lambda i: step.reads[i][1])
-        place = 0
-        for block in head_blocks(len(hidden)):
-            logits = self.model.logits(hidden[block]) if head else None
-            started = time.perf_counter()
-            numbers, rows, states, probes = [], [], [], []
-            while place < len(order) and step.reads[order[place]][1] < block.stop:
-                running, row = step.reads[order[place]]
-                job = self._jobs[running.key]
-                if isinstance(job, Probe):
-                    probes.append((job, row - block.start))
-                else:
-                    numbers.append(order[place])
-                    rows.append(row - block.start)
-                    states.append(job.samples[running.sample].state)
-                place += 1
-            read_probes(self.model, probes, hidden[block], logits)
-            if numbers:
-                choice = self._sampler.choose(logits, states, rows)
-                for i, token, one in zip(numbers, choice.ids, choice.logprobs, strict=True):
-                    ids[i], logprobs[i] = token, one
-            seconds += time.perf_counter() - started
-        return Choice(ids, logprobs), seconds
+    def _forward(self, step: GenerateStep, given: Tensor | None) -> Callable[[], Tensor]:
+        """What gives the hidden states of the rows that are read. given: tokens of the step before, on the device,
+        where they are not known yet."""
+        if self._graphs is not None and self._graphs.takes(step):
+            return partial(self._graphs.run, step, given)
+        config, device = self.model.config, self.model.device
+        batch = prepare_slots(step, config.planes, heads_of(self.model), device, self.adapters, given)
+        attend = SlotAttend(self.store, batch, config.planes, config.scale)
+        return partial(self.model, batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
 
-    def _take(self, step: GenerateStep, choice: Choice) -> tuple[int, int]:
+    def _reader(self, running: Running) -> Reader:
+        job = self._jobs.get(running.key)
+        if job is None or running.state == "ended":
+            return None
+        return job if isinstance(job, Probe) else job.samples[running.sample]
+
+    def _land(self) -> float:
+        """Give the tokens of the step in flight to their samples; returns the seconds that took."""
+        started = time.perf_counter()
+        flight, self._flight = self._flight, None
+        self._told(flight)
+        return time.perf_counter() - started
+
+    def _told(self, flight: Flight | None) -> None:
+        if flight is not None:
+            started = time.perf_counter()
+            choice = flight.choice()
+            self._stats().add_seconds("model", time.perf_counter() - started)
+            self._finish(flight.step, flight.readers, choice, flight.started)
+
+    def _finish(self, step: GenerateStep, readers: list[Reader], choice: Choice, started: float) -> None:
+        done, tokens = self._take(step, readers, choice)
+        self._account(step)
+        if self._on_step is not None:
+            self._on_step(step, started, done, tokens)
+
+    def _take(self, step: GenerateStep, readers: list[Reader], choice: Choice) -> tuple[int, int]:
         """Give the tokens to their samples; returns how many requests that ended, and their tokens."""
         ended = []
-        for (running, _), token, logprobs in zip(step.reads, choice.ids, choice.logprobs, strict=True):
-            reader = self._jobs[running.key]
-            if isinstance(reader, Probe):
+        for (running, _), reader, token, logprobs in zip(step.reads, readers, choice.ids, choice.logprobs, strict=True):
+            if not isinstance(reader, Sample) or running.state == "ended":
                 ended.append(True)
                 continue
-            sample = reader.samples[running.sample]
-            before = len(sample.tokens)
-            ended.append(sample.take(token, logprobs))
-            self.scheduler.stats.generated_tokens += len(sample.tokens) - before
+            before = len(reader.tokens)
+            ended.append(reader.take(token, logprobs))
+            self.scheduler.stats.generated_tokens += len(reader.tokens) - before
         requests = tokens = 0
         for running in self.scheduler.commit(step, [token or 0 for token in choice.ids], ended):
             job = self._jobs.get(running.key)
@@ -360,9 +371,11 @@ class Generator:
             if job is not None:
                 job.on_done(error)
 
-    def _account(self, step: GenerateStep, stats: Stats, again: int) -> None:
-        """again: rows of the step that had been computed before."""
-        generation, scheduler = self.scheduler.stats, self.scheduler
+    def _account(self, step: GenerateStep) -> None:
+        stats, generation, scheduler = self._stats(), self.scheduler.stats, self.scheduler
+        count_compiling(stats, self.model.device)
+        again = generation.recomputed_rows + generation.discarded_rows - self._again
+        self._again += again
         stats.steps += 1
         stats.rows_computed += step.num_rows
         stats.unique_tokens += step.num_rows - again

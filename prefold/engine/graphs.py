@@ -23,6 +23,7 @@ from ..model import CausalLM
 from ..model.config import Plane
 from ..schedule.generate_step import GenerateStep
 from .attend import heads_of
+from .slots import fill_in
 
 if TYPE_CHECKING:
     from ..attention.triton_slots import FixedTables
@@ -53,12 +54,14 @@ class FixedStep:
         # tokens, positions, slots
         self._rows = torch.zeros((3, size), dtype=torch.int64, device=model.device)
 
-    def load(self, step: GenerateStep, plans: dict[int | None, SlotPlan]) -> None:
-        """A step of at most `size` rows; behind what the device still does with the one before."""
+    def load(self, step: GenerateStep, plans: dict[int | None, SlotPlan], given: Tensor | None = None) -> None:
+        """A step of at most `size` rows; behind what the device still does with the one before. given: as
+        for `fill_in`."""
         rows = np.zeros((3, self.size), np.int64)
         rows[2] = SCRATCH
         rows[:, : step.num_rows] = step.tokens, step.positions, step.slots
         self._rows.copy_(send(rows, self._rows.device), non_blocking=True)
+        self._rows[0] = fill_in(self._rows[0], given)
         for window, tables in self._tables.items():
             tables.load(plans[window])
 
@@ -111,13 +114,14 @@ class DecodeGraphs:
         only_decodes = step.decode_rows == step.num_rows == len(step.read_rows)
         return only_decodes and padded_size(step.num_rows) is not None
 
-    def run(self, step: GenerateStep) -> Tensor | None:
-        """Hidden states [rows, hidden] of a step's rows, until the next call; None for a step that is not taken."""
+    def run(self, step: GenerateStep, given: Tensor | None = None) -> Tensor | None:
+        """Hidden states [rows, hidden] of a step's rows, until the next call; None for a step that is not taken.
+        given: as for `fill_in`."""
         if not self.takes(step):
             return None
         plans = self._plans(step)
         captured = self._of(step, plans)
-        captured.step.load(step, plans)
+        captured.step.load(step, plans, given)
         captured.graph.replay()
         return captured.hidden[: step.num_rows]
 

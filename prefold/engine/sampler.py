@@ -9,10 +9,8 @@ What is done to a row of logits, in this order (that of vLLM; each step as trans
     temperature                        below GREEDY_BELOW: the most likely token, the first of equals
     min_p, top_k, top_p                each among what the one before left
 
-Each filter keeps the tokens at least as likely as some token, so of equally likely ones it keeps all or none, and
-nothing depends on the order in which a sort leaves them. What is left is drawn from by inverting its cumulative
-distribution in the order of the ids, with one uniform number a token. That number is the `position`-th of
-`Generator(Philox(key=[seed, sample]))`, so it depends on neither neighbours nor batch nor what ran before.
+The last two lines, and drawing from what is left, are `draw`'s. The number a token is drawn with is the `position`-th
+of `Generator(Philox(key=[seed, sample]))`, so it depends on neither neighbours nor batch nor what ran before.
 """
 
 from __future__ import annotations
@@ -24,19 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.gpu import runs_triton, send
 from ..text.grammar import Matcher
 from ..types import Sampling, TokenLogprobs
+from .draw import draw, draw_on_device
 
-__all__ = ["Choice", "Sampler", "SamplerState", "greedy", "kept", "uniforms"]
+__all__ = ["Choice", "Sampler", "SamplerState", "greedy", "uniforms"]
 
 # A temperature this small divides logits into numbers that float32 cannot tell apart.
 GREEDY_BELOW = 1e-5
-# Logits worked on at once, as float32 numbers: 4 MiB, about a second-level cache's worth of each intermediate.
+# Logits worked on at once on a CPU, as float32 numbers: 4 MiB, about a second-level cache's worth of each intermediate.
 WORK_SIZE = 1 << 20
-# Probabilities summed at once when a token is looked for in a whole row.
-BLOCK = 128
-# Candidates for top_p that are tried first, at least.
-CANDIDATES = 256
 # Uniform numbers made at once; a multiple of 4, the numbers of one Philox block.
 NOISE = 64
 
@@ -78,7 +74,6 @@ class SamplerState:
         self.position = 0
         self.end_ids = np.array(sorted(set(end_ids)), np.int64)
         self.greedy = sampling.temperature < GREEDY_BELOW
-        self.filtered = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
         self.bias_ids = np.array([token for token, _ in sampling.logit_bias], np.int64)
         self.bias = np.array([value for _, value in sampling.logit_bias], np.float32)
         self.penalised = bool(
@@ -94,15 +89,18 @@ class SamplerState:
         self._counts = np.zeros(self._ids.size, np.float32)
         self._place = {token: i for i, token in enumerate(self._ids.tolist())} if self.penalised else {}
 
-    @property
-    def plain(self) -> bool:
-        """The next token is the row's most likely one, and nothing else is wanted."""
-        return self._bare and not self.banned.size
+    def plain(self, ahead: int = 0) -> bool:
+        """The next token is the row's most likely one, and nothing else is wanted. ahead: tokens to come before it."""
+        return self._bare and not self.banned(ahead).size
 
     @property
-    def banned(self) -> np.ndarray:
+    def independent(self) -> bool:
+        """What is done to the logits depends on no token of the output, and of the result only the token is wanted."""
+        return not self.penalised and self.matcher is None and self.sampling.logprobs is None
+
+    def banned(self, ahead: int = 0) -> np.ndarray:
         """Ids that may not come next, for the sample would be too short."""
-        return self.end_ids if self.position < self.sampling.min_tokens else self.end_ids[:0]
+        return self.end_ids if self.position + ahead < self.sampling.min_tokens else self.end_ids[:0]
 
     @property
     def grammar_done(self) -> bool:
@@ -117,12 +115,13 @@ class SamplerState:
         if self.penalised:
             self._count(token)
 
-    def uniform(self) -> float:
-        """The number in [0, 1) that the token at `position` is drawn with."""
-        first = self.position - self.position % NOISE
+    def uniform(self, ahead: int = 0) -> float:
+        """The number in [0, 1) that the token at `position` + `ahead` is drawn with."""
+        position = self.position + ahead
+        first = position - position % NOISE
         if first != self._noise_first:
             self._noise, self._noise_first = uniforms(*self._key, first), first
-        return float(self._noise[self.position - first])
+        return float(self._noise[position - first])
 
     @property
     def counted(self) -> tuple[np.ndarray, np.ndarray]:
@@ -155,15 +154,49 @@ class Sampler:
         places = np.arange(len(states)) if rows is None else np.asarray(rows, np.int64)
         ids: list[int | None] = greedy(logits)[places].tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(states)
-        other = [i for i, state in enumerate(states) if not state.plain]
-        at_once = max(1, WORK_SIZE // logits.shape[-1])
+        other = [i for i, state in enumerate(states) if not state.plain()]
+        at_once = max(1, WORK_SIZE // logits.shape[-1]) if logits.device.type == "cpu" else len(states)
         for first in range(0, len(other), at_once):
             part = other[first : first + at_once]
-            work = logits.index_select(0, torch.from_numpy(places[part]).to(logits.device))
+            work = logits.index_select(0, send(places[part], logits.device))
             chosen = _choose(work, [states[i] for i in part])
             for i, token, found in zip(part, chosen.ids, chosen.logprobs, strict=True):
                 ids[i], logprobs[i] = token, found
         return Choice(ids, logprobs)
+
+    @staticmethod
+    def can_start(device: torch.device, states: Iterable[SamplerState]) -> bool:
+        """Whether `start` chooses for them."""
+        return runs_triton(device) and all(state.independent for state in states)
+
+    @torch.inference_mode()
+    def start(
+        self, logits: Tensor, states: Sequence[SamplerState], rows: Sequence[int], ahead: Sequence[int]
+    ) -> Tensor:
+        """`choose`, without waiting for the device: int64 [states] on it, -1 where there is no token.
+
+        ahead: how many tokens of a sample its state has not been told of yet.
+        """
+        device, places = logits.device, np.asarray(rows, np.int64)
+        ids = logits.argmax(-1)[send(places, device)]
+        at = [i for i, (state, n) in enumerate(zip(states, ahead, strict=True)) if not state.plain(n)]
+        if not at:
+            return ids
+        other, later = [states[i] for i in at], [ahead[i] for i in at]
+        if any(state.bias_ids.size or state.banned(n).size for state, n in zip(other, later, strict=True)):
+            work, rows = logits.index_select(0, send(places[at], device)), range(len(at))
+            _add_bias(work, other)
+            _ban(work, other, later)
+            ids[send(np.array(at), device)] = torch.where(work.amax(-1) > -torch.inf, work.argmax(-1), -1)
+        else:
+            work, rows = logits, places[at].tolist()
+        drawn = [i for i, state in enumerate(other) if not state.greedy]
+        if drawn:
+            options = [other[i].sampling for i in drawn]
+            uniforms = [other[i].uniform(later[i]) for i in drawn]
+            places = send(np.array([at[i] for i in drawn]), device)
+            ids[places] = draw_on_device(work, [rows[i] for i in drawn], options, uniforms)
+        return ids
 
 
 def _choose(work: Tensor, states: list[SamplerState]) -> Choice:
@@ -173,14 +206,15 @@ def _choose(work: Tensor, states: list[SamplerState]) -> Choice:
     _add_bias(work, states)
     _mask(work, states)
     _penalise(work, states)
-    _ban(work, states)
+    _ban(work, states, [0] * len(states))
     ids: list[int | None] = greedy(work).tolist()
     some = (work.amax(-1) > -torch.inf).tolist()
     ids = [token if any_left else None for token, any_left in zip(ids, some, strict=True)]
     drawn = [i for i, state in enumerate(states) if not state.greedy and ids[i] is not None]
     if drawn:
         work = work if len(drawn) == len(states) else work[drawn]
-        for i, token in zip(drawn, _draw(work, [states[i] for i in drawn]), strict=True):
+        chosen = draw(work, [states[i].sampling for i in drawn], [states[i].uniform() for i in drawn])
+        for i, token in zip(drawn, chosen, strict=True):
             ids[i] = token
     logprobs: list[TokenLogprobs | None] = [None] * len(states)
     if own is not None:
@@ -192,20 +226,20 @@ def _choose(work: Tensor, states: list[SamplerState]) -> Choice:
 def _places(work: Tensor, rows: Sequence[int], ids: Sequence[np.ndarray]) -> Tensor:
     """Where in `work`, taken as one line, lie the ids of each row."""
     starts = np.repeat(np.array(rows, np.int64) * work.shape[-1], [len(some) for some in ids])
-    return torch.from_numpy(np.concatenate(ids) + starts).to(work.device)
+    return send(np.concatenate(ids) + starts, work.device)
 
 
 def _add_bias(work: Tensor, states: list[SamplerState]) -> None:
     rows = [i for i, state in enumerate(states) if state.bias_ids.size]
     if rows:
         places = _places(work, rows, [states[i].bias_ids for i in rows])
-        work.view(-1)[places] += torch.from_numpy(np.concatenate([states[i].bias for i in rows])).to(work.device)
+        work.view(-1)[places] += send(np.concatenate([states[i].bias for i in rows]), work.device)
 
 
 def _mask(work: Tensor, states: list[SamplerState]) -> None:
     for row, state in zip(work, states, strict=True):
         if state.matcher is not None:
-            allowed = torch.from_numpy(state.matcher.mask()).to(work.device)
+            allowed = send(state.matcher.mask(), work.device)
             row.masked_fill_(~allowed, -torch.inf)
 
 
@@ -220,103 +254,17 @@ def _penalise(work: Tensor, states: list[SamplerState]) -> None:
     each = np.array([(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in options], np.float32)
     each = np.repeat(each, [ids.size for ids, _ in counted], axis=0)
     counts = np.concatenate([some for _, some in counted])
-    less = torch.from_numpy(each[:, 1] * (counts > 0) + each[:, 2] * counts).to(work.device)
-    factor = torch.from_numpy(each[:, 0].copy()).to(work.device)
+    less = send(each[:, 1] * (counts > 0) + each[:, 2] * counts, work.device)
+    factor = send(each[:, 0], work.device)
     values = work.view(-1)[places]
     work.view(-1)[places] = torch.where(values > 0, values / factor, values * factor) - less
 
 
-def _ban(work: Tensor, states: list[SamplerState]) -> None:
-    rows = [i for i, state in enumerate(states) if state.banned.size]
+def _ban(work: Tensor, states: list[SamplerState], ahead: Sequence[int]) -> None:
+    banned = [state.banned(n) for state, n in zip(states, ahead, strict=True)]
+    rows = [i for i, ids in enumerate(banned) if ids.size]
     if rows:
-        work.view(-1)[_places(work, rows, [states[i].banned for i in rows])] = -torch.inf
-
-
-def _draw(work: Tensor, states: list[SamplerState]) -> list[int]:
-    """A token for each row, which is overwritten. Every row has a finite number."""
-    temperature = torch.tensor([state.sampling.temperature for state in states], device=work.device)
-    probs = torch.softmax(work.div_(temperature[:, None]), -1)
-    sums = _block_sums(probs).cpu().numpy() if not all(state.filtered for state in states) else None
-    tokens = []
-    for i, (row, state) in enumerate(zip(probs.cpu().numpy(), states, strict=True)):
-        if state.filtered:
-            ids, left = kept(row, state.sampling)
-            tokens.append(int(ids[_invert(left, state.uniform())]))
-        else:
-            tokens.append(_invert_row(row, sums[i], state.uniform()))
-    return tokens
-
-
-def kept(probs: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """What min_p, top_k and top_p leave of probabilities float32 [vocab]: (ids ascending, their probabilities).
-
-    A row is never sorted whole: first come the candidates, all tokens above a bound that no token can be kept below.
-    """
-    top_k = sampling.top_k if sampling.top_k < probs.size else 0
-    least = np.float32(sampling.min_p) * probs.max()
-    if top_k:
-        ids = np.flatnonzero(probs >= max(least, _below_top(probs, top_k)))
-    elif sampling.min_p or sampling.top_p == 1.0:
-        ids = np.flatnonzero(probs >= least)
-    else:
-        ids = _nucleus(probs, sampling.top_p)
-    values = probs[ids]
-    if top_k or sampling.top_p < 1.0:
-        falling = np.sort(values)[::-1]
-        if top_k:
-            least = max(least, falling[min(top_k, falling.size) - 1])
-            falling = falling[falling >= least]
-        if sampling.top_p < 1.0:
-            sums = falling.cumsum(dtype=np.float64)
-            total = sums[-1] if top_k or sampling.min_p else 1.0
-            # Kept is a token before which there is less than top_p.
-            least = falling[min(np.searchsorted(sums, sampling.top_p * total), falling.size - 1)]
-    left = values >= least
-    return ids[left], values[left]
-
-
-def _nucleus(probs: np.ndarray, top_p: float) -> np.ndarray:
-    """Ids, ascending, of the tokens above some bound, together at least top_p; mostly a few hundred."""
-    bound = _below_top(probs, min(CANDIDATES, probs.size))
-    # All tokens below this have together less than half of what may be left out.
-    lowest = (1.0 - top_p) / (2 * probs.size)
-    while True:
-        ids = np.flatnonzero(probs >= bound)
-        if bound <= lowest or probs[ids].sum(dtype=np.float64) >= top_p:
-            return ids
-        bound = max(bound / 8, np.float32(lowest))
-
-
-def _below_top(probs: np.ndarray, top_k: int) -> np.float32:
-    """A probability with at least top_k not below it: the top_k-th of the largest ones of at least top_k groups."""
-    size = min(BLOCK, probs.size // top_k)
-    groups = probs.size // size
-    largest = probs[: groups * size].reshape(size, groups).max(0)
-    return np.partition(largest, -top_k)[-top_k]
-
-
-def _block_sums(probs: Tensor) -> Tensor:
-    whole = probs.shape[-1] // BLOCK * BLOCK
-    sums = probs[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
-    return sums if whole == probs.shape[-1] else torch.cat((sums, probs[:, whole:].sum(-1, keepdim=True)), -1)
-
-
-def _invert_row(probs: np.ndarray, sums: np.ndarray, uniform: float) -> int:
-    """`_invert` of a whole row: the block by its sum, then the token in it."""
-    ends = sums.cumsum(dtype=np.float64)
-    block = _invert(sums, uniform)
-    start = ends[block - 1] if block else 0.0
-    inside = probs[block * BLOCK : (block + 1) * BLOCK]
-    return block * BLOCK + _invert(inside, max(0.0, (uniform * ends[-1] - start) / sums[block]))
-
-
-def _invert(weights: np.ndarray, uniform: float) -> int:
-    """The first place up to which there is more than `uniform` of the weights; never one that weighs nothing."""
-    ends = weights.cumsum(dtype=np.float64)
-    place = int(np.searchsorted(ends, uniform * ends[-1], side="right"))
-    if place == len(ends):  # only by rounding
-        place = int(np.flatnonzero(weights)[-1])
-    return place
+        work.view(-1)[_places(work, rows, [banned[i] for i in rows])] = -torch.inf
 
 
 def _logprobs(own: Tensor, states: list[SamplerState], ids: list[int | None]) -> list[TokenLogprobs | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..errors import InputError
 from ..text import Tokenizer
@@ -22,6 +22,8 @@ class Sample:
     error    why there is no result, None where there is one
     on_text  called with every piece of text as it becomes final; None: nobody listens
     """
+
+    needs_logits: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
 from ..model.config import Plane
 from ..schedule.generate_step import GenerateStep
 
-__all__ = ["SlotAttend", "SlotBatch", "make_store", "prepare_slots"]
+__all__ = ["SlotAttend", "SlotBatch", "fill_in", "make_store", "prepare_slots"]
 
 
 def make_store(model: CausalLM, slots: int) -> KVStore:
@@ -44,9 +44,14 @@ class SlotBatch:
 
 
 def prepare_slots(
-    step: GenerateStep, planes: Sequence[Plane], heads: Heads, device: torch.device, adapters: Mapping[str, Adapter]
+    step: GenerateStep,
+    planes: Sequence[Plane],
+    heads: Heads,
+    device: torch.device,
+    adapters: Mapping[str, Adapter],
+    given: Tensor | None = None,
 ) -> SlotBatch:
-    """heads: the model's. adapters: by name, as namespaces begin with."""
+    """heads: the model's. adapters: by name, as namespaces begin with. given: as for `fill_in`."""
     runs = KeyRuns(step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
     windows = {plane.window for plane in planes}
     positions = step.positions.astype(np.int64)
@@ -72,17 +77,27 @@ def prepare_slots(
         read_plans = {window: plan(of_read, positions[kept], window)}
     tokens, rows, slots, reads = (send(a, device) for a in (step.tokens, step.positions, step.slots, step.read_rows))
     read = None if read_all else reads
-    return SlotBatch(tokens, rows, slots, read, plans, read_plans, row_adapters(step, adapters))
+    tokens = fill_in(tokens, given)
+    return SlotBatch(tokens, rows, slots, read, plans, read_plans, row_adapters(step, adapters, read_all=read_all))
 
 
-def row_adapters(step: GenerateStep, adapters: Mapping[str, Adapter]) -> RowAdapters:
+def fill_in(tokens: Tensor, given: Tensor | None) -> Tensor:
+    """Tokens of a step, int64, with those of the step before put in: -1 - i is the i-th of `given`, int64; None: all
+    are known."""
+    if given is None or not len(given):
+        return tokens
+    # Whoever gets no token ends, and what comes of its row is not looked at.
+    return torch.where(tokens < 0, given[(-1 - tokens).clamp(min=0)].clamp(min=0), tokens)
+
+
+def row_adapters(step: GenerateStep, adapters: Mapping[str, Adapter], *, read_all: bool) -> RowAdapters:
     if not adapters:
         return NO_ADAPTERS
     numbers = np.full(step.num_rows, -1, np.int64)
     places = {name: i for i, name in enumerate(adapters)}
     for namespace, first, stop in step.spans:
         numbers[first:stop] = places.get(namespace[0], -1)
-    return RowAdapters(list(adapters.values()), numbers)
+    return RowAdapters(list(adapters.values()), numbers, None if read_all else step.read_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["DEVICES", "DTYPES", "has_triton", "on", "runs_triton", "send", "takes_triton", "upload"]
+__all__ = ["DEVICES", "DTYPES", "compile_seconds", "has_triton", "on", "runs_triton", "send", "takes_triton", "upload"]
 
 # Kinds of device that Triton compiles for. (Its interpreter runs on "cpu": for tests.)
 DEVICES = ("cuda",)
@@ -33,6 +34,36 @@ def runs_triton(device: torch.device) -> bool:
     return device.type in DEVICES and has_triton()
 
 
+class _Clock:
+    """Hears from Triton's compiler how long each kernel took it; those it has on disk take it next to nothing."""
+
+    def __init__(self) -> None:
+        from triton import knobs
+
+        self.seconds = 0.0
+        self._next = knobs.compilation.listener
+        knobs.compilation.listener = self._listen
+
+    def _listen(self, *, times: Any, **rest: Any) -> None:
+        self.seconds += times.total / 1e6
+        if self._next is not None:
+            self._next(times=times, **rest)
+
+
+@cache
+def _clock() -> _Clock:
+    return _Clock()
+
+
+def compile_seconds() -> float:
+    """Seconds that Triton has spent on compiling kernels since this was asked last; the first call begins to count."""
+    if not has_triton():
+        return 0.0
+    clock = _clock()
+    seconds, clock.seconds = clock.seconds, 0.0
+    return seconds
+
+
 def on(device: torch.device) -> AbstractContextManager[object]:
     """As a context: `device` is where this thread's kernels go. Triton launches them on the current GPU, whatever the
     tensors are on."""
@@ -51,9 +82,9 @@ def takes_triton(*tensors: Tensor | None) -> bool:
 
 
 def send(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy of an array as an int64 tensor on `device`, without waiting for it."""
-    host = torch.from_numpy(array.astype(np.int64))
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    """A copy of an array as a tensor on `device`, whole numbers as int64, without waiting for it."""
+    host = torch.from_numpy(array.astype(array.dtype if array.dtype.kind in "bf" else np.int64))
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:

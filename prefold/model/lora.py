@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import CheckpointError, UnsupportedModelError
+from ..kernels.gpu import send
 from .config import ModelConfig
 from .names import NAMES, fused_sizes
 from .parallel import ALONE, Alone
@@ -105,20 +106,33 @@ class Adapter:
 class RowAdapters:
     """Which rows have which adapter.
 
-    adapters  those of the step
-    numbers   int64 [rows]: of each row the index of its adapter, or -1
+    adapters   those of the step
+    numbers    int64 [rows]: of each row the index of its adapter, or -1
+    read_rows  int64, ascending: the rows whose result is wanted, as the model is given them; None: all. Known to the
+               host, so that no step waits for a device to say it
     """
 
-    def __init__(self, adapters: Sequence[Adapter], numbers: np.ndarray):
+    def __init__(self, adapters: Sequence[Adapter], numbers: np.ndarray, read_rows: np.ndarray | None = None):
         self.adapters = tuple(adapters)
         self.numbers = numbers
+        self.read_rows = read_rows
 
-    def take(self, rows: slice | Tensor | None) -> RowAdapters:
-        """Those of some of the rows, in their order; None: of all."""
-        if rows is None or not self.adapters:
+    def take(self, rows: slice) -> RowAdapters:
+        """Those of the rows from `rows.start` to `rows.stop`."""
+        if not self.adapters:
             return self
-        numbers = self.numbers[rows if isinstance(rows, slice) else rows.cpu().numpy()]
-        return RowAdapters(self.adapters, numbers) if (numbers >= 0).any() else NO_ADAPTERS
+        if self.read_rows is None:
+            return self._of(self.numbers[rows])
+        first, last = np.searchsorted(self.read_rows, (rows.start, rows.stop))
+        return self._of(self.numbers[rows], self.read_rows[first:last] - rows.start)
+
+    @cached_property
+    def read(self) -> RowAdapters:
+        """Those of the rows that are read."""
+        return self if self.read_rows is None or not self.adapters else self._of(self.numbers[self.read_rows])
+
+    def _of(self, numbers: np.ndarray, read_rows: np.ndarray | None = None) -> RowAdapters:
+        return RowAdapters(self.adapters, numbers, read_rows) if (numbers >= 0).any() else NO_ADAPTERS
 
     def add(self, out: Tensor, x: Tensor, layer: int, linear: str) -> Tensor:
         """out [rows, outputs], which the linear gave for x [rows, inputs], and what the adapters add; into out."""
@@ -137,7 +151,7 @@ class RowAdapters:
             if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
                 groups.append((slice(int(rows[0]), int(rows[-1]) + 1), adapter))
             elif len(rows):
-                groups.append((torch.from_numpy(rows).to(adapter.device), adapter))
+                groups.append((send(rows, adapter.device), adapter))
         return groups
 
 

@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as F
 
 from ..errors import InputError
+from ..kernels.gpu import send
 from .config import ModelConfig
 
 __all__ = ["ALONE", "Alone", "CollectiveError", "Ranks", "Shard"]
@@ -130,7 +132,7 @@ class Alone:
 
     def pick(self, weight: Tensor, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:
         """Rows of the LM head, [ids, hidden]: those this rank holds, zeros for others; products are to be summed."""
-        return weight[torch.as_tensor(ids, device=weight.device)]
+        return weight[_on(ids, weight.device)]
 
     def gather(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Logits of the whole vocabulary [rows, vocab_size] on rank 0, and no rows on others; logits: this rank's."""
@@ -164,7 +166,7 @@ class Ranks(Alone):
         return self.sum(F.embedding(own, weight).masked_fill_(~mine[:, None], 0))
 
     def pick(self, weight: Tensor, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:
-        own, mine = _own(torch.as_tensor(ids, device=weight.device), vocab)
+        own, mine = _own(_on(ids, weight.device), vocab)
         return weight[own].masked_fill_(~mine[:, None], 0)
 
     def gather(self, logits: Tensor, vocab_size: int) -> Tensor:
@@ -183,6 +185,10 @@ def _collective() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CollectiveError(str(error)) from error
+
+
+def _on(ids: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    return ids.to(device) if isinstance(ids, Tensor) else send(np.asarray(ids), device)
 
 
 def _own(ids: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:

@@ -98,7 +98,7 @@ class Layer(nn.Module):
         if self.last:
             kv = adapters.add(self.kv(h), h, self.number, "kv")
             if read is not None:
-                x, h, q_cos_sin, adapters = x[read], h[read], cos_sin[read], adapters.take(read)
+                x, h, q_cos_sin, adapters = x[read], h[read], cos_sin[read], adapters.read
             q = adapters.add(self.q(h), h, self.number, "q").unflatten(-1, (config.heads, config.head_dim))
             k, v = kv.unflatten(-1, (2 * config.kv_heads, config.head_dim)).split(config.kv_heads, 1)
         else:
@@ -172,8 +172,10 @@ class CausalLM(nn.Module):
         tokens, positions  int64 [rows]
         read_rows          int64 [r], ascending: rows whose result is wanted; None: all. The last layer
                            computes no more than these (and the keys and values of all).
-        adapters           which rows have which LoRA adapter
+        adapters           which rows have which LoRA adapter, and the same read rows
         """
+        if adapters.adapters and (read_rows is None) != (adapters.read_rows is None):
+            raise ValueError("adapters must know the same read_rows as the model is given")
         if self.recompute and torch.is_grad_enabled():
             return self._recomputing(tokens, positions, attend, read_rows, adapters)
         blocks = self._blocks(len(tokens))
@@ -197,7 +199,7 @@ class CausalLM(nn.Module):
             ]
         x = _cat([part.x for part in parts])
         o = attend(len(layers) - 1, *_take_qkv(parts), read_only=read_rows is not None)
-        read_adapters = adapters.take(read_rows)
+        read_adapters = adapters.read
         return _cat([self.norm(*last.finish(x[b], o[b], read_adapters.take(b)))[1] for b in self._blocks(len(x))])
 
     def logits(self, hidden: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
@@ -317,7 +319,7 @@ def _whole_layer(
         x = x.clone()  # compiled operations write into what has no gradient, and this runs twice
     part = layer.start(x, None, cos_sin, read, adapters)
     o = attend(layer.number, part.q, part.k, part.v, read_only=read is not None)
-    x, delta = layer.finish(part.x, o, adapters.take(read))
+    x, delta = layer.finish(part.x, o, adapters if read is None else adapters.read)
     return x + delta
 
 

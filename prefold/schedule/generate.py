@@ -5,8 +5,9 @@ row is a row of one trie: prompts, and below them the tokens each sequence has m
 rows are computed once, whoever waits for them; they stay while a sequence below is waiting or running, and
 in the moment the last of these ends their slots are free (with a radix cache: may be evicted).
 
-`plan` settles who runs and returns the next step; called again before `commit` it returns the same. No
-tensors, no clock; what a step computes comes back to `commit` as tokens.
+`plan` settles who runs and returns the next step; called again before `begin` or `commit` it returns the same. No
+tensors, no clock; what a step computes comes back to `commit` as tokens. Between `begin` and `commit` of a step the
+next one may be planned: of a token that is still to come it says which one it is.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class GenerateScheduler:
         self._arrivals: deque[_Arrival] = deque()
         self._cancelled: set[Hashable] = set()
         self._planned: GenerateStep | None = None
+        self._begun: deque[GenerateStep] = deque()
+        self._ending: list[Running] = []  # whose last token is on its way
         self.rows_held_peak = 0  # most slots in use by sequences
         self.rows_unshared_peak = 0  # what the same sequences would have held, had each rows of its own
 
@@ -118,40 +121,65 @@ class GenerateScheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting or self._arrivals)
+        return bool(self.running or self.waiting or self._arrivals or self._begun)
 
     # ------------------------------------------------------------------------------------------ plan and commit
 
     def plan(self) -> GenerateStep | None:
-        """The next step; None when no sequence can run."""
+        """The next step; None when no sequence can run, or none before what is being run has come back."""
         if self._planned is None:
             self._take_arrivals()
             self._drop_cancelled()
             if self.cache is not None:
                 self.cache.expire()
-            self._grow_tails()
+            if not self._grow_tails():
+                return None
             self._admit()
             if self.running:
                 self._planned = lay_out(self._choose_rows())
         return self._planned
 
-    def commit(self, step: GenerateStep, tokens: Sequence[int], ended: Sequence[bool]) -> list[Running]:
-        """The step was run: the token each of `step.reads` got, and whether it ends there (its token is then no part
-        of the output). Returns the sequences that have ended, by that or by their limit."""
+    def begin(self, step: GenerateStep) -> None:
+        """The step is being run: the next one may be planned before its tokens are there."""
         if step is not self._planned:
             raise ValueError("this is not the step that was planned last")
         self._planned = None
+        self._begun.append(step)
         self._count(step)
         for node, rows in step.takes:
             node.computed += rows
             node.lost &= node.pending > 0
-        done = []
-        for (sequence, _), token, stop in zip(step.reads, tokens, ended, strict=True):
+        for number, (sequence, _) in enumerate(step.reads):
+            if sequence.state == "ended":  # by a token that came after this step was planned
+                continue
             sequence.ready = True
+            sequence.tail.tokens.append(-1 - number)
+            if len(sequence.tail.tokens) == sequence.limit:
+                self.running.remove(sequence)
+                self._ending.append(sequence)
+                sequence.state = "ending"
+
+    def commit(self, step: GenerateStep, tokens: Sequence[int], ended: Sequence[bool]) -> list[Running]:
+        """The step was run: the token each of `step.reads` got, and whether it ends there (its token is then no part
+        of the output). Of sequences that had ended before it is not looked at. Returns the sequences that have ended,
+        by that or by their limit."""
+        if step is self._planned:
+            self.begin(step)
+        if not self._begun or step is not self._begun[0]:
+            raise ValueError("this is not the step that was planned or begun first")
+        self._begun.popleft()
+        done, late = [], []
+        for (sequence, _), token, stop in zip(step.reads, tokens, ended, strict=True):
+            if sequence.state == "ended":
+                late.append(sequence.tail)
+                continue
             if not stop:
-                sequence.tail.tokens.append(int(token))
-            if stop or len(sequence.tail.tokens) == sequence.limit:
+                sequence.tail.tokens[sequence.known] = int(token)
+                sequence.known += 1
+            if stop or sequence.known == sequence.limit:
                 done.append(sequence)
+        if late:
+            self.stats.discarded_rows += sum(rows for node, rows in step.takes if node in late)
         for sequence in done:
             self._end(sequence)
         self._drop_cancelled()
@@ -183,12 +211,13 @@ class GenerateScheduler:
     def _drop_cancelled(self) -> None:
         if self._planned is None and self._cancelled:
             self._arrivals = deque(arrival for arrival in self._arrivals if arrival.key not in self._cancelled)
-            for sequence in [s for s in (*self.running, *self.waiting) if s.key in self._cancelled]:
+            for sequence in [s for s in (*self.running, *self.waiting, *self._ending) if s.key in self._cancelled]:
                 self._end(sequence)
             self._cancelled.clear()
 
-    def _grow_tails(self) -> None:
-        """A slot for the next row of every running sequence; where there is none, the latest makes room."""
+    def _grow_tails(self) -> bool:
+        """A slot for the next row of every running sequence; where there is none, the latest makes room. False: what
+        is being run may bring some, and is to be waited for."""
         for sequence in list(self.running):
             tail = sequence.tail
             while sequence.state == "running" and len(tail.slots) < len(tail):
@@ -197,10 +226,13 @@ class GenerateScheduler:
                     slots = self._slots(1)
                 if slots is not None:
                     tail.claim(slots)
+                elif self._begun:
+                    return False
                 elif len(self.running) > 1:
                     self._preempt(self.running[-1])
                 elif not self._release_waiting(sequence):
                     self._fail(sequence)
+        return True
 
     def _admit(self) -> None:
         pending = None
@@ -214,8 +246,8 @@ class GenerateScheduler:
             fresh = [node for node in path if len(node.slots) < len(node)]
             rows = sum(len(node) - len(node.slots) for node in fresh)
             tail_rows = self._tail_rows(sequence)
-            if not self._make_room(rows + tail_rows, alone=not self.running, sequence=sequence):
-                if self.running:
+            if not self._make_room(rows + tail_rows, alone=not (self.running or self._begun), sequence=sequence):
+                if self.running or self._begun:
                     return
                 self._fail(sequence)
                 continue
@@ -294,15 +326,14 @@ class GenerateScheduler:
             code="kv_memory",
         )
         self.failed.append((sequence.key, error))
-        for other in [s for s in (*self.running, *self.waiting) if s.key == sequence.key]:
+        for other in [s for s in (*self.running, *self.waiting, *self._ending) if s.key == sequence.key]:
             self._end(other)
 
     def _end(self, sequence: Running) -> None:
-        if sequence.state == "running":
-            self.running.remove(sequence)
-        else:
-            self.waiting.remove(sequence)
+        members = {"running": self.running, "waiting": self.waiting, "ending": self._ending}[sequence.state]
+        members.remove(sequence)
         sequence.state = "ended"
+        del sequence.tail.tokens[sequence.known :]
         if self.cache is not None and sequence.ready:
             self._graft(sequence)
         else:
@@ -324,7 +355,7 @@ class GenerateScheduler:
     def _graft(self, sequence: Running) -> None:
         """Enter the rows of a sequence's own tokens into the trie, for prompts that go on from them."""
         tail, node = sequence.tail, sequence.leaf
-        rows = tail.computed
+        rows = min(tail.computed, len(tail.tokens))
         tokens, slots = np.asarray(tail.tokens[:rows], np.int32), tail.slots[:rows]
         self.pool.free(tail.give_up()[rows:])
         at = 0
@@ -426,7 +457,7 @@ class GenerateScheduler:
         stats.running_peak = max(stats.running_peak, len(self.running))
         held = self.pool.used_slots - (self.cache.rows if self.cache else 0)
         self.rows_held_peak = max(self.rows_held_peak, held)
-        unshared = sum(len(s.tail.slots) + s.leaf.stop for s in self.running)
+        unshared = sum(len(s.tail.slots) + s.leaf.stop for s in (*self.running, *self._ending))
         self.rows_unshared_peak = max(self.rows_unshared_peak, unshared)
 
     # ------------------------------------------------------------------------------------------------- checking
@@ -435,9 +466,10 @@ class GenerateScheduler:
         """AssertionError where the books do not balance: slots, users, states."""
         held = [np.arange(start, start + size) for start, size in self.pool.free_list()]
         users: dict[Node, int] = {}
-        for sequence in (*self.running, *self.waiting):
-            assert sequence.state == ("running" if sequence in self.running else "waiting")
-            assert sequence.state == "running" or not len(sequence.tail.slots)
+        states = {"running": self.running, "waiting": self.waiting, "ending": self._ending}
+        for sequence in (*self.running, *self.waiting, *self._ending):
+            assert sequence in states[sequence.state]
+            assert sequence.state != "waiting" or not len(sequence.tail.slots)
             held.append(sequence.tail.slots)
             assert sequence.tail.computed <= len(sequence.tail.slots)
             for node in sequence.leaf.path():

@@ -25,6 +25,7 @@ class Running:
     reserve        room for all of them is set aside when it is admitted
     cached_tokens  of the prompt, not computed for this sequence; known once it was admitted
     ready          the prompt's rows are computed
+    known          of its tokens; those after them are on their way, each -1 - i: what the i-th read of its step gives
     """
 
     key: Hashable
@@ -34,9 +35,15 @@ class Running:
     limit: int
     reserve: bool
     priority: int = 0
-    state: Literal["waiting", "running", "ended"] = "waiting"
+    state: Literal["waiting", "running", "ending", "ended"] = "waiting"
     cached_tokens: int | None = None
     ready: bool = False
+    known: int = 0
+
+    @property
+    def unknown(self) -> int:
+        """Tokens on their way."""
+        return len(self.tail.tokens) - self.known
 
     @property
     def tokens(self) -> list[int]:
@@ -47,7 +54,7 @@ class Running:
 class GenerateStep:
     """One forward pass. Its n rows are its queries, depth-first: those below one node lie side by side.
 
-    tokens, positions  int32 [n]
+    tokens, positions  int32 [n]; token -1 - i is what the i-th of the reads of the step before gives
     slots              int64 [n]: where each row's K/V goes; SCRATCH: nowhere
     run_*              int64 [r]: keys as runs of neighbouring slots. The `run_count` slots from `run_start` on hold
                        the rows of positions from `run_position` on, and are visible to the queries from `run_first`

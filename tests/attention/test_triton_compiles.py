@@ -27,7 +27,7 @@ SHAPES = {
     "float32-128": (32, 8, 128, "float32", 64),
 }
 ROWS, GRADIENTS = {"_forward"}, {"_forward", "_gradient_q", "_gradient_kv"}
-SLOTS, OPERATIONS = {"_write", "_spread", "_attend", "_join"}, {"_add_rms_norm", "_rope", "_gate"}
+SLOTS, OPERATIONS = {"_write", "_spread", "_attend", "_join"}, {"_add_rms_norm", "_rope", "_gate", "_draw"}
 PRODUCTS = {"_forward", "_gradient_q", "_gradient_kv"}
 
 SCRIPT = """

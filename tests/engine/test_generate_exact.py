@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from generating import ask, engine_of, generate, reference_tokens, tokens_of
+from running import prompts
+from tiny import FAMILIES, reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.errors import InputError
-from tests.generating import ask, engine_of, generate, reference_tokens, tokens_of
-from tests.running import prompts
-from tests.tiny import FAMILIES, reference, tiny_checkpoint
 
 MAX_TOKENS = 24
 

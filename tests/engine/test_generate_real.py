@@ -6,11 +6,11 @@ import json
 from importlib import resources
 
 import pytest
+from generating import ask, engine_of, generate, reference_tokens, tokens_of
+from running import as_transformers
 
 from prefold import LLM
 from prefold.cache import CacheOptions
-from tests.generating import ask, engine_of, generate, reference_tokens, tokens_of
-from tests.running import as_transformers
 
 pytestmark = pytest.mark.slow
 MAX_TOKENS = 24

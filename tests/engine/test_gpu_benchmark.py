@@ -28,6 +28,7 @@ def test_every_section_runs(tmp_path):
         "kernels_rows",
         "kernels_slots",
         "kernels_ops",
+        "kernels_draw",
     ):
         assert found[section][0]["rows"], section
 

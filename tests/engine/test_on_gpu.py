@@ -3,28 +3,34 @@ data, of which none may be asked for a value: that is what would make the host w
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from adapters import write_adapter
 from running import as_request, prompts, run
 from tiny import tiny_checkpoint
+from torch.overrides import TorchFunctionMode
 from tritons import DEVICE, on_triton  # noqa: F401 (a fixture)
 
 from prefold import LLM, kernels
 from prefold.attention import KVStore, plan_slots
 from prefold.attention.gpu import pick_tile
-from prefold.engine import Engine, GenerateOptions
-from prefold.engine.attend import Path, StepAttend, heads_of
+from prefold.engine import Engine, GenerateOptions, runner
+from prefold.engine.attend import Path, heads_of
 from prefold.engine.batch import prepare
-from prefold.engine.budget import batch_rows
+from prefold.engine.budget import batch_rows, count_compiling
 from prefold.engine.graphs import SIZES, DecodeGraphs, FixedStep, padded_size
+from prefold.engine.runner import Output, Reads, Runner
 from prefold.engine.slots import SlotAttend, prepare_slots
 from prefold.kernels import gpu
-from prefold.model import CausalLM
+from prefold.model import CausalLM, load_adapter
 from prefold.schedule import PrefillScheduler
+from prefold.schedule.generate import GenerateScheduler
 from prefold.schedule.generate_step import GenerateStep
 from prefold.stream import Spool
-from prefold.types import GenerateRequest, Readout, Sampling
+from prefold.types import GenerateRequest, Readout, Sampling, Stats
 
 
 @pytest.fixture(params=["qwen3", "gemma3"])
@@ -60,7 +66,128 @@ def test_generated_tokens_are_those_of_the_cpu(llm, request):
     assert greedy(llm, some) == wanted
 
 
+# What is asked for: each alone, and all at once. The last ones need the tokens before, and are chosen on the host.
+ASKED = [
+    Sampling(max_tokens=6, ignore_eos=True),
+    Sampling(max_tokens=7, temperature=1.0, seed=1),
+    Sampling(max_tokens=5, temperature=1.3, top_k=9, top_p=0.9, seed=2, n=3),
+    Sampling(max_tokens=9, stop_ids=tuple(range(0, 300, 4))),
+    Sampling(max_tokens=9, stop_ids=tuple(range(0, 300, 3)), min_tokens=3, temperature=0.7, min_p=0.01, seed=3),
+    Sampling(max_tokens=1),
+    Sampling(max_tokens=3, repetition_penalty=1.3),
+    Sampling(max_tokens=2, logprobs=2),
+]
+
+
+def generated(llm: LLM, some: list[Sampling], *, ahead: bool, **options) -> tuple[list, Engine]:
+    engine = Engine(llm.model, max_batch_rows=24, generation=GenerateOptions(**{"kv_memory": 1 << 20} | options))
+    engine.generator._looks_ahead = ahead
+    found: dict[int, list] = {}
+    for number, sampling in enumerate(some):
+        prompt = prompts(4, count=10)[number]
+        request = GenerateRequest(np.array(prompt, np.int32), sampling)
+        engine.generator.add(request, None, lambda answer, number=number: found.update({number: answer}))
+    while engine.generator.step():
+        engine.generator.scheduler.check()
+    assert not engine.generator.has_work
+    said = [[(one.tokens, one.finish_reason, one.stop) for one in found[number]] for number in range(len(some))]
+    return said, engine
+
+
+QWEN3_AND_ALL = [*(("qwen3", which) for which in (*range(6), "all")), ("gemma3", "all")]
+
+
+@pytest.mark.parametrize(("llm", "which"), QWEN3_AND_ALL, indirect=["llm"])
+def test_a_step_is_planned_while_the_one_before_runs(llm, on_triton, which, monkeypatch):  # noqa: F811
+    some = ASKED[::-1] if which == "all" else [ASKED[which]] * 2
+    wanted, engine = generated(llm, some, ahead=False)
+    assert engine.stats.generation.discarded_rows == 0
+    begun = []
+    begin = GenerateScheduler.begin
+    monkeypatch.setattr(
+        GenerateScheduler, "begin", lambda self, step: begun.append(bool(self._begun)) or begin(self, step)
+    )
+    found, engine = generated(llm, some, ahead=True)
+    assert found == wanted
+    assert any(begun) or which == 5, "no step was begun before the one before was over"
+    stats = engine.stats
+    assert stats.generation.generated_tokens == sum(len(tokens) for answer in found for tokens, _, _ in answer)
+    in_vain = stats.generation.discarded_rows + stats.generation.recomputed_rows
+    assert stats.rows_computed == stats.unique_tokens + in_vain
+    if which == 3:
+        assert stats.generation.discarded_rows > 0
+
+
+@pytest.mark.parametrize("llm", ["qwen3"], indirect=True)
+def test_looking_ahead_with_little_memory(llm, on_triton):  # noqa: F811
+    """Where outputs grow until there is no room, what runs is waited for before anybody makes room."""
+    some = [Sampling(max_tokens=22, ignore_eos=True)] * 2
+    slot = Engine(llm.model, generation=GenerateOptions(kv_memory=1 << 20)).generator.slot_bytes
+    options = {"reserve_output": False, "kv_memory": 50 * slot}
+    wanted, engine = generated(llm, some, ahead=False, **options)
+    found, other = generated(llm, some, ahead=True, **options)
+    assert found == wanted
+    assert engine.stats.generation.preemptions and other.stats.generation.preemptions
+
+
+@pytest.mark.parametrize("llm", ["qwen3"], indirect=True)
+def test_a_request_that_is_cancelled_while_its_step_runs(llm, on_triton):  # noqa: F811
+    engine = Engine(llm.model, max_batch_rows=24, generation=GenerateOptions(kv_memory=1 << 20))
+    generator = engine.generator
+    generator._looks_ahead = True
+    answers: dict[int, list] = {}
+    keys = [
+        generator.add(
+            GenerateRequest(np.array(prompt, np.int32), Sampling(max_tokens=8, ignore_eos=True)),
+            None,
+            lambda answer, number=number: answers.update({number: answer}),
+        )
+        for number, prompt in enumerate(prompts(4, count=3)[:3])
+    ]
+    for _ in range(6):
+        generator.step()
+    assert generator._flight is not None
+    generator.cancel(keys[1])
+    while generator.step():
+        generator.scheduler.check()
+    assert answers[1][0].finish_reason == "cancelled"
+    assert [len(answers[number][0].tokens) for number in (0, 2)] == [8, 8]
+    assert generator.scheduler.pool.used_slots == 0
+
+
+def test_a_sample_whose_text_cancels_its_own_request(tmp_path):
+    llm = LLM(str(tiny_checkpoint(tmp_path)), dtype="float32", cache="off")
+    generator, answers, keys = llm.engine.generator, [], []
+    request = GenerateRequest(np.array([5, 6, 7], np.int32), Sampling(max_tokens=20, n=2, ignore_eos=True))
+    keys.append(generator.add(request, llm.tokenizer, answers.append, lambda sample, piece: generator.cancel(keys[0])))
+    while generator.step():
+        generator.scheduler.check()
+    assert [sample.finish_reason for sample in answers[0]] == ["cancelled", "cancelled"]
+
+
 # On tensors without data
+
+
+class NoWaiting(TorchFunctionMode):
+    """Fails where something is sent to the device in a way that waits for it. (What waits for something from the
+    device fails by itself: there is none.)"""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if isinstance(made, torch.Tensor) and made.device.type == "meta":
+            numbers = func in (torch.tensor, torch.as_tensor, torch.asarray)
+            moved = func is torch.Tensor.to and args[0].device.type == "cpu" and not kwargs.get("non_blocking")
+            assert not numbers and not moved, f"{func.__name__} waits for the device"
+        return made
+
+
+def test_waiting_is_noticed():
+    with NoWaiting():
+        torch.zeros(2).to("meta", non_blocking=True)
+        for call in (lambda: torch.as_tensor([1], device="meta"), lambda: torch.zeros(2).to("meta")):
+            with pytest.raises(AssertionError, match="waits"):
+                call()
 
 
 @pytest.fixture
@@ -74,33 +201,58 @@ def without_data(llm, monkeypatch) -> CausalLM:
     monkeypatch.setattr(gpu, "DEVICES", ("meta",))
     monkeypatch.setattr(kernels, "load", lambda: None)
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *a, **k: launches.append(self.fn.__name__))
+    monkeypatch.setattr(runner, "_fetch", lambda tensor: tensor)
     model = CausalLM(llm.config, dtype=torch.bfloat16, device=torch.device("meta")).eval()
     model.launches = launches
+    model._cos_sin(torch.zeros(1, dtype=torch.int64, device="meta"))  # its tables are made once
     return model
 
 
-def one_step(model: CausalLM, some: list[list[int]], sharing: str, kind: str):
+def one_step(model: CausalLM, some: list[list[int]], sharing: str, readout: Readout):
     with Spool() as spool:
         for number, prompt in enumerate(some):
-            spool.add(as_request(prompt), str(number).encode())
-        window = next(iter(spool.windows(max_tokens=1 << 20, share=sharing == "full", read=kind)))
-    scheduler = PrefillScheduler(window, Readout(kind), sharing=sharing, max_batch_rows=1000)
+            targets = [1, 2][: len(prompt)] if readout.kind == "logprobs" else None
+            spool.add(as_request(prompt, targets), str(number).encode())
+        window = next(iter(spool.windows(max_tokens=1 << 20, share=sharing == "full", read=readout.kind)))
+    scheduler = PrefillScheduler(window, readout, sharing=sharing, max_batch_rows=1000)
     return prepare(scheduler.plan(), model.config.planes, model.device, heads_of(model))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="in the interpreter")
 @pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
-@pytest.mark.parametrize("kind", ["last", "mean"])
-def test_a_step_never_waits(without_data, sharing, kind):
+@pytest.mark.parametrize(
+    "readout",
+    [Readout("last"), Readout("mean"), Readout("logits", ids=(3, 5)), Readout("logprobs")],
+    ids=lambda r: r.kind,
+)
+def test_a_step_never_waits(without_data, sharing, readout):
     model = without_data
-    batch = one_step(model, prompts(5), sharing, kind)
+    batch = one_step(model, prompts(5), sharing, readout)
     assert not model.launches, "what is prepared ahead launches nothing"
-    with torch.inference_mode():
-        attend = StepAttend(batch, Path(), model.config.planes, model.config.scale)
-        hidden = model(batch.tokens, batch.positions, attend, batch.read_rows)
-    assert hidden.device.type == "meta"
+    with NoWaiting():
+        reads, path = Runner(model).start(batch, Path(), readout, np.arange(100) % 50)
+    assert reads._values.device.type == "meta"
     assert model.launches.count("_forward") == model.config.layers
     assert {"_add_rms_norm", "_rope", "_gate"} <= set(model.launches)
+    if path.rows:
+        assert path.keys[0].device.type == "meta"
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="in the interpreter")
+def test_generation_never_waits_but_for_tokens(without_data, monkeypatch):
+    """Steps are begun while the one before runs, in whatever way their tokens are drawn."""
+    model = without_data
+    monkeypatch.setattr(Reads, "output", lambda self: Output(np.full(self._values.shape, 7)))
+    engine = Engine(model, max_batch_rows=24, generation=GenerateOptions(kv_memory=1 << 20))
+    engine.generator._looks_ahead = True
+    answers = []
+    for prompt, sampling in zip(prompts(4, count=6), ASKED[:6], strict=False):
+        engine.generator.add(GenerateRequest(np.array(prompt, np.int32), sampling), None, answers.append)
+    with NoWaiting():
+        while engine.generator.step():
+            pass
+    assert len(answers) == 6
+    assert {"_draw", "_attend", "_write"} <= set(model.launches)
 
 
 def decode_step(sequences: int, shared: int, own: int) -> GenerateStep:
@@ -133,6 +285,27 @@ def test_a_step_of_generation_never_waits(without_data):
     assert model.launches.count("_write") == model.launches.count("_attend") == config.layers
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="in the interpreter")
+def test_adapters_do_not_wait_either(llm, without_data, tmp_path):
+    """Rows of two adapters and of none, not all of them read."""
+    model = without_data
+    config = model.config
+    base = llm.checkpoint.path
+    adapters = {
+        name: load_adapter(write_adapter(tmp_path / name, base), config, dtype=model.dtype, device="meta")
+        for name in "ab"
+    }
+    step = decode_step(5, 12, 3)
+    spans = [(("a",), 0, 2), (("",), 2, 3), (("b",), 3, 4), (("a",), 4, 5)]
+    step = replace(step, spans=spans, read_rows=np.array([1, 2, 4]))
+    store = KVStore(config.layers, config.kv_heads, config.head_dim, 64, torch.bfloat16, "meta")
+    batch = prepare_slots(step, config.planes, heads_of(model), model.device, adapters)
+    with torch.inference_mode():
+        attend = SlotAttend(store, batch, config.planes, config.scale)
+        hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
+    assert hidden.shape == (3, config.hidden)
+
+
 # Steps of a fixed size
 
 
@@ -143,8 +316,6 @@ def test_sizes():
 
 
 def test_only_steps_that_decode_are_taken(llm):
-    from dataclasses import replace
-
     graphs = DecodeGraphs(llm.model, None)
     step = decode_step(5, 12, 3)
     assert graphs.takes(step)
@@ -259,3 +430,26 @@ def test_rows_of_a_step_where_nobody_says(llm, monkeypatch):
     assert batch_rows(model) == 65_536
     monkeypatch.setattr("prefold.engine.budget.available_memory", lambda device: 0)
     assert batch_rows(model) == 1024
+
+
+def test_what_compiling_takes_is_counted(monkeypatch):
+    """By the listener that Triton calls, which is asked before ours was there as well."""
+    if not gpu.has_triton():
+        pytest.skip("Triton is not installed")
+    from triton import knobs
+    from triton.knobs import CompileTimes
+
+    heard = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **told: heard.append(told["cache_hit"]))
+    gpu._clock.cache_clear()
+    monkeypatch.setattr(gpu, "DEVICES", ("cpu",))
+    assert gpu.compile_seconds() == 0
+    for micros in (1_500_000, 500_000):
+        times = CompileTimes(micros, [("ptx", 250_000)], 250_000)
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=False)
+    stats = Stats()
+    count_compiling(stats, torch.device("cpu"))
+    count_compiling(stats, torch.device("cpu"))
+    assert stats.seconds == {"compile": 3.0}
+    assert heard == [False, False]
+    gpu._clock.cache_clear()

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefold.engine.sampler import Sampler, SamplerState, greedy, kept, uniforms
+from prefold.engine.draw import kept
+from prefold.engine.sampler import Sampler, SamplerState, greedy, uniforms
 from prefold.types import Sampling
 
 VOCAB = 300
@@ -304,7 +305,7 @@ def test_greedy_is_the_first_of_the_most_likely():
     logits = torch.tensor([[1.0, 3.0, 3.0], [-torch.inf, -torch.inf, -5.0], [0.0, 0.0, 0.0]])
     assert greedy(logits).tolist() == [1, 2, 0]
     plain = [state(), state(Sampling(temperature=1e-6)), state(Sampling(top_k=5, seed=3))]
-    assert all(made.plain for made in plain)
+    assert all(made.plain() for made in plain)
     assert Sampler().choose(logits, plain).ids == [1, 2, 0]
     penalised = [state(Sampling(presence_penalty=1.0)) for _ in range(3)]
     assert Sampler().choose(logits, penalised).ids == [1, 2, 0]

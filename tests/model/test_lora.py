@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 
 import numpy as np
 import pytest
 import torch
+from adapters import MODULES, merged, write_adapter
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, DenseAttend, reference, tiny_checkpoint
 
@@ -15,51 +15,10 @@ from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
 from prefold.model import RowAdapters, load_adapter, load_model
 
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# What these are in GPT-2.
-GPT2 = dict(zip(MODULES, ("c_attn", "c_attn", "c_attn", "c_proj", "c_fc", "c_fc", "c_proj"), strict=True))
 LENGTHS = (7, 11, 1, 9, 6)
 ROWS = sum(LENGTHS)
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
 TOKENS = torch.randint(3, 300, (ROWS,), generator=torch.Generator().manual_seed(1))
-
-
-def write_adapter(
-    folder, checkpoint, modules=MODULES, *, seed=0, layers=(0, 1, 2), prefix="base_model.model.", **config
-):
-    """A PEFT folder that adapts these modules of these layers; in GPT-2 those that have their place."""
-    modules = {*modules, *(GPT2[m] for m in modules)}
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": sorted(modules)} | config
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for name, parameter in load_file(checkpoint / "model.safetensors").items():
-        match = re.fullmatch(r"(?:model\.layers|layers|transformer\.h)\.(\d+)\.\w+\.(\w+)\.weight", name)
-        if match and int(match[1]) in layers and match[2] in modules:
-            rank = settings.get("rank_pattern", {}).get(match[2], settings["r"])
-            path = prefix + name.removesuffix(".weight")
-            outputs, inputs = parameter.shape[::-1] if match[2].startswith("c_") else parameter.shape
-            tensors[f"{path}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) / 6
-            tensors[f"{path}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) / 2
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    return folder
-
-
-def merged(checkpoint, adapter, scale=lambda module: 6 / 4, head="causal"):
-    """transformers' model with the adapter in its weights. scale: by the module's name."""
-    model, tensors = reference(checkpoint, head), load_file(adapter / "adapter_model.safetensors")
-    parameters, changed = dict(model.named_parameters()), 0
-    with torch.no_grad():
-        for name, a in tensors.items():
-            if name.endswith("lora_A.weight"):
-                path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-                path = path if path + ".weight" in parameters else "model." + path
-                module = path.rsplit(".", 1)[1]
-                change = scale(module) * tensors[name.replace("lora_A", "lora_B")] @ a
-                parameters[path + ".weight"] += change.T if module.startswith("c_") else change
-                changed += 1
-    assert changed == len(tensors) // 2
-    return model
 
 
 class ManySequences:
@@ -133,12 +92,22 @@ def test_read_rows_blocks_and_scattered_rows(tmp_path, layers, block_rows, read,
     wanted = expected([merged(base, folders[0]), merged(base, folders[1]), *[reference(base)] * 3])
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(5)) if mixed else torch.arange(ROWS)
     rows = None if read is None else torch.tensor(read, dtype=torch.int64)
-    adapters = RowAdapters([adapter_of(f, model) for f in folders], of_sequences([0, 1, -1, -1, -1])[order.numpy()])
+    known = None if read is None else np.array(read, np.int64)
+    numbers = of_sequences([0, 1, -1, -1, -1])[order.numpy()]
+    adapters = RowAdapters([adapter_of(f, model) for f in folders], numbers, known)
     model.block_rows = block_rows
     with torch.inference_mode():
         attend = ManySequences(model.config, order, rows)
         found = model(TOKENS[order], POSITIONS[order], attend, rows, adapters)
     torch.testing.assert_close(found, wanted[order][slice(None) if rows is None else rows], rtol=1e-4, atol=1e-4)
+
+
+def test_read_rows_that_the_adapters_do_not_know(tmp_path):
+    base = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
+    model = load(base)
+    adapters = RowAdapters([adapter_of(write_adapter(tmp_path / "a", base), model)], np.zeros(ROWS, np.int64))
+    with pytest.raises(ValueError, match="read_rows"):
+        model(TOKENS, POSITIONS, ManySequences(model.config), torch.tensor([3]), adapters)
 
 
 def test_ranks_and_scales_by_module(tmp_path):

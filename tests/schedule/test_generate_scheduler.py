@@ -35,8 +35,11 @@ def stop_of(modulus):
     most_tokens=st.sampled_from([None, 0, 9]),
     overlap=st.sampled_from([0, 4]),
     is_sorted=st.booleans(),
+    share_ahead=st.sampled_from([0.0, 0.5, 1.0]),
 )
-def test_random_traces(seed, count, slots, rows, running, sharing, reserve, cached, most_tokens, overlap, is_sorted):
+def test_random_traces(
+    seed, count, slots, rows, running, sharing, reserve, cached, most_tokens, overlap, is_sorted, share_ahead
+):
     rng = np.random.default_rng(seed)
     cache = cached and CacheOptions(policy=cached, max_tokens=most_tokens, min_overlap=overlap)
     scheduler = scheduler_of(slots, rows, running, sharing=sharing, cache=cache)
@@ -64,11 +67,14 @@ def test_random_traces(seed, count, slots, rows, running, sharing, reserve, cach
             scheduler.cancel(key)
             cancelled.add(key)
 
+    def ahead():
+        return rng.random() < share_ahead
+
     ended = {}
     while left:
         arrive()
-        ended |= run_to_end(scheduler, stop_at, arrive)
-    ended |= run_to_end(scheduler, stop_at)
+        ended |= run_to_end(scheduler, stop_at, arrive, ahead=ahead)
+    ended |= run_to_end(scheduler, stop_at, ahead=ahead)
     assert not scheduler.failed and not scheduler.has_work
     for key, (prompt, samples, limit) in asked.items():
         for sample in range(samples):
@@ -80,15 +86,21 @@ def test_random_traces(seed, count, slots, rows, running, sharing, reserve, cach
 
 
 @settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), slots=st.integers(40, 60), rows=st.integers(1, 20), cached=st.booleans())
-def test_unknown_lengths_are_preempted_and_end(seed, slots, rows, cached):
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    slots=st.integers(40, 60),
+    rows=st.integers(1, 20),
+    cached=st.booleans(),
+    ahead=st.booleans(),
+)
+def test_unknown_lengths_are_preempted_and_end(seed, slots, rows, cached, ahead):
     rng = np.random.default_rng(seed)
     scheduler = scheduler_of(slots, rows, cache=CacheOptions(min_overlap=0) if cached else None)
     stop_at = lambda path, sample: len(path) >= 24  # noqa: E731
     prompts = prompts_of(rng, 12)
     for key, prompt in enumerate(prompts):
         scheduler.submit(key, prompt, limit=1000, reserve=False)
-    ended = run_to_end(scheduler, stop_at)
+    ended = run_to_end(scheduler, stop_at, ahead=lambda: ahead)
     assert not scheduler.failed
     assert ended == {(k, 0): expected(p, 0, None, stop_at) for k, p in enumerate(prompts)}
 
@@ -100,6 +112,17 @@ def test_preemption_is_counted():
     run_to_end(scheduler, lambda path, sample: len(path) >= 24)
     assert scheduler.stats.preemptions > 0
     assert scheduler.stats.recomputed_rows > 0
+
+
+def test_rows_ahead_of_an_end_are_discarded():
+    """One that ends by its length needs no row ahead; one that ends by what it says has one in vain."""
+    for limit, rows, discarded in ((5, 4, 0), (1000, 6, 1)):
+        scheduler = scheduler_of()
+        scheduler.submit("a", np.array([1, 2], np.int32), limit=limit, reserve=False)
+        ended = run_to_end(scheduler, lambda path, sample: len(path) == 7, ahead=lambda: True)
+        assert ended == {("a", 0): expected([1, 2], 0, 5, lambda path, sample: False)}
+        assert scheduler.stats.discarded_rows == discarded
+        assert scheduler.stats.decode_rows == rows
 
 
 def test_shared_rows_are_computed_once():
@@ -205,7 +228,7 @@ def test_commit_wants_the_planned_step():
     scheduler.submit("a", np.array([1], np.int32), limit=2)
     step = scheduler.plan()
     scheduler.commit(step, [1], [False])
-    with pytest.raises(ValueError, match="planned last"):
+    with pytest.raises(ValueError, match="planned or begun"):
         scheduler.commit(step, [1], [False])
 
 

@@ -16,7 +16,8 @@ class CheckedStore:
     def __init__(self) -> None:
         self.content: dict[int, tuple] = {}
 
-    def run(self, step: GenerateStep) -> None:
+    def run(self, step: GenerateStep, given: list[int]) -> None:
+        """given: the tokens of the reads of the step before, where the scheduler has not been told of them."""
         paths: list[tuple] = []
         keys = [
             (int(s), int(c), int(p), int(f), int(la))
@@ -45,7 +46,7 @@ class CheckedStore:
                 assert where == namespace
                 for depth, key in enumerate(above):
                     assert self.content[key] == (namespace, path[: depth + 1]), "a key of another path"
-            path = (*path, int(token))
+            path = (*path, int(token) if token >= 0 else given[-1 - int(token)])
             if slot == SCRATCH:
                 assert self.content[seen[int(position)]] == (namespace, path)
             else:
@@ -59,28 +60,52 @@ def next_token(path: tuple, sample: int) -> int:
     return (sum((i + 1) * t for i, t in enumerate(path[-3:])) + sample + len(path)) % 3
 
 
-def run_to_end(scheduler: GenerateScheduler, stop_at=lambda path, sample: False, on_step=lambda step: None, most=5000):
-    """All that ended: {(key, sample): tokens}; checks the books after every step."""
+def run_to_end(
+    scheduler: GenerateScheduler,
+    stop_at=lambda path, sample: False,
+    on_step=lambda step: None,
+    most=5000,
+    ahead=lambda: False,
+):
+    """All that ended: {(key, sample): tokens}; checks the books after every step. ahead: asked for each step whether
+    the next is planned before its tokens are told."""
     store = scheduler.__dict__.setdefault("checked_store", CheckedStore())  # it outlives a run, as a KV store does
     ended: dict[tuple, list[int]] = {}
-    for _ in range(most):
-        step = scheduler.plan()
-        assert scheduler.plan() is step
-        scheduler.check()
-        if step is None:
-            break
-        assert step.num_rows <= scheduler.max_batch_rows
-        store.run(step)
-        tokens, stops = [], []
-        for sequence, read in step.reads:
-            path = store.paths[step.read_rows[read]]
-            tokens.append(next_token(path, sequence.sample))
-            stops.append(stop_at(path, sequence.sample))
+    flight = None
+
+    def land(step, tokens, stops):
         for done in scheduler.commit(step, tokens, stops):
             assert (done.key, done.sample) not in ended
             ended[done.key, done.sample] = list(done.tokens)
         scheduler.check()
         on_step(step)
+
+    for _ in range(most):
+        step = scheduler.plan()
+        assert flight is not None or scheduler.plan() is step
+        scheduler.check()
+        if step is None:
+            if flight is None:
+                break
+            land(*flight)
+            flight = None
+            continue
+        assert step.num_rows <= scheduler.max_batch_rows
+        store.run(step, [] if flight is None else flight[1])
+        tokens, stops = [], []
+        for sequence, read in step.reads:
+            path = store.paths[step.read_rows[read]]
+            tokens.append(next_token(path, sequence.sample))
+            stops.append(stop_at(path, sequence.sample))
+        before, flight = flight, None
+        if ahead():
+            scheduler.begin(step)
+            scheduler.check()
+            flight = (step, tokens, stops)
+        if before is not None:
+            land(*before)
+        if flight is None:
+            land(step, tokens, stops)
     else:
         raise AssertionError("the work does not end")
     return ended

@@ -1,0 +1,52 @@
+"""LoRA adapters of random weights as PEFT writes them, and transformers' models with such an adapter merged in."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import reference
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# What these are in GPT-2.
+GPT2 = dict(zip(MODULES, ("c_attn", "c_attn", "c_attn", "c_proj", "c_fc", "c_fc", "c_proj"), strict=True))
+
+
+def write_adapter(
+    folder, checkpoint, modules=MODULES, *, seed=0, layers=(0, 1, 2), prefix="base_model.model.", **config
+):
+    """A PEFT folder that adapts these modules of these layers; in GPT-2 those that have their place."""
+    modules = {*modules, *(GPT2[m] for m in modules)}
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": sorted(modules)} | config
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, parameter in load_file(checkpoint / "model.safetensors").items():
+        match = re.fullmatch(r"(?:model\.layers|layers|transformer\.h)\.(\d+)\.\w+\.(\w+)\.weight", name)
+        if match and int(match[1]) in layers and match[2] in modules:
+            rank = settings.get("rank_pattern", {}).get(match[2], settings["r"])
+            path = prefix + name.removesuffix(".weight")
+            outputs, inputs = parameter.shape[::-1] if match[2].startswith("c_") else parameter.shape
+            tensors[f"{path}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) / 6
+            tensors[f"{path}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) / 2
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def merged(checkpoint, adapter, scale=lambda module: 6 / 4, head="causal"):
+    """transformers' model with the adapter in its weights. scale: by the module's name."""
+    model, tensors = reference(checkpoint, head), load_file(adapter / "adapter_model.safetensors")
+    parameters, changed = dict(model.named_parameters()), 0
+    with torch.no_grad():
+        for name, a in tensors.items():
+            if name.endswith("lora_A.weight"):
+                path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                path = path if path + ".weight" in parameters else "model." + path
+                module = path.rsplit(".", 1)[1]
+                change = scale(module) * tensors[name.replace("lora_A", "lora_B")] @ a
+                parameters[path + ".weight"] += change.T if module.startswith("c_") else change
+                changed += 1
+    assert changed == len(tensors) // 2
+    return model

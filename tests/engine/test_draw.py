@@ -1,0 +1,148 @@
+"""Drawing on a GPU beside drawing in NumPy: the same filters, the same uniform numbers, the same tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tritons import on_triton  # noqa: F401 (a fixture)
+
+from prefold.engine import draw as module
+from prefold.engine.draw import draw, draw_on_device, kept
+from prefold.engine.sampler import Sampler, SamplerState
+from prefold.types import Sampling
+
+OPTIONS = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.3),
+    Sampling(temperature=1.0, top_k=1),
+    Sampling(temperature=2.0, top_k=40),
+    Sampling(temperature=1.0, top_k=10_000),
+    Sampling(temperature=0.8, top_p=0.95),
+    Sampling(temperature=1.0, top_p=1e-6),
+    Sampling(temperature=1.5, min_p=0.05),
+    Sampling(temperature=1.0, min_p=0.02, top_k=7, top_p=0.8),
+    Sampling(temperature=1.0, min_p=1.0),
+]
+
+
+@pytest.fixture
+def both(on_triton, monkeypatch):  # noqa: F811
+    """Tokens by NumPy, and by the kernel, which reads the row of each draw out of `logits`."""
+
+    def compare(logits: torch.Tensor, options: list[Sampling], uniforms: list[float]) -> tuple[list[int], list[int]]:
+        rows = [i % len(logits) for i in range(len(options))]
+        found = draw_on_device(logits.to(on_triton), rows, options, uniforms).tolist()
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "runs_triton", lambda device: False)
+            return found, draw(logits[rows].clone(), options, uniforms)
+
+    return compare
+
+
+@pytest.mark.parametrize("size", [2048, 64])
+@pytest.mark.parametrize("vocab", [300, 1000])
+def test_tokens_are_those_of_numpy(both, monkeypatch, vocab, size):
+    """In one block a row, and in several."""
+    from prefold.engine import draw_triton
+
+    monkeypatch.setattr(draw_triton, "SIZE", size)
+    rng = np.random.default_rng(vocab)
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    options = [option for option in OPTIONS for _ in range(3)]
+    found, wanted = both(logits, options, rng.random(len(options)).tolist())
+    assert found == wanted
+
+
+def test_ends_of_the_uniform_numbers(both):
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(0))
+    options = [option for option in OPTIONS for _ in range(2)]
+    found, wanted = both(logits, options, [0.0, 1 - 2**-53] * len(OPTIONS))
+    assert found == wanted
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+def test_equals_are_kept_or_left_together(both, option):
+    """Rows of few different numbers: what is drawn is what the filters leave, whatever bound falls among equals."""
+    rng = np.random.default_rng(5)
+    logits = torch.from_numpy(rng.integers(-2, 3, (4, 130)).astype(np.float32))
+    logits[3] = 1.0
+    logits[2, rng.integers(0, 130, 60)] = -torch.inf
+    found, wanted = both(logits, [option] * 4, [0.37] * 4)
+    assert found == wanted
+    for row, token in zip(logits, found, strict=True):
+        probs = torch.softmax(row / option.temperature, -1).numpy()
+        assert token in kept(probs, option)[0]
+        assert probs[token] > 0
+
+
+def test_signs_of_zero_are_equal(both):
+    logits = torch.tensor([[-0.0, 0.0, -0.0, -5.0]])
+    found, wanted = both(logits, [Sampling(temperature=1.0, top_k=1)] * 3, [0.1, 0.5, 0.9])
+    assert found == wanted == [0, 1, 2]
+
+
+def test_odd_rows(both):
+    one, none = torch.full((2, 50), -torch.inf)
+    one[33] = -70.0
+    logits = torch.stack((one, torch.linspace(-300, 300, 50)))
+    for option in OPTIONS:
+        found, wanted = both(logits, [option] * 2, [0.5] * 2)
+        assert found == wanted
+    assert draw_on_device(none[None], [0], OPTIONS[:1], [0.5]).tolist() == [-1]
+    assert draw_on_device(none[None], [], [], []).tolist() == []
+
+
+def test_cold_temperatures_do_not_overflow(both):
+    logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(3)) * 50
+    found, wanted = both(logits, [Sampling(temperature=2e-5)], [0.99])
+    assert found == wanted == [int(logits.argmax())]
+
+
+# The whole sampler
+
+
+def states(seed: int = 0) -> list[SamplerState]:
+    ends = [3, 40]
+    asked = [
+        Sampling(),
+        Sampling(min_tokens=5),
+        Sampling(logit_bias=((7, 100.0),)),
+        Sampling(temperature=1.0, min_tokens=2),
+        Sampling(temperature=0.9, logit_bias=((9, 2.0), (3, -1.0)), top_p=0.9),
+        *OPTIONS,
+    ]
+    made = [SamplerState(options, seed=seed + i, end_ids=ends) for i, options in enumerate(asked)]
+    for number, state in enumerate(made):
+        state.position = number % 4
+    return made
+
+
+@pytest.mark.parametrize("altered", [True, False])
+def test_what_is_started_is_what_is_chosen(on_triton, altered):  # noqa: F811
+    """With tokens that the states have not been told of yet, and several samples of one row."""
+    logits = torch.randn(9, 120, generator=torch.Generator().manual_seed(1)) * 2
+    logits[:, 3] = 9  # an end that is likely
+    some = states() if altered else states()[5:] + states()[:1]
+    rows = [(5 * i) % 9 for i in range(len(some))]
+    ahead = [i % 2 for i in range(len(some))]
+    assert Sampler.can_start(torch.device(on_triton), some)
+    found = Sampler().start(logits.to(on_triton), some, rows, ahead).tolist()
+    for state, n in zip(some, ahead, strict=True):
+        state.position += n
+    assert found == Sampler().choose(logits.to(on_triton), some, rows).ids
+
+
+def test_where_nothing_may_follow_there_is_no_token(on_triton):  # noqa: F811
+    logits = torch.full((1, 20), -torch.inf)
+    logits[0, 4] = 1.0
+    banned = [SamplerState(Sampling(temperature=t, min_tokens=9), seed=0, end_ids=[4]) for t in (0.0, 1.0)]
+    assert Sampler().start(logits.to(on_triton), banned, [0, 0], [0, 0]).tolist() == [-1, -1]
+
+
+def test_what_needs_the_tokens_before_is_not_started(on_triton):  # noqa: F811
+    device = torch.device(on_triton)
+    for options in (Sampling(repetition_penalty=1.1), Sampling(presence_penalty=0.5), Sampling(logprobs=2)):
+        assert not Sampler.can_start(device, [SamplerState(options, seed=0)])
+    assert not Sampler.can_start(device, [SamplerState(Sampling(), seed=0, matcher=object())])
+    assert not Sampler.can_start(torch.device("meta"), [SamplerState(Sampling(), seed=0)])
