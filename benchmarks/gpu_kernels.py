@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from common import visible_pairs
@@ -19,6 +22,8 @@ from prefold.types import Sampling
 
 # heads, kv_heads, head_dim
 HEADS = {"qwen3-0.6b": (16, 8, 128), "qwen3-8b": (32, 8, 128), "smollm2": (9, 3, 64), "gemma3": (4, 1, 256)}
+# Of keys: as many, stages, rows of a tile from which on eight warps share it.
+BLOCKS = ((64, 3, 128), (64, 5, 128), (64, 7, 128), (32, 5, 128), (128, 3, 128), (64, 5, 16))
 SIZES = ((128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 32, 8, 4))
 
 
@@ -177,8 +182,9 @@ def flex(q: Tensor, k: Tensor, v: Tensor, end: np.ndarray, scale: float, block: 
 
 
 def slots(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
-    """One plane of a decoding step: bytes that must be read over the time it takes, by tiles and grouping."""
+    """One plane of a decoding step: bytes that must be read over the time it takes, by tiles, blocks and grouping."""
     heads, kv_heads, dim = shape
+    group = heads // kv_heads
     shared, own = (24, 8) if bench.smoke else (2048, 256)
     found = []
     for batch in (4,) if bench.smoke else (64, 256):
@@ -187,48 +193,50 @@ def slots(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
             store._memory.normal_()
         q = torch.randn(batch, heads, dim, device=bench.device).to(bench.dtype)
         moved = 2 * kv_heads * dim * bench.dtype.itemsize * (shared + batch * own)
-        for grouped in (True, False):
+        variants: list[tuple[str, bool, dict]] = [("grouped", True, {}), ("not grouped", False, {})]
+        if runs_triton(bench.device):
+            variants += [(f"tiles of {rows}", True, {"rows": rows}) for rows in (16, 32, 64, 128) if rows >= group]
+            variants += [
+                ("blocks of {}, {} stages, eight warps from {}".format(*b), True, {"block": b}) for b in BLOCKS
+            ]
+        for what, grouped, changed in variants:
             step = decode_step(batch, shared, own, grouped=grouped)
             runs = KeyRuns(step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
-            for size in tile_rows(bench):
-                if size is not None and (heads // kv_heads > size or not grouped):
-                    continue
-                plan = make_plan(runs, batch, heads // kv_heads, bench, size)
+            plan = plan_slots(runs, batch, group=group, compiled=not runs_triton(bench.device))
 
-                def call(store=store, q=q, plan=plan) -> Tensor:
-                    with torch.inference_mode():
-                        return store.attend(0, q, plan, dim**-0.5)
+            def call(store=store, q=q, plan=plan) -> Tensor:
+                with torch.inference_mode():
+                    return store.attend(0, q, plan, dim**-0.5)
 
-                what = f"{batch}, {'grouped' if grouped else 'not grouped'}" + (f", tiles of {size}" if size else "")
-                seconds = bench.attempt(
-                    f"kernels slots {name} {what}", lambda call=call, size=size: timed(bench, call, size)
-                )
-                if seconds is not None:
-                    found.append([what, f"{1e6 * seconds:.0f}", f"{moved / seconds / 1e12:.2f}"])
-                    print("  ", *found[-1], flush=True)
-    bench.show("kernels_slots", ["batch", "us", "TB/s of what must be read"], found, shape=name)
+            def timed(call=call, changed=changed) -> float:
+                with changed_slots(**changed):
+                    return bench.kernel_seconds(call)
+
+            seconds = bench.attempt(f"kernels slots {name} {batch} {what}", timed)
+            if seconds is not None:
+                found.append([batch, what, f"{1e6 * seconds:.0f}", f"{moved / seconds / 1e12:.2f}"])
+                print("  ", *found[-1], flush=True)
+    bench.show("kernels_slots", ["batch", "", "us", "TB/s of what must be read"], found, shape=name)
 
 
-def tile_rows(bench: Bench) -> tuple[int | None, ...]:
-    return (None, 16, 32, 64, 128) if runs_triton(bench.device) else (None,)
-
-
-def make_plan(runs: KeyRuns, batch: int, group: int, bench: Bench, size: int | None):
-    return plan_slots(runs, batch, group=group, compiled=not runs_triton(bench.device))
-
-
-def timed(bench: Bench, call, size: int | None) -> float:
-    """With tiles of `size` rows, where it is given: the plan's tables are made in the first call."""
-    if size is None:
-        return bench.kernel_seconds(call)
+@contextmanager
+def changed_slots(rows: int | None = None, block: tuple[int, int, int] | None = None) -> Iterator[None]:
+    """Within it: tiles of so many rows, blocks of so many keys. (A plan's tables are made in its first call.)"""
+    if rows is None and block is None:
+        yield
+        return
     from prefold.attention import triton_slots
 
-    before = triton_slots.pick_rows
-    triton_slots.pick_rows = lambda joined, group: size
+    before = triton_slots.pick_rows, dict(triton_slots.BLOCK_SIZES)
+    if rows is not None:
+        triton_slots.pick_rows = lambda *_: rows
+    if block is not None:
+        triton_slots.BLOCK_SIZES.update({key: triton_slots.BlockSize(*block) for key in before[1]})
     try:
-        return bench.kernel_seconds(call)
+        yield
     finally:
-        triton_slots.pick_rows = before
+        triton_slots.pick_rows = before[0]
+        triton_slots.BLOCK_SIZES.update(before[1])
 
 
 def position_wise(bench: Bench) -> None:

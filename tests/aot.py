@@ -85,7 +85,8 @@ def describe(fn: JITFunction, args: tuple, kwargs: dict) -> Launch:
 
 
 def compile_one(launch: Launch) -> dict[str, Any]:
-    """For sm_90: {"name", "shared" bytes, "registers", "spilled" bytes}. Raises what Triton or ptxas raise."""
+    """For sm_90: {"name", "shared" bytes, "registers", "spilled" bytes, tensor
+    core instructions "wgmma" (Hopper's own) and "mma"}. Raises what Triton or ptxas raise."""
     source = ASTSource(launch.fn, launch.signature, launch.constants, launch.attributes)
     done = triton.compile(source, target=HOPPER, options=launch.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -99,4 +100,5 @@ def compile_one(launch: Launch) -> dict[str, Any]:
         "registers": int(counts["REG"]),
         "spilled": int(counts["STACK"]) + int(counts["LOCAL"]),
         "wgmma": done.asm["ptx"].count("wgmma.mma_async"),
+        "mma": done.asm["ptx"].count("mma.sync"),
     }

@@ -9,6 +9,7 @@ from nests import chains
 
 from prefold import kernels
 from prefold.attention import KeyRuns, KVStore, interval_attention, plan_attention, plan_slots, triton_slots
+from prefold.attention.slot_tiles import MOST_ROWS
 from prefold.engine import draw_triton
 from prefold.kernels import gpu
 from prefold.model import ops
@@ -39,14 +40,16 @@ def gradients(heads: int, kv_heads: int, dim: int, dtype: str, window: int | Non
 
 
 def slots(heads: int, kv_heads: int, dim: int, dtype: str, window: int | None) -> list[aot.Launch]:
-    """Tiles of every size."""
+    """Tiles of every size that is picked."""
     q, k, v = tensors(heads, kv_heads, dim, dtype)
     store = KVStore(1, kv_heads, dim, 200, q.dtype)
     row = np.arange(160)
     with aot.Recorder() as recorder:
         store.write(0, torch.arange(160) + 1, k, v)
         for size in (16, 32, 64, 128):
-            triton_slots.pick_rows = lambda joined, group, size=size: size
+            if size > MOST_ROWS[q.dtype.itemsize]:
+                continue
+            triton_slots.pick_rows = lambda *_, size=size: size
             runs = KeyRuns(row + 1, np.ones(160, np.int64), row, row, np.full(160, 160))
             store.attend(0, q, plan_slots(runs, 160, row, window, group=heads // kv_heads), 0.1)
     return list(recorder.launches.values())

@@ -116,13 +116,13 @@ def attend_slots(q: Tensor, keys: Tensor, values: Tensor, plan: SlotPlan, *, sca
     return triton_slots.attend_slots(dense(q), keys, values, tables, scale=scale, window=plan.window)
 
 
-def pick_tile(plan: SlotPlan, group: int) -> tuple[int, int]:
+def pick_tile(plan: SlotPlan, heads: Heads) -> tuple[int, int]:
     """Rows of the tiles that are best for a plan, and how many keys its lists then have at most."""
     from .slot_tiles import listed_keys, pick_rows, stretches
 
     joined = stretches(plan.runs)
-    rows = pick_rows(joined, group)
-    return rows, listed_keys(joined, rows // group)
+    rows = pick_rows(joined, heads.group, heads.dtype.itemsize)
+    return rows, listed_keys(joined, rows // heads.group)
 
 
 def fixed_tables(heads: Heads, size: int, rows: int, keys: int, windowed: bool, device: torch.device) -> FixedTables:

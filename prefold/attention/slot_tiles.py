@@ -21,8 +21,10 @@ __all__ = [
 # What is known of a stretch of keys in a tile's list, and of an item.
 STRETCH_FIELDS = ("place", "slot", "count", "position", "first", "step", "last")
 ITEM_FIELDS = ("tile", "start", "whole", "stop", "alone")
-# Rows of a tile (queries times the heads of a group) to choose from.
+# Rows of a tile (queries times the heads of a group) to choose from, and the most by bytes of a number: float32 has no
+# tensor cores here, and more of it spills from the registers.
 ROWS = (16, 32, 64, 128)
+MOST_ROWS = {2: 128, 4: 32}
 # More rows cost no time while reading keys takes longer than multiplying them: up to about so many.
 FREE_ROWS = 96
 # Items a KV head, to keep every processor of a GPU busy; and the fewest keys that are worth one.
@@ -74,13 +76,15 @@ def stretches(runs: KeyRuns) -> np.ndarray:
     return np.stack((runs.start[at], count, runs.position[at], runs.first[at], steps, runs.last[at]))
 
 
-def pick_rows(joined: np.ndarray, group: int) -> int:
-    """Rows of a tile, of ROWS, with which keys are read and multiplied in the least time."""
+def pick_rows(joined: np.ndarray, group: int, itemsize: int) -> int:
+    """Rows of a tile, of ROWS, with which keys are read and multiplied in the least time. itemsize: of a number."""
     best = 1 << (group - 1).bit_length()  # where none of ROWS has room for a query
     least = np.inf
     for rows in ROWS:
-        if rows >= group and (cost := listed_keys(joined, rows // group) * max(1.0, rows / FREE_ROWS)) < least:
-            best, least = rows, cost
+        if group <= rows <= MOST_ROWS[itemsize]:
+            cost = listed_keys(joined, rows // group) * max(1.0, rows / FREE_ROWS)
+            if cost < least:
+                best, least = rows, cost
     return best
 
 

@@ -22,10 +22,26 @@ from .triton_rows import LOG2_E, hide, load_rows, padded, precision, take_block
 
 __all__ = ["FixedTables", "SlotTables", "attend_slots", "slot_tables", "write_slots"]
 
-# Keys worked on at once, and Triton's stages, by bytes of a number and padded head dimension. Not measured on a GPU
-# yet.
-KEYS = {(2, 64): (64, 3), (2, 128): (64, 3), (2, 256): (32, 2), (4, 64): (32, 2), (4, 128): (16, 2), (4, 256): (16, 1)}
-MANY_ROWS = {2: 128, 4: 32}  # that eight warps share, not four
+
+@dataclass(frozen=True, slots=True)
+class BlockSize:
+    """keys that are worked on at once; Triton's stages; rows of a tile from which on eight warps share it, not four."""
+
+    keys: int
+    stages: int
+    many_rows: int
+
+
+# By bytes of a number and padded head dimension. Not measured on a GPU yet: benchmarks/gpu.py --sections kernels
+# compares them with others. Of five stages Triton makes two blocks on their way: it counts the loads of their slots too.
+BLOCK_SIZES = {
+    (2, 64): BlockSize(64, 5, 128),
+    (2, 128): BlockSize(64, 5, 128),
+    (2, 256): BlockSize(32, 5, 64),
+    (4, 64): BlockSize(32, 2, 32),
+    (4, 128): BlockSize(16, 2, 32),
+    (4, 256): BlockSize(16, 1, 32),
+}
 SPREAD = 256  # keys written at once
 WRITTEN = 4096  # numbers of k, or of v, written at once
 
@@ -41,8 +57,7 @@ class SlotTables:
 
     rows: int
     block_q: int
-    block_k: int
-    stages: int
+    block: BlockSize
     keys: Tensor
     items: Tensor
     tile_items: Tensor
@@ -55,10 +70,10 @@ class SlotTables:
 
 def slot_tables(plan: SlotPlan, group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> SlotTables:
     """group: query heads that share a KV head. Part of it runs on the device, behind what runs there."""
-    block_k, stages = KEYS[dtype.itemsize, padded(head_dim)]
+    block = BLOCK_SIZES[dtype.itemsize, padded(head_dim)]
     joined = stretches(plan.runs)
-    rows = pick_rows(joined, group)
-    tiles = slot_tiles(plan, joined, rows // group, block_k)
+    rows = pick_rows(joined, group, dtype.itemsize)
+    tiles = slot_tiles(plan, joined, rows // group, block.keys)
     arrays = {"stretches": tiles.stretches, "items": tiles.items, "tile_items": tiles.tile_items}
     if plan.window is not None:
         arrays["query_positions"] = plan.query_positions
@@ -68,8 +83,7 @@ def slot_tables(plan: SlotPlan, group: int, head_dim: int, dtype: torch.dtype, d
     return SlotTables(
         rows=rows,
         block_q=rows // group,
-        block_k=block_k,
-        stages=stages,
+        block=block,
         keys=keys,
         items=moved["items"],
         tile_items=moved["tile_items"],
@@ -104,12 +118,10 @@ class FixedTables:
             shapes["query_positions"] = (size,)
         self._zeros = {name: np.zeros(shape, np.int64) for name, shape in shapes.items()}
         self._moved = upload(self._zeros, device)
-        block_k, stages = KEYS[dtype.itemsize, padded(head_dim)]
         self.tables = SlotTables(
             rows=rows,
             block_q=rows // group,
-            block_k=block_k,
-            stages=stages,
+            block=BLOCK_SIZES[dtype.itemsize, padded(head_dim)],
             keys=torch.zeros((4, keys), dtype=torch.int32, device=device),
             items=self._moved["items"],
             tile_items=self._moved["tile_items"],
@@ -119,7 +131,7 @@ class FixedTables:
     def load(self, plan: SlotPlan) -> None:
         """A plan of at most `size` queries. What it has no more of is filled up with items of no tile."""
         tables = self.tables
-        tiles = slot_tiles(plan, stretches(plan.runs), tables.block_q, tables.block_k)
+        tiles = slot_tiles(plan, stretches(plan.runs), tables.block_q, tables.block.keys)
         arrays = {name: zeros.copy() for name, zeros in self._zeros.items()}
         arrays["items"][0] = -1
         arrays["items"][:, : tiles.items.shape[1]] = tiles.items
@@ -159,8 +171,8 @@ def attend_slots(q: Tensor, keys: Tensor, values: Tensor, tables: SlotTables, *,
         queries, items, tables.keys.shape[1],
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         scale * LOG2_E, window or 0,
-        **shape, KEYS=tables.block_k, WINDOW=window is not None, PRECISION=precision(q.dtype),
-        num_warps=8 if rows >= MANY_ROWS[q.dtype.itemsize] else 4, num_stages=tables.stages,
+        **shape, KEYS=tables.block.keys, WINDOW=window is not None, PRECISION=precision(q.dtype),
+        num_warps=8 if rows >= tables.block.many_rows else 4, num_stages=tables.block.stages,
     )  # fmt: skip
     _join[(queries * kv_heads,)](
         parts, sums, tables.tile_items, out, **shape, GROUPS=triton.next_power_of_2(group), num_warps=2

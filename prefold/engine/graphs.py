@@ -134,8 +134,8 @@ class DecodeGraphs:
     def _of(self, step: GenerateStep, plans: dict[int | None, SlotPlan]) -> _Captured:
         size = padded_size(step.num_rows)
         assert size is not None
-        group = heads_of(self.model).group
-        picked = {window: pick_tile(plan, group) for window, plan in plans.items()}
+        heads = heads_of(self.model)
+        picked = {window: pick_tile(plan, heads) for window, plan in plans.items()}
         needed = max(keys for _, keys in picked.values())
         if needed > self._keys:  # longer lists than any graph has room for: all are captured anew, with twice as much
             self._captured.clear()

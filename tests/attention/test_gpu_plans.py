@@ -129,7 +129,7 @@ def test_sequences_that_share_are_read_together():
     for _ in range(5):
         started = time.perf_counter()
         joined = stretches(plan.runs)
-        block_q = pick_rows(joined, 2) // 2
+        block_q = pick_rows(joined, 2, 2) // 2
         tiles = slot_tiles(plan, joined, block_q, 64)
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 2e-3
@@ -141,4 +141,5 @@ def test_sequences_that_share_are_read_together():
 @pytest.mark.parametrize("group", [1, 3, 8, 128])
 def test_a_tile_has_room_for_a_query(group):
     runs = of_slots.Case(chains([9])).plan().runs
-    assert pick_rows(stretches(runs), group) >= group
+    assert pick_rows(stretches(runs), group, 2) >= group
+    assert group <= pick_rows(stretches(runs), group, 4) <= max(32, 2 * group)

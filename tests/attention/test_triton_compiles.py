@@ -28,6 +28,8 @@ SHAPES = {
 }
 ROWS, GRADIENTS = {"_forward"}, {"_forward", "_gradient_q", "_gradient_kv"}
 SLOTS, OPERATIONS = {"_write", "_spread", "_attend", "_join"}, {"_add_rms_norm", "_rope", "_gate", "_draw"}
+# Bytes a thread: a few registers more than there are, outside of the loops.
+MOST_SPILLED = 128
 PRODUCTS = {"_forward", "_gradient_q", "_gradient_kv"}
 
 SCRIPT = """
@@ -57,10 +59,10 @@ def compiled(what: str, shape: tuple) -> list[dict]:
     found = json.loads(done.stdout.splitlines()[-1])
     for one in found:
         assert one["shared"] <= 227 * 1024, one
-        if shape[3] == "bfloat16" and shape[2] <= 128:
-            assert one["spilled"] <= 64, one
+        assert one["spilled"] <= MOST_SPILLED, one
         if shape[3] != "float32" and one["name"] in PRODUCTS:
-            assert one["wgmma"], "not on Hopper's tensor cores"
+            assert one["wgmma"] or one["mma"], "not on tensor cores"
+            assert one["wgmma"] or shape[2] > 128, "not by Hopper's own instructions"
     return found
 
 

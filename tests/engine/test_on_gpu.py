@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from tritons import DEVICE, on_triton  # noqa: F401 (a fixture)
 
 from prefold import LLM, kernels
-from prefold.attention import KVStore, plan_slots
+from prefold.attention import Heads, KVStore, plan_slots
 from prefold.attention.gpu import pick_tile
 from prefold.engine import Engine, GenerateOptions, runner
 from prefold.engine.attend import Path, heads_of
@@ -351,7 +351,7 @@ def test_a_tile_is_picked_for_a_plan():
     runs = (step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
     from prefold.attention import KeyRuns
 
-    rows, keys = pick_tile(plan_slots(KeyRuns(*runs), 64, group=2), 2)
+    rows, keys = pick_tile(plan_slots(KeyRuns(*runs), 64, group=2), Heads(4, 2, 16, torch.bfloat16))
     assert rows in (16, 32, 64, 128)
     assert keys >= 100 + 64 * 3
 
