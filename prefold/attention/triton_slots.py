@@ -33,7 +33,7 @@ class BlockSize:
 
 
 # By bytes of a number and padded head dimension. Not measured on a GPU yet: benchmarks/gpu.py --sections kernels
-# compares them with others. Of five stages Triton makes two blocks on their way: it counts the loads of their slots too.
+# compares them with others. Of five stages Triton makes two blocks on their way: it counts the loads of slots as well.
 BLOCK_SIZES = {
     (2, 64): BlockSize(64, 5, 128),
     (2, 128): BlockSize(64, 5, 128),

@@ -243,9 +243,13 @@ class Generator:
         started = time.perf_counter()
         flight, step = self._flight, scheduler.plan()
         self._tell_failed()
+        if flight is not None and (step is None or not self._can_start(step)):
+            scheduler.abandon()  # to be planned anew, with the tokens that it cannot do without
+            self._flight = None
+            self._land(flight)
+            return True
         if step is None:
-            self._land()
-            return flight is not None
+            return False
         forward = self._forward(step, None if flight is None else flight.ids)
         stats.add_seconds("plan", time.perf_counter() - started)
         tell = None
@@ -273,17 +277,14 @@ class Generator:
         with self.team.turn(Generate(step, head)):
             with torch.inference_mode():
                 hidden = forward()
-            if self._looks_ahead and can_start(hidden.device, readers):
+            if self._can_start(step):
                 ids = start(self.model, self._sampler, hidden, step, readers)
                 self.scheduler.begin(step)
                 before, self._flight = self._flight, Flight(step, ids, Reads(ids), readers, started)
                 stats.add_seconds("model", time.perf_counter() - began)
-                return partial(self._told, before)
-            # What is chosen on the host depends on the tokens before.
-            waited = self._land()
-            readers = [self._reader(running) for running, _ in step.reads]
+                return partial(self._land, before)
             choice, seconds = choose(self.model, self._sampler, hidden, step, readers, head=head)
-        stats.add_seconds("model", time.perf_counter() - began - waited - seconds)
+        stats.add_seconds("model", time.perf_counter() - began - seconds)
         stats.add_seconds("sample", seconds)
         return partial(self._finish, step, readers, choice, started)
 
@@ -310,17 +311,19 @@ class Generator:
             return None
         return job if isinstance(job, Probe) else job.samples[running.sample]
 
-    def _land(self) -> float:
-        """Give the tokens of the step in flight to their samples; returns the seconds that took."""
-        started = time.perf_counter()
-        flight, self._flight = self._flight, None
-        self._told(flight)
-        return time.perf_counter() - started
+    def _can_start(self, step: GenerateStep) -> bool:
+        readers = (self._reader(running) for running, _ in step.reads)
+        return self._looks_ahead and can_start(self.model.device, readers)
 
-    def _told(self, flight: Flight | None) -> None:
+    def _land(self, flight: Flight | None) -> None:
+        """Give the tokens of a step that was in flight to their samples."""
         if flight is not None:
             started = time.perf_counter()
-            choice = flight.choice()
+            try:
+                choice = flight.choice()
+            except BaseException:
+                self._give_up(flight.step)
+                raise
             self._stats().add_seconds("model", time.perf_counter() - started)
             self._finish(flight.step, flight.readers, choice, flight.started)
 
@@ -333,13 +336,17 @@ class Generator:
     def _take(self, step: GenerateStep, readers: list[Reader], choice: Choice) -> tuple[int, int]:
         """Give the tokens to their samples; returns how many requests that ended, and their tokens."""
         ended = []
-        for (running, _), reader, token, logprobs in zip(step.reads, readers, choice.ids, choice.logprobs, strict=True):
-            if not isinstance(reader, Sample) or running.state == "ended":
-                ended.append(True)
-                continue
-            before = len(reader.tokens)
-            ended.append(reader.take(token, logprobs))
-            self.scheduler.stats.generated_tokens += len(reader.tokens) - before
+        try:
+            for (running, _), reader, token, one in zip(step.reads, readers, choice.ids, choice.logprobs, strict=True):
+                if not isinstance(reader, Sample) or running.state == "ended":
+                    ended.append(True)
+                    continue
+                before = len(reader.tokens)
+                ended.append(reader.take(token, one))
+                self.scheduler.stats.generated_tokens += len(reader.tokens) - before
+        except BaseException:  # of somebody who is told of the text
+            self._give_up(step)
+            raise
         requests = tokens = 0
         for running in self.scheduler.commit(step, [token or 0 for token in choice.ids], ended):
             job = self._jobs.get(running.key)
@@ -363,6 +370,10 @@ class Generator:
                 tokens += sum(len(job.request.tokens) + max(0, len(sample.tokens) - 1) for sample in job.samples)
                 job.on_done(answer)
         return requests, tokens
+
+    def _give_up(self, step: GenerateStep) -> None:
+        """End what reads of a step, since its tokens are lost; whoever comes next finds a scheduler that can go on."""
+        self.scheduler.commit(step, [0] * len(step.reads), [True] * len(step.reads))
 
     def _tell_failed(self) -> None:
         while self.scheduler.failed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +47,10 @@ class Flight:
         return Choice([None if token < 0 else token for token in ids], [None] * len(ids))
 
 
-def can_start(device: torch.device, readers: Sequence[Reader]) -> bool:
+def can_start(device: torch.device, readers: Iterable[Reader]) -> bool:
     """Whether the tokens of all reads can be chosen on the device, without those of the step before."""
-    samples = [reader.state for reader in readers if isinstance(reader, Sample)]
-    return len(samples) == len(readers) and Sampler.can_start(device, samples)
+    states = [reader.state if isinstance(reader, Sample) else None for reader in readers]
+    return None not in states and Sampler.can_start(device, states)
 
 
 @torch.inference_mode()

@@ -150,8 +150,6 @@ class GenerateScheduler:
             node.computed += rows
             node.lost &= node.pending > 0
         for number, (sequence, _) in enumerate(step.reads):
-            if sequence.state == "ended":  # by a token that came after this step was planned
-                continue
             sequence.ready = True
             sequence.tail.tokens.append(-1 - number)
             if len(sequence.tail.tokens) == sequence.limit:

@@ -453,3 +453,28 @@ def test_what_compiling_takes_is_counted(monkeypatch):
     assert stats.seconds == {"compile": 3.0}
     assert heard == [False, False]
     gpu._clock.cache_clear()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_failure_of_whoever_is_told_leaves_a_generator_that_goes_on(tmp_path, on_triton, ahead):  # noqa: F811
+    """The step's other sequences end with it; what comes next is as ever."""
+    llm = LLM(str(tiny_checkpoint(tmp_path)), dtype="float32", device=DEVICE, cache="off")
+    generator = llm.engine.generator
+    generator._looks_ahead = ahead
+
+    def fail(sample: int, piece: str) -> None:
+        raise RuntimeError("no longer there")
+
+    request = GenerateRequest(np.array([5, 6, 7], np.int32), Sampling(max_tokens=6, ignore_eos=True))
+    keys = [generator.add(request, llm.tokenizer, lambda answer: None, told) for told in (None, fail)]
+    with pytest.raises(RuntimeError, match="no longer there"):
+        while generator.step():
+            pass
+    for key in keys:
+        generator.cancel(key)
+    answers: list = []
+    generator.add(request, llm.tokenizer, answers.append)
+    while generator.step():
+        generator.scheduler.check()
+    assert len(answers[0][0].tokens) == 6
+    assert generator.scheduler.pool.used_slots == 0 and not generator.has_work

@@ -84,12 +84,14 @@ def run_to_end(
         step = scheduler.plan()
         assert flight is not None or scheduler.plan() is step
         scheduler.check()
-        if step is None:
-            if flight is None:
-                break
+        is_ahead = ahead()
+        if flight is not None and (step is None or not is_ahead):
+            scheduler.abandon()
             land(*flight)
             flight = None
             continue
+        if step is None:
+            break
         assert step.num_rows <= scheduler.max_batch_rows
         store.run(step, [] if flight is None else flight[1])
         tokens, stops = [], []
@@ -98,13 +100,13 @@ def run_to_end(
             tokens.append(next_token(path, sequence.sample))
             stops.append(stop_at(path, sequence.sample))
         before, flight = flight, None
-        if ahead():
+        if is_ahead:
             scheduler.begin(step)
             scheduler.check()
             flight = (step, tokens, stops)
-        if before is not None:
-            land(*before)
-        if flight is None:
+            if before is not None:
+                land(*before)
+        else:
             land(step, tokens, stops)
     else:
         raise AssertionError("the work does not end")
