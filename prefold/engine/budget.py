@@ -1,15 +1,19 @@
-"""What a device affords: how many rows a step may have where nobody says, and what its kernels took to compile."""
+"""What a device affords: how many rows a step may have and how much memory K/V where nobody says, and what its kernels
+took to compile."""
 
 from __future__ import annotations
 
 import torch
 
+from ..attention import KVStore
+from ..errors import InputError
 from ..kernels.gpu import compile_seconds, runs_triton
 from ..model import CausalLM
 from ..model.memory import available_memory
+from ..model.parallel import Shard
 from ..types import Stats
 
-__all__ = ["batch_rows", "count_compiling", "free_cached"]
+__all__ = ["batch_rows", "count_compiling", "free_cached", "kv_bytes", "slot_bytes"]
 
 # On a CPU larger steps hardly gain, and their intermediates are held in memory.
 ROWS_ON_CPU = 4096
@@ -17,6 +21,9 @@ ROWS_ON_CPU = 4096
 MOST_ROWS, LEAST_ROWS = 65_536, 1024
 # Of the memory that is free: the rest is for K/V, and for what the allocator cannot use.
 SHARE = 0.25
+# The same of K/V; and what it may take at most.
+KV_SHARE = 0.5
+KV_MOST_ON_CPU = 4 << 30
 
 
 def batch_rows(model: CausalLM) -> int:
@@ -28,6 +35,30 @@ def batch_rows(model: CausalLM) -> int:
     row = model.dtype.itemsize * (2 * local.hidden + 3 * local.intermediate + local.q_size + 2 * local.kv_size)
     rows = int(available_memory(model.device) * SHARE) // row
     return max(LEAST_ROWS, min(MOST_ROWS, rows // 1024 * 1024))
+
+
+def slot_bytes(model: CausalLM) -> int:
+    """Bytes of a slot in all planes, of all ranks together."""
+    config, size = model.config, model.ranks.size
+    parts = [Shard.of(config, rank, size).local(config) for rank in range(size)]
+    return sum(
+        KVStore.bytes_per_slot(part.layers, part.kv_heads, part.head_dim, model.dtype, model.device) for part in parts
+    )
+
+
+def kv_bytes(wanted: int | None, device: torch.device, ranks: int = 1) -> int:
+    """How much memory K/V may take, of all ranks together; on a CPU they share it, GPUs have each their own."""
+    free = available_memory(device) * (1 if device.type == "cpu" else ranks)
+    if wanted is None:
+        share = int(free * KV_SHARE)
+        return min(share, KV_MOST_ON_CPU) if device.type == "cpu" else share
+    if wanted > free:
+        raise InputError(
+            f"kv_memory is {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
+            field="kv_memory",
+            remedy="give less",
+        )
+    return wanted
 
 
 def free_cached(device: torch.device) -> None:

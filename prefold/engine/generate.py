@@ -14,13 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import KVStore
 from ..cache import CacheOptions, SlotPool
 from ..errors import InputError
 from ..kernels.gpu import on
 from ..model import Adapter, CausalLM
-from ..model.memory import available_memory
-from ..model.parallel import Shard
 from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import GenerateStep, Running
 from ..text import Tokenizer
@@ -28,7 +25,7 @@ from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
 from ..types import Generated, GenerateRequest, GenerationStats, Readout, Request, Result, Stats
 from .attend import heads_of
-from .budget import count_compiling, free_cached
+from .budget import count_compiling, free_cached, kv_bytes, slot_bytes
 from .graphs import DecodeGraphs
 from .picks import Flight, Reader, can_start, choose, start
 from .probes import Probe
@@ -41,10 +38,6 @@ from .team import Generate, MakeStore, Solo
 __all__ = ["GenerateOptions", "Generator"]
 
 Answer = list[Generated] | InputError
-
-# Of the memory that is free, and at most, where nobody says how much K/V may take.
-KV_SHARE = 0.5
-KV_MOST_ON_CPU = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,27 +414,3 @@ class _Texts:
     @cached_property
     def grammars(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_ids)
-
-
-def slot_bytes(model: CausalLM) -> int:
-    """Bytes of a slot in all planes, of all ranks together."""
-    config, size = model.config, model.ranks.size
-    parts = [Shard.of(config, rank, size).local(config) for rank in range(size)]
-    return sum(
-        KVStore.bytes_per_slot(part.layers, part.kv_heads, part.head_dim, model.dtype, model.device) for part in parts
-    )
-
-
-def kv_bytes(wanted: int | None, device: torch.device, ranks: int = 1) -> int:
-    """How much memory K/V may take, of all ranks together; on a CPU they share it, GPUs have each their own."""
-    free = available_memory(device) * (1 if device.type == "cpu" else ranks)
-    if wanted is None:
-        share = int(free * KV_SHARE)
-        return min(share, KV_MOST_ON_CPU) if device.type == "cpu" else share
-    if wanted > free:
-        raise InputError(
-            f"kv_memory is {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
-            field="kv_memory",
-            remedy="give less",
-        )
-    return wanted
