@@ -68,6 +68,6 @@ def free_cached(device: torch.device) -> None:
 
 
 def count_compiling(stats: Stats, device: torch.device) -> None:
-    """Add what compiling kernels took since this was last called, as the part "compile", which lies within "model"."""
+    """Add what compiling kernels took since this was last called, as the part "compile"; other parts hold it too."""
     if runs_triton(device) and (seconds := compile_seconds()):
         stats.add_seconds("compile", seconds)

@@ -6,6 +6,7 @@ import itertools
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -120,7 +121,8 @@ class Generator:
         self._sampler = Sampler()
         # A step is planned while the one before runs, and its tokens are still on the device.
         self._looks_ahead = model.device.type == "cuda" and model.ranks.size == 1
-        self._flight: Flight | None = None
+        self._flights: deque[Flight] = deque()  # at most two, and two within a step only
+        self._finished = 0.0  # when the last step was
         self._again = 0  # rows counted that had been computed before, or were in vain
         self._jobs: dict[int, _Job | Probe] = {}
         self._keys = itertools.count()
@@ -233,21 +235,20 @@ class Generator:
         if stats.generation is None:
             stats.generation = scheduler.stats = GenerationStats()
             scheduler.rows_held_peak = scheduler.rows_unshared_peak = self._again = 0
+        if len(self._flights) > 1:  # when the first was to be landed, Ctrl-C came
+            self._land()
         started = time.perf_counter()
-        flight, step = self._flight, scheduler.plan()
+        step = scheduler.plan()
         self._tell_failed()
-        if flight is not None and (step is None or not self._can_start(step)):
+        if self._flights and (step is None or not self._can_start(step)):
             scheduler.abandon()  # to be planned anew, with the tokens that it cannot do without
-            self._flight = None
-            self._land(flight)
+            self._land()
             return True
         if step is None:
             return False
-        forward = self._forward(step, None if flight is None else flight.ids)
-        stats.add_seconds("plan", time.perf_counter() - started)
         tell = None
         try:
-            tell = self._run(step, forward, started)
+            tell = self._run(step, started)
         except torch.OutOfMemoryError:
             scheduler.abandon()
             if not self._shrink(step):
@@ -256,15 +257,19 @@ class Generator:
             scheduler.abandon()
             raise
         if tell is None:  # not while the error is handled: it holds what the failed step made
-            del forward
             free_cached(self.model.device)
-        else:
-            tell()
+            return True
+        tell()
+        if self._flights and not scheduler.can_plan:  # nobody may come to ask for its tokens
+            self._land()
         return True
 
-    def _run(self, step: GenerateStep, forward: Callable[[], Tensor], started: float) -> Callable[[], object]:
+    def _run(self, step: GenerateStep, started: float) -> Callable[[], object]:
         """Give a step to the device. Returns what tells of its tokens, or of those of the step before."""
-        began, stats = time.perf_counter(), self._stats()
+        stats, before = self._stats(), self._flights[-1] if self._flights else None
+        forward = self._forward(step, None if before is None else before.ids)
+        planned = time.perf_counter()
+        stats.add_seconds("plan", planned - started)
         readers = [self._reader(running) for running, _ in step.reads]
         head = any(reader is not None and reader.needs_logits for reader in readers)
         with self.team.turn(Generate(step, head)):
@@ -272,12 +277,13 @@ class Generator:
                 hidden = forward()
             if self._can_start(step):
                 ids = start(self.model, self._sampler, hidden, step, readers)
+                flight = Flight(step, ids, Reads(ids), readers, started)
                 self.scheduler.begin(step)
-                before, self._flight = self._flight, Flight(step, ids, Reads(ids), readers, started)
-                stats.add_seconds("model", time.perf_counter() - began)
-                return partial(self._land, before)
+                self._flights.append(flight)
+                stats.add_seconds("model", time.perf_counter() - planned)
+                return self._land if before is not None else lambda: None
             choice, seconds = choose(self.model, self._sampler, hidden, step, readers, head=head)
-        stats.add_seconds("model", time.perf_counter() - began - seconds)
+        stats.add_seconds("model", time.perf_counter() - planned - seconds)
         stats.add_seconds("sample", seconds)
         return partial(self._finish, step, readers, choice, started)
 
@@ -308,40 +314,54 @@ class Generator:
         readers = (self._reader(running) for running, _ in step.reads)
         return self._looks_ahead and can_start(self.model.device, readers)
 
-    def _land(self, flight: Flight | None) -> None:
-        """Give the tokens of a step that was in flight to their samples."""
-        if flight is not None:
-            started = time.perf_counter()
-            try:
-                choice = flight.choice()
-            except BaseException:
-                self._give_up(flight.step)
-                raise
-            self._stats().add_seconds("model", time.perf_counter() - started)
-            self._finish(flight.step, flight.readers, choice, flight.started)
+    def _land(self) -> None:
+        """Give the tokens of the step that has been in flight longest to their samples."""
+        started = time.perf_counter()
+        flight = self._flights[0]
+        choice = flight.choice()
+        self._flights.popleft()
+        self._stats().add_seconds("model", time.perf_counter() - started)
+        self._finish(flight.step, flight.readers, choice, flight.started)
 
     def _finish(self, step: GenerateStep, readers: list[Reader], choice: Choice, started: float) -> None:
-        done, tokens = self._take(step, readers, choice)
+        """Give the tokens to their samples, and count. started: when the step was; it counts from the end of the one
+        before, if that came later.
+
+        Where somebody who is told of a text raises an error, that text ends, all others get their tokens, and then the
+        error is raised."""
+        ended, failure = self._take(step, readers, choice)
+        done, tokens = self._tell_ended(self.scheduler.commit(step, [token or 0 for token in choice.ids], ended))
         self._account(step)
         if self._on_step is not None:
-            self._on_step(step, started, done, tokens)
+            self._on_step(step, max(started, self._finished), done, tokens)
+        self._finished = time.perf_counter()
+        if failure is not None:
+            raise failure
 
-    def _take(self, step: GenerateStep, readers: list[Reader], choice: Choice) -> tuple[int, int]:
-        """Give the tokens to their samples; returns how many requests that ended, and their tokens."""
-        ended = []
-        try:
-            for (running, _), reader, token, one in zip(step.reads, readers, choice.ids, choice.logprobs, strict=True):
-                if not isinstance(reader, Sample) or running.state == "ended":
-                    ended.append(True)
-                    continue
-                before = len(reader.tokens)
+    def _take(
+        self, step: GenerateStep, readers: list[Reader], choice: Choice
+    ) -> tuple[list[bool], BaseException | None]:
+        """Which reads end with their token, and the first error of somebody who was told of a text."""
+        ended: list[bool] = []
+        failure: BaseException | None = None
+        for (running, _), reader, token, one in zip(step.reads, readers, choice.ids, choice.logprobs, strict=True):
+            if not isinstance(reader, Sample) or running.state == "ended" or reader.finish_reason is not None:
+                ended.append(True)
+                continue
+            before = len(reader.tokens)
+            try:
                 ended.append(reader.take(token, one))
-                self.scheduler.stats.generated_tokens += len(reader.tokens) - before
-        except BaseException:  # of somebody who is told of the text
-            self._give_up(step)
-            raise
+            except BaseException as error:  # Ctrl-C among them
+                failure = failure or error
+                reader.drop()
+                ended.append(True)
+            self.scheduler.stats.generated_tokens += len(reader.tokens) - before
+        return ended, failure
+
+    def _tell_ended(self, done: Sequence[Running]) -> tuple[int, int]:
+        """Tell of requests that end with these sequences; returns how many they are, and their tokens."""
         requests = tokens = 0
-        for running in self.scheduler.commit(step, [token or 0 for token in choice.ids], ended):
+        for running in done:
             job = self._jobs.get(running.key)
             if job is None:  # cancelled meanwhile
                 continue
@@ -363,10 +383,6 @@ class Generator:
                 tokens += sum(len(job.request.tokens) + max(0, len(sample.tokens) - 1) for sample in job.samples)
                 job.on_done(answer)
         return requests, tokens
-
-    def _give_up(self, step: GenerateStep) -> None:
-        """End what reads of a step, since its tokens are lost; whoever comes next finds a scheduler that can go on."""
-        self.scheduler.commit(step, [0] * len(step.reads), [True] * len(step.reads))
 
     def _tell_failed(self) -> None:
         while self.scheduler.failed:

@@ -120,7 +120,7 @@ class DecodeGraphs:
         if not self.takes(step):
             return None
         plans = self._plans(step)
-        captured = self._of(step, plans)
+        captured = self._of(step, plans, given)
         captured.step.load(step, plans, given)
         captured.graph.replay()
         return captured.hidden[: step.num_rows]
@@ -131,7 +131,7 @@ class DecodeGraphs:
         positions, group = step.positions.astype(np.int64), heads_of(self.model).group
         return {w: plan_slots(runs, step.num_rows, positions, w, group=group, compiled=False) for w in windows}
 
-    def _of(self, step: GenerateStep, plans: dict[int | None, SlotPlan]) -> _Captured:
+    def _of(self, step: GenerateStep, plans: dict[int | None, SlotPlan], given: Tensor | None) -> _Captured:
         size = padded_size(step.num_rows)
         assert size is not None
         heads = heads_of(self.model)
@@ -143,14 +143,19 @@ class DecodeGraphs:
         tiles = {window: rows for window, (rows, _) in picked.items()}
         key = (size, tuple(tiles.items()))
         if key not in self._captured:
-            self._captured[key] = self._capture(size, tiles, step, plans)
+            self._captured[key] = self._capture(size, tiles, step, plans, given)
         return self._captured[key]
 
     def _capture(
-        self, size: int, tiles: dict[int | None, int], step: GenerateStep, plans: dict[int | None, SlotPlan]
+        self,
+        size: int,
+        tiles: dict[int | None, int],
+        step: GenerateStep,
+        plans: dict[int | None, SlotPlan],
+        given: Tensor | None,
     ) -> _Captured:
         fixed = FixedStep(self.model, self.store, size, tiles, self._keys)
-        fixed.load(step, plans)
+        fixed.load(step, plans, given)
         # Once outside of the graph: kernels are compiled and libraries make their workspaces. What it writes, the
         # replay writes again.
         stream = torch.cuda.Stream()

@@ -83,6 +83,11 @@ class Sample:
         if self.finish_reason is None:
             self._end("cancelled")
 
+    def drop(self) -> None:
+        """End it as it is, for nobody listens any more."""
+        self._on_text = None
+        self.cancel()
+
     def result(self, cached_tokens: int) -> Generated:
         assert self.finish_reason is not None
         kept = len(self.tokens) if self._text is None else self._text.num_tokens

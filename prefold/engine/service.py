@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+from ..errors import InputError
 from ..text import Tokenizer
 from ..types import Generated, GenerateRequest
 from .generate import Generator
@@ -52,7 +53,7 @@ class Service:
             self._wake.set()
             while not done:
                 event = await events.get()
-                done = not isinstance(event, tuple)
+                done = isinstance(event, (list, InputError))  # after any other error the request may still be there
                 if isinstance(event, BaseException):
                     raise event
                 yield event

@@ -121,7 +121,12 @@ class GenerateScheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting or self._arrivals or self._begun)
+        return self.can_plan or bool(self._begun)
+
+    @property
+    def can_plan(self) -> bool:
+        """Whether anybody is there for whom a step may be planned, now or when those that are being run have ended."""
+        return bool(self.running or self.waiting or self._arrivals)
 
     # ------------------------------------------------------------------------------------------ plan and commit
 
@@ -160,8 +165,10 @@ class GenerateScheduler:
     def commit(self, step: GenerateStep, tokens: Sequence[int], ended: Sequence[bool]) -> list[Running]:
         """The step was run: the token each of `step.reads` got, and whether it ends there (its token is then no part
         of the output). Of sequences that had ended before it is not looked at. Returns the sequences that have ended,
-        by that or by their limit."""
-        if step is self._planned:
+        by that or by their limit. Raises ValueError while another step is planned and not begun."""
+        if self._planned is not None and (self._begun or step is not self._planned):
+            raise ValueError("a step is planned: begin or abandon it before another one is committed")
+        if self._planned is not None:
             self.begin(step)
         if not self._begun or step is not self._begun[0]:
             raise ValueError("this is not the step that was planned or begun first")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from adapters import write_adapter
+from ahead import ASKED, generated, watch_steps
 from running import as_request, prompts, run
 from tiny import tiny_checkpoint
 from torch.overrides import TorchFunctionMode
@@ -27,7 +28,6 @@ from prefold.engine.slots import SlotAttend, prepare_slots
 from prefold.kernels import gpu
 from prefold.model import CausalLM, load_adapter
 from prefold.schedule import PrefillScheduler
-from prefold.schedule.generate import GenerateScheduler
 from prefold.schedule.generate_step import GenerateStep
 from prefold.stream import Spool
 from prefold.types import GenerateRequest, Readout, Sampling, Stats
@@ -66,103 +66,13 @@ def test_generated_tokens_are_those_of_the_cpu(llm, request):
     assert greedy(llm, some) == wanted
 
 
-# What is asked for: each alone, and all at once. The last ones need the tokens before, and are chosen on the host.
-ASKED = [
-    Sampling(max_tokens=6, ignore_eos=True),
-    Sampling(max_tokens=7, temperature=1.0, seed=1),
-    Sampling(max_tokens=5, temperature=1.3, top_k=9, top_p=0.9, seed=2, n=3),
-    Sampling(max_tokens=9, stop_ids=tuple(range(0, 300, 4))),
-    Sampling(max_tokens=9, stop_ids=tuple(range(0, 300, 3)), min_tokens=3, temperature=0.7, min_p=0.01, seed=3),
-    Sampling(max_tokens=1),
-    Sampling(max_tokens=3, repetition_penalty=1.3),
-    Sampling(max_tokens=2, logprobs=2),
-]
-
-
-def generated(llm: LLM, some: list[Sampling], *, ahead: bool, **options) -> tuple[list, Engine]:
-    engine = Engine(llm.model, max_batch_rows=24, generation=GenerateOptions(**{"kv_memory": 1 << 20} | options))
-    engine.generator._looks_ahead = ahead
-    found: dict[int, list] = {}
-    for number, sampling in enumerate(some):
-        prompt = prompts(4, count=10)[number]
-        request = GenerateRequest(np.array(prompt, np.int32), sampling)
-        engine.generator.add(request, None, lambda answer, number=number: found.update({number: answer}))
-    while engine.generator.step():
-        engine.generator.scheduler.check()
-    assert not engine.generator.has_work
-    said = [[(one.tokens, one.finish_reason, one.stop) for one in found[number]] for number in range(len(some))]
-    return said, engine
-
-
-QWEN3_AND_ALL = [*(("qwen3", which) for which in (*range(6), "all")), ("gemma3", "all")]
-
-
-@pytest.mark.parametrize(("llm", "which"), QWEN3_AND_ALL, indirect=["llm"])
-def test_a_step_is_planned_while_the_one_before_runs(llm, on_triton, which, monkeypatch):  # noqa: F811
-    some = ASKED[::-1] if which == "all" else [ASKED[which]] * 2
-    wanted, engine = generated(llm, some, ahead=False)
-    assert engine.stats.generation.discarded_rows == 0
-    begun = []
-    begin = GenerateScheduler.begin
-    monkeypatch.setattr(
-        GenerateScheduler, "begin", lambda self, step: begun.append(bool(self._begun)) or begin(self, step)
-    )
-    found, engine = generated(llm, some, ahead=True)
+def test_a_step_is_planned_while_the_one_before_runs(llm, on_triton, monkeypatch):  # noqa: F811
+    """Tokens are drawn by the kernel, and go from step to step without the host. (More in test_generate_ahead.)"""
+    wanted, _ = generated(llm, ASKED[::-1], ahead=False)
+    begun = watch_steps(monkeypatch)
+    found, _ = generated(llm, ASKED[::-1], ahead=True)
     assert found == wanted
-    assert any(begun) or which == 5, "no step was begun before the one before was over"
-    stats = engine.stats
-    assert stats.generation.generated_tokens == sum(len(tokens) for answer in found for tokens, _, _ in answer)
-    in_vain = stats.generation.discarded_rows + stats.generation.recomputed_rows
-    assert stats.rows_computed == stats.unique_tokens + in_vain
-    if which == 3:
-        assert stats.generation.discarded_rows > 0
-
-
-@pytest.mark.parametrize("llm", ["qwen3"], indirect=True)
-def test_looking_ahead_with_little_memory(llm, on_triton):  # noqa: F811
-    """Where outputs grow until there is no room, what runs is waited for before anybody makes room."""
-    some = [Sampling(max_tokens=22, ignore_eos=True)] * 2
-    slot = Engine(llm.model, generation=GenerateOptions(kv_memory=1 << 20)).generator.slot_bytes
-    options = {"reserve_output": False, "kv_memory": 50 * slot}
-    wanted, engine = generated(llm, some, ahead=False, **options)
-    found, other = generated(llm, some, ahead=True, **options)
-    assert found == wanted
-    assert engine.stats.generation.preemptions and other.stats.generation.preemptions
-
-
-@pytest.mark.parametrize("llm", ["qwen3"], indirect=True)
-def test_a_request_that_is_cancelled_while_its_step_runs(llm, on_triton):  # noqa: F811
-    engine = Engine(llm.model, max_batch_rows=24, generation=GenerateOptions(kv_memory=1 << 20))
-    generator = engine.generator
-    generator._looks_ahead = True
-    answers: dict[int, list] = {}
-    keys = [
-        generator.add(
-            GenerateRequest(np.array(prompt, np.int32), Sampling(max_tokens=8, ignore_eos=True)),
-            None,
-            lambda answer, number=number: answers.update({number: answer}),
-        )
-        for number, prompt in enumerate(prompts(4, count=3)[:3])
-    ]
-    for _ in range(6):
-        generator.step()
-    assert generator._flight is not None
-    generator.cancel(keys[1])
-    while generator.step():
-        generator.scheduler.check()
-    assert answers[1][0].finish_reason == "cancelled"
-    assert [len(answers[number][0].tokens) for number in (0, 2)] == [8, 8]
-    assert generator.scheduler.pool.used_slots == 0
-
-
-def test_a_sample_whose_text_cancels_its_own_request(tmp_path):
-    llm = LLM(str(tiny_checkpoint(tmp_path)), dtype="float32", cache="off")
-    generator, answers, keys = llm.engine.generator, [], []
-    request = GenerateRequest(np.array([5, 6, 7], np.int32), Sampling(max_tokens=20, n=2, ignore_eos=True))
-    keys.append(generator.add(request, llm.tokenizer, answers.append, lambda sample, piece: generator.cancel(keys[0])))
-    while generator.step():
-        generator.scheduler.check()
-    assert [sample.finish_reason for sample in answers[0]] == ["cancelled", "cancelled"]
+    assert any(begun), "no step was begun before the one before was over"
 
 
 # On tensors without data
@@ -456,28 +366,3 @@ def test_what_compiling_takes_is_counted(monkeypatch):
     assert stats.seconds == {"compile": 3.0}
     assert heard == [False, False]
     gpu._clock.cache_clear()
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_a_failure_of_whoever_is_told_leaves_a_generator_that_goes_on(tmp_path, on_triton, ahead):  # noqa: F811
-    """The step's other sequences end with it; what comes next is as ever."""
-    llm = LLM(str(tiny_checkpoint(tmp_path)), dtype="float32", device=DEVICE, cache="off")
-    generator = llm.engine.generator
-    generator._looks_ahead = ahead
-
-    def fail(sample: int, piece: str) -> None:
-        raise RuntimeError("no longer there")
-
-    request = GenerateRequest(np.array([5, 6, 7], np.int32), Sampling(max_tokens=6, ignore_eos=True))
-    keys = [generator.add(request, llm.tokenizer, lambda answer: None, told) for told in (None, fail)]
-    with pytest.raises(RuntimeError, match="no longer there"):
-        while generator.step():
-            pass
-    for key in keys:
-        generator.cancel(key)
-    answers: list = []
-    generator.add(request, llm.tokenizer, answers.append)
-    while generator.step():
-        generator.scheduler.check()
-    assert len(answers[0][0].tokens) == 6
-    assert generator.scheduler.pool.used_slots == 0 and not generator.has_work

@@ -1,0 +1,49 @@
+"""Requests of every kind, and what they give with steps planned ahead or one at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+from running import prompts
+
+from prefold import LLM
+from prefold.engine import Engine, GenerateOptions
+from prefold.schedule.generate import GenerateScheduler
+from prefold.types import GenerateRequest, Sampling
+
+# The last ones need the tokens before, and are chosen on the host.
+ASKED = [
+    Sampling(max_tokens=6, ignore_eos=True),
+    Sampling(max_tokens=7, temperature=1.0, seed=1),
+    Sampling(max_tokens=5, temperature=1.3, top_k=9, top_p=0.9, seed=2, n=3),
+    Sampling(max_tokens=9, stop_ids=tuple(range(0, 300, 4))),
+    Sampling(max_tokens=9, stop_ids=tuple(range(0, 300, 3)), min_tokens=3, temperature=0.7, min_p=0.01, seed=3),
+    Sampling(max_tokens=1),
+    Sampling(max_tokens=3, repetition_penalty=1.3),
+    Sampling(max_tokens=2, logprobs=2),
+]
+
+
+def generated(llm: LLM, some: list[Sampling], *, ahead: bool, **options) -> tuple[list, Engine]:
+    """(tokens, finish_reason, stop) of each sample of each request; and the engine that made them."""
+    engine = Engine(llm.model, max_batch_rows=24, generation=GenerateOptions(**{"kv_memory": 1 << 20} | options))
+    engine.generator._looks_ahead = ahead
+    found: dict[int, list] = {}
+    for number, sampling in enumerate(some):
+        prompt = prompts(4, count=10)[number]
+        request = GenerateRequest(np.array(prompt, np.int32), sampling)
+        engine.generator.add(request, None, lambda answer, number=number: found.update({number: answer}))
+    while engine.generator.step():
+        engine.generator.scheduler.check()
+    assert not engine.generator.has_work
+    said = [[(one.tokens, one.finish_reason, one.stop) for one in found[number]] for number in range(len(some))]
+    return said, engine
+
+
+def watch_steps(monkeypatch) -> list[bool]:
+    """Of each step that is begun from here on, whether the one before was still under way."""
+    begun: list[bool] = []
+    begin = GenerateScheduler.begin
+    monkeypatch.setattr(
+        GenerateScheduler, "begin", lambda self, step: begun.append(bool(self._begun)) or begin(self, step)
+    )
+    return begun

@@ -1,0 +1,303 @@
+"""Steps of generation that are planned while the one before runs: what comes is what comes of one step at a time.
+
+On a CPU, with tokens drawn by NumPy; `test_on_gpu` goes through Triton."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from ahead import ASKED, generated, watch_steps
+from running import prompts
+from tiny import tiny_checkpoint
+
+from prefold import LLM
+from prefold.cache import CacheOptions
+from prefold.engine import Engine, GenerateOptions, sampler
+from prefold.engine.draw import draw
+from prefold.engine.generate import Generator
+from prefold.engine.runner import Reads
+from prefold.types import GenerateRequest, Readout, Request, Sampling, Stats
+
+# Outputs of three tokens only, so that they meet prompts: what is kept of them is then a prompt's.
+BIAS = tuple((token, 60.0) for token in (1, 2, 3))
+OUT_OF_MEMORY = 0.05
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory) -> LLM:
+    return LLM(str(tiny_checkpoint(tmp_path_factory.mktemp("traces"), "qwen3")), dtype="float32", cache="off")
+
+
+@pytest.fixture
+def draws_ahead(monkeypatch) -> None:
+    """Tokens are drawn as on a GPU, by NumPy."""
+
+    def on_device(logits, rows, options, uniforms):
+        return torch.tensor(draw(logits[list(rows)].clone(), options, uniforms))
+
+    monkeypatch.setattr(
+        sampler.Sampler, "can_start", staticmethod(lambda device, states: all(s.independent for s in states))
+    )
+    monkeypatch.setattr(sampler, "draw_on_device", on_device)
+
+
+def engine_of(llm: LLM, *, rows: int = 24, ahead: bool = False, **options) -> Engine:
+    engine = Engine(llm.model, max_batch_rows=rows, generation=GenerateOptions(**{"kv_memory": 1 << 20} | options))
+    engine.generator._looks_ahead = ahead
+    return engine
+
+
+def random_sampling(rng: random.Random) -> Sampling:
+    options: dict = {"temperature": rng.choice([0.0, 1.0, 2.0]), "n": rng.choice([1, 1, 1, 2, 3])}
+    options |= {"max_tokens": rng.randint(1, 14), "seed": rng.randint(0, 9999), "ignore_eos": True, "logit_bias": BIAS}
+    if rng.random() < 0.6:
+        options["stop_ids"] = (rng.choice([1, 2, 3]),)
+    if rng.random() < 0.3:
+        options["min_tokens"] = rng.randint(0, options["max_tokens"])
+    if rng.random() < 0.2:
+        options["top_k"] = 2
+    if rng.random() < 0.12:
+        options["repetition_penalty"] = 1.3
+    if rng.random() < 0.08:
+        options["logprobs"] = 2
+    return Sampling(**options)
+
+
+def said(samples) -> list:
+    return [(sample.tokens, sample.finish_reason, sample.stop) for sample in samples]
+
+
+def alone(llm: LLM, prompt: np.ndarray, asked):
+    """What a request gives when it runs by itself, one step after the other."""
+    generator, answers = engine_of(llm).generator, []
+    submit(generator, prompt, asked, answers.append)
+    while generator.step():
+        pass
+    return answers[0]
+
+
+def submit(generator, prompt: np.ndarray, asked, on_done) -> int:
+    if asked is None:
+        return generator.add_probe(Request(prompt, None), Readout("last"), on_done)
+    return generator.add(GenerateRequest(prompt, asked), None, on_done)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("first", range(0, 120, 30))
+def test_traces(llm, draws_ahead, first, ahead):
+    for seed in range(first, first + 30):
+        run_trace(llm, random.Random(seed), ahead)
+
+
+def run_trace(llm: LLM, rng: random.Random, ahead: bool) -> None:
+    """Little memory, a radix cache, probes, cancels from outside and from callbacks, steps that find no memory, and
+    statistics that begin anew."""
+    slot = engine_of(llm).generator.slot_bytes
+    cache = rng.choice([None, CacheOptions(min_overlap=0), CacheOptions(min_overlap=2, max_tokens=9)])
+    engine = engine_of(
+        llm, ahead=ahead, reserve_output=rng.random() < 0.5, cache=cache, kv_memory=rng.choice([60, 90, 400]) * slot,
+        max_running=rng.choice([3, 6, 20]), rows=rng.choice([7, 24]),
+    )  # fmt: skip
+    generator = engine.generator
+    todo = [
+        (
+            np.array(rng.choices([1, 2, 3], k=rng.randint(1, 9)), np.int32),
+            random_sampling(rng) if rng.random() < 0.85 else None,
+        )
+        for _ in range(rng.randint(3, 12))
+    ]
+    answers: dict[int, object] = {}
+    keys: dict[int, int] = {}
+    cancelled: set[int] = set()
+    short, forward = rng.choice([0, 0, OUT_OF_MEMORY]), generator._forward
+
+    def sometimes_too_large(step, given):
+        if rng.random() < short:
+            raise torch.OutOfMemoryError("made up")
+        return forward(step, given)
+
+    generator._forward = sometimes_too_large
+
+    def cancel_one() -> None:
+        number = rng.choice(list(keys))
+        if number not in answers:
+            cancelled.add(number)
+            generator.cancel(keys[number])
+
+    def told(number: int):
+        def on_done(answer) -> None:
+            assert number not in answers, "answered twice"
+            answers[number] = answer
+            if keys and rng.random() < 0.1:
+                cancel_one()
+
+        return on_done
+
+    waiting = list(enumerate(todo))
+    for _ in range(3000):
+        for number, (prompt, asked) in waiting[: (arriving := rng.randint(0, 3))]:
+            keys[number] = submit(generator, prompt, asked, told(number))
+        waiting = waiting[arriving:]
+        if keys and rng.random() < 0.04:
+            cancel_one()
+        if rng.random() < 0.05:
+            engine.stats = Stats()
+        with suppress(torch.OutOfMemoryError):  # in a step of one row
+            generator.step()
+        generator.scheduler.check()
+        assert len(generator._flights) <= 1
+        if not waiting and not generator.has_work:
+            break
+    else:
+        raise AssertionError("the work does not end")
+    kept = generator.scheduler.cache.rows if cache else 0
+    assert generator.scheduler.pool.used_slots == kept
+    for number, (prompt, asked) in enumerate(todo):
+        if number in cancelled:
+            continue
+        wanted = alone(llm, prompt, asked)
+        if asked is None:
+            np.testing.assert_allclose(answers[number].values, wanted.values, atol=1e-4)
+        else:
+            assert said(answers[number]) == said(wanted)
+
+
+@pytest.mark.parametrize("which", [*range(6), "all"])
+def test_a_step_is_planned_while_the_one_before_runs(llm, draws_ahead, which, monkeypatch):
+    some = ASKED[::-1] if which == "all" else [ASKED[which]] * 2
+    wanted, engine = generated(llm, some, ahead=False)
+    assert engine.stats.generation.discarded_rows == 0
+    begun = watch_steps(monkeypatch)
+    found, engine = generated(llm, some, ahead=True)
+    assert found == wanted
+    assert any(begun) or which == 5, "no step was begun before the one before was over"
+    stats = engine.stats
+    assert stats.generation.generated_tokens == sum(len(tokens) for answer in found for tokens, _, _ in answer)
+    in_vain = stats.generation.discarded_rows + stats.generation.recomputed_rows
+    assert stats.rows_computed == stats.unique_tokens + in_vain
+    if which == 3:
+        assert stats.generation.discarded_rows > 0
+
+
+def test_looking_ahead_with_little_memory(llm, draws_ahead):
+    """Where outputs grow until there is no room, what runs is waited for before anybody makes room."""
+    some = [Sampling(max_tokens=22, ignore_eos=True)] * 2
+    slot = Engine(llm.model, generation=GenerateOptions(kv_memory=1 << 20)).generator.slot_bytes
+    options = {"reserve_output": False, "kv_memory": 50 * slot}
+    wanted, engine = generated(llm, some, ahead=False, **options)
+    found, other = generated(llm, some, ahead=True, **options)
+    assert found == wanted
+    assert engine.stats.generation.preemptions and other.stats.generation.preemptions
+
+
+def test_a_request_that_is_cancelled_while_its_step_runs(llm, draws_ahead):
+    engine = Engine(llm.model, max_batch_rows=24, generation=GenerateOptions(kv_memory=1 << 20))
+    generator = engine.generator
+    generator._looks_ahead = True
+    answers: dict[int, list] = {}
+    keys = [
+        generator.add(
+            GenerateRequest(np.array(prompt, np.int32), Sampling(max_tokens=8, ignore_eos=True)),
+            None,
+            lambda answer, number=number: answers.update({number: answer}),
+        )
+        for number, prompt in enumerate(prompts(4, count=3)[:3])
+    ]
+    for _ in range(6):
+        generator.step()
+    assert generator._flights
+    generator.cancel(keys[1])
+    while generator.step():
+        generator.scheduler.check()
+    assert answers[1][0].finish_reason == "cancelled"
+    assert [len(answers[number][0].tokens) for number in (0, 2)] == [8, 8]
+    assert generator.scheduler.pool.used_slots == 0
+
+
+def test_a_sample_whose_text_cancels_its_own_request(tmp_path):
+    llm = LLM(str(tiny_checkpoint(tmp_path)), dtype="float32", cache="off")
+    generator, answers, keys = llm.engine.generator, [], []
+    request = GenerateRequest(np.array([5, 6, 7], np.int32), Sampling(max_tokens=20, n=2, ignore_eos=True))
+    told = []
+    listen = lambda sample, piece: told.append(piece) or generator.cancel(keys[0])  # noqa: E731
+    keys.append(generator.add(request, llm.tokenizer, answers.append, listen))
+    while generator.step():
+        generator.scheduler.check()
+    assert [sample.finish_reason for sample in answers[0]] == ["cancelled", "cancelled"]
+    first, second = (len(sample.tokens) for sample in answers[0])
+    assert first == second + 1, "the second one got a token after it was cancelled"
+    assert told and llm.engine.stats.generation.generated_tokens == first + second
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_failure_of_whoever_is_told_is_his_alone(tmp_path, draws_ahead, ahead):
+    """The text that nobody wants to hear of ends; the others in its step get their answers."""
+    llm = LLM(str(tiny_checkpoint(tmp_path)), dtype="float32", cache="off")
+    generator = llm.engine.generator
+    generator._looks_ahead = ahead
+
+    def fail(sample: int, piece: str) -> None:
+        raise RuntimeError("no longer there")
+
+    request = GenerateRequest(np.array([5, 6, 7], np.int32), Sampling(max_tokens=6, ignore_eos=True))
+    answers: dict[str, list] = {}
+    for name, told in (("before", None), ("failing", fail), ("after", None)):
+        generator.add(request, llm.tokenizer, lambda answer, name=name: answers.update({name: answer}), told)
+    with pytest.raises(RuntimeError, match="no longer there"):
+        while generator.step():
+            generator.scheduler.check()
+    while generator.step():
+        generator.scheduler.check()
+    assert answers["failing"][0].finish_reason == "cancelled"
+    assert len(answers["before"][0].tokens) == len(answers["after"][0].tokens) == 6
+    assert generator.scheduler.pool.used_slots == 0 and not generator.has_work
+
+
+def test_waiting_for_tokens_can_be_interrupted(llm, draws_ahead, monkeypatch):
+    """Ctrl-C while the host waits for the device: nothing is lost."""
+    some = ASKED[:2]
+    wanted, _ = generated(llm, some, ahead=True)
+    times = iter([False, False, True] + [False] * 100)
+    output = Reads.output
+
+    def interrupted(self):
+        if next(times):
+            raise KeyboardInterrupt
+        return output(self)
+
+    step = Generator.step
+
+    def again(self):
+        try:
+            return step(self)
+        except KeyboardInterrupt:
+            return True
+
+    monkeypatch.setattr(Reads, "output", interrupted)
+    monkeypatch.setattr(Generator, "step", again)
+    found, engine = generated(llm, some, ahead=True)
+    assert found == wanted
+    assert not any(times) and not engine.generator._flights
+
+
+def test_a_call_leaves_no_step_behind(llm, draws_ahead):
+    """What a call began is counted there, though its last answers come before its last step is over."""
+    engine = Engine(llm.model, max_batch_rows=24, generation=GenerateOptions(kv_memory=1 << 20))
+    engine.generator._looks_ahead = True
+    for _ in range(2):
+        engine.stats = Stats()
+        answers: list = []
+        sampling = ASKED[3]
+        for prompt in prompts(4)[:3]:
+            engine.generator.add(GenerateRequest(np.array(prompt, np.int32), sampling), None, answers.append)
+        while len(answers) < 3:
+            engine.generator.step()
+        stats, generation = engine.stats, engine.stats.generation
+        assert not engine.generator.has_work
+        assert stats.steps == generation.steps
+        assert stats.rows_computed == generation.prefill_rows + generation.decode_rows
+        assert stats.unique_tokens == stats.rows_computed - generation.discarded_rows - generation.recomputed_rows
