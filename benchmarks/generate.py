@@ -267,6 +267,8 @@ def main() -> None:
     # Peers that are stopped would outlive a benchmark that is ended from outside.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     names = arguments.cases.split(",")
+    if unknown := sorted({*names} - {*CASES, "cache"}):
+        parser.error(f"there is no case {', '.join(unknown)}; there are {', '.join(CASES)} and cache")
     print(machine(), arguments.model, arguments.dtype, flush=True)
     record = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
