@@ -16,6 +16,9 @@ import psutil
 import pytest
 
 from prefold import LLM
+from prefold.cli.job import summary_lines
+from prefold.job.run import Summary
+from prefold.types import Stats
 
 
 @pytest.fixture(scope="module")
@@ -310,3 +313,12 @@ def test_a_job_over_two_processes_survives_the_death_of_one(model, tmp_path, env
     want = LLM(model, dtype="float32").embed([f"{i} " * 60 for i in range(1500)])
     for line in got:
         np.testing.assert_allclose(line["embedding"], want[line["record"] - 1], atol=1e-5)
+
+
+def test_the_summary_says_what_compiling_took():
+    stats = Stats(tokens=10, unique_tokens=8, rows_computed=8, requests=2, seconds={"compile": 4.04})
+    summary = Summary(records=2, stats=stats, seconds=9, load_seconds=2.5)
+    said = "\n".join(summary_lines(summary, {"output": None}, None))
+    assert "2.5 s of them loading the model, 4.0 s compiling kernels for the GPU (they are kept)" in said
+    stats.seconds.clear()
+    assert "compiling" not in "\n".join(summary_lines(summary, {"output": None}, None))
