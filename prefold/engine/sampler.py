@@ -155,7 +155,7 @@ class Sampler:
         ids: list[int | None] = greedy(logits)[places].tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(states)
         other = [i for i, state in enumerate(states) if not state.plain()]
-        at_once = max(1, WORK_SIZE // logits.shape[-1]) if logits.device.type == "cpu" else len(states)
+        at_once = max(1, WORK_SIZE // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(states))
         for first in range(0, len(other), at_once):
             part = other[first : first + at_once]
             work = logits.index_select(0, send(places[part], logits.device))

@@ -141,7 +141,7 @@ class GenerateScheduler:
                 return None
             self._admit()
             if self.running:
-                self._planned = lay_out(self._choose_rows())
+                self._planned = lay_out(Draft.of(self.running, self.max_batch_rows))
         return self._planned
 
     def begin(self, step: GenerateStep) -> None:
@@ -382,53 +382,6 @@ class GenerateScheduler:
                 child.claim(slots[at : at + found])
                 child.computed = found
             node, at = child, at + found
-
-    # -------------------------------------------------------------------------------------------- rows of a step
-
-    def _choose_rows(self) -> Draft:
-        """One row for each that is generating, then prompts in order, as far as the budget goes."""
-        draft = Draft(self.max_batch_rows)
-        for sequence in self.running:
-            if sequence.ready:
-                self._read_tail(draft, sequence)
-        for sequence in self.running:
-            if not draft.left:
-                break
-            if not sequence.ready:
-                self._read_prompt(draft, sequence)
-        return draft
-
-    def _read_tail(self, draft: Draft, sequence: Running) -> None:
-        tail = sequence.tail
-        rows = min(tail.pending, draft.left)
-        draft.left -= rows
-        if rows:
-            draft.takes[tail] = rows
-        if rows and rows == tail.pending:
-            draft.reads.append((sequence, tail))
-            draft.decode_rows += 1
-
-    def _read_prompt(self, draft: Draft, sequence: Running) -> None:
-        for node in sequence.leaf.path():
-            taken = draft.takes.get(node, 0)
-            missing = node.pending - taken
-            if missing:
-                rows = min(missing, draft.left)
-                if rows:
-                    draft.takes[node] = taken + rows
-                    draft.left -= rows
-                if rows < missing:
-                    return
-        if sequence.tail.tokens:  # it was preempted: its own tokens' rows once more
-            self._read_tail(draft, sequence)
-        elif sequence.leaf in draft.takes:
-            draft.reads.append((sequence, sequence.leaf))
-        elif sequence.leaf in draft.again:
-            draft.again[sequence.leaf].append(sequence)
-        elif draft.left:
-            # All its rows are there, but what the last one gave is gone: that row runs again, for its result only.
-            draft.again[sequence.leaf] = [sequence]
-            draft.left -= 1
 
     # ------------------------------------------------------------------------------------------------- counting
 

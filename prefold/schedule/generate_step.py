@@ -1,8 +1,11 @@
-"""A generation step: which rows, laid out depth-first, and who takes a token from them."""
+"""A generation step: which rows, laid out depth-first, and who takes a token from them.
+
+Who runs is settled before, by the scheduler.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -100,6 +103,52 @@ class Draft:
     reads: list[tuple[Running, Node]] = field(default_factory=list)
     again: dict[Node, list[Running]] = field(default_factory=dict)
     decode_rows: int = 0
+
+    @classmethod
+    def of(cls, running: Sequence[Running], most: int) -> Draft:
+        """At most so many rows: one for each that is generating, then prompts in order, as far as that goes."""
+        draft = cls(most)
+        for sequence in running:
+            if sequence.ready:
+                draft._read_tail(sequence)
+        for sequence in running:
+            if not draft.left:
+                break
+            if not sequence.ready:
+                draft._read_prompt(sequence)
+        return draft
+
+    def _read_tail(self, sequence: Running) -> None:
+        tail = sequence.tail
+        rows = min(tail.pending, self.left)
+        self.left -= rows
+        if rows:
+            self.takes[tail] = rows
+        if rows and rows == tail.pending:
+            self.reads.append((sequence, tail))
+            self.decode_rows += 1
+
+    def _read_prompt(self, sequence: Running) -> None:
+        for node in sequence.leaf.path():
+            taken = self.takes.get(node, 0)
+            missing = node.pending - taken
+            if missing:
+                rows = min(missing, self.left)
+                if rows:
+                    self.takes[node] = taken + rows
+                    self.left -= rows
+                if rows < missing:
+                    return
+        if sequence.tail.tokens:  # it was preempted: its own tokens' rows once more
+            self._read_tail(sequence)
+        elif sequence.leaf in self.takes:
+            self.reads.append((sequence, sequence.leaf))
+        elif sequence.leaf in self.again:
+            self.again[sequence.leaf].append(sequence)
+        elif self.left:
+            # All its rows are there, but what the last one gave is gone: that row runs again, for its result only.
+            self.again[sequence.leaf] = [sequence]
+            self.left -= 1
 
 
 def lay_out(draft: Draft) -> GenerateStep:

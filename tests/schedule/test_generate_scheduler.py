@@ -125,6 +125,17 @@ def test_rows_ahead_of_an_end_are_discarded():
         assert scheduler.stats.decode_rows == rows
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_room_that_a_step_under_way_will_make_is_waited_for(ahead):
+    """One has its last token on its way when the other has no room to grow, and nobody else is there to make some."""
+    scheduler = scheduler_of(slots=34)
+    scheduler.submit("a", np.array([0], np.int32), limit=17)
+    scheduler.submit("b", np.array([1], np.int32), limit=30, reserve=False)
+    ended = run_to_end(scheduler, ahead=lambda: ahead)
+    assert not scheduler.failed and not scheduler.stats.preemptions
+    assert {key: len(tokens) for key, tokens in ended.items()} == {("a", 0): 17, ("b", 0): 30}
+
+
 def test_shared_rows_are_computed_once():
     shared = list(range(20))
     scheduler = scheduler_of(slots=2000, rows=16, running=16)
@@ -230,6 +241,25 @@ def test_commit_wants_the_planned_step():
     scheduler.commit(step, [1], [False])
     with pytest.raises(ValueError, match="planned or begun"):
         scheduler.commit(step, [1], [False])
+
+
+def test_a_step_that_is_planned_comes_before_one_that_was_begun():
+    """Ends of the one could change the rows that the other is to compute."""
+    scheduler = scheduler_of()
+    scheduler.submit("a", np.array([1], np.int32), limit=9)
+    first = scheduler.plan()
+    scheduler.begin(first)
+    second = scheduler.plan()
+    with pytest.raises(ValueError, match="begin or abandon"):
+        scheduler.commit(first, [1], [False])
+    with pytest.raises(ValueError, match="begin or abandon"):
+        scheduler.commit(second, [1], [False])
+    scheduler.begin(second)
+    with pytest.raises(ValueError, match="begun first"):
+        scheduler.commit(second, [1], [False])
+    scheduler.commit(first, [1], [False])
+    scheduler.commit(second, [2], [False])
+    assert scheduler.running[0].tokens == [1, 2]
 
 
 def test_what_is_cancelled_before_it_runs_is_gone_at_once():
