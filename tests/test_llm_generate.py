@@ -160,3 +160,24 @@ def test_a_grammar_that_cannot_be_followed_is_an_error(llm, monkeypatch):
     with pytest.raises(InputError, match="the grammar could not be followed after 3 tokens: too complex"):
         llm.generate("the", max_tokens=20, grammar={"regex": "[a-z]{30}"})
     assert not llm.engine.generator.has_work
+
+
+def test_a_failed_step_leaves_nothing_of_who_waited(llm, monkeypatch):
+    generator = llm.engine.generator
+
+    def fail(self):
+        raise RuntimeError("the device is gone")
+
+    async def ask() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(generator), "step", fail)
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                await llm.agenerate("yes no", max_tokens=5)
+        for _ in range(500):
+            if not generator.has_work:
+                break
+            await asyncio.sleep(0.01)
+
+    asyncio.run(ask())
+    assert not generator.has_work and not generator._jobs
+    assert llm.generate("yes no", max_tokens=2).text is not None

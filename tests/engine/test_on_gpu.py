@@ -210,7 +210,7 @@ def test_adapters_do_not_wait_either(llm, without_data, tmp_path):
     step = replace(step, spans=spans, read_rows=np.array([1, 2, 4]))
     store = KVStore(config.layers, config.kv_heads, config.head_dim, 64, torch.bfloat16, "meta")
     batch = prepare_slots(step, config.planes, heads_of(model), model.device, adapters)
-    with torch.inference_mode():
+    with NoWaiting(), torch.inference_mode():
         attend = SlotAttend(store, batch, config.planes, config.scale)
         hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
     assert hidden.shape == (3, config.hidden)
