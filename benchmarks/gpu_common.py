@@ -14,13 +14,13 @@ import torch
 from common import attention_flops, median, table, visible_pairs
 
 from prefold.checkpoint.geometries import GEOMETRIES
-from prefold.engine.attend import Path, StepAttend, heads_of
-from prefold.engine.batch import Batch, prepare
 from prefold.model import CausalLM, config_from
 from prefold.prefix import Trie
 from prefold.schedule import PrefillScheduler
 from prefold.stream import Spool
 from prefold.types import Readout, Request
+from prefold.worker.attend import Path, StepAttend, heads_of
+from prefold.worker.batch import Batch, prepare
 
 # A model that any machine runs: the smoke test goes through every section with it.
 TINY = {

@@ -24,10 +24,10 @@ from prefold.attention import (
 )
 from prefold.checkpoint.geometries import GEOMETRIES
 from prefold.engine import Engine, GenerateOptions
-from prefold.engine.draw import draw
 from prefold.model import CausalLM, ops
 from prefold.prefix import Trie
 from prefold.types import GenerateRequest, Readout, Request, Sampling
+from prefold.worker.draw import draw
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 MODEL_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

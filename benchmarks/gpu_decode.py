@@ -13,11 +13,11 @@ from gpu_common import Bench
 from gpu_rerank import time_shares
 
 from prefold.engine import Engine, GenerateOptions
-from prefold.engine.attend import heads_of
-from prefold.engine.slots import SlotAttend, make_store, prepare_slots
 from prefold.model import CausalLM
 from prefold.schedule.generate_step import GenerateStep
 from prefold.types import GenerateRequest, Sampling
+from prefold.worker.attend import heads_of
+from prefold.worker.slots import SlotAttend, make_store, prepare_slots
 
 BATCHES, SHARED, OWN = (64, 256), 2048, 256
 
@@ -123,7 +123,7 @@ def graph_seconds(bench: Bench, model: CausalLM, store, batch: int, shared: int,
     """The grouped step as a captured graph, its tensors and tables copied in anew each time; None without a GPU."""
     if not bench.on_gpu:
         return None
-    from prefold.engine.graphs import DecodeGraphs
+    from prefold.worker.graphs import DecodeGraphs
 
     graphs = DecodeGraphs(model, store)
     step = decode_step(batch, shared, own, grouped=True)

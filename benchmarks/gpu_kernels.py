@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from prefold.attention import KeyRuns, KVStore, interval_attention, plan_attention, plan_slots
 from prefold.attention.row_tiles import row_tiles
-from prefold.engine.draw import draw_on_device
 from prefold.kernels.gpu import runs_triton
 from prefold.model import ops
 from prefold.types import Sampling
+from prefold.worker.draw import draw_on_device
 
 # heads, kv_heads, head_dim
 HEADS = {"qwen3-0.6b": (16, 8, 128), "qwen3-8b": (32, 8, 128), "smollm2": (9, 3, 64), "gemma3": (4, 1, 256)}

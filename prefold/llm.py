@@ -15,9 +15,7 @@ import torch
 from .cache import CacheOptions, RadixCache
 from .checkpoint import Checkpoint, resolve
 from .engine import Engine, GenerateOptions
-from .engine.budget import batch_rows
 from .engine.service import Service
-from .engine.team import Solo, Team
 from .errors import InputError
 from .model import config_from, load_adapter, load_model
 from .tasks import Task, make_task
@@ -25,6 +23,8 @@ from .tasks.facts import generation_settings
 from .tasks.run import calibrated, finish_items, run_works
 from .text import Tokenizer, tokenizer_or_none
 from .types import SHARING_MODES, Generated, GenerateRequest, Sharing, Stats
+from .worker.budget import batch_rows
+from .worker.team import Solo, Team
 
 __all__ = ["LLM", "Classification", "Piece", "Ranking", "Score"]
 

@@ -15,9 +15,12 @@ PACKAGE = Path(prefold.__file__).parent
 # A module imports only from its own layer and from those above it.
 LAYERS = [
     "errors", "types", "checkpoint", "prefix", "text", "stream", "cache", "schedule", "kernels", "attention", "model",
-    "engine", "tasks", "train", "llm", "integrations", "job", "cli",
+    "worker", "engine", "tasks", "llm", "train", "api", "records", "report", "job", "integrations", "cli",
 ]  # fmt: skip
-WITHOUT_TORCH = ["prefix", "text", "checkpoint", "stream", "cache", "schedule", "tasks", "job", "cli", "model"]
+WITHOUT_TORCH = [
+    "prefix", "text", "checkpoint", "stream", "cache", "schedule", "tasks", "api", "records", "report", "job", "cli",
+    "model",
+]  # fmt: skip
 
 
 def layer_of(path: Path) -> str:

@@ -10,9 +10,9 @@ from nests import chains
 from prefold import kernels
 from prefold.attention import KeyRuns, KVStore, interval_attention, plan_attention, plan_slots, triton_slots
 from prefold.attention.slot_tiles import MOST_ROWS
-from prefold.engine import draw_triton
 from prefold.kernels import gpu
 from prefold.model import ops
+from prefold.worker import draw_triton
 
 gpu.DEVICES = ("cpu",)
 kernels.load = lambda: None

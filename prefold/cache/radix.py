@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 
 from ..errors import InputError
-from ..prefix.radix import Node, RadixTree
 from .slots import SlotPool
+from .tree import Node, RadixTree
 
 __all__ = ["POLICIES", "CacheOptions", "RadixCache"]
 

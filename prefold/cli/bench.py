@@ -67,7 +67,7 @@ def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, tuple[A
         return tasks, {"rerank": tasks["rerank"].prepare(demo_items())}, "reranking the demo's passages", model
     input = open_input(o["task"], o["input"], o)
     limit = o["limit"] or 100
-    lanes, _ = draw(input, islice(input.source.rows(input.adapter.columns), limit), limit)
+    lanes, _ = draw(input, islice(input.source.records(input.adapter.columns), limit), limit)
     if not lanes:
         raise JobError(f"no usable record among the first {limit} of {input.source.name}")
     works = {lane: input.tasks[lane].prepare(items) for lane, items in lanes.items()}
@@ -111,6 +111,6 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _machine() -> dict[str, str]:
-    from ..job.report import machine
+    from ..report.page import machine
 
     return dict(machine())

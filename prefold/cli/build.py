@@ -53,7 +53,7 @@ class Input:
 
 def open_input(task: str | None, name: str, o: Options) -> Input:
     """Open the input `name`. task None: told from the input, which must be OpenAI batch lines."""
-    from ..job import open_source
+    from ..records import open_source
 
     source = open_source(name, o["input_format"])
     checkpoint, tokenizer = open_model(o)
@@ -110,7 +110,7 @@ class LazyTasks(Mapping[str, Any]):
 
 def task_settings(task: str, o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
     """The keyword arguments for make_task: those that were given."""
-    from ..job.fields import read_argument
+    from ..records.fields import read_argument
 
     limits = {name: o[name] for name in ("max_length", "truncate") if o.get(name)}
     if task == "generate":
@@ -153,11 +153,11 @@ def _labels(o: Options) -> dict[str, Any]:
 
 def _examples(name: str) -> list[tuple[str, str]]:
     from ..errors import InputError
-    from ..job.fields import as_text, lookup
-    from ..job.source import open_source
+    from ..records.fields import as_text, lookup
+    from ..records.source import open_source
 
     out = []
-    for row in open_source(name).rows():
+    for row in open_source(name).records():
         try:
             if row.error is not None:
                 raise row.error
@@ -193,7 +193,7 @@ FORMATS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 def generate_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
     """The same for the task "generate"."""
-    from ..job.fields import read_argument
+    from ..records.fields import read_argument
 
     folders = adapter_folders(o)
     settings = sampling_settings(o, checkpoint, tokenizer) | {"adapters": tuple(folders)}
@@ -236,7 +236,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _grammar(o: Options) -> Any:
-    from ..job.fields import read_argument
+    from ..records.fields import read_argument
 
     given = [name for name in FORMATS if o.get(name)]
     if not given:
@@ -299,7 +299,7 @@ def make_adapter(
     task: str | None, o: Options, source: Any, checkpoint: Any, tokenizer: Any
 ) -> tuple[Any, tuple[str, ...]]:
     """(adapter, the tasks it may ask for). task None: told from the input, which must be batch lines."""
-    from ..job.openai import LANES, OpenAIBatch, is_batch_line
+    from ..records.batch import LANES, OpenAIBatch, is_batch_line
 
     first = source.peek() if source.format == "jsonl" else None
     if first is not None and is_batch_line(first) and task is None:
@@ -319,8 +319,8 @@ def make_adapter(
 
 
 def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | None, tokenizer: Any) -> Any:
-    from ..job.fields import Template, read_argument
-    from ..job.tables import Columns, TableAdapter, default_columns
+    from ..records.fields import Template, read_argument
+    from ..records.tables import Columns, TableAdapter, default_columns
 
     if o.get("prompt") and o.get("messages"):
         raise click.UsageError("--prompt and --messages exclude each other")

@@ -73,7 +73,7 @@ _NEXT = (
 
 def _run(engine: Any, task: Any, works: list[Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any], Any]:
     """(numbers of sharing full, numbers of off, scores of each query, shape of the stream)."""
-    from ..job.icicle import StreamShape
+    from ..report.icicle import StreamShape
     from ..stream import Spool
     from ..tasks.run import finish_items, run_works
     from ..types import Stats
@@ -110,7 +110,7 @@ def _show_ranking(items: list[dict[str, Any]], scores: list[list[float]]) -> Non
 
 
 def _show_trie(shape: Any) -> None:
-    from ..job.picture import trie_picture
+    from ..report.picture import trie_picture
 
     click.echo("\nThe prompts as a trie. Across: prompts. Down: tokens; the darker, the more prompts share them.\n")
     for line in trie_picture(shape):

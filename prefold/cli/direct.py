@@ -23,7 +23,7 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any]) -> None:
     if given:
         option = given[0].removesuffix("_column").removeprefix("input_").replace("_", "-")
         raise click.UsageError(f"--{option} is for jobs; give one input file, or leave it out")
-    from ..job.lines import dumps
+    from ..records.lines import dumps
     from ..tasks.run import calibrated, finish_items, run_works
 
     if o.get("tools") and not o["tools"].startswith("@"):

@@ -17,7 +17,7 @@ def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) ->
 
     seed: of sampling; None where nothing is sampled.
     """
-    from ..job.fields import read_argument
+    from ..records.fields import read_argument
 
     options: dict[str, Any] = {}
     for name in (*COLUMN_OPTIONS, *RESULT_OPTIONS):

@@ -22,7 +22,8 @@ FAILED_RECORDS = 3
 
 def run_command(task: str | None, name: str, o: dict[str, Any]) -> None:
     """Run the job that the options describe; ends the process with the status the help promises."""
-    from ..job import Interrupted, open_progress, run_job
+    from ..job import Interrupted, run_job
+    from ..report import open_progress
 
     input = open_input(task, name, o)
     if task is not None:
@@ -110,7 +111,7 @@ def _say_how_to_resume(what: str, o: dict[str, Any]) -> None:
 
 def summary_lines(summary: Any, o: dict[str, Any], adapter: Any) -> list[str]:
     """The end of a job in a few lines: what was done, what it took, what was saved."""
-    from ..job.progress import format_seconds
+    from ..report.progress import format_seconds
 
     stats, where = summary.stats, o["output"] or "standard output"
     if summary.resumed == summary.records and not summary.streams:
@@ -146,7 +147,7 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any) -> list[str]:
 
 
 def _generation_lines(generation: Any, summary: Any) -> list[str]:
-    from ..job.progress import format_bytes
+    from ..report.progress import format_bytes
 
     seconds = max(summary.seconds - summary.load_seconds, 1e-9)
     rate = f"{generation.generated_tokens / seconds:,.0f} a second"
@@ -162,7 +163,7 @@ def _generation_lines(generation: Any, summary: Any) -> list[str]:
 
 def _generation_table(generation: Any) -> list[tuple[str, str]]:
     """Everything that was counted, for the report."""
-    from ..job.progress import format_bytes
+    from ..report.progress import format_bytes
 
     numbers = [
         ("tokens generated", generation.generated_tokens),
@@ -187,8 +188,8 @@ def _generation_table(generation: Any) -> list[tuple[str, str]]:
 
 def report(summary: Any, task: str | None, input: Input, o: dict[str, Any]) -> None:
     """Write the --report page."""
-    from ..job import Report, write_report
-    from ..job.progress import format_seconds
+    from ..report import Report, write_report
+    from ..report.progress import format_seconds
 
     stats, source, checkpoint, tokenizer = summary.stats, input.source, input.checkpoint, input.tokenizer
     generation = stats.generation

@@ -47,9 +47,10 @@ def plan(**o: Any) -> None:  # fmt: skip
     \b
     prefold plan pairs.jsonl --task rerank -m Qwen/Qwen3-Reranker-0.6B
     """
-    from ..job import open_progress, plan_job
+    from ..job import plan_job
     from ..job.plan import cost_of, kv_row_bytes
     from ..model import config_from
+    from ..report import open_progress
     from .build import open_input
 
     input = open_input(o["task"], o["input"], o)
@@ -79,9 +80,9 @@ def _as_json(counted: Any, costs: Any, row_bytes: int, seconds: float) -> dict[s
 
 
 def _lines(counted: Any, costs: Any, row_bytes: int, seconds: float, decode: Any, o: dict[str, Any]) -> list[str]:
-    from ..job.picture import trie_picture
     from ..job.plan import shared_most
-    from ..job.progress import format_seconds
+    from ..report.picture import trie_picture
+    from ..report.progress import format_seconds
     from .direct import one_line
 
     lines = [f"{counted.records:,} records, {counted.requests:,} prompts, the longest of {counted.longest:,} tokens"]
@@ -113,7 +114,7 @@ def _lines(counted: Any, costs: Any, row_bytes: int, seconds: float, decode: Any
 
 
 def _generation_lines(counted: Any, row_bytes: int) -> list[str]:
-    from ..job.progress import format_bytes
+    from ..report.progress import format_bytes
 
     shared, unshared = format_bytes(counted.rows * row_bytes), format_bytes(counted.tokens * row_bytes)
     tails = format_bytes(counted.output_tokens * row_bytes)
@@ -141,7 +142,7 @@ def _rate(gflops: float | None) -> tuple[float, str]:
 
 
 def _report(counted: Any, checkpoint: Any, source: Any, decode: Any, o: dict[str, Any]) -> None:
-    from ..job import Report, write_report
+    from ..report import Report, write_report
 
     page = Report(
         title=f"plan: {Path(source.name).name} with {checkpoint.name}",

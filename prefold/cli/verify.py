@@ -52,7 +52,7 @@ def verify(**o: Any) -> None:  # fmt: skip
     from .build import draw, open_input
 
     input = open_input(o["task"], o["input"], o)
-    rows = islice(input.source.rows(input.adapter.columns), o["limit"])
+    rows = islice(input.source.records(input.adapter.columns), o["limit"])
     lanes, bad = draw(input, rows, o["sample"], o["seed"])
     count = sum(map(len, lanes.values()))
     found = _compare(lanes, input, o)

@@ -24,13 +24,13 @@ from ..stream import Window
 from ..stream.options import decode_options
 from ..text import Tokenizer
 from ..types import GenerateRequest, Readout, Request, Result, Sharing, Stats
-from .attend import Path, heads_of
-from .batch import Batch, prepare
-from .budget import count_compiling, free_cached
+from ..worker.attend import Path, heads_of
+from ..worker.batch import Batch, prepare
+from ..worker.budget import count_compiling, free_cached
+from ..worker.probes import can_probe
+from ..worker.runner import Output, Reads, Runner
+from ..worker.team import Prefill, Solo
 from .generate import Answer, GenerateOptions, Generator
-from .probes import can_probe
-from .runner import Output, Reads, Runner
-from .team import Prefill, Solo
 
 __all__ = ["Engine", "StepInfo"]
 

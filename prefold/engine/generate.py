@@ -25,16 +25,16 @@ from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
 from ..types import Generated, GenerateRequest, GenerationStats, Readout, Request, Result, Stats
-from .attend import heads_of
-from .budget import count_compiling, free_cached, kv_bytes, slot_bytes
-from .graphs import DecodeGraphs
-from .picks import Flight, Reader, can_start, choose, start
-from .probes import Probe
-from .runner import Reads
-from .sampler import Choice, Sampler
-from .samples import Sample
-from .slots import SlotAttend, make_store, prepare_slots
-from .team import Generate, MakeStore, Solo
+from ..worker.attend import heads_of
+from ..worker.budget import count_compiling, free_cached, kv_bytes, slot_bytes
+from ..worker.graphs import DecodeGraphs
+from ..worker.picks import Flight, Reader, can_start, choose, start
+from ..worker.probes import Probe
+from ..worker.runner import Reads
+from ..worker.sampler import Choice, Sampler
+from ..worker.samples import Sample
+from ..worker.slots import SlotAttend, make_store, prepare_slots
+from ..worker.team import Generate, MakeStore, Solo
 
 __all__ = ["GenerateOptions", "Generator"]
 

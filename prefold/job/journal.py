@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import JobError
-from .recordset import RecordSet, format_ranges, parse_ranges
+from ..records.recordset import RecordSet, format_ranges, parse_ranges
 
 __all__ = ["Journal", "differences", "journal_path", "recorded_job"]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from ..errors import JobError
+from ..records.recordset import RecordSet
 from .finish import finish_for
 from .journal import Journal, journal_path
-from .recordset import RecordSet
 
 __all__ = ["FileOutput", "Output", "OutputOptions", "StreamOutput", "open_output"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..model import ModelConfig
+from ..records.recordset import RecordSet
+from ..report.icicle import StreamShape, icicle, walk
+from ..report.progress import Counts, Progress
 from ..stream import Spool, Window
-from .icicle import StreamShape, icicle, walk
-from .progress import Counts, Progress
 from .reader import Reader
-from .recordset import RecordSet
 
 __all__ = ["Cost", "JobPlan", "Prefix", "cost_of", "kv_row_bytes", "plan_job", "shared_most"]
 

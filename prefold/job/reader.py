@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError
+from ..records.adapter import Parsed, RecordAdapter
+from ..records.lines import dumps
+from ..records.record import Record, Source
+from ..report.progress import Counts
 from ..stream import Spool
-from .adapter import Adapter, Parsed
 from .gather import tagged
-from .lines import dumps
 from .output import Output
-from .progress import Counts
-from .rows import Row, Source
 
 __all__ = ["Batch", "Reader"]
 
@@ -55,7 +55,7 @@ class Reader:
     def __init__(
         self,
         source: Source,
-        adapter: Adapter,
+        adapter: RecordAdapter,
         prepare: Callable[[str, list[Any]], list[Any]],
         output: Output,
         counts: Counts,
@@ -129,30 +129,30 @@ class Reader:
             self.has_ended.set()
 
     def _read(self) -> None:
-        rows = self._source.rows(self._adapter.columns)
-        for row in rows if self._fill is None else self._pumped(rows):
-            if self.stop.is_set() or (row is not None and self._limit is not None and row.number > self._limit):
+        records = self._source.records(self._adapter.columns)
+        for record in records if self._fill is None else self._pumped(records):
+            if self.stop.is_set() or (record is not None and self._limit is not None and record.number > self._limit):
                 return
-            if row is not None:
-                self._take(row)
-            if self._fill is not None and (row is None or self._engine_waits()):
+            if record is not None:
+                self._take(record)
+            if self._fill is not None and (record is None or self._engine_waits()):
                 self._flush_all()
                 for lane in list(self._spools):
                     self._hand_on(lane)
 
-    def _pumped(self, rows: Iterator[Row]) -> Iterator[Row | None]:
-        """The rows; None whenever the source has had none for a moment (it may be a pipe that goes on later)."""
-        pipe: queue.Queue[Row | BaseException | None] = queue.Queue(maxsize=CHUNK_TEXTS)
+    def _pumped(self, records: Iterator[Record]) -> Iterator[Record | None]:
+        """The records; None whenever the source has had none for a moment (it may be a pipe that goes on later)."""
+        pipe: queue.Queue[Record | BaseException | None] = queue.Queue(maxsize=CHUNK_TEXTS)
 
-        def put(item: Row | BaseException | None) -> None:
+        def put(item: Record | BaseException | None) -> None:
             while not self.stop.is_set():
                 with contextlib.suppress(queue.Full):
                     return pipe.put(item, timeout=0.1)
 
         def pump() -> None:
             try:
-                for row in rows:
-                    put(row)
+                for record in records:
+                    put(record)
                     if self.stop.is_set():
                         return
                 put(None)
@@ -176,16 +176,16 @@ class Reader:
         wanted = self._wanted
         return wanted is not None and self.found and time.monotonic() - wanted > IDLE_SECONDS
 
-    def _take(self, row: Row) -> None:
+    def _take(self, record: Record) -> None:
         self._counts.read += 1
-        parsed = self._adapter.read(row)  # also for records that are done: it looks for duplicate ids
-        if row.number in self._output.done:
+        parsed = self._adapter.read(record)  # also for records that are done: it looks for duplicate ids
+        if record.number in self._output.done:
             return
         if parsed.error is not None:
-            self._fail(row.number, parsed.meta, parsed.error)
+            self._fail(record.number, parsed.meta, parsed.error)
             return
         chunk = self._chunks.setdefault(parsed.lane, _Chunk())
-        chunk.records.append((row.number, parsed))
+        chunk.records.append((record.number, parsed))
         chunk.items += parsed.items
         chunk.texts += sum(map(_texts_of, parsed.items))
         if chunk.texts >= CHUNK_TEXTS:

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError, JobError
+from ..records.adapter import RecordAdapter
+from ..records.lines import all_finite, dumps
+from ..records.record import Source
+from ..report.icicle import StreamShape
+from ..report.page import StepLog
+from ..report.progress import Counts, Progress
 from ..stream import Spool
 from ..tasks.run import finish, results_of
 from ..types import Stats
-from .adapter import Adapter
 from .gather import Done, Gather
-from .icicle import StreamShape
-from .lines import all_finite, dumps
 from .output import Output
-from .progress import Counts, Progress
 from .reader import Batch, Reader
-from .report import StepLog
-from .rows import Source
 
 __all__ = ["Interrupted", "Job", "Summary", "run_job"]
 
@@ -52,7 +52,7 @@ class Job:
     """
 
     source: Source
-    adapter: Adapter
+    adapter: RecordAdapter
     tasks: Mapping[str, Any]
     load: Callable[[], Any]
     output: Output

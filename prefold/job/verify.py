@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
+from ..records.adapter import RecordAdapter
+from ..records.record import Record
 from ..types import Result
-from .adapter import Adapter
-from .rows import Row
 
 __all__ = ["Difference", "compare", "sample_items"]
 
@@ -20,7 +20,7 @@ _BLOCK = 8
 
 
 def sample_items(
-    rows: Iterable[Row], adapter: Adapter, count: int, *, seed: int = 0
+    records: Iterable[Record], adapter: RecordAdapter, count: int, *, seed: int = 0
 ) -> tuple[list[tuple[str, Any]], int]:
     """(lane, item) of about `count` records, evenly drawn over the input, and how many records were unusable.
 
@@ -28,8 +28,8 @@ def sample_items(
     """
     draw = random.Random(seed)
     wanted = max(1, -(-count // _BLOCK))
-    kept: list[tuple[int, list[Row]]] = []
-    block: list[Row] = []
+    kept: list[tuple[int, list[Record]]] = []
+    block: list[Record] = []
     number = 0
 
     def take() -> None:  # reservoir sampling (Vitter 1985, algorithm R)
@@ -42,8 +42,8 @@ def sample_items(
                 kept.append((number, block))
         number += 1
 
-    for row in rows:
-        block.append(row)
+    for record in records:
+        block.append(record)
         if len(block) == _BLOCK:
             take()
             block = []
@@ -51,8 +51,8 @@ def sample_items(
         take()
     items: list[tuple[str, Any]] = []
     bad = taken = 0
-    for row in [row for _, block in sorted(kept, key=lambda entry: entry[0]) for row in block]:
-        parsed = adapter.read(row)
+    for record in [record for _, block in sorted(kept, key=lambda entry: entry[0]) for record in block]:
+        parsed = adapter.read(record)
         if parsed.error is not None:
             bad += 1
         elif taken < count:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..cache import SCRATCH, CacheOptions, RadixCache, SlotPool
+from ..cache.tree import Node, RadixTree, common_prefix
 from ..errors import InputError
-from ..prefix.radix import Node, RadixTree, common_prefix
 from ..types import GenerationStats
 from .generate_step import Draft, GenerateStep, Running, lay_out
 

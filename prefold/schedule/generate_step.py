@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from ..cache import SCRATCH
-from ..prefix.radix import Node
+from ..cache.tree import Node
 
 __all__ = ["Draft", "GenerateStep", "Running", "lay_out"]
 

@@ -24,12 +24,12 @@ import numpy as np
 from ..errors import InputError
 from ..types import GenerateRequest, Request
 from .options import encode_options
-from .window import Record, Window, cut_into_windows
+from .window import SpooledRequest, Window, cut_into_windows
 
 __all__ = ["Spool"]
 
 _HEADER = struct.Struct("<QIiII")  # number, tokens, targets (-1: none), bytes of the tag, bytes of the options
-_RECORD_OVERHEAD = 256  # bytes a record takes in memory besides its contents
+_REQUEST_OVERHEAD = 256  # bytes a request takes in memory besides its contents
 _FAN_IN = 64  # runs merged at once: each is an open file
 _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20  # bytes of a run's read buffer
 
@@ -50,10 +50,10 @@ class Spool:
         self._memory_bytes = memory_bytes
         self._directory = directory
         self._folder: TemporaryDirectory[str] | None = None
-        self._held: list[Record] = []
+        self._held: list[SpooledRequest] = []
         self._held_bytes = 0
         self._runs: list[Path] = []  # sorted; each holds a consecutive range of arrivals
-        self._merged: list[Path] | None = None  # the same records in at most _FAN_IN runs
+        self._merged: list[Path] | None = None  # the same requests in at most _FAN_IN runs
         self._state = "adding"
         self._lock = threading.Lock()
 
@@ -91,11 +91,11 @@ class Spool:
         if targets is not None and len(targets) > len(key):
             message = f"{len(targets) // 4} targets for {len(key) // 4} tokens"
             raise InputError(message, field="targets", remedy="each target needs the row of a token")
-        size = len(key) + len(targets or b"") + len(tag) + len(options) + _RECORD_OVERHEAD
+        size = len(key) + len(targets or b"") + len(tag) + len(options) + _REQUEST_OVERHEAD
         with self._lock:
             if self._state != "adding":
                 raise RuntimeError(f"a request was added to a spool that is {self._state}")
-            self._held.append(Record(key, self.num_requests, targets, bytes(tag), options))
+            self._held.append(SpooledRequest(key, self.num_requests, targets, bytes(tag), options))
             self.num_requests += 1
             self.num_tokens += len(key) // 4
             self._held_bytes += size
@@ -124,8 +124,8 @@ class Spool:
         if max_tokens < 1:
             raise InputError(f"max_tokens is {max_tokens}", field="max_tokens", remedy="give 1 or more")
         self.finish_adding()
-        records = self._sorted_records() if share else self._arrived_records()
-        return cut_into_windows(records, max_tokens=max_tokens, is_sorted=share, read=read)
+        requests = self._sorted_requests() if share else self._arrived_requests()
+        return cut_into_windows(requests, max_tokens=max_tokens, is_sorted=share, read=read)
 
     def unique_tokens(self) -> int:
         """Rows of the job's stream: its tokens, each shared prefix counted once. Reads the job once."""
@@ -136,12 +136,12 @@ class Spool:
         self._runs.append(self._write_run(f"{len(self._runs)}.run", self._held))
         self._held, self._held_bytes = [], 0
 
-    def _write_run(self, name: str, records: Iterable[Record]) -> Path:
+    def _write_run(self, name: str, requests: Iterable[SpooledRequest]) -> Path:
         if self._folder is None:
             self._folder = TemporaryDirectory(prefix="prefold-spool-", dir=self._directory)
         path = Path(self._folder.name, name)
         with open(path, "wb", buffering=_MAX_BUFFER) as file:
-            for key, number, targets, tag, options in records:
+            for key, number, targets, tag, options in requests:
                 num_targets = -1 if targets is None else len(targets) // 4
                 file.write(_HEADER.pack(number, len(key) // 4, num_targets, len(tag), len(options)))
                 file.write(key)
@@ -150,7 +150,7 @@ class Spool:
                 file.write(options)
         return path
 
-    def _sorted_records(self) -> Iterator[Record]:
+    def _sorted_requests(self) -> Iterator[SpooledRequest]:
         if not self._runs:
             yield from self._held
             return
@@ -159,7 +159,7 @@ class Spool:
         yield from self._merge(self._merged)
 
     def _merge_runs(self, runs: list[Path]) -> list[Path]:
-        """At most _FAN_IN runs with the records of all; the given ones stay, those made on the way go."""
+        """At most _FAN_IN runs with the requests of all; the given ones stay, those made on the way go."""
         level = 0
         while len(runs) > _FAN_IN:
             groups = [runs[i : i + _FAN_IN] for i in range(0, len(runs), _FAN_IN)]
@@ -170,13 +170,13 @@ class Spool:
             runs, level = merged, level + 1
         return runs
 
-    def _merge(self, runs: list[Path]) -> Iterator[Record]:
+    def _merge(self, runs: list[Path]) -> Iterator[SpooledRequest]:
         buffer = min(max(self._memory_bytes // len(runs), _MIN_BUFFER), _MAX_BUFFER)
         with ExitStack() as stack:
             files = [stack.enter_context(open(path, "rb", buffering=buffer)) for path in runs]
             yield from heapq.merge(*(_read_run(file) for file in files))
 
-    def _arrived_records(self) -> Iterator[Record]:
+    def _arrived_requests(self) -> Iterator[SpooledRequest]:
         yield from chain.from_iterable(_by_arrival(_read_run_at(path)) for path in self._runs)
         yield from _by_arrival(self._held)
 
@@ -195,18 +195,18 @@ def _ids(array: Any, name: str, dtype: str) -> bytes:
     return array.astype(dtype).tobytes()
 
 
-def _by_arrival(records: Iterable[Record]) -> list[Record]:
-    return sorted(records, key=attrgetter("number"))
+def _by_arrival(requests: Iterable[SpooledRequest]) -> list[SpooledRequest]:
+    return sorted(requests, key=attrgetter("number"))
 
 
-def _read_run_at(path: Path) -> Iterator[Record]:
+def _read_run_at(path: Path) -> Iterator[SpooledRequest]:
     with open(path, "rb", buffering=_MAX_BUFFER) as file:
         yield from _read_run(file)
 
 
-def _read_run(file: Any) -> Iterator[Record]:
+def _read_run(file: Any) -> Iterator[SpooledRequest]:
     while header := file.read(_HEADER.size):
         number, num_tokens, num_targets, num_tag, num_options = _HEADER.unpack(header)
         key = file.read(4 * num_tokens)
         targets = None if num_targets < 0 else file.read(4 * num_targets)
-        yield Record(key, number, targets, file.read(num_tag), file.read(num_options))
+        yield SpooledRequest(key, number, targets, file.read(num_tag), file.read(num_options))

@@ -14,12 +14,12 @@ from ..prefix.ragged import ragged_ranges
 from ..types import GenerateRequest
 from .options import decode_options
 
-__all__ = ["Record", "Window", "cut_into_windows"]
+__all__ = ["SpooledRequest", "Window", "cut_into_windows"]
 
 _LATEST_SHARE = 4  # a window may end anywhere in its last 1/4
 
 
-class Record(NamedTuple):
+class SpooledRequest(NamedTuple):
     """One request as the spool holds it. Compares as (tokens, arrival)."""
 
     key: bytes  # the token ids as big-endian int32: byte order is token order
@@ -99,51 +99,53 @@ def _shared_with_previous(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray
     return common_prefix_lengths(tokens, offsets, np.arange(len(offsets) - 1))
 
 
-def cut_into_windows(records: Iterable[Record], *, max_tokens: int, is_sorted: bool, read: str) -> Iterator[Window]:
+def cut_into_windows(
+    requests: Iterable[SpooledRequest], *, max_tokens: int, is_sorted: bool, read: str
+) -> Iterator[Window]:
     """Windows of at most `max_tokens` tokens, or of one request that is longer.
 
-    Sorted records are cut where the fewest leading tokens are shared across the cut, in the last quarter of the
+    Sorted requests are cut where the fewest leading tokens are shared across the cut, in the last quarter of the
     window; others as late as possible. `read` is the Readout's kind.
     """
-    held: list[Record] = []
+    held: list[SpooledRequest] = []
     tokens = 0
     last: bytes | None = None
-    for record in records:
-        while held and tokens + record.num_tokens > max_tokens:
-            cut = _best_cut([*held, record], max_tokens) if is_sorted else len(held)
+    for request in requests:
+        while held and tokens + request.num_tokens > max_tokens:
+            cut = _best_cut([*held, request], max_tokens) if is_sorted else len(held)
             yield _make_window(held[:cut], last if is_sorted else None, is_sorted, read)
             last = held[cut - 1].key
             held = held[cut:]
             tokens = sum(r.num_tokens for r in held)
-        held.append(record)
-        tokens += record.num_tokens
+        held.append(request)
+        tokens += request.num_tokens
     if held:
         yield _make_window(held, last if is_sorted else None, is_sorted, read)
 
 
-def _best_cut(records: Sequence[Record], max_tokens: int) -> int:
-    """The cut c (records[:c] | records[c:]) across which least is shared, c being late; the latest of equals."""
-    latest = len(records) - 1
-    tokens = np.cumsum([r.num_tokens for r in records[:-1]])
+def _best_cut(requests: Sequence[SpooledRequest], max_tokens: int) -> int:
+    """The cut c (requests[:c] | requests[c:]) across which least is shared, c being late; the latest of equals."""
+    latest = len(requests) - 1
+    tokens = np.cumsum([r.num_tokens for r in requests[:-1]])
     earliest = int(np.searchsorted(tokens, max_tokens - max_tokens // _LATEST_SHARE)) + 1
     first = min(earliest, latest) - 1
-    tokens, offsets = _join(records[first:])
+    tokens, offsets = _join(requests[first:])
     shared = _shared_with_previous(tokens, offsets)[1:]
     return latest - int(np.argmin(shared[::-1]))
 
 
-def _join(records: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
-    tokens = np.frombuffer(b"".join([r.key for r in records]), ">i4").astype(np.int32)
-    return tokens, _offsets([r.num_tokens for r in records])
+def _join(requests: Sequence[SpooledRequest]) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.frombuffer(b"".join([r.key for r in requests]), ">i4").astype(np.int32)
+    return tokens, _offsets([r.num_tokens for r in requests])
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
 
 
-def _make_window(records: Sequence[Record], last: bytes | None, is_sorted: bool, read: str) -> Window:
-    tokens, offsets = _join(records)
-    targets = [r.targets or b"" for r in records]
+def _make_window(requests: Sequence[SpooledRequest], last: bytes | None, is_sorted: bool, read: str) -> Window:
+    tokens, offsets = _join(requests)
+    targets = [r.targets or b"" for r in requests]
     target_offsets = _offsets([len(t) // 4 for t in targets])
     common = 0
     if last is not None:
@@ -154,11 +156,11 @@ def _make_window(records: Sequence[Record], last: bytes | None, is_sorted: bool,
         offsets=offsets,
         targets=np.frombuffer(b"".join(targets), np.int32).copy(),
         target_offsets=target_offsets,
-        tags=[r.tag for r in records],
+        tags=[r.tag for r in requests],
         is_sorted=is_sorted,
         common=common,
         carried=_carried(common, tokens, offsets, target_offsets, read),
-        options=[r.options for r in records],
+        options=[r.options for r in requests],
     )
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.batch import Batch, prepare
 from ..errors import InputError
 from ..model import ModelConfig
 from ..prefix import PrefixMap, Trie, check_ragged
 from ..prefix.ragged import ragged_ranges
 from ..schedule import Step
 from ..types import SHARING_MODES, Sharing
+from ..worker.batch import Batch, prepare
 
 __all__ = ["Examples", "TrainBatch"]
 

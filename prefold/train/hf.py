@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.attend import Path, StepAttend
 from ..errors import InputError, MissingExtraError, UnsupportedModelError
 from ..model import ModelConfig, config_from
 from ..types import Sharing
+from ..worker.attend import Path, StepAttend
 from .batch import TrainBatch
 from .head import target_logprobs
 

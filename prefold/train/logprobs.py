@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..engine.attend import Path, StepAttend
 from ..errors import InputError
 from ..model import CausalLM
 from ..model.layers import Linear
+from ..worker.attend import Path, StepAttend
 from .batch import TrainBatch
 from .head import target_logprobs
 

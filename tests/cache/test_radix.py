@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from prefold.cache import CacheOptions, RadixCache, SlotPool
+from prefold.cache.tree import RadixTree
 from prefold.errors import InputError
-from prefold.prefix.radix import RadixTree
 
 
 class Cached:

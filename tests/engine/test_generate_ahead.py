@@ -16,11 +16,12 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
-from prefold.engine import Engine, GenerateOptions, sampler
-from prefold.engine.draw import draw
+from prefold.engine import Engine, GenerateOptions
 from prefold.engine.generate import Generator
-from prefold.engine.runner import Reads
 from prefold.types import GenerateRequest, Readout, Request, Sampling, Stats
+from prefold.worker import sampler
+from prefold.worker.draw import draw
+from prefold.worker.runner import Reads
 
 # Outputs of three tokens only, so that they meet prompts: what is kept of them is then a prompt's.
 BIAS = tuple((token, 60.0) for token in (1, 2, 3))

@@ -11,8 +11,8 @@ import pytest
 
 from prefold.errors import JobError
 from prefold.job.journal import journal_path
-from prefold.job.lines import all_finite, dumps
 from prefold.job.output import OutputOptions, open_output
+from prefold.records.lines import all_finite, dumps
 
 JOB = {"task": "embed"}
 LINES = {

@@ -13,7 +13,7 @@ from prefold.errors import JobError
 from prefold.job import output as output_module
 from prefold.job.journal import Journal, differences, journal_path, recorded_job
 from prefold.job.output import OutputOptions, open_output
-from prefold.job.recordset import RecordSet, TextSet, format_ranges, parse_ranges
+from prefold.records.recordset import RecordSet, TextSet, format_ranges, parse_ranges
 
 JOB = {"input": {"bytes": 10, "digest": "x"}, "task": "embed", "model": {"name": "m"}}
 

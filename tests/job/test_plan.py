@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from prefold.errors import InputError
-from prefold.job.fields import Template
 from prefold.job.plan import cost_of, kv_row_bytes, plan_job, shared_most
-from prefold.job.rows import Row
-from prefold.job.source import open_source
-from prefold.job.tables import Columns, TableAdapter
 from prefold.job.verify import compare, sample_items
 from prefold.model import ModelConfig, Plane, RopeConfig
+from prefold.records.fields import Template
+from prefold.records.record import Record
+from prefold.records.source import open_source
+from prefold.records.tables import Columns, TableAdapter
 from prefold.tasks.base import Work
 from prefold.tasks.run import calibrated, run_items
 from prefold.types import Request, Result
+from tests.report.test_icicle import shape_of
 
 from .fakes import FakeEngine, FakeGenerateTask, FakeTask, digest
-from .test_icicle import shape_of
 
 
 def adapter():
@@ -72,8 +72,8 @@ def test_costs_are_counted_row_by_row():
 
 
 def test_samples_are_neighbours_from_all_over():
-    rows = [Row(i, {"text": str(i)}) for i in range(1, 1001)]
-    rows[500] = Row(501, {"text": None})
+    rows = [Record(i, {"text": str(i)}) for i in range(1, 1001)]
+    rows[500] = Record(501, {"text": None})
     items, bad = sample_items(rows, adapter(), 64)
     numbers = [int(item["text"]) for _, item in items]
     assert len(numbers) == 64 and bad <= 1 and numbers == sorted(numbers)

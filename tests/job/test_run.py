@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from prefold.errors import CheckpointError, JobError
-from prefold.job.fields import Template
-from prefold.job.openai import OpenAIBatch
 from prefold.job.output import OutputOptions, StreamOutput, open_output
-from prefold.job.progress import Progress
 from prefold.job.run import Interrupted, Job, run_job
-from prefold.job.source import open_source
-from prefold.job.tables import Columns, TableAdapter
+from prefold.records.batch import OpenAIBatch
+from prefold.records.fields import Template
+from prefold.records.source import open_source
+from prefold.records.tables import Columns, TableAdapter
+from prefold.report.progress import Progress
 from prefold.stream import Spool
 
 from .fakes import FakeGenerateTask, FakeTask, digest, fake_llm

@@ -9,13 +9,13 @@ from typing import Any
 
 from ..errors import InputError
 
-__all__ = ["FORMATS", "Row", "Source"]
+__all__ = ["FORMATS", "Record", "Source"]
 
 FORMATS = ("jsonl", "csv", "tsv", "parquet")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Record:
     """One record of the input: its number (from 1), and its data or what is wrong with it."""
 
     number: int
@@ -39,10 +39,10 @@ class Source:
         self.identity = identity
         self.columns = columns
 
-    def rows(self, columns: Collection[str] | None = None) -> Iterator[Row]:
+    def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
         """The records in order. `columns`: those that will be used; a Parquet file reads no others."""
         raise NotImplementedError
 
     def peek(self) -> dict[str, Any] | None:
         """The first record that can be read, None when there is none among the first few."""
-        return next((row.data for row in islice(self.rows(), 100) if row.data is not None), None)
+        return next((record.data for record in islice(self.records(), 100) if record.data is not None), None)

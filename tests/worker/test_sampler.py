@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefold.engine.draw import kept
-from prefold.engine.sampler import Sampler, SamplerState, greedy, uniforms
 from prefold.types import Sampling
+from prefold.worker.draw import kept
+from prefold.worker.sampler import Sampler, SamplerState, greedy, uniforms
 
 VOCAB = 300
 
@@ -289,7 +289,7 @@ def test_neighbours_and_their_order_change_nothing(monkeypatch):
     shuffled = Sampler().choose(logits, [states[i] for i in order], order)
     assert shuffled.ids == [whole.ids[i] for i in order]
     assert shuffled.logprobs == [whole.logprobs[i] for i in order]
-    monkeypatch.setattr("prefold.engine.sampler.WORK_SIZE", 3000)
+    monkeypatch.setattr("prefold.worker.sampler.WORK_SIZE", 3000)
     assert Sampler().choose(logits, states) == whole
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from prefold.errors import InputError
-from prefold.job.openai import OpenAIBatch
-from prefold.job.rows import Row
+from prefold.records.batch import OpenAIBatch
+from prefold.records.record import Record
 
 
 def line(custom_id="a", url="/v1/embeddings", body=None, **more):
@@ -17,7 +17,7 @@ def line(custom_id="a", url="/v1/embeddings", body=None, **more):
 
 
 def read(adapter, data, number=1):
-    return adapter.read(Row(number, data))
+    return adapter.read(Record(number, data))
 
 
 def adapter():
@@ -144,7 +144,7 @@ def test_duplicate_custom_ids_and_lines_that_are_no_json():
     second = read(batch, line("a"), 2)
     assert second.error.code == "duplicate_custom_id"
     assert batch.error_line(2, second.meta, second.error)["custom_id"] == "a"
-    bad = batch.read(Row(3, error=InputError("no JSON", code="invalid_json")))
+    bad = batch.read(Record(3, error=InputError("no JSON", code="invalid_json")))
     out = batch.error_line(3, bad.meta, bad.error)
     assert out["custom_id"] is None and out["response"] is None and out["error"]["code"] == "invalid_json"
 

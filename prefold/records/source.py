@@ -1,7 +1,7 @@
 """Where the records of a job come from: JSONL, CSV, TSV and Parquet files, plain or gzipped, and standard input.
 
 A source is read as a stream and never held in memory. What is wrong with one record is part of that
-record (`Row.error`), and the rows behind it are still read; what breaks the file itself (a truncated
+record (`Record.error`), and the records behind it are still read; what breaks the file itself (a truncated
 gzip stream, an unreadable Parquet footer) is a JobError.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from ..errors import InputError, JobError
 from .parquet import ParquetSource
-from .rows import FORMATS, Row, Source
+from .record import FORMATS, Record, Source
 
 __all__ = ["open_source"]
 
@@ -145,15 +145,15 @@ class _LineSource(Source):
 
 
 class _JsonlSource(_LineSource):
-    def rows(self, columns: Collection[str] | None = None) -> Iterator[Row]:
+    def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
         for line in self._lines():
             if not line.strip():
                 continue
             self._number += 1
             try:
-                yield Row(self._number, _parse_line(line))
+                yield Record(self._number, _parse_line(line))
             except InputError as error:
-                yield Row(self._number, error=error)
+                yield Record(self._number, error=error)
 
     def peek(self) -> dict[str, Any] | None:
         with contextlib.suppress(InputError):
@@ -209,7 +209,7 @@ def _header(name: str, head: bytes, delimiter: str, opener: Any) -> list[str]:
 
 
 class _CsvSource(_LineSource):
-    def rows(self, columns: Collection[str] | None = None) -> Iterator[Row]:
+    def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
         reader = csv.reader(_decode(self._lines()), delimiter=_delimiter(self.format), strict=True)
         next(reader)
         while True:
@@ -220,14 +220,14 @@ class _CsvSource(_LineSource):
             except csv.Error as error:
                 self._number += 1
                 message = f"line {reader.line_num} is not a valid {self.format.upper()} record: {error}"
-                yield Row(self._number, error=InputError(message, remedy="quote its fields", code="invalid_csv"))
+                yield Record(self._number, error=InputError(message, remedy="quote its fields", code="invalid_csv"))
                 continue
             if not fields:
                 continue
             self._number += 1
-            yield self._row(fields)
+            yield self._record(fields)
 
-    def _row(self, fields: list[str]) -> Row:
+    def _record(self, fields: list[str]) -> Record:
         assert self.columns is not None
         if len(fields) != len(self.columns):
             error = InputError(
@@ -235,8 +235,8 @@ class _CsvSource(_LineSource):
                 remedy="quote fields that hold a delimiter",
                 code="wrong_number_of_fields",
             )
-            return Row(self._number, error=error)
-        return Row(self._number, dict(zip(self.columns, fields, strict=True)))
+            return Record(self._number, error=error)
+        return Record(self._number, dict(zip(self.columns, fields, strict=True)))
 
 
 def _open_stdin(format: str, stream: BinaryIO) -> Source:

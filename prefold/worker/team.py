@@ -204,7 +204,7 @@ class Team(Solo):
         limit = struct.pack("ll", TIMEOUT_SECONDS, 0)  # a rank that does not read must not hold us for ever
         with socket.socket(fileno=os.dup(ours.fileno())) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        command = [sys.executable, "-m", "prefold.engine.follower", str(theirs.fileno())]
+        command = [sys.executable, "-m", "prefold.worker.rank", str(theirs.fileno())]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         with theirs:
             # Results may go to standard output: no rank writes there.

@@ -9,11 +9,11 @@ import json
 import pytest
 
 from prefold.errors import JobError
-from prefold.job.source import open_source
+from prefold.records.source import open_source
 
 
 def rows(path, **options):
-    return list(open_source(str(path), **options).rows())
+    return list(open_source(str(path), **options).records())
 
 
 def test_jsonl_numbers_records_and_skips_blank_lines(tmp_path):
@@ -64,7 +64,7 @@ def test_csv_fields_of_several_lines_and_wrong_field_counts(tmp_path):
 
 def test_csv_invalid_utf8_is_kept_for_the_field_check(tmp_path):
     from prefold.errors import InputError
-    from prefold.job.fields import Template
+    from prefold.records.fields import Template
 
     path = tmp_path / "a.csv"
     path.write_bytes(b"id,text\n1,\xff\xfe\n2,fine\n")
@@ -81,7 +81,7 @@ def test_csv_columns_are_known_beforehand(tmp_path):
     path.write_text("a\tb\n1\t2\n")
     source = open_source(str(path))
     assert source.columns == ["a", "b"] and source.format == "tsv"
-    assert [r.data for r in source.rows()] == [{"a": "1", "b": "2"}]
+    assert [r.data for r in source.records()] == [{"a": "1", "b": "2"}]
 
 
 def test_parquet_reads_the_wanted_columns_over_row_groups(tmp_path):
@@ -91,7 +91,7 @@ def test_parquet_reads_the_wanted_columns_over_row_groups(tmp_path):
     table = pa.table({"text": [f"t{i}" for i in range(2000)], "other": list(range(2000)), "docs": [["x"]] * 2000})
     pq.write_table(table, path, row_group_size=300)
     source = open_source(str(path))
-    got = list(source.rows({"text", "docs"}))
+    got = list(source.records({"text", "docs"}))
     assert source.columns == ["text", "other", "docs"]
     assert [r.number for r in got] == list(range(1, 2001))
     assert got[1234].data == {"text": "t1234", "docs": ["x"]}
@@ -112,7 +112,7 @@ def test_parquet_invalid_utf8_is_an_error_of_its_record(tmp_path):
 def test_standard_input_is_read_as_a_stream(format):
     lines = b'{"a": "1"}\n{"a": "2"}\n' if format == "jsonl" else b"a\n1\n2\n"
     source = open_source("-", format, stdin=io.BytesIO(lines))
-    assert [r.data for r in source.rows()] == [{"a": "1"}, {"a": "2"}]
+    assert [r.data for r in source.records()] == [{"a": "1"}, {"a": "2"}]
     other = open_source("-", format, stdin=io.BytesIO(b'{"b": 1}\n' if format == "jsonl" else b"b\n"))
     assert source.identity != other.identity
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from prefold.errors import InputError, JobError
-from prefold.job.fields import Template
-from prefold.job.rows import Row
-from prefold.job.tables import Columns, TableAdapter, default_columns
+from prefold.records.fields import Template
+from prefold.records.record import Record
+from prefold.records.tables import Columns, TableAdapter, default_columns
 
 
 def t(text, option="--prompt"):
@@ -15,7 +15,7 @@ def t(text, option="--prompt"):
 
 
 def read(adapter, data):
-    return adapter.read(Row(1, data))
+    return adapter.read(Record(1, data))
 
 
 def test_embed_one_and_many():

@@ -12,7 +12,7 @@ from ..errors import InputError, JobError
 from .adapter import Parsed
 from .fields import Template, lookup
 from .lines import error_object
-from .rows import Row
+from .record import Record
 
 __all__ = ["Columns", "TableAdapter", "default_columns"]
 
@@ -116,13 +116,13 @@ class TableAdapter:
             if path not in have and path.split(".")[0] not in have:
                 raise JobError(f"the input has no column {path!r}; it has: {', '.join(have)}")
 
-    def read(self, row: Row) -> Parsed:
-        parsed = Parsed(lane=self.task, error=row.error)
-        if row.error is not None or row.data is None:
+    def read(self, record: Record) -> Parsed:
+        parsed = Parsed(lane=self.task, error=record.error)
+        if record.error is not None or record.data is None:
             return parsed
         try:
-            parsed.meta = self._meta(row.data)
-            many, parsed.items = self._items(row.data)
+            parsed.meta = self._meta(record.data)
+            many, parsed.items = self._items(record.data)
             if many:
                 parsed.meta["many"] = True
         except InputError as error:

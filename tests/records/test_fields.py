@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefold.errors import InputError, JobError
-from prefold.job.fields import Template, as_texts, lookup, read_argument
+from prefold.records.fields import Template, as_texts, lookup, read_argument
 
 RECORD = {
     "q": "why",

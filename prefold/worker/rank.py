@@ -1,4 +1,4 @@
-"""A rank other than 0, in a process of its own: `python -m prefold.engine.follower FD`, started by `engine.Team`."""
+"""A rank other than 0, in a process of its own: `python -m prefold.worker.rank FD`, started by `engine.Team`."""
 
 from __future__ import annotations
 

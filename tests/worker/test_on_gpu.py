@@ -18,19 +18,20 @@ from tritons import DEVICE, on_triton  # noqa: F401 (a fixture)
 from prefold import LLM, kernels
 from prefold.attention import Heads, KVStore, plan_slots
 from prefold.attention.gpu import pick_tile
-from prefold.engine import Engine, GenerateOptions, runner
-from prefold.engine.attend import Path, heads_of
-from prefold.engine.batch import prepare
-from prefold.engine.budget import batch_rows, count_compiling
-from prefold.engine.graphs import SIZES, DecodeGraphs, FixedStep, padded_size
-from prefold.engine.runner import Output, Reads, Runner
-from prefold.engine.slots import SlotAttend, prepare_slots
+from prefold.engine import Engine, GenerateOptions
 from prefold.kernels import gpu
 from prefold.model import CausalLM, load_adapter
 from prefold.schedule import PrefillScheduler
 from prefold.schedule.generate_step import GenerateStep
 from prefold.stream import Spool
 from prefold.types import GenerateRequest, Readout, Sampling, Stats
+from prefold.worker import runner
+from prefold.worker.attend import Path, heads_of
+from prefold.worker.batch import prepare
+from prefold.worker.budget import batch_rows, count_compiling
+from prefold.worker.graphs import SIZES, DecodeGraphs, FixedStep, padded_size
+from prefold.worker.runner import Output, Reads, Runner
+from prefold.worker.slots import SlotAttend, prepare_slots
 
 
 @pytest.fixture(params=["qwen3", "gemma3"])
@@ -335,13 +336,13 @@ def test_generation_goes_on_with_smaller_steps(llm, monkeypatch):
 
 def test_rows_of_a_step_where_nobody_says(llm, monkeypatch):
     assert batch_rows(llm.model) == 4096 or DEVICE == "cuda"
-    monkeypatch.setattr("prefold.engine.budget.available_memory", lambda device: 1 << 23)
+    monkeypatch.setattr("prefold.worker.budget.available_memory", lambda device: 1 << 23)
     model = CausalLM(llm.config, dtype=torch.bfloat16, device=torch.device("meta"))
     some = batch_rows(model)
     assert some % 1024 == 0 and 1024 <= some < 65_536
-    monkeypatch.setattr("prefold.engine.budget.available_memory", lambda device: 1 << 45)
+    monkeypatch.setattr("prefold.worker.budget.available_memory", lambda device: 1 << 45)
     assert batch_rows(model) == 65_536
-    monkeypatch.setattr("prefold.engine.budget.available_memory", lambda device: 0)
+    monkeypatch.setattr("prefold.worker.budget.available_memory", lambda device: 0)
     assert batch_rows(model) == 1024
 
 

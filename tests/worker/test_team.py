@@ -13,9 +13,9 @@ from running import as_request, prompts, run
 from tiny import FAMILIES, tiny_checkpoint
 
 from prefold import LLM
-from prefold.engine import team
 from prefold.errors import CheckpointError, InputError, RankError
 from prefold.types import Readout
+from prefold.worker import team
 
 PLACE = {"dtype": "float32", "device": "cpu"}
 

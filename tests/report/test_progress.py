@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 
-from prefold.job import progress as module
-from prefold.job.progress import (
+from prefold.report import progress as module
+from prefold.report.progress import (
     Counts,
     PlainProgress,
     Progress,

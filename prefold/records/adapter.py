@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..errors import InputError
-from .rows import Row
+from .record import Record
 
-__all__ = ["Adapter", "Parsed"]
+__all__ = ["Parsed", "RecordAdapter"]
 
 
 @dataclass(slots=True)
@@ -30,12 +30,12 @@ class Parsed:
     error: InputError | None = None
 
 
-class Adapter(Protocol):
+class RecordAdapter(Protocol):
     """Reads records, and writes their lines. `columns`: those of a table it will look at (None: all)."""
 
     columns: Collection[str] | None
 
-    def read(self, row: Row) -> Parsed:
+    def read(self, record: Record) -> Parsed:
         """Never raises InputError: what is wrong is in the result."""
         ...
 

@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from ..api.completions import chat_body, completion_body, read_chat, read_completion, usage_of
 from ..errors import InputError
 from .adapter import Parsed
-from .completions import chat_body, completion_body, read_chat, read_completion, usage_of
 from .fields import as_text
 from .lines import error_object
+from .record import Record
 from .recordset import TextSet
-from .rows import Row
 
 __all__ = ["LANES", "OpenAIBatch", "is_batch_line"]
 
@@ -69,17 +69,17 @@ class OpenAIBatch:
         self.other_models: Counter[str] = Counter()
         self._ids = TextSet()
 
-    def read(self, row: Row) -> Parsed:
+    def read(self, record: Record) -> Parsed:
         parsed = Parsed()
-        if row.error is not None or row.data is None:
-            parsed.error = row.error
+        if record.error is not None or record.data is None:
+            parsed.error = record.error
             return parsed
         try:
-            parsed.meta = {"id": _custom_id(row.data)}
+            parsed.meta = {"id": _custom_id(record.data)}
             if not self._ids.add(parsed.meta["id"]):
                 message = f"custom_id {parsed.meta['id']!r} was used by an earlier record"
                 raise InputError(message, field="custom_id", remedy="make it unique", code="duplicate_custom_id")
-            url, body = _request(row.data)
+            url, body = _request(record.data)
             parsed.lane = LANES[url]
             self._read_body(parsed, url, body)
             model = body.get("model")

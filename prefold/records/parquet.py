@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, JobError, MissingExtraError
-from .rows import Row, Source
+from .record import Record, Source
 
 __all__ = ["ParquetSource"]
 
@@ -27,7 +27,7 @@ class ParquetSource(Source):
         super().__init__(name, "parquet", identity, columns)
         self._path = path
 
-    def rows(self, columns: Collection[str] | None = None) -> Iterator[Row]:
+    def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -37,16 +37,16 @@ class ParquetSource(Source):
         try:
             with pq.ParquetFile(self._path) as file:
                 for batch in file.iter_batches(batch_size=512, columns=names):
-                    yield from _batch_rows(batch, number)
+                    yield from _batch_records(batch, number)
                     number += batch.num_rows
         except (pa.ArrowException, OSError) as error:
             raise JobError(f"cannot read {self.name} after record {number}: {error}") from error
 
 
-def _batch_rows(batch: Any, number: int) -> Iterator[Row]:
+def _batch_records(batch: Any, number: int) -> Iterator[Record]:
     try:
         for index, data in enumerate(batch.to_pylist(), number + 1):
-            yield Row(index, data)
+            yield Record(index, data)
     except UnicodeDecodeError:
         names = batch.schema.names
         for index in range(batch.num_rows):
@@ -54,6 +54,6 @@ def _batch_rows(batch: Any, number: int) -> Iterator[Row]:
                 data = {name: batch.column(i)[index].as_py() for i, name in enumerate(names)}
             except UnicodeDecodeError as error:
                 bad = InputError(f"a text is not valid UTF-8: {error}", remedy="re-encode it", code="invalid_utf8")
-                yield Row(number + index + 1, error=bad)
+                yield Record(number + index + 1, error=bad)
             else:
-                yield Row(number + index + 1, data)
+                yield Record(number + index + 1, data)

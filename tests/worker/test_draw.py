@@ -7,10 +7,10 @@ import pytest
 import torch
 from tritons import on_triton  # noqa: F401 (a fixture)
 
-from prefold.engine import draw as module
-from prefold.engine.draw import draw, draw_on_device, kept
-from prefold.engine.sampler import Sampler, SamplerState
 from prefold.types import Sampling
+from prefold.worker import draw as module
+from prefold.worker.draw import draw, draw_on_device, kept
+from prefold.worker.sampler import Sampler, SamplerState
 
 OPTIONS = [
     Sampling(temperature=1.0),
@@ -44,7 +44,7 @@ def both(on_triton, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize("vocab", [300, 1000])
 def test_tokens_are_those_of_numpy(both, monkeypatch, vocab, size):
     """In one block a row, and in several."""
-    from prefold.engine import draw_triton
+    from prefold.worker import draw_triton
 
     monkeypatch.setattr(draw_triton, "SIZE", size)
     rng = np.random.default_rng(vocab)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prefold.errors import InputError
-from prefold.job.openai import OpenAIBatch
-from prefold.job.rows import Row
+from prefold.records.batch import OpenAIBatch
+from prefold.records.record import Record
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -14,7 +14,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 def read(url, body, **options):
     batch = OpenAIBatch("m", seed="s", **options)
-    return batch, batch.read(Row(1, {"custom_id": "a", "method": "POST", "url": url, "body": body}))
+    return batch, batch.read(Record(1, {"custom_id": "a", "method": "POST", "url": url, "body": body}))
 
 
 def item(url, body, **options):

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefold.job.icicle import StreamShape, icicle, to_data, walk
-from prefold.job.picture import trie_picture
-from prefold.job.report import Report, StepLog, write_report
+from prefold.report.icicle import StreamShape, icicle, to_data, walk
+from prefold.report.page import Report, StepLog, write_report
+from prefold.report.picture import trie_picture
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=60)
 
