@@ -15,6 +15,7 @@ from .builtin import BUILT_IN, fetch
 from .geometries import GEOMETRIES
 from .gguf import GGUFFile
 from .gguf_config import config_from_gguf
+from .stored import stored_as
 
 __all__ = ["Checkpoint", "resolve"]
 
@@ -65,6 +66,11 @@ class Checkpoint:
     def metadata(self, key: str, default: Any = None) -> Any:
         """A value of the GGUF metadata; `default` when the key, or the GGUF file, is not there."""
         return default if self.gguf is None else self.gguf.metadata.get(key, default)
+
+    @cached_property
+    def stored_as(self) -> str:
+        """What the weights are stored as: "Q4_1 GGUF", "bfloat16", "random weights"; see `stored.stored_as`."""
+        return stored_as(self)
 
 
 def resolve(

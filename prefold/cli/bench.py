@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from .options import NUMERIC_TASKS as TASKS
-from .options import column_options, limit_options, model_options, task_options
+from .options import column_options, limit_options, machine_options, model_options, task_options
 
 __all__ = ["bench"]
 
@@ -26,9 +26,7 @@ MODES = ("full", "mlp", "off")
 @column_options(*TASKS)
 @task_options(*TASKS)
 @limit_options
-@click.option("--dtype", default="auto", show_default=True, metavar="TYPE", help="auto, float32, bfloat16 or float16.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--threads", type=click.IntRange(1), metavar="N", help="Threads on a CPU.  [default: its cores]")
+@machine_options
 @click.option("--max-batch-rows", type=click.IntRange(1), metavar="N", help="Rows of a step.")
 @click.option("--json", "as_json", is_flag=True, help="The numbers as JSON.")
 def bench(**o: Any) -> None:

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import click
 
 __all__ = ["DEFAULT_MODEL", "NUMERIC_TASKS", "TASKS", "column_options", "engine_options", "generation_options"]
-__all__ += ["job_options", "limit_options", "model_options", "output_options", "task_options"]
+__all__ += ["job_options", "limit_options", "machine_options", "model_options", "output_options", "task_options"]
 
 DEFAULT_MODEL = "smollm2-135m"
 NUMERIC_TASKS = ("embed", "rerank", "classify", "score")  # those whose results are numbers
 TASKS = (*NUMERIC_TASKS, "generate")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("jsonl", "csv", "tsv", "parquet")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -32,6 +33,20 @@ class Bytes(click.ParamType):
         return int(float(number) * (1024 if binary else 1000) ** (1 + self.units.index(unit) if unit else 0))
 
 
+class Device(click.ParamType):
+    """A device as torch names it, but for the kinds that prefold has no kernels for: auto, cpu, cuda, cuda:N.
+
+    Whether the machine has it is not asked here, as that takes torch.
+    """
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)) is None:
+            self.fail(f"{value!r} is not a device; write auto, cpu, cuda, or cuda:1 for the second GPU", param, ctx)
+        return str(value)
+
+
 def _all(*decorators: Decorator) -> Decorator:
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for decorator in reversed(decorators):
@@ -48,11 +63,16 @@ model_options = _all(
                  help="dummy: random weights of the model's shape, for benchmarks."),
 )  # fmt: skip
 
-engine_options = _all(
-    click.option("--dtype", default="auto", show_default=True, metavar="TYPE",
-                 help="auto, float32, bfloat16 or float16."),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
+machine_options = _all(
+    click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True,
+                 help="auto: what the checkpoint is stored in, where the machine computes in it."),
+    click.option("--device", type=Device(), default="auto", show_default=True, metavar="NAME",
+                 help="auto (a GPU, if there is one), cpu, cuda, or cuda:N."),
     click.option("--threads", type=click.IntRange(1), metavar="N", help="Threads on a CPU.  [default: its cores]"),
+)  # fmt: skip
+
+engine_options = _all(
+    machine_options,
     click.option("--sharing", type=click.Choice(["auto", "full", "mlp", "off"]), default="auto", show_default=True,
                  help="What is computed once for a shared prefix: everything, all but attention, nothing."),
     click.option("--max-batch-rows", type=click.IntRange(1), metavar="N", help="Rows of a step."),

@@ -105,3 +105,14 @@ def test_models_lists_what_runs(prefold):
     assert done.exit_code == 0
     for part in ("smollm2-135m", "Qwen3ForCausalLM", "llama3, yarn", "GGUF", "CPU kernels"):
         assert part in done.stdout
+
+
+@pytest.mark.parametrize("command", ["embed", "generate", "bench", "verify"])
+@pytest.mark.parametrize("option", [("--dtype", "float8"), ("--device", "tpu"), ("--device", "cuda:x")])
+def test_a_dtype_or_device_that_does_not_exist_is_wrong_usage(prefold, tmp_path, command, option):
+    (tmp_path / "in.jsonl").write_text('{"text": "a", "prompt": "a"}\n')
+    output = ["-o", "out.jsonl"] if command in ("embed", "generate") else ["--task", "embed"]
+    done = prefold(command, "in.jsonl", *output, *option)
+    assert done.exit_code == 2
+    assert option[1] in done.stderr and ("bfloat16" if option[0] == "--dtype" else "cuda:1") in done.stderr
+    assert not (tmp_path / "out.jsonl").exists()

@@ -1,0 +1,69 @@
+"""What the weights of a checkpoint are stored as, in words for a person to read: "Q4_K_M GGUF", "bfloat16"."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .gguf import GGUFFile
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+
+__all__ = ["stored_as"]
+
+# Names of safetensors' dtypes as torch has them.
+SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
+SAFETENSORS |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+# A header of more than so many bytes is none: the safetensors library refuses it too.
+LARGEST_HEADER = 100_000_000
+
+
+def stored_as(checkpoint: Checkpoint) -> str:
+    """How the checkpoint's weights are stored: the type of most of them, and for a GGUF file its quantisation.
+
+    "Q4_1 GGUF", "bfloat16" (of a folder), "random weights". A folder that cannot be read gives what its
+    config says. Never raises: it is for summaries.
+    """
+    if checkpoint.format == "dummy":
+        return "random weights"
+    if checkpoint.gguf is not None:
+        return f"{_quantisation(checkpoint.gguf)} GGUF"
+    weights: Counter[str] = Counter()
+    for path in sorted(checkpoint.path.glob("*.safetensors")) if checkpoint.path is not None else []:
+        weights.update(_dtypes(path))
+    if weights:
+        return SAFETENSORS.get(name := weights.most_common(1)[0][0], name)
+    return str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "unknown")
+
+
+def _quantisation(file: GGUFFile) -> str:
+    """The name of the file's mixture of types ("Q4_K_M") where it gives one, else the type of most weights."""
+    from gguf.constants import LlamaFileType
+
+    kind = file.metadata.get("general.file_type")
+    if isinstance(kind, int) and kind in set(LlamaFileType) - {LlamaFileType.GUESSED}:
+        return LlamaFileType(kind).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    weights: Counter[str] = Counter()
+    for name, tensor in file.tensors.items():
+        weights[file.type_name(name)] += math.prod(tensor.shape)
+    return weights.most_common(1)[0][0] if weights else "empty"
+
+
+def _dtypes(path: Path) -> Counter[str]:
+    """{dtype: number of weights} in the header of a safetensors file; nothing where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size)) if size <= LARGEST_HEADER else {}
+        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        found: Counter[str] = Counter()
+        for tensor in tensors:
+            found[str(tensor["dtype"])] += math.prod(tensor["shape"])
+        return found
+    except (OSError, ValueError, struct.error, AttributeError, KeyError, TypeError, RecursionError):
+        return Counter()
