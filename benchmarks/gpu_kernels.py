@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from prefold.attention import KeyRuns, KVStore, interval_attention, plan_attention, plan_slots
 from prefold.attention.row_tiles import row_tiles
-from prefold.kernels.gpu import runs_triton
+from prefold.device import runs_triton
 from prefold.model import ops
 from prefold.types import Sampling
 from prefold.worker.draw import draw_on_device

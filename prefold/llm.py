@@ -14,6 +14,7 @@ import torch
 
 from .cache import CacheOptions, RadixCache
 from .checkpoint import Checkpoint, resolve
+from .device import choose_device, choose_dtype
 from .engine import Engine, GenerateOptions
 from .engine.service import Service
 from .errors import InputError
@@ -376,28 +377,3 @@ def as_items(texts: Any) -> tuple[list[Any], bool]:
     if items and all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in items):
         return [items], True
     return items, False
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InputError(f"device is {name!r}", field="device", remedy="use auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("this torch sees no GPU", field="device", remedy="use cpu, or install a CUDA build of torch")
-    return device
-
-
-def choose_dtype(name: str, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name != "auto":
-        if name not in known:
-            raise InputError(f"dtype is {name!r}", field="dtype", remedy=f"use auto, {', '.join(known)}")
-        return known[name]
-    stored = known.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), torch.float32)
-    if stored == torch.float32 or device.type != "cpu":
-        return stored
-    # bfloat16 on a CPU that has to emulate it is slower than float32, and float16 nearly always is.
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32

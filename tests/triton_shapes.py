@@ -7,14 +7,13 @@ import numpy as np
 import torch
 from nests import chains
 
-from prefold import kernels
+from prefold import device, kernels
 from prefold.attention import KeyRuns, KVStore, interval_attention, plan_attention, plan_slots, triton_slots
 from prefold.attention.slot_tiles import MOST_ROWS
-from prefold.kernels import gpu
 from prefold.model import ops
 from prefold.worker import draw_triton
 
-gpu.DEVICES = ("cpu",)
+device.TRITON_DEVICES = ("cpu",)
 kernels.load = lambda: None
 
 

@@ -7,21 +7,20 @@ import os
 import numpy as np
 import pytest
 
-from prefold import kernels
-from prefold.kernels import gpu
+from prefold import device, kernels
 
-needs_triton = pytest.mark.skipif(not gpu.has_triton(), reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(not device.has_triton(), reason="Triton is not installed")
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
 @pytest.fixture
 def on_triton(monkeypatch) -> str:
     """The device on which everything goes through Triton's kernels, where they can take it."""
-    if not gpu.has_triton():
+    if not device.has_triton():
         pytest.skip("Triton is not installed")
     if DEVICE == "cpu":
         mend_interpreter()
-        monkeypatch.setattr(gpu, "DEVICES", ("cpu",))
+        monkeypatch.setattr(device, "TRITON_DEVICES", ("cpu",))
         monkeypatch.setattr(kernels, "load", lambda: None)
     return DEVICE
 

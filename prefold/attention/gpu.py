@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels.gpu import DTYPES, runs_triton, takes_triton
+from ..device import TRITON_DTYPES, runs_triton, takes_triton
 from .plan import AttentionPlan
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Heads:
 
     def fits(self, device: torch.device) -> bool:
         """Whether Triton's kernels take such heads on this device."""
-        return self.head_dim <= MAX_HEAD_DIM and self.dtype in DTYPES and runs_triton(device)
+        return self.head_dim <= MAX_HEAD_DIM and self.dtype in TRITON_DTYPES and runs_triton(device)
 
 
 def can_attend(*tensors: Tensor | None) -> bool:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.gpu import upload
+from ..device import upload
 from .plan import AttentionPlan
 from .row_tiles import row_tiles
 

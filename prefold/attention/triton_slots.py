@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.gpu import upload
+from ..device import upload
 from .slot_tiles import ITEM_FIELDS, ITEMS, pick_rows, slot_tiles, stretches
 from .slots import SlotPlan
 from .triton_rows import LOG2_E, hide, load_rows, padded, precision, take_block

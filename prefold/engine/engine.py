@@ -13,8 +13,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from ..device import compile_seconds, free_cached, runs_triton
 from ..errors import InputError
-from ..kernels.gpu import compile_seconds, runs_triton
 from ..model import Adapter, CausalLM
 from ..prefix import common_prefix_lengths, lexsort_sequences
 from ..schedule import PrefillScheduler
@@ -26,7 +26,7 @@ from ..text import Tokenizer
 from ..types import GenerateRequest, Readout, Request, Result, Sharing, Stats
 from ..worker.attend import Path, heads_of
 from ..worker.batch import Batch, prepare
-from ..worker.budget import count_compiling, free_cached
+from ..worker.budget import count_compiling
 from ..worker.probes import can_probe
 from ..worker.runner import Output, Reads, Runner
 from ..worker.team import Prefill, Solo

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..cache import CacheOptions, SlotPool
+from ..device import free_cached, on
 from ..errors import InputError
-from ..kernels.gpu import on
 from ..model import Adapter, CausalLM
 from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import GenerateStep, Running
@@ -26,7 +26,7 @@ from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
 from ..types import Generated, GenerateRequest, GenerationStats, Readout, Request, Result, Stats
 from ..worker.attend import heads_of
-from ..worker.budget import count_compiling, free_cached, kv_bytes, slot_bytes
+from ..worker.budget import count_compiling, kv_bytes, slot_bytes
 from ..worker.graphs import DecodeGraphs
 from ..worker.picks import Flight, Reader, can_start, choose, start
 from ..worker.probes import Probe

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..device import available_memory
 from .layers import can_pack, product_kernels
-from .memory import available_memory
 
 __all__ = ["PackedHead", "pack_head"]
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import kernels
+from ..device import computes_bf16
 from .ops import add_layer_norm, add_rms_norm, gelu_mul, silu_mul
 
 __all__ = ["GATES", "ActivatedLinear", "GatedLinear", "Linear", "Norm", "can_pack", "product_kernels"]
@@ -133,7 +134,7 @@ def can_pack(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return computes_bf16()
     return weight.dtype == torch.float32
 
 

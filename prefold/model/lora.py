@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..device import send
 from ..errors import CheckpointError, UnsupportedModelError
-from ..kernels.gpu import send
 from .config import ModelConfig
 from .names import NAMES, fused_sizes
 from .parallel import ALONE, Alone

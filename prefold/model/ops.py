@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.gpu import DTYPES, runs_triton
+from ..device import TRITON_DTYPES, runs_triton
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def _fused(x: Tensor, delta: Tensor | None = None, weight: Tensor | None = None)
     tensors = [t for t in (x, delta, weight) if t is not None]
     if not runs_triton(x.device) or _needs_grad(*tensors):
         return None
-    if any(t.dtype not in DTYPES or t.device != x.device or t.stride(-1) != 1 for t in tensors):
+    if any(t.dtype not in TRITON_DTYPES or t.device != x.device or t.stride(-1) != 1 for t in tensors):
         return None
     if delta is not None and delta.dtype != x.dtype:
         return None

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as F
 
+from ..device import send
 from ..errors import InputError
-from ..kernels.gpu import send
 from .config import ModelConfig
 
 __all__ = ["ALONE", "Alone", "CollectiveError", "Ranks", "Shard"]

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..checkpoint import Checkpoint
+from ..device import check_fits
 from ..errors import CheckpointError
 from .config import ModelConfig
 from .families import config_from
 from .layers import Linear, Norm
-from .memory import check_fits
 from .parallel import ALONE, Alone
 from .sources import TensorSource, open_source
 from .transformer import CausalLM, Layer

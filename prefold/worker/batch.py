@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionPlan, Heads, place_rows, plan_attention
-from ..kernels.gpu import send
+from ..device import send
 from ..model.config import Plane
 from ..schedule import Step
 

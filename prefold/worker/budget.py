@@ -6,14 +6,13 @@ from __future__ import annotations
 import torch
 
 from ..attention import KVStore
+from ..device import available_memory, compile_seconds, runs_triton
 from ..errors import InputError
-from ..kernels.gpu import compile_seconds, runs_triton
 from ..model import CausalLM
-from ..model.memory import available_memory
 from ..model.parallel import Shard
 from ..types import Stats
 
-__all__ = ["batch_rows", "count_compiling", "free_cached", "kv_bytes", "slot_bytes"]
+__all__ = ["batch_rows", "count_compiling", "kv_bytes", "slot_bytes"]
 
 # On a CPU larger steps hardly gain, and their intermediates are held in memory.
 ROWS_ON_CPU = 4096
@@ -59,12 +58,6 @@ def kv_bytes(wanted: int | None, device: torch.device, ranks: int = 1) -> int:
             remedy="give less",
         )
     return wanted
-
-
-def free_cached(device: torch.device) -> None:
-    """Give back what torch keeps for later, after memory has run out."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def count_compiling(stats: Stats, device: torch.device) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.gpu import runs_triton, send
+from ..device import runs_triton, send
 from ..types import Sampling
 
 __all__ = ["draw", "draw_on_device", "kept"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..attention import KeyRuns, KVStore, SlotPlan, plan_slots
 from ..attention.gpu import attend_fixed, fixed_tables, pick_tile, write_slots
 from ..cache import SCRATCH
-from ..kernels.gpu import send
+from ..device import send
 from ..model import CausalLM
 from ..model.config import Plane
 from ..schedule.generate_step import GenerateStep

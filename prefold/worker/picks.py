@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.gpu import send
+from ..device import send
 from ..model import CausalLM
 from ..schedule.generate_step import GenerateStep
 from .probes import Probe, read_probes

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.gpu import on, send
+from ..device import on, send
 from ..model import CausalLM
 from ..model.ops import log_sum_exp
 from ..types import Readout

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.gpu import runs_triton, send
+from ..device import runs_triton, send
 from ..text.grammar import Matcher
 from ..types import Sampling, TokenLogprobs
 from .draw import draw, draw_on_device

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..attention import Heads, KeyRuns, KVStore, SlotPlan, place_slots, plan_slots
-from ..kernels.gpu import send
+from ..device import send
 from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
 from ..model.config import Plane
 from ..schedule.generate_step import GenerateStep

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from prefold.kernels import gpu
+from prefold import device
 
 TESTS = Path(__file__).parent.parent
 # heads, kv_heads, head_dim, dtype, window
@@ -43,7 +43,7 @@ print(json.dumps([aot.compile_one(launch) for launch in launches]))
 
 @pytest.fixture(autouse=True)
 def compiler():
-    if not gpu.has_triton():
+    if not device.has_triton():
         pytest.skip("Triton is not installed")
     import triton
 

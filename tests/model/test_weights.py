@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gguf
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import DenseAttend, reference, tiny_checkpoint
 
+from prefold import device as devices
 from prefold.checkpoint import GEOMETRIES, Checkpoint, resolve
 from prefold.errors import CheckpointError, InputError, OutOfMemoryError
-from prefold.model import config_from, load_model, memory
+from prefold.model import config_from, load_model
 from prefold.model.layers import Linear, can_pack
 
 TOKENS = torch.tensor([5, 9, 100, 7, 7, 250, 11])
@@ -197,31 +197,19 @@ def test_a_damaged_file(tmp_path):
 
 def test_memory_is_refused_before_loading(tmp_path, monkeypatch):
     checkpoint = resolve("smollm2-135m", load_format="dummy")
-    monkeypatch.setattr(memory, "available_memory", lambda device: 600_000_000)
+    monkeypatch.setattr(devices, "available_memory", lambda device: 600_000_000)
     with pytest.raises(OutOfMemoryError, match=r"smollm2-135m in float32 needs 0\.7 GB.*0\.6 GB.*bfloat16 \(0\.3 GB\)"):
         load_model(checkpoint, dtype=torch.float32, device="cpu")
-    monkeypatch.setattr(memory, "available_memory", lambda device: 300_000_000)
+    monkeypatch.setattr(devices, "available_memory", lambda device: 300_000_000)
     with pytest.raises(OutOfMemoryError, match=r"in bfloat16 needs 0\.3 GB"):
         load_model(checkpoint, dtype=torch.bfloat16, device="cpu")
     tiny = tiny_checkpoint(tmp_path, "llama")
     size = (tiny / "model.safetensors").stat().st_size
-    monkeypatch.setattr(memory, "available_memory", lambda device: size * 9 // 10)
+    monkeypatch.setattr(devices, "available_memory", lambda device: size * 9 // 10)
     with pytest.raises(OutOfMemoryError):
         load(tiny)
-    monkeypatch.setattr(memory, "available_memory", lambda device: size * 2)
+    monkeypatch.setattr(devices, "available_memory", lambda device: size * 2)
     load(tiny)
-
-
-def test_available_memory_respects_the_container(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    cpu = torch.device("cpu")
-    assert 0 < memory.available_memory(cpu) <= psutil.virtual_memory().total
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("900000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
-    assert memory.available_memory(cpu) == 150_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available_memory(cpu) > 150_000
 
 
 def test_random_weights_are_seeded_and_normal():

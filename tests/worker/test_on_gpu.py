@@ -15,11 +15,10 @@ from tiny import tiny_checkpoint
 from torch.overrides import TorchFunctionMode
 from tritons import DEVICE, on_triton  # noqa: F401 (a fixture)
 
-from prefold import LLM, kernels
+from prefold import LLM, device, kernels
 from prefold.attention import Heads, KVStore, plan_slots
 from prefold.attention.gpu import pick_tile
 from prefold.engine import Engine, GenerateOptions
-from prefold.kernels import gpu
 from prefold.model import CausalLM, load_adapter
 from prefold.schedule import PrefillScheduler
 from prefold.schedule.generate_step import GenerateStep
@@ -104,12 +103,12 @@ def test_waiting_is_noticed():
 @pytest.fixture
 def without_data(llm, monkeypatch) -> CausalLM:
     """The model on the meta device, which stands for a GPU; launches of kernels do nothing."""
-    if not gpu.has_triton():
+    if not device.has_triton():
         pytest.skip("Triton is not installed")
     from triton.runtime.interpreter import InterpretedFunction
 
     launches: list[str] = []
-    monkeypatch.setattr(gpu, "DEVICES", ("meta",))
+    monkeypatch.setattr(device, "TRITON_DEVICES", ("meta",))
     monkeypatch.setattr(kernels, "load", lambda: None)
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *a, **k: launches.append(self.fn.__name__))
     monkeypatch.setattr(runner, "_fetch", lambda tensor: tensor)
@@ -348,16 +347,16 @@ def test_rows_of_a_step_where_nobody_says(llm, monkeypatch):
 
 def test_what_compiling_takes_is_counted(monkeypatch):
     """By the listener that Triton calls, which is asked before ours was there as well."""
-    if not gpu.has_triton():
+    if not device.has_triton():
         pytest.skip("Triton is not installed")
     from triton import knobs
     from triton.knobs import CompileTimes
 
     heard = []
     monkeypatch.setattr(knobs.compilation, "listener", lambda **told: heard.append(told["cache_hit"]))
-    gpu._clock.cache_clear()
-    monkeypatch.setattr(gpu, "DEVICES", ("cpu",))
-    assert gpu.compile_seconds() == 0
+    device._clock.cache_clear()
+    monkeypatch.setattr(device, "TRITON_DEVICES", ("cpu",))
+    assert device.compile_seconds() == 0
     for micros in (1_500_000, 500_000):
         times = CompileTimes(micros, [("ptx", 250_000)], 250_000)
         knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=False)
@@ -366,4 +365,4 @@ def test_what_compiling_takes_is_counted(monkeypatch):
     count_compiling(stats, torch.device("cpu"))
     assert stats.seconds == {"compile": 3.0}
     assert heard == [False, False]
-    gpu._clock.cache_clear()
+    device._clock.cache_clear()

@@ -1,0 +1,203 @@
+"""What a machine has: its devices, their memory, what they compute natively, and how arrays get there.
+
+Knows nothing of models, plans or steps.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from .errors import InputError, OutOfMemoryError
+
+__all__ = [
+    "DTYPES",
+    "TRITON_DEVICES",
+    "TRITON_DTYPES",
+    "available_memory",
+    "check_fits",
+    "choose_device",
+    "choose_dtype",
+    "compile_seconds",
+    "computes_bf16",
+    "free_cached",
+    "has_triton",
+    "on",
+    "runs_triton",
+    "send",
+    "takes_triton",
+    "upload",
+]
+
+# The dtypes that a model may be loaded in, by the name a user writes.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Kinds of device that Triton compiles for. (Its interpreter runs on "cpu": for tests.)
+TRITON_DEVICES = ("cuda",)
+# What our Triton kernels compute with; sums are float32 in each.
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CGROUP = Path("/sys/fs/cgroup")
+# Arrays that are uploaded together begin at multiples of so many int32 numbers: 16 bytes.
+ALIGNMENT = 4
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is a GPU where there is one. Raises InputError where there is no such device."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"device is {name!r}", field="device", remedy="use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("this torch sees no GPU", field="device", remedy="use cpu, or install a CUDA build of torch")
+    return device
+
+
+def choose_dtype(name: str, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
+    """The dtype called `name`; "auto" is the one that `config` (the keys of config.json) says the checkpoint is stored
+    in where the device computes natively in it, else float32. Raises InputError for an unknown name."""
+    if name != "auto":
+        if name not in DTYPES:
+            raise InputError(f"dtype is {name!r}", field="dtype", remedy=f"use auto, {', '.join(DTYPES)}")
+        return DTYPES[name]
+    stored = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), torch.float32)
+    if stored == torch.float32 or device.type != "cpu":
+        return stored
+    # bfloat16 on a CPU that has to emulate it is slower than float32, and float16 nearly always is.
+    return torch.bfloat16 if computes_bf16() else torch.float32
+
+
+def computes_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16 numbers natively."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can be allocated on `device` without swapping; on a CPU within the container's limit, if any."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = psutil.virtual_memory().available
+    limit = _container_free()
+    return free if limit is None else min(free, limit)
+
+
+def check_fits(needed: int, device: torch.device, what: str, remedy: str) -> None:
+    """Raises OutOfMemoryError when `needed` bytes are more than is available. what, remedy: for its message."""
+    free = available_memory(device)
+    if needed > free:
+        raise OutOfMemoryError(
+            f"{what} needs {needed / 1e9:.1f} GB of memory on {device.type}, and {free / 1e9:.1f} GB are free; {remedy}"
+        )
+
+
+def _container_free() -> int | None:
+    """Bytes that a cgroup (version 2) leaves us, or None where it sets no limit; its file cache counts as free."""
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
+
+
+def free_cached(device: torch.device) -> None:
+    """Gives back the memory that torch keeps for later, after memory has run out."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which this thread's kernels go to `device`.
+
+    Triton launches kernels on the current GPU, whichever GPU the tensors are on.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def send(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of an array as a tensor on `device`, whole numbers as int64, without waiting for it."""
+    host = torch.from_numpy(array.astype(array.dtype if array.dtype.kind in "bf" else np.int64))
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Arrays of whole numbers below 2**31 as int32 tensors on `device`: one copy for all, without waiting for it."""
+    starts, total = [], 0
+    for array in arrays.values():
+        starts.append(total)
+        total += -(-array.size // ALIGNMENT) * ALIGNMENT
+    host = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
+    numbers = host.numpy()
+    for array, start in zip(arrays.values(), starts, strict=True):
+        numbers[start : start + array.size] = array.reshape(-1)
+    # Memory that is pinned is not given to anybody else before the copy has been made.
+    moved = host.to(device, non_blocking=True)
+    return {
+        name: moved[start : start + array.size].view(array.shape)
+        for (name, array), start in zip(arrays.items(), starts, strict=True)
+    }
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed and PREFOLD_TRITON=0 does not forbid its use."""
+    return os.environ.get("PREFOLD_TRITON") != "0" and importlib.util.find_spec("triton") is not None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether our Triton kernels run on this device: a GPU that Triton compiles for."""
+    return device.type in TRITON_DEVICES and has_triton()
+
+
+def takes_triton(*tensors: Tensor | None) -> bool:
+    """Whether our Triton kernels take these tensors: one device that they run on, one dtype of theirs."""
+    given = [t for t in tensors if t is not None]
+    first = given[0]
+    return (
+        runs_triton(first.device)
+        and first.dtype in TRITON_DTYPES
+        and all(t.dtype == first.dtype and t.device == first.device for t in given)
+    )
+
+
+class _CompileClock:
+    """Adds up the seconds that Triton's compiler reports; kernels that it finds on disk take it next to nothing."""
+
+    def __init__(self) -> None:
+        from triton import knobs
+
+        self.seconds = 0.0
+        self._next = knobs.compilation.listener
+        knobs.compilation.listener = self._listen
+
+    def _listen(self, *, times: Any, **rest: Any) -> None:
+        self.seconds += times.total / 1e6
+        if self._next is not None:
+            self._next(times=times, **rest)
+
+
+@cache
+def _clock() -> _CompileClock:
+    return _CompileClock()
+
+
+def compile_seconds() -> float:
+    """Seconds that Triton has spent on compiling kernels since this was asked last; the first call begins to count."""
+    if not has_triton():
+        return 0.0
+    clock = _clock()
+    seconds, clock.seconds = clock.seconds, 0.0
+    return seconds
