@@ -21,6 +21,7 @@ __all__ = [
     "PrefoldError",
     "RankError",
     "UnsupportedModelError",
+    "record_error",
 ]
 
 
@@ -31,16 +32,24 @@ class PrefoldError(Exception):
 class InputError(PrefoldError, ValueError):
     """One record, prompt or argument is wrong.
 
-    `field` is the name of what is wrong as the user wrote it (a column, an option, an argument);
-    `remedy` says what to do about it. A job turns it into that record's error line and goes on.
+    `message` says what is wrong; `field` is the name of what is wrong as the user wrote it (a column, an option, an
+    argument); `remedy` says what to do about it. A job turns it into that record's error line and goes on.
     `code` is a short stable word for machines (`"missing_field"`, `"too_long"`, ...).
     """
 
     def __init__(self, message: str, *, field: str | None = None, remedy: str = "", code: str = "invalid_input"):
         super().__init__(f"{message}; {remedy}" if remedy else message)
+        self.message = message
         self.field = field
         self.remedy = remedy
         self.code = code
+
+    def renamed(self, field: str | None) -> InputError:
+        """This error with `field` in place of its own field, also where its message quotes that."""
+        message = self.message if self.field is None else self.message.replace(repr(self.field), repr(field))
+        found = InputError(message, field=field, remedy=self.remedy, code=self.code)
+        found.__cause__ = self.__cause__
+        return found
 
 
 class CheckpointError(PrefoldError):
@@ -69,3 +78,21 @@ class MissingExtraError(PrefoldError, ImportError):
 
 class JobError(PrefoldError):
     """A job cannot start, or cannot go on."""
+
+
+def record_error(error: Exception) -> InputError:
+    """The InputError that a record gets for `error`, which was raised while that record was worked on.
+
+    An InputError is returned as it is, and any other exception as one that names its type (code "unexpected").
+    Raises `error` again where no record can be at fault: an OSError, a module that cannot be imported, and all of
+    prefold's own errors but InputError.
+    """
+    if isinstance(error, InputError):
+        return error
+    if isinstance(error, (OSError, ImportError, PrefoldError)):
+        raise error
+    said = f": {error!s:.300}" if str(error) else ""
+    message = f"the record cannot be processed ({type(error).__name__}{said})"
+    found = InputError(message, remedy="see whether its values are what they should be", code="unexpected")
+    found.__cause__ = error
+    return found

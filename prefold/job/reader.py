@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError
-from ..records.adapter import Parsed, RecordAdapter
-from ..records.lines import dumps
+from ..records.adapter import Parsed, RecordAdapter, error_text
 from ..records.record import Record, Source
 from ..report.progress import Counts
 from ..stream import Spool
+from ..tasks.base import attempt
 from .gather import tagged
 from .output import Output
 
@@ -201,14 +201,15 @@ class Reader:
         works = iter(self._prepare(lane, chunk.items))
         for number, parsed in chunk.records:
             mine = [next(works) for _ in parsed.items]
-            error = _first_error(mine)
-            if error is not None:
-                self._fail(number, parsed.meta, error)
+            # All of a record's tags are made before the first is spooled: half of a record would be waited for.
+            found = _first_error(mine) or attempt(_tagged, number, parsed.meta, mine, self._seed)
+            if isinstance(found, InputError):
+                self._fail(number, parsed.meta, found)
                 continue
             spool = self._spools.get(lane)
             if spool is None:
                 spool = self._spools[lane] = self._make_spool()
-            for request, tag in tagged(number, parsed.meta, mine, self._seed):
+            for request, tag in found:
                 spool.add(request, tag)
                 self._counts.tokens += len(request.tokens)
                 self._counts.requests += 1
@@ -218,7 +219,7 @@ class Reader:
                 self._hand_on(lane)
 
     def _fail(self, number: int, meta: Any, error: InputError) -> None:
-        self._output.write(number, dumps(self._adapter.error_line(number, meta, error)), failed=True)
+        self._output.write(number, error_text(self._adapter, number, meta, error), failed=True)
 
     def _hand_on(self, lane: str) -> None:
         self._put(Batch(lane, self._spools.pop(lane)))
@@ -241,10 +242,12 @@ def _texts_of(item: Any) -> int:
     return max(lists, default=1)
 
 
+def _tagged(number: int, meta: Any, works: list[Any], seed: int) -> list[tuple[Any, bytes]]:
+    return list(tagged(number, meta, works, seed))
+
+
 def _first_error(works: list[Any]) -> InputError | None:
     for i, work in enumerate(works):
         if isinstance(work, InputError):
-            if len(works) > 1 and work.field:
-                work.field = f"{work.field}[{i}]"
-            return work
+            return work.renamed(f"{work.field}[{i}]") if len(works) > 1 and work.field else work
     return None if works else InputError("the record holds no prompts", remedy="give it a text", code="empty")

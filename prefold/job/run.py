@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError, JobError
-from ..records.adapter import RecordAdapter
+from ..records.adapter import RecordAdapter, error_text
 from ..records.lines import all_finite, dumps
 from ..records.record import Source
 from ..report.icicle import StreamShape
 from ..report.page import StepLog
 from ..report.progress import Counts, Progress
 from ..stream import Spool
+from ..tasks.base import attempt
 from ..tasks.run import finish, results_of
 from ..types import Stats
 from .gather import Done, Gather
@@ -196,16 +197,18 @@ class _Run:
         self.graceful = False
 
     def _write(self, task: Any, done: Done) -> None:
-        adapter, failed = self.job.adapter, False
-        try:
-            results = [finish(task, note, values) for note, values in done.items]
-            if not all_finite(results):
-                remedy = "try --dtype float32; if it stays, the weights are damaged"
-                raise InputError("the result is not a finite number", remedy=remedy, code="not_finite")
-            line = adapter.line(done.number, done.meta, results)
-        except InputError as error:
-            line, failed = adapter.error_line(done.number, done.meta, error), True
-        self.output.write(done.number, dumps(line), failed)
+        adapter, found = self.job.adapter, attempt(self._line, task, done)
+        failed = isinstance(found, InputError)
+        line = error_text(adapter, done.number, done.meta, found) if isinstance(found, InputError) else found
+        self.output.write(done.number, line, failed)
+
+    def _line(self, task: Any, done: Done) -> str:
+        """The output line of a record whose results are there. Raises InputError for a result that is no number."""
+        results = [finish(task, note, values) for note, values in done.items]
+        if not all_finite(results):
+            remedy = "try --dtype float32; if it stays, the weights are damaged"
+            raise InputError("the result is not a finite number", remedy=remedy, code="not_finite")
+        return dumps(self.job.adapter.line(done.number, done.meta, results))
 
     def _step(self, info: Any) -> None:
         self.counts.rows += info.rows

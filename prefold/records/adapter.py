@@ -1,6 +1,6 @@
 """Between a job's records and its tasks: what an adapter must do.
 
-Two kinds of input have one each: tables (`tables.py`) and OpenAI batch lines (`openai.py`).
+Two kinds of input have one each: tables (`tables.py`) and OpenAI batch lines (`batch.py`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..errors import InputError
+from .lines import dumps
 from .record import Record
 
-__all__ = ["Parsed", "RecordAdapter"]
+__all__ = ["Parsed", "RecordAdapter", "error_text"]
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class RecordAdapter(Protocol):
     columns: Collection[str] | None
 
     def read(self, record: Record) -> Parsed:
-        """Never raises InputError: what is wrong is in the result."""
+        """The record as a task sees it. What is wrong with the record is in the result (see `record_error`)."""
         ...
 
     def line(self, number: int, meta: Any, results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -46,3 +47,11 @@ class RecordAdapter(Protocol):
     def error_line(self, number: int, meta: Any, error: InputError) -> dict[str, Any]:
         """The output object of a record that failed. meta None: nothing is known of it but its number."""
         ...
+
+
+def error_text(adapter: RecordAdapter, number: int, meta: Any, error: InputError) -> str:
+    """The output line of a record that failed; what is known of the record is left out if it cannot be written."""
+    try:
+        return dumps(adapter.error_line(number, meta, error))
+    except Exception:
+        return dumps(adapter.error_line(number, None, error))

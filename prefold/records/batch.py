@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..api.completions import chat_body, completion_body, read_chat, read_completion, usage_of
-from ..errors import InputError
+from ..errors import InputError, record_error
 from .adapter import Parsed
 from .fields import as_text
 from .lines import error_object
@@ -83,13 +83,15 @@ class OpenAIBatch:
             parsed.lane = LANES[url]
             self._read_body(parsed, url, body)
             model = body.get("model")
+            if not isinstance(model, str | None):
+                raise InputError(f"model is {model!r:.100}", field="model", remedy="give a name", code="wrong_type")
             if parsed.lane == "generate" and model in self.adapters:
                 parsed.meta["model"] = model
                 parsed.items = [item | {"adapter": model} for item in parsed.items]
-            elif isinstance(model, str) and model != self.served:
+            elif model is not None and model != self.served:
                 self.other_models[model] += 1
-        except InputError as error:
-            parsed.error = error
+        except Exception as error:
+            parsed.error = record_error(error)
         return parsed
 
     def _read_body(self, parsed: Parsed, url: str, body: dict[str, Any]) -> None:
@@ -155,7 +157,7 @@ def _custom_id(data: dict[str, Any]) -> str:
 
 def _request(data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     url, method, body = data.get("url"), data.get("method", "POST"), data.get("body")
-    if url not in LANES:
+    if not isinstance(url, str) or url not in LANES:
         known = ", ".join(LANES)
         raise InputError(f"url {url!r} is not served", field="url", remedy=f"use one of {known}", code="unknown_url")
     if method != "POST":

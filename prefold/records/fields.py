@@ -6,6 +6,7 @@ wrong with a value is an InputError that names the column.
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import Any
 
 from ..errors import InputError, JobError
 
-__all__ = ["Template", "as_text", "as_texts", "lookup", "read_argument"]
+__all__ = ["Template", "as_text", "as_texts", "check_depth", "lookup", "parse_cell", "read_argument"]
 
+# Far below the depth at which Python's recursion ends, which whatever walks a record later would meet first.
+MAX_DEPTH = 200
 _MISSING = object()
 
 
@@ -74,6 +77,34 @@ def as_texts(value: Any, field: str) -> list[str]:
     if not value:
         raise InputError(f"{field!r} is an empty list", field=field, remedy="give it a text", code="empty")
     return [as_text(v.get("text") if isinstance(v, dict) else v, f"{field}[{i}]") for i, v in enumerate(value)]
+
+
+def parse_cell(value: Any, field: str) -> Any:
+    """The value that a text cell holds as JSON (CSV has no other way); any other value or text is returned as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return check_depth(found, value.count("[") + value.count("{"), repr(field), field)
+
+
+def check_depth(value: Any, brackets: int, what: str, field: str | None = None) -> Any:
+    """`value`, read from JSON with so many opening brackets. Raises InputError where it nests deeper than MAX_DEPTH.
+
+    what: the name of the value in the message.
+    """
+    if brackets <= MAX_DEPTH:
+        return value
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(MAX_DEPTH):
+        inner = (v for one in level for v in (one.values() if isinstance(one, dict) else one))
+        level = [v for v in inner if isinstance(v, (dict, list))]
+        if not level:
+            return value
+    message = f"{what} nests lists and objects more than {MAX_DEPTH} deep"
+    raise InputError(message, field=field, remedy="make it flatter", code="too_deep")
 
 
 class Template:

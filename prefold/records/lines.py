@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,21 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(", ", ": ")).encode
 
 # What str.splitlines and some readers of JSON lines take for the end of a line, though JSON lets it stand in text.
 _LINE_ENDS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+# Halves of surrogate pairs, which UTF-8 cannot hold and many readers of JSON refuse even when they are escaped.
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def dumps(value: Any) -> str:
-    """One line of JSON, whatever a reader takes for the end of a line.
+    """One line of JSON that UTF-8 can hold, whatever a reader takes for the end of a line.
 
-    Arrays of floats keep nine digits, which is what a float32 needs to come back exact.
+    Arrays of floats keep nine digits, which is what a float32 needs to come back exact. Half of a surrogate pair
+    becomes U+FFFD.
     """
     line = _dumps(value)
     if not line.isascii():
         for end, escaped in _LINE_ENDS.items():
             line = line.replace(end, escaped)
+        line = _SURROGATES.sub("\ufffd", line)
     return line
 
 
@@ -57,10 +62,7 @@ def all_finite(value: Any) -> bool:
 
 def error_object(error: InputError) -> dict[str, Any]:
     """An error as the output carries it: code, message, and the field and remedy when there are any."""
-    message = str(error)
-    if error.remedy:
-        message = message.removesuffix(f"; {error.remedy}")
-    out: dict[str, Any] = {"code": error.code, "message": message}
+    out: dict[str, Any] = {"code": error.code, "message": error.message}
     if error.field:
         out["field"] = error.field
     if error.remedy:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import InputError, JobError
+from .fields import check_depth
 from .parquet import ParquetSource
 from .record import FORMATS, Record, Source
 
@@ -179,7 +180,7 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         kind = type(data).__name__
         raise InputError(f"the line is a JSON {kind}", remedy="write one JSON object a line", code="wrong_type")
-    return data
+    return check_depth(data, line.count(b"[") + line.count(b"{"), "the line")
 
 
 def _delimiter(format: str) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import InputError, JobError
+from ..errors import InputError, JobError, record_error
 from .adapter import Parsed
-from .fields import Template, lookup
+from .fields import Template, as_text, lookup, parse_cell
 from .lines import error_object
 from .record import Record
 
@@ -125,8 +123,8 @@ class TableAdapter:
             many, parsed.items = self._items(record.data)
             if many:
                 parsed.meta["many"] = True
-        except InputError as error:
-            parsed.error = error
+        except Exception as error:
+            parsed.error = record_error(error)
         return parsed
 
     def _meta(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -134,11 +132,11 @@ class TableAdapter:
         if columns.id is not None:
             value = lookup(data, columns.id)
             if not isinstance(value, (str, int)) or isinstance(value, bool):
-                remedy, message = "give it a text or a whole number", f"the id {columns.id!r} is {value!r}"
+                remedy, message = "give it a text or a whole number", f"the id {columns.id!r} is {value!r:.100}"
                 raise InputError(message, field=columns.id, remedy=remedy, code="wrong_type")
-            meta["id"] = value
+            meta["id"] = as_text(value, columns.id) if isinstance(value, str) else value
         if columns.keep:
-            meta["keep"] = {name: _plain(lookup(data, path), path) for name, path in columns.keep.items()}
+            meta["keep"] = {name: _plain(lookup(data, path)) for name, path in columns.keep.items()}
         return meta
 
     def _items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
@@ -162,7 +160,7 @@ class TableAdapter:
     def _generate_items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
         columns, beside = self.columns_used, {}
         if columns.tools is not None:
-            beside["tools"] = _from_json(lookup(data, columns.tools))
+            beside["tools"] = parse_cell(lookup(data, columns.tools), columns.tools)
         if columns.adapter is not None:
             beside["adapter"] = lookup(data, columns.adapter) or None
         if columns.messages is not None:
@@ -214,29 +212,19 @@ def _messages(data: dict[str, Any], path: str) -> list[Any]:
     value = lookup(data, path)
     if value is None:
         raise InputError(f"{path!r} is null", field=path, remedy="give it a list of messages", code="null")
-    value = _from_json(value)
+    value = parse_cell(value, path)
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
         remedy = 'give it [{"role": "user", "content": "..."}]'
         raise InputError(f"{path!r} is not a list of messages", field=path, remedy=remedy, code="wrong_type")
     return value
 
 
-def _from_json(value: Any) -> Any:
-    """A value that CSV holds as JSON; any other text stays as it is."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return json.loads(value)
-    return value
-
-
-def _plain(value: Any, name: str) -> Any:
+def _plain(value: Any) -> Any:
     """A value as JSON can hold it."""
-    if value is None or isinstance(value, (bool, int, float)):
+    if value is None or isinstance(value, (str, bool, int, float)):
         return value
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
     if isinstance(value, list):
-        return [_plain(v, name) for v in value]
+        return [_plain(v) for v in value]
     if isinstance(value, dict):
-        return {str(k): _plain(v, name) for k, v in value.items()}
+        return {str(k): _plain(v) for k, v in value.items()}
     return str(value)

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, record_error
 from ..text import Tokenizer
 from ..text.tokenizer import valid_text
 from ..types import Generated, GenerateRequest, Readout, Request, Result
@@ -52,11 +53,11 @@ class Task(Protocol):
 
 
 def attempt(make: Callable[..., T], *args: Any) -> T | InputError:
-    """make(*args), or the InputError it raised."""
+    """What make(*args) returns, or the InputError that stands for the exception it raised (see `record_error`)."""
     try:
         return make(*args)
-    except InputError as error:
-        return error
+    except Exception as error:
+        return record_error(error)
 
 
 def prepare_each(
@@ -65,7 +66,7 @@ def prepare_each(
     """The `prepare` of a task, with all texts of all items encoded in one batch.
 
     `plan(item, batch)` checks an item, adds its texts to the batch and returns what makes the Work
-    once the batch is encoded. Both may raise InputError.
+    once the batch is encoded. What either of them raises is the error of that item alone.
     """
     batch = TextBatch(tokenizer)
     makers = [attempt(plan, item, batch) for item in items]
@@ -79,17 +80,24 @@ class TextBatch:
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
         self._texts: dict[str, int] = {}
-        self._ids: list[np.ndarray] = []
+        self._ids: list[np.ndarray | InputError] = []
 
     def add(self, text: Text) -> Callable[[], np.ndarray]:
-        """Returns what gives the ids, int32, after `encode`. Raises InputError for text without a tokenizer."""
+        """A function that returns the ids, int32, once `encode` was called; it raises InputError for a text that
+        cannot be encoded. Raises InputError where there is no tokenizer."""
         if isinstance(text, np.ndarray):
             return lambda: text
         if self._tokenizer is None:
             raise InputError("the model has no tokenizer", remedy="give token ids instead of text", code="no_tokenizer")
         # The labels of one text all have the same prompt.
         place = self._texts.setdefault(text, len(self._texts))
-        return lambda: self._ids[place]
+        return partial(self._get, place)
+
+    def _get(self, place: int) -> np.ndarray:
+        ids = self._ids[place]
+        if isinstance(ids, InputError):
+            raise ids
+        return ids
 
     def add_pieces(self, pieces: Sequence[Text]) -> Callable[[], np.ndarray]:
         """One prompt out of pieces: neighbouring texts are joined and encoded as one, ids stay as they are."""
@@ -105,8 +113,14 @@ class TextBatch:
         return lambda: np.concatenate([np.empty(0, np.int32), *(get() for get in getters)])
 
     def encode(self) -> None:
-        if self._texts and self._tokenizer is not None:
-            self._ids = self._tokenizer.encode_batch(list(self._texts), special=False)
+        if not self._texts or self._tokenizer is None:
+            return
+        texts = list(self._texts)
+        try:
+            self._ids = list(self._tokenizer.encode_batch(texts, special=False))
+        except Exception:
+            # Of many texts it does not say which one is at fault. One by one, each has its own error.
+            self._ids = [attempt(self._tokenizer.encode, text, False) for text in texts]
 
 
 @dataclass(frozen=True)

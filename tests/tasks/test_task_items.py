@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from task_inputs import FakeCheckpoint, tokenizer
 
-from prefold.errors import InputError
+from prefold.errors import InputError, JobError
 from prefold.tasks import EmbedItem, RerankItem, Work, make_task
-from prefold.tasks.base import Inputs, TextBatch, as_item, attempt, check_count
+from prefold.tasks.base import Inputs, TextBatch, as_item, attempt, check_count, prepare_each
+from prefold.types import Request
 
 TOK = tokenizer()
 INPUTS = Inputs(TOK, 512, 300)
@@ -182,3 +183,35 @@ def test_prepare_never_raises_and_keeps_order(task, items):
                 assert 0 < request.tokens.size <= 512
                 assert 0 <= request.tokens.min() <= request.tokens.max() < 300
                 assert request.targets is None or 0 < request.targets.size <= request.tokens.size
+
+
+def test_an_item_that_raises_anything_fails_alone():
+    class Broken:
+        """Encodes no batch, and not the text "bad"."""
+
+        def encode_batch(self, texts, special=True):
+            raise RuntimeError("one of them is bad")
+
+        def encode(self, text, special=True):
+            if text == "bad":
+                raise OverflowError("too much")
+            return np.array([len(text)], np.int32)
+
+    def plan(item, batch):
+        get = batch.add(item.lower())
+        return lambda: Work([Request(get())])
+
+    works = prepare_each(Broken(), ["a", "bad", 5, "BAD", "abc"], plan)
+    assert [w.requests[0].tokens.tolist() for w in (works[0], works[4])] == [[1], [3]]
+    for bad, name in ((works[1], "OverflowError: too much"), (works[2], "AttributeError"), (works[3], "OverflowError")):
+        assert isinstance(bad, InputError) and bad.code == "unexpected" and name in str(bad)
+    assert isinstance(works[2].__cause__, AttributeError)
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), JobError("no"), ImportError("no library")])
+def test_what_is_no_items_fault_is_raised(error):
+    def plan(item, batch):
+        raise error
+
+    with pytest.raises(type(error)):
+        prepare_each(None, ["a"], plan)
