@@ -20,8 +20,8 @@ import torch
 from common import machine, median, spread, table, visible_pairs, write_json
 
 from prefold import kernels
-from prefold.attention import AttentionPlan, interval_attention, plan_attention
-from prefold.attention.blocked import blocked_attention
+from prefold.attention import RowPlan, interval_attention, plan_rows
+from prefold.attention.row_torch import blocked_attention
 from prefold.model import ops
 
 
@@ -79,7 +79,7 @@ def alternate(systems: dict[str, Callable[[], object]], repeats: int) -> dict[st
 def attention_rate(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, repeats: int = 9) -> float:
     """The best useful FLOP/s of attention here: plain causal sequences, the fastest of `repeats` runs."""
     shape, end = Shape(heads, kv_heads, head_dim), causal(4, 1024)
-    plan = plan_attention(end, np.arange(len(end)))
+    plan = plan_rows(end, np.arange(len(end)))
     q, k, v = shape.tensors(len(end), dtype)
     seconds = alternate({"it": lambda: interval_attention(q, k, v, plan, scale=head_dim**-0.5)}, repeats)["it"]
     return visible_pairs(end) * 4 * heads * head_dim / min(seconds)
@@ -94,7 +94,7 @@ def measure_attention(shape: Shape, dtype: torch.dtype, repeats: int) -> list[di
     }
     found = []
     for name, (end, rows) in cases.items():
-        plan = plan_attention(end, rows)
+        plan = plan_rows(end, rows)
         pairs = sum(int(np.count_nonzero(end[: row + 1] > row)) for row in rows.tolist())
         q, k, v = shape.tensors(len(end), dtype)
         q = q if len(rows) == len(end) else q[torch.from_numpy(rows)]
@@ -105,7 +105,7 @@ def measure_attention(shape: Shape, dtype: torch.dtype, repeats: int) -> list[di
     return found
 
 
-def attention_systems(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> dict[str, Callable]:
+def attention_systems(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan) -> dict[str, Callable]:
     scale = q.shape[-1] ** -0.5
     systems: dict[str, Callable] = {"pytorch": lambda: blocked_attention(q, k, v, plan, scale=scale)}
     if kernels.load():
@@ -149,7 +149,7 @@ def measure_planning(repeats: int) -> list[dict]:
     found = []
     for name, end in cases.items():
         rows = np.arange(len(end))
-        seconds = alternate({"it": lambda end=end, rows=rows: plan_attention(end, rows)}, repeats)["it"]
+        seconds = alternate({"it": lambda end=end, rows=rows: plan_rows(end, rows)}, repeats)["it"]
         found.append(figure(name, "compiled" if kernels.load() else "pytorch", None, seconds, rows=len(end)))
     return found
 

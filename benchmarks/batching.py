@@ -24,7 +24,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from prefold import LLM
-from prefold.attention import KeyRuns, KVStore, interval_attention, plan_attention, plan_slots
+from prefold.attention import KeyRuns, KVStore, interval_attention, plan_rows, plan_slots
 from prefold.checkpoint import Checkpoint, resolve
 from prefold.model import load_model
 from prefold.types import Readout, Request
@@ -81,7 +81,7 @@ class Varlen:
         self.rows, self.entries = sum(lengths), sum(n * n for n in lengths)
         self.positions = torch.cat([torch.arange(n) for n in lengths])
         # Requests are the branches of a trie that shares nothing.
-        self.plan = plan_attention(np.repeat(np.cumsum(lengths), lengths), np.arange(self.rows))
+        self.plan = plan_rows(np.repeat(np.cumsum(lengths), lengths), np.arange(self.rows))
         self.scale, self.seconds = scale, 0.0
 
     def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, *, read_only: bool = False) -> Tensor:

@@ -111,11 +111,11 @@ def linear_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
 
 def attention_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
     """Useful FLOP/s of our kernel where it is best: plain causal prompts of 1,024 tokens."""
-    from prefold.attention import interval_attention, plan_attention
+    from prefold.attention import interval_attention, plan_rows
 
     rows = 4096
     end = (np.arange(rows) // 1024 + 1) * 1024
-    plan = plan_attention(end, np.arange(rows))
+    plan = plan_rows(end, np.arange(rows))
     q = torch.randn(rows, config.heads, config.head_dim).to(dtype)
     k, v = (torch.randn(rows, config.kv_heads, config.head_dim).to(dtype) for _ in range(2))
     with torch.inference_mode():

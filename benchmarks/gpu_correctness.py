@@ -18,7 +18,7 @@ from prefold.attention import (
     KeyRuns,
     KVStore,
     interval_attention,
-    plan_attention,
+    plan_rows,
     plan_slots,
     visibility,
 )
@@ -150,7 +150,7 @@ class Step:
         self.scale = self.dim**-0.5
 
     def plan(self, queries: np.ndarray):
-        return plan_attention(self.end, queries, self.positions, self.window)
+        return plan_rows(self.end, queries, self.positions, self.window)
 
     def wanted(self, queries: np.ndarray) -> torch.Tensor:
         """By definition, in float64, a head at a time."""

@@ -13,7 +13,7 @@ from gpu_decode import decode_step
 from torch import Tensor
 from torch.nn import functional as F
 
-from prefold.attention import KeyRuns, KVStore, interval_attention, plan_attention, plan_slots
+from prefold.attention import KeyRuns, KVStore, interval_attention, plan_rows, plan_slots
 from prefold.attention.row_tiles import row_tiles
 from prefold.device import runs_triton
 from prefold.model import ops
@@ -55,7 +55,7 @@ def rows(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
             print("  ", *found[-1], flush=True)
 
     def ours():
-        plan = plan_attention(end, np.arange(total), compiled=not runs_triton(bench.device))
+        plan = plan_rows(end, np.arange(total), compiled=not runs_triton(bench.device))
 
         def call() -> Tensor:
             with torch.inference_mode():
@@ -89,19 +89,19 @@ def rows(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
 
 
 def tile_sizes(bench: Bench, add, ours) -> None:
-    from prefold.attention import triton_rows
+    from prefold.attention import row_triton
 
-    before = dict(triton_rows.TILE_SIZES)
+    before = dict(row_triton.TILE_SIZES)
     for size in SIZES[:1] if bench.smoke else SIZES:
-        triton_rows.TILE_SIZES.update({key: triton_rows.TileSize(*size) for key in before})
+        row_triton.TILE_SIZES.update({key: row_triton.TileSize(*size) for key in before})
         call = ours()
         add("tiles of {} x {}, {} warps, {} stages".format(*size), call)
-    triton_rows.TILE_SIZES.update(before)
+    row_triton.TILE_SIZES.update(before)
 
 
 def backward(q: Tensor, k: Tensor, v: Tensor, end: np.ndarray, scale: float) -> None:
     leaves = [x.detach().requires_grad_(True) for x in (q, k, v)]
-    plan = PLANS.setdefault(len(end), plan_attention(end, np.arange(len(end)), compiled=False))
+    plan = PLANS.setdefault(len(end), plan_rows(end, np.arange(len(end)), compiled=False))
     interval_attention(*leaves, plan, scale=scale).sum().backward()
 
 
@@ -151,7 +151,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, end: np.ndarray, scale: float, block: 
     """FlexAttention with a block mask made of our own lists of blocks, never of the mask itself."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    tiles = row_tiles(plan_attention(end, np.arange(len(end)), compiled=False), 0, block, block)
+    tiles = row_tiles(plan_rows(end, np.arange(len(end)), compiled=False), 0, block, block)
     num_tiles, num_blocks = tiles.num_tiles, -(-len(end) // block)
     ends = torch.from_numpy(end).to(q.device)
 
@@ -225,18 +225,18 @@ def changed_slots(rows: int | None = None, block: tuple[int, int, int] | None = 
     if rows is None and block is None:
         yield
         return
-    from prefold.attention import triton_slots
+    from prefold.attention import slot_triton
 
-    before = triton_slots.pick_rows, dict(triton_slots.BLOCK_SIZES)
+    before = slot_triton.pick_rows, dict(slot_triton.BLOCK_SIZES)
     if rows is not None:
-        triton_slots.pick_rows = lambda *_: rows
+        slot_triton.pick_rows = lambda *_: rows
     if block is not None:
-        triton_slots.BLOCK_SIZES.update({key: triton_slots.BlockSize(*block) for key in before[1]})
+        slot_triton.BLOCK_SIZES.update({key: slot_triton.BlockSize(*block) for key in before[1]})
     try:
         yield
     finally:
-        triton_slots.pick_rows = before[0]
-        triton_slots.BLOCK_SIZES.update(before[1])
+        slot_triton.pick_rows = before[0]
+        slot_triton.BLOCK_SIZES.update(before[1])
 
 
 def position_wise(bench: Bench) -> None:

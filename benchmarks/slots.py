@@ -20,7 +20,7 @@ from attention import Shape, alternate, figure
 from common import machine, median, spread, table, write_json
 
 from prefold import kernels
-from prefold.attention import KeyRuns, KVStore, interval_attention, plan_attention, plan_slots
+from prefold.attention import KeyRuns, KVStore, interval_attention, plan_rows, plan_slots
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def systems_of(case: Case, shape: Shape, planes: int, dtype: torch.dtype) -> dic
     systems = {"slots": attend, "write": write}
     if case.end is not None:
         rows = np.arange(len(case.end) - case.queries, len(case.end))
-        interval = plan_attention(case.end, rows)
+        interval = plan_rows(case.end, rows)
         _, keys, values = shape.tensors(len(case.end), dtype)
 
         def over_rows() -> None:

@@ -8,7 +8,7 @@ import torch
 from nests import chains
 
 from prefold import device, kernels
-from prefold.attention import KeyRuns, KVStore, interval_attention, plan_attention, plan_slots, triton_slots
+from prefold.attention import KeyRuns, KVStore, interval_attention, plan_rows, plan_slots, slot_triton
 from prefold.attention.slot_tiles import MOST_ROWS
 from prefold.model import ops
 from prefold.worker import draw_triton
@@ -23,7 +23,7 @@ def rows(heads: int, kv_heads: int, dim: int, dtype: str, window: int | None) ->
         for path in (0, 100):
             q, k, v = tensors(heads, kv_heads, dim, dtype)
             nest = chains([160])
-            plan = plan_attention(nest.end, np.arange(path, 160), nest.positions, window)
+            plan = plan_rows(nest.end, np.arange(path, 160), nest.positions, window)
             carried = {"path_k": k[:path], "path_v": v[:path]} if path else {}
             interval_attention(q[path:], k[path:], v[path:], plan, scale=0.1, **carried)
     return list(recorder.launches.values())
@@ -33,7 +33,7 @@ def gradients(heads: int, kv_heads: int, dim: int, dtype: str, window: int | Non
     with aot.Recorder() as recorder:
         q, k, v = (x.requires_grad_(True) for x in tensors(heads, kv_heads, dim, dtype))
         nest = chains([160])
-        interval_attention(q, k, v, plan_attention(nest.end, np.arange(160), nest.positions, window), scale=0.1).sum(
+        interval_attention(q, k, v, plan_rows(nest.end, np.arange(160), nest.positions, window), scale=0.1).sum(
         ).backward()  # fmt: skip
     return list(recorder.launches.values())
 
@@ -48,7 +48,7 @@ def slots(heads: int, kv_heads: int, dim: int, dtype: str, window: int | None) -
         for size in (16, 32, 64, 128):
             if size > MOST_ROWS[q.dtype.itemsize]:
                 continue
-            triton_slots.pick_rows = lambda *_, size=size: size
+            slot_triton.pick_rows = lambda *_, size=size: size
             runs = KeyRuns(row + 1, np.ones(160, np.int64), row, row, np.full(160, 160))
             store.attend(0, q, plan_slots(runs, 160, row, window, group=heads // kv_heads), 0.1)
     return list(recorder.launches.values())

@@ -1,29 +1,33 @@
 """Interval attention: key row j is visible to query row i exactly when j <= i < end[j].
 
-`plan_attention` does the host's part once a step, `interval_attention` runs it once a layer, and
-`dense_attention` is the slow definition that both are tested against. `plan_slots` and `KVStore` are the
-same for generation, where keys lie in the slots of a store.
+`plan_rows` does the host's part once a step, `interval_attention` runs it once a plane, and `dense_attention` is the
+slow definition that both are tested against. For generation, where keys lie in the slots of a store, `plan_slots` does
+the host's part, and `KVStore` keeps the keys and attends.
+
+Files named `row_` are about rows as they lie, those named `slot_` about slots; `_plan` is the host's part, `_torch` the
+form in PyTorch, `_triton` the one for a GPU, `_tiles` what the host prepares for that one.
 """
 
 from __future__ import annotations
 
 from .dense import dense_attention, visibility
 from .gpu import Heads, place_rows, place_slots
-from .interval import interval_attention
-from .plan import AttentionPlan, plan_attention
-from .slots import KeyRuns, KVStore, SlotPlan, plan_slots
+from .row_attention import interval_attention
+from .row_plan import RowPlan, plan_rows
+from .slot_plan import KeyRuns, SlotPlan, plan_slots
+from .store import KVStore
 
 __all__ = [
-    "AttentionPlan",
     "Heads",
     "KVStore",
     "KeyRuns",
+    "RowPlan",
     "SlotPlan",
     "dense_attention",
     "interval_attention",
     "place_rows",
     "place_slots",
-    "plan_attention",
+    "plan_rows",
     "plan_slots",
     "visibility",
 ]

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from ..device import TRITON_DTYPES, runs_triton, takes_triton
-from .plan import AttentionPlan
+from .row_plan import RowPlan
 
 if TYPE_CHECKING:
-    from .slots import SlotPlan
-    from .triton_rows import RowTables
-    from .triton_slots import FixedTables, SlotTables
+    from .row_triton import RowTables
+    from .slot_plan import SlotPlan
+    from .slot_triton import FixedTables, SlotTables
 
 __all__ = [
-    "FixedTables", "Heads", "attend_fixed", "attend_rows", "attend_slots", "can_attend", "can_write", "fixed_tables",
+    "FixedTables", "Heads", "attend_fixed", "attend_rows", "attend_slots", "can_attend", "fixed_tables",
     "pick_tile", "place_rows", "place_slots", "write_slots",
 ]  # fmt: skip
 
@@ -52,9 +52,9 @@ def can_attend(*tensors: Tensor | None) -> bool:
     return takes_triton(*tensors) and tensors[0] is not None and tensors[0].shape[2] <= MAX_HEAD_DIM
 
 
-def place_rows(plan: AttentionPlan, path_rows: int, heads: Heads, device: torch.device) -> RowTables:
+def place_rows(plan: RowPlan, path_rows: int, heads: Heads, device: torch.device) -> RowTables:
     """What the kernel reads of a plan, made once: called ahead of a step, so that its layers find it there."""
-    from .triton_rows import row_tables, tile_size
+    from .row_triton import row_tables, tile_size
 
     key = ("rows", path_rows, heads.group, heads.head_dim, heads.dtype, device)
     size = tile_size(heads.head_dim, heads.dtype)
@@ -65,7 +65,7 @@ def attend_rows(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: AttentionPlan,
+    plan: RowPlan,
     *,
     scale: float,
     path_k: Tensor | None = None,
@@ -74,35 +74,30 @@ def attend_rows(
     """`interval_attention` by Triton's kernels; differentiable."""
     tensors = (q, k, v, path_k, path_v)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        from .triton_backward import attend_rows_with_gradient
+        from .row_triton_backward import attend_rows_with_gradient
 
         if path_k is not None:
             k, v = torch.cat((path_k, k)), torch.cat((path_v, v))
         return attend_rows_with_gradient(*map(dense, (q, k, v)), plan, scale=scale)
-    from . import triton_rows
+    from . import row_triton
 
     path_rows = 0 if path_k is None else len(path_k)
     tables = place_rows(plan, path_rows, Heads(q.shape[1], k.shape[1], q.shape[2], q.dtype), q.device)
     q, k, v, path_k, path_v = (None if t is None else dense(t) for t in tensors)
     window = plan.window
-    return triton_rows.attend_rows(q, k, v, tables, scale=scale, window=window, path_k=path_k, path_v=path_v)[0]
-
-
-def can_write(memory: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether Triton's kernels write k and v into a store's memory."""
-    return takes_triton(memory, k, v)
+    return row_triton.attend_rows(q, k, v, tables, scale=scale, window=window, path_k=path_k, path_v=path_v)[0]
 
 
 def write_slots(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Rows k, v [n, kv_heads, dim] into slots int64 [n] of keys and values [slots, kv_heads, dim], in one launch."""
-    from . import triton_slots
+    from . import slot_triton
 
-    triton_slots.write_slots(keys, values, slots, k, v)
+    slot_triton.write_slots(keys, values, slots, k, v)
 
 
 def place_slots(plan: SlotPlan, heads: Heads, device: torch.device) -> SlotTables:
     """As `place_rows`, for attention over slots."""
-    from .triton_slots import slot_tables
+    from .slot_triton import slot_tables
 
     key = ("slots", heads.group, heads.head_dim, heads.dtype, device)
     return plan.kept(key, lambda: slot_tables(plan, heads.group, heads.head_dim, heads.dtype, device))
@@ -110,10 +105,10 @@ def place_slots(plan: SlotPlan, heads: Heads, device: torch.device) -> SlotTable
 
 def attend_slots(q: Tensor, keys: Tensor, values: Tensor, plan: SlotPlan, *, scale: float) -> Tensor:
     """`KVStore.attend` by Triton's kernels; keys and values [slots, kv_heads, dim]."""
-    from . import triton_slots
+    from . import slot_triton
 
     tables = place_slots(plan, Heads(q.shape[1], keys.shape[1], q.shape[2], q.dtype), q.device)
-    return triton_slots.attend_slots(dense(q), keys, values, tables, scale=scale, window=plan.window)
+    return slot_triton.attend_slots(dense(q), keys, values, tables, scale=scale, window=plan.window)
 
 
 def pick_tile(plan: SlotPlan, heads: Heads) -> tuple[int, int]:
@@ -127,18 +122,18 @@ def pick_tile(plan: SlotPlan, heads: Heads) -> tuple[int, int]:
 
 def fixed_tables(heads: Heads, size: int, rows: int, keys: int, windowed: bool, device: torch.device) -> FixedTables:
     """Tables of a fixed place and size, for captured graphs; see FixedTables."""
-    from . import triton_slots
+    from . import slot_triton
 
-    return triton_slots.FixedTables(heads.group, heads.head_dim, heads.dtype, size, rows, keys, windowed, device)
+    return slot_triton.FixedTables(heads.group, heads.head_dim, heads.dtype, size, rows, keys, windowed, device)
 
 
 def attend_fixed(
     q: Tensor, keys: Tensor, values: Tensor, tables: FixedTables, *, scale: float, window: int | None
 ) -> Tensor:
     """`attend_slots` of what was loaded into `tables` last."""
-    from . import triton_slots
+    from . import slot_triton
 
-    return triton_slots.attend_slots(dense(q), keys, values, tables.tables, scale=scale, window=window)
+    return slot_triton.attend_slots(dense(q), keys, values, tables.tables, scale=scale, window=window)
 
 
 def dense(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .plan import AttentionPlan
+from .row_plan import RowPlan
 
 __all__ = ["KeyTiles", "RowTiles", "key_tiles", "row_tiles"]
 
@@ -50,7 +50,7 @@ class KeyTiles:
     order: np.ndarray
 
 
-def row_tiles(plan: AttentionPlan, path_rows: int, block_q: int, block_k: int) -> RowTiles:
+def row_tiles(plan: RowPlan, path_rows: int, block_q: int, block_k: int) -> RowTiles:
     """path_rows: how many of the plan's keys are the carried path's."""
     seen = _Seen(plan, block_q)
     num_tiles = len(seen.first)
@@ -64,7 +64,7 @@ def row_tiles(plan: AttentionPlan, path_rows: int, block_q: int, block_k: int) -
     return RowTiles(bounds, blocks, _most_first(bounds))
 
 
-def key_tiles(plan: AttentionPlan, block_q: int, block_k: int) -> KeyTiles:
+def key_tiles(plan: RowPlan, block_q: int, block_k: int) -> KeyTiles:
     """For a plan whose keys all lie together."""
     tile, block, whole = _Seen(plan, block_q).blocks(0, plan.num_keys, block_k)
     bounds, tiles = _lists([(block[whole], tile[whole]), (block[~whole], tile[~whole])], -(-plan.num_keys // block_k))
@@ -89,7 +89,7 @@ def _most_first(bounds: np.ndarray) -> np.ndarray:
 class _Seen:
     """What each tile of queries sees of a plan's keys."""
 
-    def __init__(self, plan: AttentionPlan, block_q: int):
+    def __init__(self, plan: RowPlan, block_q: int):
         self.plan = plan
         rows = plan.query_rows
         starts = np.arange(0, len(rows), block_q)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .slots import KeyRuns, SlotPlan
+from .slot_plan import KeyRuns, SlotPlan
 
 __all__ = [
     "ITEMS", "ITEM_FIELDS", "STRETCH_FIELDS", "SlotTiles", "listed_keys", "pick_rows", "slot_tiles", "stretches"

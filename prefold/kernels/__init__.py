@@ -6,7 +6,7 @@ has a PyTorch form elsewhere. `status()` says which, and why.
 
 from __future__ import annotations
 
-from .calls import SlotPlane, SlotTiles, Tiles
+from .calls import RowLists, SlotLists, SlotPlane
 from .library import MAX_HEAD_DIM, Kernels
 from .loader import load, status
 from .panels import Pool, can_pack_words, pack_words
@@ -15,9 +15,9 @@ __all__ = [
     "MAX_HEAD_DIM",
     "Kernels",
     "Pool",
+    "RowLists",
+    "SlotLists",
     "SlotPlane",
-    "SlotTiles",
-    "Tiles",
     "can_pack_words",
     "load",
     "pack_words",

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-__all__ = ["AttentionCall", "SlotCall", "SlotPlane", "SlotTiles", "TileCall", "Tiles", "WriteCall"]
+__all__ = ["AttentionCall", "RowLists", "SlotCall", "SlotLists", "SlotPlane", "TileCall", "WriteCall"]
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class RowLists:
     """The keys each tile of sixteen queries reads, as src/tiles.h describes them.
 
     run_offsets, mask_offsets  int64 [tiles + 1]
@@ -30,7 +30,10 @@ def _fields(names: str, kind: type) -> list[tuple[str, type]]:
 
 
 class TileCall(Structure):
-    """struct TileCall of src/attention.h: same fields, same order. So are those below."""
+    """The C structure TileCall of src/attention.h, with its fields in their order.
+
+    The structures below mirror those of the same names there, too.
+    """
 
     _fields_ = (
         *_fields("q out", c_void_p),
@@ -42,13 +45,13 @@ class TileCall(Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class SlotTiles:
-    """The same over slots, where tiles differ in size and a query may have keys of its own.
+class SlotLists:
+    """The slots each tile of queries reads; tiles differ in size, and a query may have keys of its own.
 
     tile_starts                int64 [tiles + 1]: first query
     run_offsets, mask_offsets  int64 [tiles + 1]
-    runs                       int32 [runs, 2], as in Tiles
-    masked                     uint32 [masked, 2], as in Tiles
+    runs                       int32 [runs, 2], as in RowLists
+    masked                     uint32 [masked, 2], as in RowLists
     own_offsets                int64 [queries + 1]
     own                        int32 [own, 2]: first slot, number of slots; seen by one query
     call                       a call with these lists, the rest to be filled in: there is one for each plane

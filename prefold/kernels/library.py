@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .calls import AttentionCall, SlotCall, SlotPlane, SlotTiles, TileCall, Tiles, WriteCall
+from .calls import AttentionCall, RowLists, SlotCall, SlotLists, SlotPlane, TileCall, WriteCall
 
 __all__ = ["MAX_HEAD_DIM", "Kernels"]
 
@@ -73,9 +73,9 @@ class Kernels:
         self._has_products = library.prefold_has_products
         self._has_products.argtypes = [c_int32]
 
-    def plan_tiles(
+    def plan_rows(
         self, end: np.ndarray, query_rows: np.ndarray, positions: np.ndarray | None, window: int | None
-    ) -> Tiles:
+    ) -> RowLists:
         """The tiles of `query_rows`; contiguous int64 arrays, checked by the caller.
 
         ValueError where the intervals [j, end[j]) are not nested, or positions do not ascend along a path.
@@ -96,7 +96,7 @@ class Kernels:
         try:
             tiles, runs, masked = c_int64(), c_int64(), c_int64()
             self._tile_sizes(handle, byref(tiles), byref(runs), byref(masked))
-            lists = Tiles(
+            lists = RowLists(
                 np.empty(tiles.value + 1, np.int64),
                 np.empty(tiles.value + 1, np.int64),
                 np.empty((runs.value, 2), np.int32),
@@ -123,7 +123,7 @@ class Kernels:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tiles: Tiles,
+        tiles: RowLists,
         *,
         scale: float,
         path_k: Tensor | None = None,
@@ -152,7 +152,7 @@ class Kernels:
         query_positions: np.ndarray | None,
         window: int | None,
         group: int,
-    ) -> SlotTiles:
+    ) -> SlotLists:
         """The tiles of queries over slots. runs: start, count, position, first, last of `attention.KeyRuns`.
 
         Contiguous int64 arrays, checked by the caller.
@@ -184,7 +184,7 @@ class Kernels:
             self._copy_slot_lists(handle, *addresses.values())
         finally:
             self._free_slot_lists(handle)
-        return SlotTiles(**lists, call=TileCall(queries=num_queries, tiles=tiles, **addresses))
+        return SlotLists(**lists, call=TileCall(queries=num_queries, tiles=tiles, **addresses))
 
     def write_slots(self, plane: SlotPlane, slots: Tensor, k: Tensor, v: Tensor) -> bool:
         """Put rows k, v [n, kv_heads, dim] into int64 slots [n]; False where one is out of range: nothing is written.
@@ -203,7 +203,7 @@ class Kernels:
         )
         return not self._write_slots(byref(call), k.dtype == torch.bfloat16)
 
-    def slot_attention(self, plane: SlotPlane, q: Tensor, tiles: SlotTiles, scale: float) -> Tensor:
+    def slot_attention(self, plane: SlotPlane, q: Tensor, tiles: SlotLists, scale: float) -> Tensor:
         """softmax(q k^T * scale) v over the slots of `tiles`; q [queries, heads, dim], numbers of a head contiguous."""
         out = torch.empty(q.shape, dtype=q.dtype)
         call = SlotCall(tiles.call, plane)

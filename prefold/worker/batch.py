@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import AttentionPlan, Heads, place_rows, plan_attention
+from ..attention import Heads, RowPlan, place_rows, plan_rows
 from ..device import send
 from ..model.config import Plane
 from ..schedule import Step
@@ -33,8 +33,8 @@ class Batch:
     read_rows: Tensor | None
     gather: Tensor | None
     scatter: Tensor | None
-    plans: dict[int | None, AttentionPlan]
-    read_plans: dict[int | None, AttentionPlan]
+    plans: dict[int | None, RowPlan]
+    read_plans: dict[int | None, RowPlan]
     read_order: Tensor | None
     keep_path: Tensor
     keep_new: Tensor
@@ -49,8 +49,8 @@ def prepare(step: Step, planes: Sequence[Plane], device: torch.device, heads: He
     windows = {plane.window for plane in planes}
     last_window = planes[-1].window
 
-    def plan(query_rows: np.ndarray, window: int | None) -> AttentionPlan:
-        made = plan_attention(step.end, query_rows, step.key_positions, window, compiled=device.type == "cpu")
+    def plan(query_rows: np.ndarray, window: int | None) -> RowPlan:
+        made = plan_rows(step.end, query_rows, step.key_positions, window, compiled=device.type == "cpu")
         if heads is not None and heads.fits(device):
             place_rows(made, step.path, heads, device)
         return made

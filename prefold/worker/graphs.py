@@ -26,7 +26,7 @@ from .attend import heads_of
 from .slots import fill_in
 
 if TYPE_CHECKING:
-    from ..attention.triton_slots import FixedTables
+    from ..attention.slot_triton import FixedTables
 
 __all__ = ["SIZES", "DecodeGraphs", "FixedStep", "padded_size"]
 

@@ -6,12 +6,12 @@ import time
 
 import numpy as np
 import pytest
-import test_slots as of_slots
+import test_store as of_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nests import chains, random_nest
 
-from prefold.attention import plan_attention, visibility
+from prefold.attention import plan_rows, visibility
 from prefold.attention.row_tiles import key_tiles, row_tiles
 from prefold.attention.slot_tiles import pick_rows, slot_tiles, stretches
 
@@ -31,7 +31,7 @@ def test_row_tiles_visit_what_is_visible(data):
     queries = queries.astype(np.int64)
     window = data.draw(st.sampled_from([None, 1, 5, 64]))
     block_q, block_k = data.draw(st.sampled_from([1, 5, 16])), data.draw(st.sampled_from([4, 16]))
-    plan = plan_attention(nest.end, queries, nest.positions, window)
+    plan = plan_rows(nest.end, queries, nest.positions, window)
     visible = visibility(nest.end, queries, nest.positions, window)
     tiles = row_tiles(plan, path, block_q, block_k)
     assert sorted(tiles.order) == list(range(-(-len(queries) // block_q)))
@@ -63,7 +63,7 @@ def test_rows_work_is_that_of_the_visible_pairs():
     """32 prompts of 256 tokens below a prefix of 2048, as the published grid has them: 64 x 64 blocks."""
     rows = 2048 + 32 * 256
     end = np.concatenate((np.full(2048, rows), 2048 + 256 * (np.arange(32 * 256) // 256 + 1)))
-    plan = plan_attention(end, np.arange(rows), compiled=False)
+    plan = plan_rows(end, np.arange(rows), compiled=False)
     started = time.perf_counter()
     tiles = row_tiles(plan, 0, 64, 64)
     assert time.perf_counter() - started < 0.1

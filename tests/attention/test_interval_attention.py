@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from nests import Nest, chains, random_nest
 
 from prefold import kernels
-from prefold.attention import AttentionPlan, dense_attention, interval_attention, plan_attention, visibility
-from prefold.attention.blocked import blocked_attention
+from prefold.attention import RowPlan, dense_attention, interval_attention, plan_rows, visibility
+from prefold.attention.row_torch import blocked_attention
 from prefold.errors import InputError
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -27,7 +27,7 @@ def backend(request, monkeypatch) -> str:
         def refuse(*args, **kwargs):
             raise AssertionError("fell back to PyTorch")
 
-        monkeypatch.setattr("prefold.attention.interval.blocked_attention", refuse)
+        monkeypatch.setattr("prefold.attention.row_attention.blocked_attention", refuse)
     else:
         monkeypatch.setattr(kernels, "load", lambda: None)
     return request.param
@@ -47,8 +47,8 @@ class Case:
         self.k = torch.randn(nest.rows, heads[1], dim, generator=generator).to(dtype)
         self.v = torch.randn(nest.rows, heads[1], dim, generator=generator).to(dtype)
 
-    def plan(self) -> AttentionPlan:
-        return plan_attention(self.nest.end, self.query_rows, self.nest.positions, self.window)
+    def plan(self) -> RowPlan:
+        return plan_rows(self.nest.end, self.query_rows, self.nest.positions, self.window)
 
     @property
     def visible(self) -> np.ndarray:
@@ -130,7 +130,7 @@ def test_one_row(backend):
 
 def test_no_queries(backend):
     case = Case(chains([5]))
-    plan = plan_attention(case.nest.end, np.empty(0, np.int64))
+    plan = plan_rows(case.nest.end, np.empty(0, np.int64))
     out = interval_attention(case.q[:0], case.k, case.v, plan, scale=1.0)
     assert out.shape == (0, 6, 32)
 
@@ -207,7 +207,7 @@ def test_scores_far_apart_and_far_from_zero(backend):
 
 @pytest.mark.parametrize("block", [7, 128])
 def test_gradients(monkeypatch, block):
-    monkeypatch.setattr("prefold.attention.plan.BLOCK_QUERIES", block)
+    monkeypatch.setattr("prefold.attention.row_plan.BLOCK_QUERIES", block)
     case = Case(random_nest(np.random.default_rng(8), 50, 0.2), dtype=torch.float64, path=10, window=20)
     for name in ("q", "k", "v"):
         getattr(case, name).requires_grad_(True)
@@ -254,7 +254,7 @@ def test_the_pytorch_form_does_not_need_a_compiled_plan(monkeypatch):
     compiled_plan = case.plan()
     monkeypatch.setattr(kernels, "load", lambda: None)
     plan = case.plan()
-    assert plan.tiles is None
+    assert plan.lists is None
     a = blocked_attention(case.q, case.k, case.v, plan, scale=0.1)
     b = blocked_attention(case.q, case.k, case.v, compiled_plan, scale=0.1)
     assert torch.equal(a, b)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import test_interval_attention as of_rows
-import test_slots as of_slots
+import test_store as of_slots
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nests import chains, random_nest
 from tritons import on_triton  # noqa: F401 (a fixture)
 
-from prefold.attention import KeyRuns, KVStore, gpu, interval_attention, plan_attention, plan_slots
+from prefold.attention import KeyRuns, KVStore, gpu, interval_attention, plan_rows, plan_slots
 from prefold.attention.gpu import Heads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -26,8 +26,8 @@ def only_triton(on_triton, monkeypatch):  # noqa: F811
     def refuse(*args, **kwargs):
         raise AssertionError("fell back to PyTorch")
 
-    monkeypatch.setattr("prefold.attention.interval.blocked_attention", refuse)
-    monkeypatch.setattr("prefold.attention.slots.attend_block", refuse)
+    monkeypatch.setattr("prefold.attention.row_attention.blocked_attention", refuse)
+    monkeypatch.setattr("prefold.attention.slot_torch.attend_block", refuse)
 
 
 @FEW
@@ -80,7 +80,7 @@ def test_rows_of_one_fused_buffer():
 
 def test_no_queries():
     case = of_rows.Case(chains([5]))
-    plan = plan_attention(case.nest.end, np.empty(0, np.int64))
+    plan = plan_rows(case.nest.end, np.empty(0, np.int64))
     assert interval_attention(case.q[:0], case.k, case.v, plan, scale=1.0).shape == (0, 6, 32)
 
 

@@ -11,7 +11,7 @@ import torch
 from nests import random_nest
 
 from prefold import kernels
-from prefold.attention import dense_attention, interval_attention, plan_attention, visibility
+from prefold.attention import dense_attention, interval_attention, plan_rows, visibility
 from prefold.kernels import loader
 from prefold.kernels.build import FLAGS, BuildError, build, find_compiler, fingerprint
 
@@ -39,7 +39,7 @@ def check_kernels(loaded: kernels.Kernels, *, rows: int = 90) -> None:
     """Attention of `loaded` against the definition."""
     nest = random_nest(np.random.default_rng(0), rows, 0.2)
     queries = np.arange(5, rows)
-    tiles = loaded.plan_tiles(nest.end, queries, nest.positions, 30)
+    tiles = loaded.plan_rows(nest.end, queries, nest.positions, 30)
     visible = visibility(nest.end, queries, nest.positions, 30)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         for heads, kv_heads, dim in ((6, 2, 40), (4, 4, 64), (7, 1, 33)):
@@ -111,7 +111,7 @@ def test_switched_off_by_the_environment(fresh, monkeypatch):
 
 def check_fallback() -> None:
     nest = random_nest(np.random.default_rng(0), 50, 0.2)
-    plan = plan_attention(nest.end, np.arange(50))
+    plan = plan_rows(nest.end, np.arange(50))
     q, k, v = torch.randn(50, 6, 8), torch.randn(50, 2, 8), torch.randn(50, 2, 8)
     out = interval_attention(q, k, v, plan, scale=0.3)
     wanted = dense_attention(q, k, v, visibility(nest.end, np.arange(50)), scale=0.3)

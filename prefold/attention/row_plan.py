@@ -12,7 +12,7 @@ import numpy as np
 from .. import kernels
 from ..errors import InputError
 
-__all__ = ["AttentionPlan", "KeyBlock", "plan_attention"]
+__all__ = ["KeyBlock", "RowPlan", "plan_rows"]
 
 # Queries that share one gathered key list in the PyTorch form. At 256, prompts with completions cost 5 to 20 % more.
 BLOCK_QUERIES = 128
@@ -34,21 +34,21 @@ class KeyBlock:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
-    """What attention needs to know about a step, for one window size. Made by `plan_attention`; never changed.
+class RowPlan:
+    """What attention needs to know about a step, for one window size. Made by `plan_rows`; never changed.
 
     end         int64 [keys]: key j is visible to the query at key row i exactly when j <= i < end[j]
     query_rows  int64 [queries], ascending: the key row of each query
     positions   int64 [keys] when there is a window, else None
     window      a key must also be fewer than this many positions before the query; None: no limit
-    tiles       what the compiled kernel reads; None where there is none
+    lists       what the compiled kernel reads; None where there is none
     """
 
     end: np.ndarray
     query_rows: np.ndarray
     positions: np.ndarray | None
     window: int | None
-    tiles: kernels.Tiles | None = None
+    lists: kernels.RowLists | None = None
     _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -71,14 +71,14 @@ class AttentionPlan:
         return self._kept[key]
 
 
-def plan_attention(
+def plan_rows(
     end: np.ndarray,
     query_rows: np.ndarray,
     positions: np.ndarray | None = None,
     window: int | None = None,
     *,
     compiled: bool = True,
-) -> AttentionPlan:
+) -> RowPlan:
     """Plan attention of `query_rows` over `len(end)` keys (carried path rows first, then the new rows).
 
     end         int64 [keys], end[j] > j, intervals [j, end[j]) nested as in any trie
@@ -109,17 +109,17 @@ def plan_attention(
         )
     library = kernels.load() if compiled else None
     try:
-        tiles = library.plan_tiles(end, query_rows, positions, window) if library else None
+        lists = library.plan_rows(end, query_rows, positions, window) if library else None
     except ValueError as error:
         raise InputError(
             "two rows' intervals overlap and neither holds the other, or positions fall along a path",
             field="end",
             remedy="pass the ends and positions of a depth-first trie",
         ) from error
-    return AttentionPlan(end, query_rows, positions, window, tiles)
+    return RowPlan(end, query_rows, positions, window, lists)
 
 
-def key_blocks(plan: AttentionPlan) -> list[KeyBlock]:
+def key_blocks(plan: RowPlan) -> list[KeyBlock]:
     """Blocks of queries with the keys any query of the block sees, each list filtered from the one before."""
     blocks = []
     open_keys = np.empty(0, np.int64)

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from nests import chains, nest_of, random_nest
 
 from prefold import kernels
-from prefold.attention import AttentionPlan, plan_attention, visibility
+from prefold.attention import RowPlan, plan_rows, visibility
 from prefold.errors import InputError
 
 needs_kernels = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 
 
-def seen_in_tiles(plan: AttentionPlan) -> np.ndarray:
+def seen_in_tiles(plan: RowPlan) -> np.ndarray:
     """Tile lists written out: bool [queries, keys]; a pair listed twice fails."""
-    tiles = plan.tiles
+    tiles = plan.lists
     seen = np.zeros((plan.num_queries, plan.num_keys + 1), bool)
     for tile in range(len(tiles.run_offsets) - 1):
         lanes = slice(16 * tile, min(16 * tile + 16, plan.num_queries))
@@ -37,7 +37,7 @@ def seen_in_tiles(plan: AttentionPlan) -> np.ndarray:
     return seen[:, :-1]
 
 
-def seen_in_blocks(plan: AttentionPlan) -> np.ndarray:
+def seen_in_blocks(plan: RowPlan) -> np.ndarray:
     """Key lists of the PyTorch form, for all queries of the block: bool [queries, keys]."""
     seen = np.zeros((plan.num_queries, plan.num_keys), bool)
     for block in plan.blocks:
@@ -56,7 +56,7 @@ def test_tiles_are_the_visible_pairs(data):
     if data.draw(st.booleans()):
         queries = np.unique(queries)
     window = data.draw(st.sampled_from([None, 1, 5, 64]))
-    plan = plan_attention(nest.end, queries, nest.positions, window)
+    plan = plan_rows(nest.end, queries, nest.positions, window)
     # Lanes past the last query of a tile may see anything: they are never stored.
     np.testing.assert_array_equal(seen_in_tiles(plan), visibility(nest.end, queries, nest.positions, window))
 
@@ -69,7 +69,7 @@ def test_blocks_hold_the_visible_pairs_and_no_useless_key(data):
     nest = random_nest(rng, rows, data.draw(st.sampled_from([0.01, 0.1, 0.5])))
     queries = np.unique(rng.integers(0, rows, data.draw(st.integers(1, rows))))
     window = data.draw(st.sampled_from([None, 5]))
-    plan = plan_attention(nest.end, queries, nest.positions, window)
+    plan = plan_rows(nest.end, queries, nest.positions, window)
     visible, seen = visibility(nest.end, queries, nest.positions, window), seen_in_blocks(plan)
     assert not (visible & ~seen).any()
     if window is None:
@@ -82,13 +82,13 @@ def test_blocks_hold_the_visible_pairs_and_no_useless_key(data):
 def test_long_prompts_need_little_memory_and_time():
     nest = chains([100_000])
     started = time.perf_counter()
-    plan = plan_attention(nest.end, np.arange(100_000))
+    plan = plan_rows(nest.end, np.arange(100_000))
     seconds = time.perf_counter() - started
-    assert len(plan.tiles.runs) <= 100_000 / 16
-    assert len(plan.tiles.masked) <= 100_000
+    assert len(plan.lists.runs) <= 100_000 / 16
+    assert len(plan.lists.masked) <= 100_000
     assert seconds < 0.5
-    step = plan_attention(nest.end[:32_000], np.arange(31_488, 32_000))
-    assert len(step.tiles.runs) + len(step.tiles.masked) <= 32 * 10
+    step = plan_rows(nest.end[:32_000], np.arange(31_488, 32_000))
+    assert len(step.lists.runs) + len(step.lists.masked) <= 32 * 10
 
 
 @needs_kernels
@@ -98,8 +98,8 @@ def test_siblings_of_a_long_prompt_need_little_memory():
     for _ in range(4000):
         parents += [19_999, len(parents), len(parents) + 1]
     nest = nest_of(parents)
-    plan = plan_attention(nest.end, np.arange(nest.rows))
-    assert plan.tiles.runs.nbytes + plan.tiles.masked.nbytes < 8 * 2 * nest.rows
+    plan = plan_rows(nest.end, np.arange(nest.rows))
+    assert plan.lists.runs.nbytes + plan.lists.masked.nbytes < 8 * 2 * nest.rows
 
 
 @needs_kernels
@@ -107,7 +107,7 @@ def test_planning_in_several_threads():
     nests = [random_nest(np.random.default_rng(seed), 2000, 0.05) for seed in range(4)]
 
     def plan(nest):
-        return plan_attention(nest.end, np.arange(nest.rows)).tiles
+        return plan_rows(nest.end, np.arange(nest.rows)).lists
 
     alone = [plan(nest) for nest in nests]
     with ThreadPoolExecutor(4) as pool:
@@ -120,19 +120,19 @@ def test_planning_in_several_threads():
 def test_bad_input_says_which():
     end = np.array([3, 2, 3])
     with pytest.raises(InputError, match="ends before it begins"):
-        plan_attention(np.array([3, 1, 3]), [0])
+        plan_rows(np.array([3, 1, 3]), [0])
     for rows in ([2, 1], [-1], [3]):
         with pytest.raises(InputError, match="query rows"):
-            plan_attention(end, rows)
+            plan_rows(end, rows)
     with pytest.raises(InputError, match="window"):
-        plan_attention(end, [0], None, 4)
+        plan_rows(end, [0], None, 4)
     with pytest.raises(InputError, match="window"):
-        plan_attention(end, [0], np.arange(3), 0)
+        plan_rows(end, [0], np.arange(3), 0)
 
 
 @needs_kernels
 def test_what_is_no_trie_is_an_error():
     with pytest.raises(InputError, match="overlap"):
-        plan_attention(np.array([2, 3, 3]), [2])
+        plan_rows(np.array([2, 3, 3]), [2])
     with pytest.raises(InputError, match="positions fall"):
-        plan_attention(np.array([3, 3, 3]), [2], np.array([0, 5, 4]), 2)
+        plan_rows(np.array([3, 3, 3]), [2], np.array([0, 5, 4]), 2)

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import upload
+from .row_triton import LOG2_E, hide, load_rows, padded, precision, take_block
+from .slot_plan import SlotPlan
 from .slot_tiles import ITEM_FIELDS, ITEMS, pick_rows, slot_tiles, stretches
-from .slots import SlotPlan
-from .triton_rows import LOG2_E, hide, load_rows, padded, precision, take_block
 
 __all__ = ["FixedTables", "SlotTables", "attend_slots", "slot_tables", "write_slots"]
 

@@ -30,7 +30,7 @@ def backend(request, monkeypatch) -> str:
         def refuse(*args, **kwargs):
             raise AssertionError("fell back to PyTorch")
 
-        monkeypatch.setattr("prefold.attention.slots.attend_block", refuse)
+        monkeypatch.setattr("prefold.attention.slot_torch.attend_block", refuse)
     else:
         monkeypatch.setattr(kernels, "load", lambda: None)
     return request.param
@@ -353,7 +353,7 @@ needs_kernels = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 
 def seen_in_lists(plan: SlotPlan, num_slots: int) -> np.ndarray:
     """Tile lists and own lists written out: bool [queries, slots]; a slot listed twice for a query fails."""
-    tiles = plan.tiles
+    tiles = plan.lists
     seen = np.zeros((plan.num_queries, num_slots + 1), int)
     assert tiles.tile_starts[0] == 0
     assert tiles.tile_starts[-1] == plan.num_queries
@@ -394,7 +394,7 @@ def test_lists_are_the_visible_pairs(data):
 def test_queries_are_grouped_where_they_share():
     def tiles_of(sizes, shared, own):
         nest, queries = groups(sizes, shared, own)
-        return Case(nest, heads=(9, 3), query_rows=queries, jumps=0.001).plan().tiles
+        return Case(nest, heads=(9, 3), query_rows=queries, jumps=0.001).plan().lists
 
     unrelated = tiles_of([1] * 20, 200, 8)
     assert len(unrelated.runs) == len(unrelated.masked) == 0
@@ -404,7 +404,7 @@ def test_queries_are_grouped_where_they_share():
     together = tiles_of([10, 3, 12], 256, 96)
     assert {0, 10, 13, 25} <= set(together.tile_starts.tolist())
     # Prefill has no use for lists of a query's own.
-    prefill = Case(chains([500]), heads=(9, 3), jumps=0.0001).plan().tiles
+    prefill = Case(chains([500]), heads=(9, 3), jumps=0.0001).plan().lists
     np.testing.assert_array_equal(prefill.tile_starts[:-1], np.arange(0, 500, 16))
     assert len(prefill.own) == 0
     assert len(prefill.masked) <= 9 * 32
@@ -420,7 +420,7 @@ def test_planning_is_cheap():
         started = time.perf_counter()
         plan = plan_slots(runs, len(case.q), positions, group=3)
         assert time.perf_counter() - started < limit
-        assert len(plan.tiles.runs) + len(plan.tiles.masked) + len(plan.tiles.own) <= 20 * len(case.q)
+        assert len(plan.lists.runs) + len(plan.lists.masked) + len(plan.lists.own) <= 20 * len(case.q)
 
 
 def test_bad_input_says_which(backend):

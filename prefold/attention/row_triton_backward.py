@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import upload
-from .plan import AttentionPlan
+from .row_plan import RowPlan
 from .row_tiles import key_tiles
-from .triton_rows import (
+from .row_triton import (
     LOG2_E,
     RowTables,
     TileSize,
@@ -54,16 +54,14 @@ class KeyTables:
     order: Tensor
 
 
-def backward_tables(
-    plan: AttentionPlan, group: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> KeyTables:
+def backward_tables(plan: RowPlan, group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> KeyTables:
     size = fitting(TILE_SIZES[dtype.itemsize, padded(head_dim)], group)
     rows = row_tables(plan, 0, group, size, device)
     tiles = key_tiles(plan, rows.block_q, size.keys)
     return KeyTables(rows, **upload({"bounds": tiles.bounds, "tiles": tiles.tiles, "order": tiles.order}, device))
 
 
-def attend_rows_with_gradient(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, *, scale: float) -> Tensor:
+def attend_rows_with_gradient(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, *, scale: float) -> Tensor:
     """Differentiable attention; shapes as for `interval_attention`, all keys in k and v."""
     group = q.shape[1] // k.shape[1]
     forward = plan.kept(

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import upload
-from .plan import AttentionPlan
+from .row_plan import RowPlan
 from .row_tiles import row_tiles
 
 __all__ = ["RowTables", "TileSize", "attend_rows", "precision", "row_tables", "tile_size"]
@@ -73,7 +73,7 @@ class RowTables:
     order: Tensor
 
 
-def row_tables(plan: AttentionPlan, path_rows: int, group: int, size: TileSize, device: torch.device) -> RowTables:
+def row_tables(plan: RowPlan, path_rows: int, group: int, size: TileSize, device: torch.device) -> RowTables:
     """group: query heads that share a KV head."""
     size = fitting(size, group)
     block_q = size.rows // group

@@ -8,8 +8,8 @@ from torch import Tensor
 from .. import kernels
 from ..errors import InputError
 from . import gpu
-from .blocked import blocked_attention
-from .plan import AttentionPlan
+from .row_plan import RowPlan
+from .row_torch import blocked_attention
 
 __all__ = ["interval_attention"]
 
@@ -18,7 +18,7 @@ def interval_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: AttentionPlan,
+    plan: RowPlan,
     *,
     scale: float,
     path_k: Tensor | None = None,
@@ -32,10 +32,10 @@ def interval_attention(
     """
     _check(q, k, v, plan, path_k, path_v)
     tensors = (q, k, v, path_k, path_v)
-    if plan.tiles is not None and q.device.type == "cpu" and scale > 0 and not _needs_grad(*tensors):
+    if plan.lists is not None and q.device.type == "cpu" and scale > 0 and not _needs_grad(*tensors):
         compiled = kernels.load()
         if compiled and compiled.can_attend(*tensors):
-            return compiled.attention(q, k, v, plan.tiles, scale=scale, path_k=path_k, path_v=path_v)
+            return compiled.attention(q, k, v, plan.lists, scale=scale, path_k=path_k, path_v=path_v)
     if gpu.can_attend(*tensors):
         return gpu.attend_rows(q, k, v, plan, scale=scale, path_k=path_k, path_v=path_v)
     keys = k if path_k is None else torch.cat((path_k, k))
@@ -47,7 +47,7 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, path_k: Tensor | None, path_v: Tensor | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, path_k: Tensor | None, path_v: Tensor | None) -> None:
     path_rows = 0 if path_k is None else len(path_k)
     if len(q) != plan.num_queries or path_rows + len(k) != plan.num_keys:
         raise InputError(

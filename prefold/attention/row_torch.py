@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from .plan import AttentionPlan
+from .row_plan import RowPlan
 
 __all__ = ["attend_block", "blocked_attention", "finite"]
 
 
-def blocked_attention(q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, *, scale: float) -> Tensor:
+def blocked_attention(q: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, *, scale: float) -> Tensor:
     """q [queries, heads, dim], keys and values [keys, kv_heads, dim] -> [queries, heads, dim].
 
     One scaled_dot_product_attention a block of queries; memory grows with the block, not with the square
@@ -32,7 +32,7 @@ class _Blocked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, scale: float) -> Tensor:
         values = values.contiguous()  # kept by itself, without the queries and keys that it was made with
         ctx.save_for_backward(q, keys, values)
         ctx.plan, ctx.scale = plan, scale
@@ -60,7 +60,7 @@ class _Blocked(torch.autograd.Function):
         return q_grad, keys_grad, values_grad, None, None
 
 
-def _blocks(plan: AttentionPlan, device: torch.device) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
+def _blocks(plan: RowPlan, device: torch.device) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
     """Of each block of queries: its place, the keys that any of them sees, bool [queries, keys]: which sees which."""
     end = torch.from_numpy(plan.end).to(device)
     rows = torch.from_numpy(plan.query_rows).to(device)

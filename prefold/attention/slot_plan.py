@@ -1,0 +1,120 @@
+"""The host's part of attention over slots: which slots each query reads, found once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .. import kernels
+from ..errors import InputError
+
+__all__ = ["KeyRuns", "SlotPlan", "plan_slots", "seen_by_query"]
+
+MAX_SLOTS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRuns:
+    """Keys as runs of neighbouring slots; int64 arrays of equal length, ancestors before descendants.
+
+    start        first slot
+    count        slots, at least one
+    position     position of the first key; those after it follow one by one
+    first, last  queries [first, last) see all keys of the run
+    """
+
+    start: np.ndarray
+    count: np.ndarray
+    position: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """What attention over slots needs to know about a step, for one window size. Made by `plan_slots`; never changed.
+
+    runs             who sees which slots
+    num_queries      rows of the step
+    query_positions  int64 [queries] when there is a window, else None
+    window           a key must also be fewer than this many positions before the query; None: no limit
+    slots_needed     one more than the last slot of a run
+    lists            what the compiled kernel reads; None where there is none
+    """
+
+    runs: KeyRuns
+    num_queries: int
+    query_positions: np.ndarray | None
+    window: int | None
+    slots_needed: int
+    lists: kernels.SlotLists | None = None
+    _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made once a key: a step has many planes."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+
+def plan_slots(
+    runs: KeyRuns,
+    num_queries: int,
+    query_positions: np.ndarray | None = None,
+    window: int | None = None,
+    *,
+    group: int = 1,
+    compiled: bool = True,
+) -> SlotPlan:
+    """Plan attention of queries 0 to num_queries - 1 over the keys of `runs`.
+
+    query_positions  int64 [queries]; needed with a window only
+    group            query heads that share a KV head: a hint, the plan is right for any number
+    compiled         whether to make what the compiled CPU kernel reads
+
+    Every query must see a key: its own row is a run of one, seen from its own query on. Work of the host
+    without a tensor. InputError where an array breaks these rules.
+    """
+    arrays = tuple(
+        np.ascontiguousarray(a, dtype=np.int64) for a in (runs.start, runs.count, runs.position, runs.first, runs.last)
+    )
+    runs = KeyRuns(*arrays)
+    if any(a.shape != (len(runs),) for a in arrays):
+        raise InputError("the arrays of the runs differ in length", field="runs", remedy="pass a number a run in each")
+    if window is not None:
+        if window < 1 or query_positions is None or len(query_positions) != num_queries:
+            raise InputError(
+                "a window needs the position of every query, and at least one position",
+                field="window",
+                remedy="pass query_positions [queries] and window >= 1",
+            )
+        query_positions = np.ascontiguousarray(query_positions, dtype=np.int64)
+    else:
+        query_positions = None
+    wrong = (runs.count < 1) | (runs.start < 0) | (runs.first < 0) | (runs.last <= runs.first)
+    slots_needed = int((runs.start + runs.count).max(initial=0))
+    if wrong.any() or runs.last.max(initial=0) > num_queries or slots_needed > MAX_SLOTS:
+        raise InputError(
+            "a run without keys, of slots that cannot be, or seen by queries that are not there",
+            field="runs",
+            remedy=f"count >= 1, slots in [0, {MAX_SLOTS}), 0 <= first < last <= number of queries",
+        )
+    if not (seen_by_query(runs, num_queries) > 0).all():
+        raise InputError("a query sees no key", field="runs", remedy="pass each row's own key as a run of one")
+    library = kernels.load() if compiled else None
+    lists = library.plan_slots(arrays, num_queries, query_positions, window, group) if library else None
+    return SlotPlan(runs, num_queries, query_positions, window, slots_needed, lists)
+
+
+def seen_by_query(runs: KeyRuns, num_queries: int) -> np.ndarray:
+    """How many keys each query sees, windows aside; int64 [queries]."""
+    change = np.zeros(num_queries + 1, np.int64)
+    np.add.at(change, runs.first, runs.count)
+    np.subtract.at(change, runs.last, runs.count)
+    return change[:num_queries].cumsum()
