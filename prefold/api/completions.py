@@ -60,14 +60,14 @@ _REMEDIES = {
 
 
 def read_chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(items of the task, what the response needs). defaults: of sampling, over OpenAI's own. Raises InputError."""
+    """(one item of the task, what the response needs). defaults: of sampling, over OpenAI's own. Raises InputError."""
     _check(body, _COMMON | _CHAT, neutral={"add_special_tokens": (False,)})
     if body.get("messages") is None:
         raise InputError("messages is missing", field="messages", remedy="give it", code="missing_field")
     item: dict[str, Any] = {"messages": body["messages"], "tools": _tools(body)}
     names = ("documents", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
     item |= {name: body[name] for name in names if body.get(name) is not None}
-    meta = {"kind": "chat"}
+    meta: dict[str, Any] = {}
     sampling = {**CHAT_DEFAULTS, **defaults, **_sampling(body, meta)}
     if body.get("logprobs"):
         sampling["logprobs"] = body.get("top_logprobs") or 0
@@ -77,14 +77,14 @@ def read_chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[d
 
 
 def read_completion(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The same of a plain prompt, or of several."""
+    """(an item of the task for each prompt, what the response needs). defaults: of sampling. Raises InputError."""
     _check(body, _COMMON | {"prompt"}, neutral={"add_special_tokens": (True,)})
     prompt = body.get("prompt")
     if prompt is None or prompt == []:
         what = "is missing" if prompt is None else "is an empty list"
         raise InputError(f"prompt {what}", field="prompt", remedy="give it", code="missing_field")
     many = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
-    meta = {"kind": "completion"}
+    meta: dict[str, Any] = {}
     sampling = {**COMPLETION_DEFAULTS, **defaults, **_sampling(body, meta)}
     if body.get("logprobs") is not None:
         sampling["logprobs"] = body["logprobs"]
@@ -173,7 +173,7 @@ def _tools(body: dict[str, Any]) -> Any:
 # ------------------------------------------------------------------------------------------ responses
 
 
-def chat_body(results: list[dict[str, Any]]) -> dict[str, Any]:
+def chat_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
     """The response to a chat request, without its id, time, model and usage."""
     choices = []
     for index, choice in enumerate(_choices(results[0])):
@@ -187,8 +187,11 @@ def chat_body(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {"object": "chat.completion", "choices": choices}
 
 
-def completion_body(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The same to a request with a prompt, or several; the samples of each follow each other."""
+def completion_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The response to a request with one prompt or several, without its id, time, model and usage.
+
+    The samples of each prompt follow each other.
+    """
     choices = []
     for choice in (choice for result in results for choice in _choices(result)):
         logprobs = _completion_logprobs(choice["logprobs"]) if "logprobs" in choice else None

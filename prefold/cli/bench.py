@@ -54,7 +54,7 @@ def bench(**o: Any) -> None:
 
 
 def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, tuple[Any, Any]]:
-    """(tasks, works by lane, what they are of, checkpoint and tokenizer)"""
+    """(tasks, works by task, what they are of, checkpoint and tokenizer)"""
     from ..errors import JobError
     from .build import LazyTasks, draw, open_input, open_model
     from .demo import demo_items
@@ -65,10 +65,10 @@ def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, tuple[A
         return tasks, {"rerank": tasks["rerank"].prepare(demo_items())}, "reranking the demo's passages", model
     input = open_input(o["task"], o["input"], o)
     limit = o["limit"] or 100
-    lanes, _ = draw(input, islice(input.source.records(input.adapter.columns), limit), limit)
-    if not lanes:
+    by_task, _ = draw(input, islice(input.source.records(input.adapter.columns), limit), limit)
+    if not by_task:
         raise JobError(f"no usable record among the first {limit} of {input.source.name}")
-    works = {lane: input.tasks[lane].prepare(items) for lane, items in lanes.items()}
+    works = {task: input.tasks[task].prepare(items) for task, items in by_task.items()}
     name = f"{o['task'] or 'batch lines'} of {input.source.name}, the first {limit} records"
     return input.tasks, works, name, (input.checkpoint, input.tokenizer)
 
@@ -83,8 +83,8 @@ def measure(engine: Any, tasks: Any, prepared: dict[str, list[Any]], repeat: int
         for mode in MODES:
             engine.sharing, engine.stats = mode, Stats()
             started = time.perf_counter()
-            for lane, works in prepared.items():
-                run_works(engine, tasks[lane], works)
+            for task, works in prepared.items():
+                run_works(engine, tasks[task], works)
             seconds = time.perf_counter() - started
             if turn >= 0:
                 found[mode]["seconds"].append(seconds)

@@ -69,12 +69,12 @@ def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> tuple[
     from ..job.verify import sample_items
 
     drawn, bad = sample_items(rows, input.adapter, count, seed=seed)
-    lanes: dict[str, list[Any]] = {}
-    for lane, item in drawn:
-        lanes.setdefault(lane, []).append(item)
-    if "generate" in lanes:
+    by_task: dict[str, list[Any]] = {}
+    for task, item in drawn:
+        by_task.setdefault(task, []).append(item)
+    if "generate" in by_task:
         raise JobError(f"{input.source.name} asks for generated text, which this command does not know; leave it out")
-    return lanes, bad
+    return by_task, bad
 
 
 # ---------------------------------------------------------------------------------------------- tasks
@@ -299,7 +299,8 @@ def make_adapter(
     task: str | None, o: Options, source: Any, checkpoint: Any, tokenizer: Any
 ) -> tuple[Any, tuple[str, ...]]:
     """(adapter, the tasks it may ask for). task None: told from the input, which must be batch lines."""
-    from ..records.batch import LANES, OpenAIBatch, is_batch_line
+    from ..api import TASKS
+    from ..records.batch import OpenAIBatch, is_batch_line
 
     first = source.peek() if source.format == "jsonl" else None
     if first is not None and is_batch_line(first) and task is None:
@@ -309,7 +310,7 @@ def make_adapter(
         seed = json.dumps(source.identity, sort_keys=True)
         sampling = sampling_settings(o, checkpoint, tokenizer)
         batch = OpenAIBatch(o["model"], seed=seed, sampling=sampling, adapters=tuple(adapter_folders(o)))
-        return batch, tuple(dict.fromkeys(LANES.values()))
+        return batch, TASKS
     if task is None:
         raise JobError(
             f"{source.name} does not begin with an OpenAI batch line; for a table say what to do with it: "

@@ -53,9 +53,9 @@ def verify(**o: Any) -> None:  # fmt: skip
 
     input = open_input(o["task"], o["input"], o)
     rows = islice(input.source.records(input.adapter.columns), o["limit"])
-    lanes, bad = draw(input, rows, o["sample"], o["seed"])
-    count = sum(map(len, lanes.values()))
-    found = _compare(lanes, input, o)
+    by_task, bad = draw(input, rows, o["sample"], o["seed"])
+    count = sum(map(len, by_task.values()))
+    found = _compare(by_task, input, o)
     if o["as_json"]:
         click.echo(json.dumps(found))
     else:
@@ -68,15 +68,15 @@ def verify(**o: Any) -> None:  # fmt: skip
         sys.exit(1)
 
 
-def _compare(lanes: dict[str, list[Any]], input: Any, o: dict[str, Any]) -> list[dict[str, Any]]:
-    """One dict a comparison and lane: its name, the lane, and the numbers of a Difference."""
+def _compare(by_task: dict[str, list[Any]], input: Any, o: dict[str, Any]) -> list[dict[str, Any]]:
+    """One dict a comparison and task: its name, the task, and the numbers of a Difference."""
     from dataclasses import asdict
 
     from ..job.verify import compare
 
     sharing, tasks = "full" if o["sharing"] == "auto" else o["sharing"], input.tasks
     llm, dtype = _llm(o, input)
-    prepared = {lane: tasks[lane].prepare(items) for lane, items in lanes.items()}
+    prepared = {task: tasks[task].prepare(items) for task, items in by_task.items()}
     shared = _run(llm.engine, sharing, tasks, prepared)
     plain = _run(llm.engine, "off", tasks, prepared)
     pairs = [(f"sharing ({sharing} against off, {dtype})", shared, plain)]
@@ -88,9 +88,9 @@ def _compare(lanes: dict[str, list[Any]], input: Any, o: dict[str, Any]) -> list
         pairs.append((f"both ({sharing}, {dtype} against off, float32)", shared, exact))
     found = []
     for name, a, b in pairs:
-        for lane, items in lanes.items():
-            difference = compare(tasks[lane], items, prepared[lane], a[lane], b[lane])
-            found.append({"comparison": name, "task": lane, **asdict(difference)})
+        for task, items in by_task.items():
+            difference = compare(tasks[task], items, prepared[task], a[task], b[task])
+            found.append({"comparison": name, "task": task, **asdict(difference)})
     return found
 
 
@@ -105,7 +105,7 @@ def _run(engine: Any, sharing: str, tasks: Any, prepared: dict[str, list[Any]]) 
     from ..tasks.run import run_works
 
     engine.sharing = sharing
-    return {lane: run_works(engine, tasks[lane], works) for lane, works in prepared.items()}
+    return {task: run_works(engine, tasks[task], works) for task, works in prepared.items()}
 
 
 def _lines(found: list[dict[str, Any]]) -> list[str]:

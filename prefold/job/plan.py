@@ -91,8 +91,8 @@ def plan_job(
     plan, counts = JobPlan(), Counts()
     tally = _Tally(plan)
 
-    def prepare(lane: str, items: list[Any]) -> list[Any]:
-        return tasks[lane].prepare(items)
+    def prepare(task: str, items: list[Any]) -> list[Any]:
+        return tasks[task].prepare(items)
 
     reader = Reader(source, adapter, prepare, tally, counts, limit=limit, make_spool=make_spool)
     progress = progress or Progress()
@@ -102,11 +102,11 @@ def plan_job(
             progress.tick(counts)
         for batch in reader.batches():
             with batch.spool as spool:
-                read = tasks[batch.lane].readout.kind
+                read = tasks[batch.task].readout.kind
                 for window_ in plan.shape.watch(spool.windows(max_tokens=window, share=True, read=read)):
                     plan.longest = max(plan.longest, int(np.diff(window_.offsets).max()))
                     if read == "tokens":
-                        _count_outputs(plan, window_, tasks[batch.lane].context)
+                        _count_outputs(plan, window_, tasks[batch.task].context)
                 for window_ in spool.windows(max_tokens=max_batch_rows, share=False, read=read):
                     plan.rows_mlp += _unique(window_.tokens, window_.offsets)
     finally:

@@ -19,23 +19,23 @@ from ..tasks.base import attempt
 from .gather import tagged
 from .output import Output
 
-__all__ = ["Batch", "Reader"]
+__all__ = ["Reader", "Ready"]
 
 CHUNK_TEXTS = 512
 IDLE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Requests ready to run: those of one lane."""
+class Ready:
+    """The requests of one task, ready to run."""
 
-    lane: str
+    task: str
     spool: Spool
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Records of one lane that wait to be tokenised together, and all their items."""
+    """Records of one task that wait to be tokenised together, and all their items."""
 
     records: list[tuple[int, Parsed]] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Reader:
         self._make_spool = make_spool
         self._spools: dict[str, Spool] = {}
         self._chunks: dict[str, _Chunk] = {}
-        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=1)
+        self._ready: queue.Queue[Ready | BaseException | None] = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._run, name="prefold-reader", daemon=True)
         self._wanted: float | None = None  # since when the owner waits for a batch
         self.stop = threading.Event()
@@ -87,7 +87,7 @@ class Reader:
     def start(self) -> None:
         self._thread.start()
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Ready]:
         """The batches as they become ready. Raises what the reading raised."""
         while True:
             self._wanted = time.monotonic()
@@ -106,7 +106,7 @@ class Reader:
             self._thread.join(2)  # it may hang in a read of a pipe; it is a daemon
         while not self._ready.empty():
             item = self._ready.get_nowait()
-            if isinstance(item, Batch):
+            if isinstance(item, Ready):
                 item.spool.close()
         for spool in self._spools.values():
             spool.close()
@@ -117,8 +117,8 @@ class Reader:
             self._flush_all()
             self._counts.read_all = not self.stop.is_set()
             self.has_ended.set()
-            for lane in list(self._spools):
-                self._hand_on(lane)
+            for task in list(self._spools):
+                self._hand_on(task)
             self._put(None)
         except BaseException as error:
             self.has_work.set()
@@ -137,8 +137,8 @@ class Reader:
                 self._take(record)
             if self._fill is not None and (record is None or self._engine_waits()):
                 self._flush_all()
-                for lane in list(self._spools):
-                    self._hand_on(lane)
+                for task in list(self._spools):
+                    self._hand_on(task)
 
     def _pumped(self, records: Iterator[Record]) -> Iterator[Record | None]:
         """The records; None whenever the source has had none for a moment (it may be a pipe that goes on later)."""
@@ -184,21 +184,21 @@ class Reader:
         if parsed.error is not None:
             self._fail(record.number, parsed.meta, parsed.error)
             return
-        chunk = self._chunks.setdefault(parsed.lane, _Chunk())
+        chunk = self._chunks.setdefault(parsed.task, _Chunk())
         chunk.records.append((record.number, parsed))
         chunk.items += parsed.items
         chunk.texts += sum(map(_texts_of, parsed.items))
         if chunk.texts >= CHUNK_TEXTS:
-            self._flush(parsed.lane)
+            self._flush(parsed.task)
 
     def _flush_all(self) -> None:
-        for lane in list(self._chunks):
-            self._flush(lane)
+        for task in list(self._chunks):
+            self._flush(task)
 
-    def _flush(self, lane: str) -> None:
+    def _flush(self, task: str) -> None:
         """Tokenise the records that wait, and spool their requests."""
-        chunk = self._chunks.pop(lane)
-        works = iter(self._prepare(lane, chunk.items))
+        chunk = self._chunks.pop(task)
+        works = iter(self._prepare(task, chunk.items))
         for number, parsed in chunk.records:
             mine = [next(works) for _ in parsed.items]
             # All of a record's tags are made before the first is spooled: half of a record would be waited for.
@@ -206,9 +206,9 @@ class Reader:
             if isinstance(found, InputError):
                 self._fail(number, parsed.meta, found)
                 continue
-            spool = self._spools.get(lane)
+            spool = self._spools.get(task)
             if spool is None:
-                spool = self._spools[lane] = self._make_spool()
+                spool = self._spools[task] = self._make_spool()
             for request, tag in found:
                 spool.add(request, tag)
                 self._counts.tokens += len(request.tokens)
@@ -216,22 +216,22 @@ class Reader:
             self.found = True
             self.has_work.set()
             if self._fill is not None and spool.num_tokens >= self._fill:
-                self._hand_on(lane)
+                self._hand_on(task)
 
     def _fail(self, number: int, meta: Any, error: InputError) -> None:
         self._output.write(number, error_text(self._adapter, number, meta, error), failed=True)
 
-    def _hand_on(self, lane: str) -> None:
-        self._put(Batch(lane, self._spools.pop(lane)))
+    def _hand_on(self, task: str) -> None:
+        self._put(Ready(task, self._spools.pop(task)))
         self._wanted = None
 
-    def _put(self, item: Batch | BaseException | None) -> None:
+    def _put(self, item: Ready | BaseException | None) -> None:
         while True:
             try:
                 return self._ready.put(item, timeout=0.1)
             except queue.Full:
                 if self.stop.is_set():
-                    if isinstance(item, Batch):
+                    if isinstance(item, Ready):
                         item.spool.close()
                     return
 

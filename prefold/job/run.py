@@ -24,7 +24,7 @@ from ..tasks.run import finish, results_of
 from ..types import Stats
 from .gather import Done, Gather
 from .output import Output
-from .reader import Batch, Reader
+from .reader import Reader, Ready
 
 __all__ = ["Interrupted", "Job", "Summary", "run_job"]
 
@@ -44,7 +44,7 @@ class Interrupted(JobError):
 class Job:
     """Everything a job needs.
 
-    tasks     by lane, as the adapter names them
+    tasks     by name, as the adapter asks for them
     load      returns the LLM (or whatever has an `engine`); called while records are being read
     window    tokens of a window
     streaming windows are sorted each for itself as they fill; else the whole input is one stream
@@ -114,7 +114,7 @@ class _Run:
         self.reader = Reader(
             job.source,
             job.adapter,
-            lambda lane, items: job.tasks[lane].prepare(items),
+            lambda task, items: job.tasks[task].prepare(items),
             job.output,
             self.counts,
             limit=job.limit,
@@ -175,8 +175,8 @@ class _Run:
         self.counts.phase = "reading"
         return engine
 
-    def _compute(self, engine: Any, batch: Batch) -> None:
-        task, spool, shape = self.job.tasks[batch.lane], batch.spool, self.summary.shape
+    def _compute(self, engine: Any, batch: Ready) -> None:
+        task, spool, shape = self.job.tasks[batch.task], batch.spool, self.summary.shape
         share, read = engine.sharing == "full", task.readout.kind
         windows = spool.windows(max_tokens=self.job.window, share=share, read=read)
         if shape is not None and share:

@@ -22,7 +22,7 @@ _BLOCK = 8
 def sample_items(
     records: Iterable[Record], adapter: RecordAdapter, count: int, *, seed: int = 0
 ) -> tuple[list[tuple[str, Any]], int]:
-    """(lane, item) of about `count` records, evenly drawn over the input, and how many records were unusable.
+    """(name of the task, item) of about `count` records, drawn evenly, and how many records were unusable.
 
     Records are drawn in blocks of neighbours, which are the ones that share prefixes.
     """
@@ -57,7 +57,7 @@ def sample_items(
             bad += 1
         elif taken < count:
             taken += 1
-            items += [(parsed.lane, item) for item in parsed.items]
+            items += [(parsed.task, item) for item in parsed.items]
     return items, bad
 
 

@@ -20,12 +20,12 @@ __all__ = ["Parsed", "RecordAdapter", "error_text"]
 class Parsed:
     """A record as the tasks see it, or what is wrong with it.
 
-    lane    which of the job's tasks it is for
+    task    name of the one of the job's tasks it is for
     items   what that task prepares; their results belong to one output line
     meta    JSON-able: what the output line needs besides the results (an id, ...)
     """
 
-    lane: str = ""
+    task: str = ""
     items: list[Any] = field(default_factory=list)
     meta: Any = None
     error: InputError | None = None

@@ -115,7 +115,7 @@ class TableAdapter:
                 raise JobError(f"the input has no column {path!r}; it has: {', '.join(have)}")
 
     def read(self, record: Record) -> Parsed:
-        parsed = Parsed(lane=self.task, error=record.error)
+        parsed = Parsed(task=self.task, error=record.error)
         if record.error is not None or record.data is None:
             return parsed
         try:

@@ -19,7 +19,7 @@ def read(url, body, **options):
 
 def item(url, body, **options):
     _, parsed = read(url, body, **options)
-    assert parsed.error is None and parsed.lane == "generate", parsed.error
+    assert parsed.error is None and parsed.task == "generate", parsed.error
     (found,) = parsed.items
     return found
 
@@ -42,7 +42,7 @@ def test_a_chat_request_and_its_response():
     batch, parsed = read(CHAT, {"model": "m", "messages": USER, "max_tokens": 5})
     assert parsed.items == [{"messages": USER, "tools": None, "sampling": {"temperature": 1.0, "max_tokens": 5}}]
     body = body_of(batch, parsed, result())
-    assert body["object"] == "chat.completion" and body["model"] == "m" and body["id"].startswith("chatcmpl_")
+    assert body["object"] == "chat.completion" and body["model"] == "m" and body["id"].startswith("chatcmpl-")
     assert isinstance(body["created"], int)
     message = {"role": "assistant", "content": "out", "refusal": None}
     assert body["choices"] == [
@@ -58,7 +58,7 @@ def test_a_completion_request_and_its_response():
     choices = [{"text": "a", "finish_reason": "length"}, {"text": "b", "finish_reason": "stop", "stop": "\n"}]
     counts = {"num_tokens": 7, "num_generated": 9, "cached_tokens": 0}
     body = body_of(batch, parsed, {"choices": choices, **counts})
-    assert body["object"] == "text_completion" and body["id"].startswith("cmpl_")
+    assert body["object"] == "text_completion" and body["id"].startswith("cmpl-")
     assert body["choices"] == [
         {"index": 0, "text": "a", "logprobs": None, "finish_reason": "length", "stop_reason": None},
         {"index": 1, "text": "b", "logprobs": None, "finish_reason": "stop", "stop_reason": "\n"},

@@ -27,7 +27,7 @@ def adapter():
 def test_embeddings_request_and_response():
     batch = adapter()
     parsed = read(batch, line(body={"model": "m", "input": ["x", "y"], "dimensions": 2, "user": "u"}))
-    assert parsed.error is None and parsed.lane == "embed"
+    assert parsed.error is None and parsed.task == "embed"
     assert parsed.items == [{"text": ["x", "y"], "dimensions": 2}]
     vectors = np.array([[0.5, 1], [0.25, 0]], np.float32)
     out = batch.line(7, parsed.meta, [{"embeddings": vectors, "num_tokens": 5}])
@@ -56,7 +56,7 @@ def test_rerank(url):
     batch = adapter()
     body = {"query": "q", "documents": ["d0", {"text": "d1"}, "d2"], "top_n": 2, "return_documents": True}
     parsed = read(batch, line(url=url, body=body))
-    assert parsed.error is None and parsed.lane == "rerank"
+    assert parsed.error is None and parsed.task == "rerank"
     assert parsed.items == [body]
     result = {"scores": [0.1, 0.9, 0.5], "order": [1, 2], "documents": ["d1", "d2"], "num_tokens": 9}
     out = batch.line(1, parsed.meta, [result])["response"]["body"]
@@ -88,7 +88,8 @@ def test_score_one_to_many_and_pairs():
         (line(url=None), "unknown_url", "url"),
         (line(method="GET"), "invalid_line", "method"),
         ({k: v for k, v in line().items() if k != "custom_id"}, "invalid_line", "custom_id"),
-        (line(custom_id=7), "invalid_line", "custom_id"),
+        (line(custom_id=7.5), "invalid_line", "custom_id"),
+        (line(custom_id=True), "invalid_line", "custom_id"),
         (line(custom_id=""), "invalid_line", "custom_id"),
         (line() | {"body": "text"}, "invalid_line", "body"),
         (line() | {"body": None}, "invalid_line", "body"),
@@ -127,15 +128,31 @@ def test_a_body_that_is_refused_has_a_response_with_status_400(url, body, field)
     # where the kind of request was not read yet the error still names its custom_id
     error = out["response"]["body"]["error"]
     assert out["error"] is None and out["response"]["status_code"] == 400 and out["custom_id"] == "a"
-    assert error["param"] == field and error["type"] == "invalid_request_error" and "record 3" in error["message"]
+    assert error["param"] == field and error["type"] == "invalid_request_error" and repr(field) in error["message"]
 
 
 def test_fields_of_the_tasks_are_named_as_in_the_request():
     batch = adapter()
     parsed = read(batch, line(body={"input": ["x", "y"]}))
-    error = InputError("too long", field="text[1]", remedy="shorten it", code="too_long")
+    error = InputError("'text[1]' is too long", field="text[1]", remedy="shorten it", code="too_long")
     out = batch.error_line(1, parsed.meta, error)["response"]["body"]["error"]
-    assert out["param"] == "input[1]" and out["code"] == "too_long" and "shorten it" in out["message"]
+    assert out["param"] == "input[1]" and out["code"] == "too_long"
+    assert out["message"] == "'input[1]' is too long; shorten it"
+
+
+def test_a_whole_number_is_a_custom_id_and_comes_back_as_one():
+    batch = adapter()
+    parsed = read(batch, line(7))
+    assert parsed.error is None
+    out = batch.line(1, parsed.meta, [{"embedding": np.zeros(1, np.float32), "num_tokens": 1}])
+    assert out["custom_id"] == 7 and type(out["custom_id"]) is int
+    assert read(batch, line("7"), 2).error is None
+    assert read(batch, line(7), 3).error.code == "duplicate_custom_id"
+
+
+def test_urls_that_are_not_served_name_what_is():
+    parsed = read(adapter(), line(url="/v1/responses"))
+    assert parsed.error.code == "unknown_url" and "/v1/chat/completions" in parsed.error.remedy
 
 
 def test_duplicate_custom_ids_and_lines_that_are_no_json():

@@ -1,0 +1,30 @@
+"""Checks that the readers of all request bodies share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import InputError
+
+__all__ = ["check_names", "required"]
+
+_IGNORED = {"user", "model", "priority", "request_id"}
+
+
+def check_names(body: dict[str, Any], known: set[str]) -> None:
+    """Raises InputError for a parameter that is neither known nor one that changes no result."""
+    for key in body:
+        if key == "truncate_prompt_tokens" and body[key] is not None:
+            remedy = "leave it out, and give --truncate to cut what is too long"
+            raise InputError(f"{key!r} cannot be set per request", field=key, remedy=remedy, code="unsupported")
+        if key not in known | _IGNORED | {"truncate_prompt_tokens"}:
+            raise InputError(f"unknown parameter {key!r}", field=key, remedy="leave it out", code="unsupported")
+
+
+def required(body: dict[str, Any], *names: str) -> Any:
+    """The value of the first of these names that is there. Raises InputError where none is, or its value is null."""
+    name = next((n for n in names if n in body), names[0])
+    if body.get(name) is None:
+        what = "null" if name in body else "missing"
+        raise InputError(f"{name!r} is {what}", field=name, remedy="give it", code="missing_field")
+    return body[name]

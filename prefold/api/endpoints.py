@@ -1,0 +1,89 @@
+"""Which URL is answered by which task, and how bodies are read and made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import InputError
+from .completions import chat_body, completion_body, read_chat, read_completion, usage_of
+from .embeddings import embeddings_body, read_embeddings
+from .scores import read_rerank, read_score, rerank_body, score_body
+
+__all__ = ["ENDPOINTS", "KINDS", "TASKS", "Kind", "error_body", "response_body"]
+
+Body = dict[str, Any]
+Meta = dict[str, Any]
+Results = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of request.
+
+    task    the name of the task that answers it
+    read    (body, {field of Sampling: default}) -> (items of the task, what the response needs, JSON-able).
+            Raises InputError whose `field` is the request's
+    make    (what the response needs, the task's result of each item) -> the response's own part of its body
+    fields  {name of a field of the task's items: what the request calls it}, where they differ
+    id      what the response's id begins with; None: it has neither id nor time
+    """
+
+    task: str
+    read: Callable[[Body, Mapping[str, Any]], tuple[list[Any], Meta]]
+    make: Callable[[Meta, Results], Body]
+    fields: Mapping[str, str] = field(default_factory=dict)
+    id: str | None = None
+
+    def name_of(self, field: str | None, meta: Meta) -> str | None:
+        """What the request calls a field of the task's items: "text[3]" is "input[3]"."""
+        name, bracket, index = (field or "").partition("[")
+        if name.partition(".")[0] == "grammar":
+            return meta.get("format", name)
+        return field and self.fields.get(name, name) + bracket + index
+
+
+_SAMPLING = {"stop_ids": "stop_token_ids", "salt": "cache_salt"}
+_PAIR = {"query": "text_1", "document": "text_2", "documents": "text_2"}
+KINDS = {
+    "embeddings": Kind("embed", read_embeddings, embeddings_body, {"text": "input"}),
+    "rerank": Kind("rerank", read_rerank, rerank_body),
+    "score": Kind("rerank", read_score, score_body, _PAIR),
+    "chat": Kind("generate", read_chat, chat_body, _SAMPLING | {"logprobs": "top_logprobs"}, "chatcmpl-"),
+    "completion": Kind("generate", read_completion, completion_body, _SAMPLING, "cmpl-"),
+}
+# URL -> the kind of request it takes
+ENDPOINTS = {
+    "/v1/embeddings": "embeddings",
+    "/v1/score": "score",
+    "/score": "score",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/rerank": "rerank",
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+}
+TASKS = tuple(dict.fromkeys(KINDS[kind].task for kind in ENDPOINTS.values()))
+
+
+def response_body(kind: str, meta: Meta, results: Results, *, model: str, id: str) -> Body:
+    """The body of the response to a request of that kind.
+
+    model   the model's name in it
+    id      what is put behind the prefix of the response's id, for kinds that have one
+    """
+    found = KINDS[kind]
+    if found.id is not None:
+        head = {"id": found.id + id, "created": int(time.time()), "model": model}
+        return head | found.make(meta, results) | {"usage": usage_of(results)}
+    tokens = sum(result["num_tokens"] for result in results)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return found.make(meta, results) | {"model": model, "usage": usage}
+
+
+def error_body(error: InputError) -> Body:
+    """The body of a response with status 400. The error's field is the request's (see `Kind.name_of`)."""
+    found = {"message": str(error), "type": "invalid_request_error", "param": error.field, "code": error.code}
+    return {"error": found}
