@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cache import CacheOptions
+    from .checkpoint import Checkpoint
+    from .errors import (
+        CheckpointError,
+        ForkedError,
+        InputError,
+        JobError,
+        MissingExtraError,
+        OutOfMemoryError,
+        PrefoldError,
+        RankError,
+        UnsupportedModelError,
+    )
+    from .face.results import Classification, Piece, Ranking, Score
+    from .llm import LLM
+    from .types import Generated, GenerationStats, Grammar, Sampling, Stats, TokenLogprobs
+
 __version__ = "0.1.0"
-__all__ = ["LLM", "__version__"]
+__all__ = [
+    "LLM",
+    "CacheOptions",
+    "Checkpoint",
+    "CheckpointError",
+    "Classification",
+    "ForkedError",
+    "Generated",
+    "GenerationStats",
+    "Grammar",
+    "InputError",
+    "JobError",
+    "MissingExtraError",
+    "OutOfMemoryError",
+    "Piece",
+    "PrefoldError",
+    "RankError",
+    "Ranking",
+    "Sampling",
+    "Score",
+    "Stats",
+    "TokenLogprobs",
+    "UnsupportedModelError",
+    "__version__",
+]
+
+_MODULES = {"LLM": "llm", "CacheOptions": "cache", "Checkpoint": "checkpoint"}
+_MODULES |= dict.fromkeys(("Classification", "Piece", "Ranking", "Score"), "face.results")
+_MODULES |= dict.fromkeys(("Generated", "GenerationStats", "Grammar", "Sampling", "Stats", "TokenLogprobs"), "types")
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     # `import prefold` and the command line stay fast: torch is imported with the first LLM.
-    if name == "LLM":
-        from .llm import LLM
+    if name not in __all__:
+        raise AttributeError(f"module 'prefold' has no attribute {name!r}")
+    found: object = getattr(import_module(f".{_MODULES.get(name, 'errors')}", __name__), name)
+    globals()[name] = found
+    return found
 
-        return LLM
-    raise AttributeError(f"module 'prefold' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,6 +6,7 @@ PrefoldError
 │   └── UnsupportedModelError   an architecture, tensor or setting we do not know
 ├── OutOfMemoryError    what was asked for does not fit; raised before it is loaded
 ├── RankError           a rank of a model that is split over processes has failed; all of them have ended
+├── ForkedError         a process that was forked after a model was loaded cannot compute
 ├── MissingExtraError   an optional dependency is not installed; names the extra
 └── JobError            a job cannot start or go on (output exists, journal of another job, ...)
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "ForkedError",
     "InputError",
     "JobError",
     "MissingExtraError",
@@ -66,6 +68,12 @@ class OutOfMemoryError(PrefoldError, MemoryError):
 
 class RankError(PrefoldError):
     """A rank of a model that is split over processes has died, hangs or cannot start; all of them have ended."""
+
+
+class ForkedError(PrefoldError, RuntimeError):
+    """This process was forked from one that had loaded a model: its threads are not here, and a step would never end.
+
+    Start processes with "spawn" or "forkserver", or fork before the first LLM is made."""
 
 
 class MissingExtraError(PrefoldError, ImportError):

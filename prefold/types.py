@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ __all__ = [
     "Generated",
     "GenerationStats",
     "Grammar",
+    "Jsonable",
     "Readout",
     "Request",
     "Result",
@@ -24,6 +25,28 @@ __all__ = [
 
 Sharing = Literal["full", "mlp", "off"]
 SHARING_MODES: tuple[Sharing, ...] = ("full", "mlp", "off")
+
+
+class Jsonable:
+    """What a user is given: `to_dict` makes plain values of its fields."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, object]:
+        """The fields by their names, in what JSON knows: arrays and tuples become lists, errors their text."""
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return str(value) if isinstance(value, Exception) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +171,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class Generated(Jsonable):
     """One sample of a request.
 
     tokens         the ids, without what ended them
@@ -166,9 +189,14 @@ class Generated:
     cached_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
+    def __repr__(self) -> str:
+        ended = repr(self.finish_reason) + ("" if self.stop is None else f" at {self.stop!r}")
+        what = f"tokens={list(self.tokens)}" if self.text is None else f"{self.text!r}, {len(self.tokens)} tokens"
+        return f"Generated({what}, {ended})"
+
 
 @dataclass(slots=True)
-class GenerationStats:
+class GenerationStats(Jsonable):
     """What generation did, beside what `Stats` says.
 
     generated_tokens        tokens of all outputs
@@ -204,7 +232,7 @@ class GenerationStats:
 
 
 @dataclass(slots=True)
-class Stats:
+class Stats(Jsonable):
     """What was asked, what was computed, and where the time went.
 
     tokens          tokens of all prompts, as the user sees them; where text is generated, of each sample's prompt
@@ -234,3 +262,13 @@ class Stats:
     def saved(self) -> float:
         """Share of the tokens that was not computed, below 1."""
         return 1.0 - self.rows_computed / self.tokens if self.tokens else 0.0
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.requests:,} prompts, {self.tokens:,} tokens",
+            f"{self.rows_computed:,} rows computed ({self.saved:.1%} saved) in {self.steps:,} steps",
+        ]
+        if self.generation is not None:
+            parts.append(f"{self.generation.generated_tokens:,} tokens generated")
+        spent = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
+        return "; ".join([*parts, spent] if spent else parts)

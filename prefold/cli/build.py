@@ -95,7 +95,8 @@ class LazyTasks(Mapping[str, Any]):
             from ..tasks import make_task
 
             settings = task_settings(name, self._options, self._checkpoint, self._tokenizer)
-            self._tasks[name] = make_task(name, self._checkpoint, self._tokenizer, **settings)
+            adapters = tuple(adapter_folders(self._options)) if name == "generate" else ()
+            self._tasks[name] = make_task(name, self._checkpoint, self._tokenizer, settings, adapters=adapters)
         return self._tasks[name]
 
     def replace(self, name: str, task: Any) -> None:
@@ -196,7 +197,7 @@ def generate_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, 
     from ..records.fields import read_argument
 
     folders = adapter_folders(o)
-    settings = sampling_settings(o, checkpoint, tokenizer) | {"adapters": tuple(folders)}
+    settings = sampling_settings(o, checkpoint, tokenizer)
     settings |= {name: read_argument(o[name]) for name in ("system", "chat_template") if o.get(name)}
     if o.get("chat_template_kwargs"):
         settings["chat_template_kwargs"] = _json_option(o["chat_template_kwargs"], "--chat-template-kwargs", dict)

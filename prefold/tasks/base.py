@@ -23,9 +23,10 @@ from ..text import Tokenizer
 from ..text.tokenizer import valid_text
 from ..types import Generated, GenerateRequest, Readout, Request, Result
 
-__all__ = ["Inputs", "Task", "TextBatch", "Work", "as_item", "attempt", "check_count", "prepare_each"]
+__all__ = ["TRUNCATE", "Inputs", "Task", "TextBatch", "Work", "as_item", "attempt", "check_count", "prepare_each"]
 
 T = TypeVar("T")
+TRUNCATE = "truncate=True (--truncate)"
 Text = str | np.ndarray
 
 
@@ -204,7 +205,7 @@ class Inputs:
             raise InputError(
                 f"{field!r} makes a prompt of {tokens.size} tokens; the model takes {self.max_length}",
                 field=field,
-                remedy=remedy or "shorten it, or ask for truncation",
+                remedy=remedy or f"shorten it, or have it cut with {TRUNCATE}",
                 code="too_long",
             )
         self._in_vocabulary(tokens, field)

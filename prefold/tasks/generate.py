@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..types import Generated, GenerateRequest, Readout, Sampling, TokenLogprobs
-from .base import Inputs, TextBatch, Work, as_item, prepare_each
+from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each
 from .sampling import sampling_from
 from .score import leading_ids
 
@@ -188,11 +188,11 @@ class GenerateTask:
         return self.inputs.request(np.concatenate((before, ids[max(0, over) :])), field).tokens
 
     def _too_long(self, size: int, field: str, max_tokens: int | None, room: int) -> InputError:
-        message, remedy = f"{field!r} makes a prompt of {size} tokens; ", "shorten it, or ask for truncation"
+        message, remedy = f"{field!r} makes a prompt of {size} tokens; ", f"shorten it, or have it cut with {TRUNCATE}"
         if room < 1:
             remedy = "give a smaller max_tokens"
         elif max_tokens:
-            remedy = "shorten it, give a smaller max_tokens, or ask for truncation"
+            remedy = f"shorten it, give a smaller max_tokens, or have it cut with {TRUNCATE}"
         if room == self.inputs.max_length:
             message += f"it may have {room}"
         else:

@@ -27,14 +27,23 @@ if TYPE_CHECKING:
 __all__ = ["TASKS", "make_task", "task_options"]
 
 
-def make_task(name: str, checkpoint: Checkpoint, tokenizer: Tokenizer | None, **options: Any) -> Task:
-    """The task `name` for a checkpoint. `task_options(name)` lists what it takes.
+def make_task(
+    name: str,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    adapters: Collection[str] = (),
+    **given: Any,
+) -> Task:
+    """The task `name` for a checkpoint. Its options, which `task_options(name)` lists, are given as keywords or as a
+    mapping.
 
     max_length, an option of every task, is the most tokens a prompt may have; None means what the
-    checkpoint says. tokenizer None: token ids only. Raises InputError for an unknown task or option,
-    and for bad values.
+    checkpoint says. tokenizer None: token ids only. adapters: the names of the LoRA adapters that are loaded.
+    Raises InputError for an unknown task or option, and for bad values.
     """
-    known = task_options(name)
+    known, options = task_options(name), {**(options or {}), **given}
     for option in options:
         if option not in known:
             close = get_close_matches(option, known, n=1)
@@ -44,7 +53,8 @@ def make_task(name: str, checkpoint: Checkpoint, tokenizer: Tokenizer | None, **
             raise InputError(message, field=option, remedy=remedy, code="unknown_option")
     if options.get("max_length") is not None:
         check_count(options["max_length"], "max_length")
-    return TASKS[name](checkpoint, config_from(checkpoint.config), tokenizer, **options)
+    beside = {"adapters": adapters} if name == "generate" else {}
+    return TASKS[name](checkpoint, config_from(checkpoint.config), tokenizer, **beside, **options)
 
 
 def task_options(name: str) -> dict[str, Any]:
@@ -52,7 +62,7 @@ def task_options(name: str) -> dict[str, Any]:
     if name not in TASKS:
         raise InputError(f"there is no task {name!r}", field="task", remedy=f"the tasks are {', '.join(TASKS)}")
     parameters = inspect.signature(TASKS[name]).parameters.values()
-    own = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    own = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name != "adapters"}
     sampling = {field.name: field.default for field in fields(Sampling)} if name == "generate" else {}
     return sampling | own
 

