@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
@@ -34,10 +35,10 @@ def run_command(task: str | None, name: str, o: dict[str, Any]) -> None:
     try:
         summary = run_job(job, open_progress(False if o["quiet"] else None))
     except Interrupted as error:
-        _say_how_to_resume("interrupted", o)
+        _say_how_to_resume("interrupted", o, job.output.begun)
         sys.exit(130 if error.signal == signal.SIGINT else 128 + error.signal)
     except RankError:
-        _say_how_to_resume("ended by a failure", o)
+        _say_how_to_resume("ended by a failure", o, job.output.begun)
         raise
     if not o["quiet"]:
         click.echo("\n".join(summary_lines(summary, o, input.adapter)), err=True)
@@ -95,17 +96,32 @@ def _check_paths(path: Path | None, source: str, o: dict[str, Any]) -> None:
         if name is not None and used.setdefault(Path(name).resolve(), what) != what:
             raise JobError(f"the {what} {name} would replace the {used[Path(name).resolve()]}; give another name")
     for name in (o["output"], o["report"]):
-        if name not in (None, "-") and not Path(name).absolute().parent.is_dir():
-            raise JobError(f"there is no folder {Path(name).parent} for {name}; make it first")
+        if name not in (None, "-"):
+            _check_place(Path(name))
 
 
-def _say_how_to_resume(what: str, o: dict[str, Any]) -> None:
+def _check_place(path: Path) -> None:
+    """Refuse a file that could not be written, before there is anything to write."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise JobError(f"there is no folder {path.parent} for {path}; make it first")
+    if path.is_dir():
+        raise JobError(f"{path} is a folder; name a file in it")
+    if not os.access(folder, os.W_OK):
+        raise JobError(f"nothing can be written to the folder {path.parent}; give {path.name} another place")
+
+
+def _say_how_to_resume(what: str, o: dict[str, Any], begun: bool) -> None:
     if o["output"] in (None, "-"):
         click.echo(f"\nprefold: {what}; output to a file (-o FILE) could be resumed", err=True)
         return
     context = click.get_current_context()
-    arguments = [a for a in context.find_root().meta.get("prefold.arguments", []) if a != "--overwrite"]
+    arguments = context.find_root().meta.get("prefold.arguments", [])
+    if begun:  # what it was to replace is replaced
+        arguments = [a for a in arguments if a != "--overwrite"]
     command = f"prefold {shlex.join(arguments)}"
+    if o["input"] in ("-", ("-",)):
+        command = f"... | {command}     (standard input once more, from its beginning)"
     click.echo(f"\nprefold: {what}; what is done is written. To go on:\n  {command}", err=True)
 
 

@@ -38,6 +38,9 @@ def finish_for(path: Path, keep_order: bool) -> Finish | None:
             raise JobError(f"{path.name}: Parquet is compressed inside; write {path.stem}")
         _pyarrow(path)  # refuse before the work, not after it
         write = _write_parquet
+    elif format not in ([".jsonl"], [".ndjson"], [".json"]):
+        what = f"of {''.join(format)} files" if format else "without an ending"
+        raise JobError(f"{path.name}: an output {what} is not known; name it .jsonl, .csv, .tsv or .parquet, with .gz")
     elif keep_order or zipped:
         write = _write_jsonl
     else:
@@ -45,11 +48,15 @@ def finish_for(path: Path, keep_order: bool) -> Finish | None:
 
     def finish(lines: Path, made: Path) -> None:
         temporary = made.with_name(made.name + ".tmp")
-        with lines.open("rb") as file:
-            write(_Lines(file, keep_order), temporary, made)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(made)
+        try:
+            with lines.open("rb") as file:
+                write(_Lines(file, keep_order), temporary, made)
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            temporary.replace(made)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
     return finish
 

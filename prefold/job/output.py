@@ -6,10 +6,13 @@ records stay cheap; each such group is one commit of the journal.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -17,12 +20,13 @@ from typing import Any, Protocol, TextIO
 from ..errors import JobError
 from ..records.recordset import RecordSet
 from .finish import finish_for
-from .journal import Journal, journal_path
+from .journal import Journal, covers, journal_path
 
-__all__ = ["FileOutput", "Output", "OutputOptions", "StreamOutput", "open_output"]
+__all__ = ["FileOutput", "Output", "OutputOptions", "StreamOutput", "open_output", "writing"]
 
 COMMIT_SECONDS = 1.0
 COMMIT_BYTES = 1 << 20
+HELD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class Output(Protocol):
     count    how many records have their line, committed or not; errors: error lines among them
     resumed  how many had it when the output was opened
     ended    an earlier run has done everything this one would
+    begun    something of this run is written
     """
 
     done: RecordSet
@@ -50,6 +55,13 @@ class Output(Protocol):
     errors: int
     resumed: int
     ended: bool
+    begun: bool
+
+    def hold(self) -> None:
+        """Keep lines back until `release`: it is not known yet whether the job can be run."""
+
+    def release(self) -> None:
+        """Let lines be written, and take the place of what was there before."""
 
     def write(self, number: int, line: str, failed: bool) -> None: ...
     def commit(self, *, due_only: bool = False) -> None: ...
@@ -60,13 +72,34 @@ class Output(Protocol):
 def open_output(options: OutputOptions, job: dict[str, Any], stream: TextIO | None = None) -> Output:
     """Open the output of the job named by the fingerprint `job`; resumes when its journal is there.
 
-    Raises JobError when the output exists and is not this job's.
+    Raises JobError when the output exists and is not this job's, or cannot be written.
     """
     if options.path is None:
         if options.keep_order:
             raise JobError("--keep-order needs an output file: add -o FILE")
-        return StreamOutput(stream or sys.stdout)
+        stream = stream or sys.stdout
+        if stream is None:
+            raise JobError("standard output is closed; add -o FILE")
+        return StreamOutput(stream)
     return FileOutput(options, job)
+
+
+def partial_path(output: Path) -> Path:
+    """Where the lines are that an output is made of in the last pass."""
+    return output.with_name(output.name + ".partial")
+
+
+@contextmanager
+def writing(path: Path | str, kept: str) -> Iterator[None]:
+    """Turn an OSError into a JobError that says what could not be written, what is kept, and what to do."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # whoever read has gone, which is no failure of this machine
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = f"; {'make room' if full else 'mend that'} and give the same command to resume" if kept else ""
+        raise JobError(f"cannot write {path}: {error.strerror or error}{kept}{remedy}") from error
 
 
 class StreamOutput:
@@ -75,19 +108,23 @@ class StreamOutput:
     def __init__(self, stream: TextIO):
         self.done = RecordSet()
         self.count = self.errors = self.resumed = 0
-        self.ended = False
+        self.ended = self.begun = False
         self._stream = stream
         self._lock = threading.Lock()
 
+    def hold(self) -> None: ...
+
+    def release(self) -> None: ...
+
     def write(self, number: int, line: str, failed: bool) -> None:
-        with self._lock:
+        with self._lock, writing("standard output", ""):
             self._stream.write(line + "\n")
             self.done.add(number)
             self.count += 1
             self.errors += failed
 
     def commit(self, *, due_only: bool = False) -> None:
-        with self._lock:
+        with self._lock, writing("standard output", ""):
             self._stream.flush()
 
     def finish(self) -> None:
@@ -102,61 +139,77 @@ class FileOutput:
 
     JSONL is written as results come. Other formats, and --keep-order, are written to NAME.partial
     and made from it when all is there.
+
+    The journal is locked before anything is looked at, and nothing that is there is changed before the first line
+    is written: with `hold`, a job that cannot run leaves everything as it was.
     """
 
     def __init__(self, options: OutputOptions, job: dict[str, Any]):
         assert options.path is not None
         self.path = options.path
         self.limit = options.limit
+        if self.path.is_dir():
+            raise JobError(f"{self.path} is a folder; name a file in it")
         self._finish = finish_for(self.path, options.keep_order)
-        self.lines_path = self.path if self._finish is None else self.path.with_name(self.path.name + ".partial")
-        job = {**job, "output": {"keep_order": options.keep_order}}
-        if self._finish is not None:
-            job["output"]["limit"] = options.limit  # what is made at the end is made of a known set of records
+        self.lines_path = self.path if self._finish is None else partial_path(self.path)
+        self._job = {**job, "output": {"keep_order": options.keep_order}}
         self._lock = threading.Lock()
         self._pending: list[bytes] = []
         self._numbers: list[int] = []
         self._bytes = 0
         self._last = time.monotonic()
         self._broken: JobError | None = None
-        self.journal = self._open_journal(options, job)
+        self._file: Any = None
+        self._held = self.begun = False
+        self._replaces = options.overwrite and self.path.exists()
+        self.journal = Journal(journal_path(self.path))
+        try:
+            self._resumes = not options.overwrite and self._resume(options)
+        except BaseException:
+            self.journal.close()
+            raise
         self.done, self.errors = self.journal.done, self.journal.errors
         self.count = self.resumed = len(self.done)
-        self.ended = self._has_ended()
-        self._file = None if self.ended else self._open_lines()
+        self.ended = covers(self.journal.ended, self.limit)
 
-    def _has_ended(self) -> bool:
-        ended = self.journal.ended
-        if ended is None:
-            return False
-        return ended["limit"] is None or (self.limit is not None and self.limit <= ended["limit"])
-
-    def _open_journal(self, options: OutputOptions, job: dict[str, Any]) -> Journal:
-        path = journal_path(self.path)
-        if options.overwrite:
-            self.path.unlink(missing_ok=True)
-            self.lines_path.unlink(missing_ok=True)
-            return Journal.create(path, job)
-        if path.exists():
+    def _resume(self, options: OutputOptions) -> bool:
+        """Take in what earlier runs of the job have written; False when there were none."""
+        self.journal.read()
+        if self.journal.job is not None:
             size = self.lines_path.stat().st_size if self.lines_path.exists() else 0
             made = self._finish is not None and self.path.exists()
-            return Journal.resume(path, job, size, made=made)
+            self.journal.resume(self._job, size, options.limit, made=made)
+            return True
         if self.path.exists():
             raise JobError(
                 f"{self.path} exists and no journal says that it is this job's; "
                 "--overwrite replaces it, -o NAME writes elsewhere"
             )
         if options.only_resume:
-            raise JobError(f"there is nothing to resume: {path} does not exist; leave out --resume to start the job")
-        return Journal.create(path, job)
+            raise JobError(
+                f"there is nothing to resume: {self.journal.path} does not exist; leave out --resume to start the job"
+            )
+        return False
 
-    def _open_lines(self) -> Any:
-        try:
-            file = self.lines_path.open("ab", buffering=0)
-        except OSError as error:
-            raise JobError(f"cannot write {self.lines_path}: {error.strerror}") from error
-        file.truncate(self.journal.offset)
-        return file
+    def hold(self) -> None:
+        self._held = True
+
+    def release(self) -> None:
+        self._held = False
+
+    def _begin(self) -> None:
+        """Take the place of what is there. What an earlier run wrote and did not commit is cut off."""
+        if self.begun:
+            return
+        if self._resumes:
+            self.journal.cut()
+        else:
+            self.journal.start(self._job)
+            if self._replaces and self._finish is None:
+                partial_path(self.path).unlink(missing_ok=True)  # of a job that wrote another way
+        self._file = self.lines_path.open("ab", buffering=0)
+        self._file.truncate(self.journal.offset)
+        self.begun = True
 
     def write(self, number: int, line: str, failed: bool) -> None:
         data = (line + "\n").encode()
@@ -179,35 +232,39 @@ class FileOutput:
     def _commit(self) -> None:
         if self._broken is not None:
             raise self._broken
+        if self._held and (self._bytes < HELD_BYTES or self._replaces):
+            return
         self._last = time.monotonic()
         if not self._numbers:
             return
-        assert self._file is not None
         data = b"".join(self._pending)
         try:
-            written = 0
-            while written < len(data):
-                written += self._file.write(data[written:])
-            os.fsync(self._file.fileno())
-            self.journal.commit(self._numbers, self.journal.offset + len(data), self.errors)
-        except OSError as error:
-            self._broken = JobError(
-                f"cannot write {self.lines_path}: {error.strerror}; what is written is kept: "
-                "make room and give the same command to resume"
-            )
-            raise self._broken from error
+            with writing(self.lines_path, "; what is written is kept"):
+                self._begin()
+                written = 0
+                while written < len(data):
+                    written += self._file.write(data[written:])
+                os.fsync(self._file.fileno())
+                self.journal.commit(self._numbers, self.journal.offset + len(data), self.errors)
+        except JobError as error:
+            self._broken = error
+            raise
         self._pending, self._numbers, self._bytes = [], [], 0
 
     def finish(self) -> None:
         """Commit what is left, make the final file, and mark the job as ended."""
         if self.ended:
             return
+        self.release()
         self.commit()
-        if self._finish is not None:
-            self._finish(self.lines_path, self.path)
-        self.journal.finish(self.limit)
-        if self._finish is not None:
-            self.lines_path.unlink(missing_ok=True)
+        with writing(self.path, "; all its records are done and kept"):
+            self._begin()  # where there was nothing to commit
+            if self._finish is not None:
+                self._finish(self.lines_path, self.path)
+            self.journal.finish(self.limit)
+            # What a job with a --limit has written is the beginning of one without.
+            if self._finish is not None and self.limit is None:
+                self.lines_path.unlink(missing_ok=True)
 
     def close(self) -> None:
         if self._file is not None:

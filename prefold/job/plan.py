@@ -61,8 +61,12 @@ class _Tally:
     def __init__(self, plan: JobPlan) -> None:
         self.done = RecordSet()
         self.count = self.errors = self.resumed = 0
-        self.ended = False
+        self.ended = self.begun = False
         self._plan = plan
+
+    def hold(self) -> None: ...
+
+    def release(self) -> None: ...
 
     def write(self, number: int, line: str, failed: bool) -> None:
         self.errors += failed

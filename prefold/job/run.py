@@ -131,6 +131,7 @@ class _Run:
             return self.summary
         try:
             with self._signals(), self._ticks():
+                self.output.hold()
                 self.reader.start()
                 self._work(started)
                 self.graceful = True
@@ -154,6 +155,7 @@ class _Run:
     def _work(self, started: float) -> None:
         self.reader.has_work.wait()
         engine = self._load() if self.reader.found else None
+        self.output.release()
         for batch in self.reader.batches():
             self.summary.read_seconds = self.summary.read_seconds or time.perf_counter() - started
             self.summary.streams += 1
@@ -246,7 +248,8 @@ class _Run:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM: the first lets the step end and what is done be written, the second does not."""
+        """Ctrl-C, SIGTERM and a closed terminal: the first signal lets the step end and what is done be written, the
+        second does not."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -262,7 +265,10 @@ class _Run:
                 raise KeyboardInterrupt
             self.progress.note("stopping after this step (once more: at once)")
 
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        names = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+        # What is ignored (SIGHUP under nohup) stays so.
+        numbers = [number for number in names if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, handle) for number in dict.fromkeys(numbers)}
         try:
             yield
         finally:

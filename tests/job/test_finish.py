@@ -102,10 +102,48 @@ def test_a_lost_lines_file_starts_the_job_again(tmp_path):
     again.close()
 
 
-def test_the_limit_belongs_to_a_made_file(tmp_path):
-    make(tmp_path / "out.csv", limit=4).finish()
-    with pytest.raises(JobError, match=r"output.limit: 4 in the journal, null now"):
-        open_output(OutputOptions(tmp_path / "out.csv"), JOB)
+@pytest.mark.parametrize("name", ["out.csv", "out.parquet", "out.jsonl.gz", "out.jsonl"])
+def test_a_try_with_a_limit_is_the_beginning_of_the_whole(tmp_path, name):
+    path = tmp_path / name
+    out = make(path, keep_order=True, limit=4)
+    out.finish()
+    out.close()
+    assert open_output(OutputOptions(path, keep_order=True, limit=3), JOB).ended
+    for limit in (6, None):
+        more = open_output(OutputOptions(path, keep_order=True, limit=limit), JOB)
+        assert not more.ended and more.count == (4 if limit else 6)
+        for number in (5, 6) if limit else (7,):
+            more.write(number, dumps({"record": number, "id": "x", "score": 0.5}), False)
+        if limit is None:  # killed and resumed in between
+            more.commit()
+            more.close()
+            more = open_output(OutputOptions(path, keep_order=True), JOB)
+            assert not more.ended and more.count == 7
+        more.finish()
+        more.close()
+    assert records_of(path) == list(range(1, 8))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [name, f"{name}.journal"]
+
+
+def test_a_try_whose_lines_are_gone_is_done_again(tmp_path):
+    path = tmp_path / "out.csv"
+    out = make(path, limit=4)
+    out.finish()
+    out.close()
+    (tmp_path / "out.csv.partial").unlink()
+    assert open_output(OutputOptions(path, limit=4), JOB).ended
+    again = open_output(OutputOptions(path), JOB)
+    assert not again.ended and again.count == 0
+    again.close()
+
+
+def records_of(path):
+    if path.suffix == ".parquet":
+        return pytest.importorskip("pyarrow.parquet").read_table(path)["record"].to_pylist()
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        if path.suffix == ".csv":
+            return [int(row["record"]) for row in csv.DictReader(file)]
+        return [json.loads(line)["record"] for line in file]
 
 
 def test_an_empty_job_makes_an_empty_file(tmp_path):
@@ -121,6 +159,10 @@ def test_an_empty_job_makes_an_empty_file(tmp_path):
 def test_refused_outputs(tmp_path):
     with pytest.raises(JobError, match="-o FILE"):
         open_output(OutputOptions(None, keep_order=True), JOB)
+    for name in ("a.xlsx", "a.txt", "a", "a.gz"):
+        with pytest.raises(JobError, match=r"\.jsonl, \.csv, \.tsv or \.parquet"):
+            open_output(OutputOptions(tmp_path / name), JOB)
+    assert not list(tmp_path.iterdir())
     with pytest.raises(JobError, match="compressed inside"):
         open_output(OutputOptions(tmp_path / "a.parquet.gz"), JOB)
 

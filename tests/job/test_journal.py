@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -110,7 +111,7 @@ def test_whatever_is_lost_of_either_file_a_resumed_job_has_each_record_once(tmp_
         # only a journal that has lost its very first line may refuse, and only where there is output
         assert b"\n" not in journal.read_bytes() and path.stat().st_size
         return
-    assert set(records_of(path)) == {n for n in range(number) if n in again.done}
+    assert len(again.done) == again.count == again.resumed
     write(again, [n for n in range(number) if n not in again.done])
     again.finish()
     again.close()
@@ -148,7 +149,10 @@ def test_an_output_without_a_journal_is_refused_until_overwritten(tmp_path):
 def test_a_job_to_resume_must_be_there(tmp_path):
     with pytest.raises(JobError, match="nothing to resume"):
         open_file(tmp_path / "out.jsonl", only_resume=True)
-    open_file(tmp_path / "out.jsonl").close()
+    out = open_file(tmp_path / "out.jsonl")
+    write(out, [1])
+    out.commit()
+    out.close()
     open_file(tmp_path / "out.jsonl", only_resume=True).close()
 
 
@@ -193,9 +197,8 @@ def test_lines_wait_to_be_written_together(tmp_path, monkeypatch):
     path = tmp_path / "out.jsonl"
     out = open_file(path)
     write(out, range(1, 1001))
-    assert path.stat().st_size == 0
     out.commit(due_only=True)
-    assert path.stat().st_size == 0
+    assert not path.exists()
     out.commit()
     assert len(records_of(path)) == 1000
     assert len(journal_path(path).read_text().splitlines()) == 2
@@ -232,8 +235,11 @@ def test_a_full_disk_keeps_what_is_committed(tmp_path, monkeypatch):
     out.close()
     assert path.stat().st_size > good
     again = open_file(path)
-    assert [n for n in range(5) if n in again.done] == [1, 2] and path.stat().st_size == good
+    assert [n for n in range(5) if n in again.done] == [1, 2]
+    write(again, [3])
+    again.finish()
     again.close()
+    assert records_of(path) == [1, 2, 3]
 
 
 def test_differences_name_nested_keys():
@@ -254,18 +260,91 @@ def test_a_journal_killed_before_its_first_line_starts_again(tmp_path):
     assert records_of(path) == [1] and open_file(path).ended
 
 
-def test_journal_of_another_version_is_refused(tmp_path):
-    path = tmp_path / "j"
-    path.write_text('{"prefold_journal": 99, "job": {}}\n')
+@pytest.mark.parametrize("first", ['{"prefold_journal": 99, "job": {}}\n', "{}\n", "null\n", "5\n"])
+def test_journal_of_another_version_is_refused(tmp_path, first):
+    path = tmp_path / "out.jsonl"
+    journal_path(path).write_text(first)
     with pytest.raises(JobError, match="not a journal"):
-        Journal.resume(path, JOB, 0)
+        open_file(path)
+    assert journal_path(path).read_text() == first
 
 
 def test_what_a_journal_says_of_its_job(tmp_path):
     out = tmp_path / "out.jsonl"
     assert recorded_job(out) == {}
-    Journal.create(journal_path(out), {"seed": 7}).close()
+    journal = Journal(journal_path(out))
+    journal.start({"seed": 7})
+    journal.close()
     assert recorded_job(out) == {"seed": 7}
     for broken in ("", "{", "[]", '{"job": 5}'):
         journal_path(out).write_text(broken)
         assert recorded_job(out) == {}
+
+
+def test_a_journal_nothing_was_written_to_leaves_no_file(tmp_path):
+    journal = Journal(journal_path(tmp_path / "out.jsonl"))
+    with pytest.raises(JobError, match="another process"):
+        Journal(journal.path)
+    journal.close()
+    journal.close()
+    assert not list(tmp_path.iterdir())
+
+
+def damaged_journal(tmp_path, change, keep_order=False):
+    """Whose job's journal went through `change`, resumed and finished: the records of its output."""
+    path = tmp_path / "out.jsonl"
+    out = open_file(path, keep_order=keep_order)
+    for number in range(1, 21):
+        write(out, [number], failed=number % 7 == 0)
+        if number % 3 == 0:
+            out.commit()
+    out.commit()
+    out.close()
+    journal = journal_path(path)
+    journal.write_bytes(change(journal.read_bytes()))
+    again = open_file(path, keep_order=keep_order)
+    try:
+        write(again, [n for n in range(1, 31) if n not in again.done])
+        again.finish()
+    finally:
+        again.close()
+    return sorted(records_of(path))
+
+
+@settings(max_examples=150, deadline=None)
+@given(flips=st.lists(st.tuples(st.floats(0, 1), st.integers(1, 255)), min_size=1, max_size=3), keep=st.booleans())
+def test_flipped_bits_in_a_journal_never_give_a_record_a_second_line(tmp_path_factory, flips, keep):
+    def flip(data):
+        data = bytearray(data)
+        for place, mask in flips:
+            data[int(place * (len(data) - 1))] ^= mask
+        return bytes(data)
+
+    try:
+        assert damaged_journal(tmp_path_factory.mktemp("job"), flip, keep) == list(range(1, 31))
+    except JobError as error:
+        assert re.search("damaged|not a journal|no journal says", str(error))
+
+
+@pytest.mark.parametrize(
+    "end",
+    [b"{}\n", b"null\n", b"[]\n", b'{"to":1}\n', b'{"to":"x","done":"1","errors":0}\n', b'{"ended":5}\n', b"\0" * 99],
+)
+def test_a_last_entry_that_is_none_does_not_count(tmp_path, end):
+    assert damaged_journal(tmp_path, lambda data: data + end) == list(range(1, 31))
+
+
+def test_a_missing_or_doubled_entry_is_an_error_that_says_where_it_goes_on(tmp_path):
+    for change in (lambda lines: lines[:3] + lines[4:], lambda lines: lines[:3] + lines[2:]):
+        with pytest.raises(JobError, match=r"line 4 of .* is damaged.*head -n 3"):
+            damaged_journal(tmp_path, lambda data, change=change: b"".join(change(data.splitlines(keepends=True))))
+        # What the message says does it.
+        journal = journal_path(tmp_path / "out.jsonl")
+        journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:3]))
+        again = open_file(tmp_path / "out.jsonl")
+        write(again, [n for n in range(1, 31) if n not in again.done])
+        again.finish()
+        again.close()
+        assert sorted(records_of(tmp_path / "out.jsonl")) == list(range(1, 31))
+        for path in tmp_path.iterdir():
+            path.unlink()
