@@ -35,10 +35,10 @@ def run_command(task: str | None, name: str, o: dict[str, Any]) -> None:
     try:
         summary = run_job(job, open_progress(False if o["quiet"] else None))
     except Interrupted as error:
-        _say_how_to_resume("interrupted", o, job.output.begun)
+        _say_how_to_resume("interrupted", o, job)
         sys.exit(130 if error.signal == signal.SIGINT else 128 + error.signal)
     except RankError:
-        _say_how_to_resume("ended by a failure", o, job.output.begun)
+        _say_how_to_resume("ended by a failure", o, job)
         raise
     if not o["quiet"]:
         click.echo("\n".join(summary_lines(summary, o, input.adapter)), err=True)
@@ -111,16 +111,16 @@ def _check_place(path: Path) -> None:
         raise JobError(f"nothing can be written to the folder {path.parent}; give {path.name} another place")
 
 
-def _say_how_to_resume(what: str, o: dict[str, Any], begun: bool) -> None:
+def _say_how_to_resume(what: str, o: dict[str, Any], job: Any) -> None:
     if o["output"] in (None, "-"):
         click.echo(f"\nprefold: {what}; output to a file (-o FILE) could be resumed", err=True)
         return
     context = click.get_current_context()
     arguments = context.find_root().meta.get("prefold.arguments", [])
-    if begun:  # what it was to replace is replaced
+    if job.output.begun:  # what it was to replace is replaced
         arguments = [a for a in arguments if a != "--overwrite"]
     command = f"prefold {shlex.join(arguments)}"
-    if o["input"] in ("-", ("-",)):
+    if job.source.name == "-":
         command = f"... | {command}     (standard input once more, from its beginning)"
     click.echo(f"\nprefold: {what}; what is done is written. To go on:\n  {command}", err=True)
 

@@ -113,10 +113,10 @@ class Journal:
                 + "\n  ".join(found)
                 + "\ngive the same options to resume it, --overwrite to start again, or -o NAME to write elsewhere"
             )
-        last: dict[str, Any] = {}
-        for _, last, _ in self._entries():
-            pass
-        self._replay(output_bytes, whole=made and covers(last.get("ended"), limit))
+        ended = None
+        for _, entry, _ in self._entries():
+            ended = entry.get("ended")
+        self._replay(output_bytes, whole=made and covers(ended, limit))
 
     def cut(self) -> None:
         """Take away what lies behind the last entry that counts."""

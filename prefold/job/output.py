@@ -180,7 +180,7 @@ class FileOutput:
             made = self._finish is not None and self.path.exists()
             self.journal.resume(self._job, size, options.limit, made=made)
             return True
-        if self.path.exists():
+        if self.path.exists() and self.path.stat().st_size:
             raise JobError(
                 f"{self.path} exists and no journal says that it is this job's; "
                 "--overwrite replaces it, -o NAME writes elsewhere"

@@ -133,7 +133,7 @@ def test_places_that_cannot_be_written_are_one_error(tmp_path, what):
     path = {"folder": tmp_path / "folder.jsonl", "missing": Path("/proc/x.jsonl"), "file": tmp_path / "file" / "x.csv"}
     before = sorted(tmp_path.rglob("*"))
     for overwrite in (False, True):
-        with pytest.raises(JobError, match="folder|cannot write"):
+        with pytest.raises(JobError, match=r"folder|cannot write"):
             open_output(OutputOptions(path[what], overwrite=overwrite), JOB)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -150,7 +150,7 @@ def test_a_disk_that_fails_when_the_job_begins_keeps_the_old_output(tmp_path, mo
 
     monkeypatch.setattr(os, "fsync", full)
     for _ in range(2):
-        with pytest.raises(JobError, match="No space left on device.*make room"):
+        with pytest.raises(JobError, match=r"No space left on device.*make room"):
             out.commit()
     out.close()
     assert contents(tmp_path) == kept
