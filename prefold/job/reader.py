@@ -21,7 +21,9 @@ from .output import Output
 
 __all__ = ["Reader", "Ready"]
 
+# Records are tokenised together up to so many texts, and so many bytes: a token takes far more memory than its text.
 CHUNK_TEXTS = 512
+CHUNK_BYTES = 8 << 20
 IDLE_SECONDS = 0.5
 
 
@@ -40,6 +42,7 @@ class _Chunk:
     records: list[tuple[int, Parsed]] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
     texts: int = 0
+    bytes: int = 0
 
 
 class Reader:
@@ -143,8 +146,13 @@ class Reader:
     def _pumped(self, records: Iterator[Record]) -> Iterator[Record | None]:
         """The records; None whenever the source has had none for a moment (it may be a pipe that goes on later)."""
         pipe: queue.Queue[Record | BaseException | None] = queue.Queue(maxsize=CHUNK_TEXTS)
+        given = taken = 0  # bytes of the records that went into the pipe, and of those that came out of it
 
         def put(item: Record | BaseException | None) -> None:
+            nonlocal given
+            while given - taken > CHUNK_BYTES and not self.stop.wait(0.01):
+                pass
+            given += item.size if isinstance(item, Record) else 0
             while not self.stop.is_set():
                 with contextlib.suppress(queue.Full):
                     return pipe.put(item, timeout=0.1)
@@ -170,6 +178,7 @@ class Reader:
                 return
             if isinstance(item, BaseException):
                 raise item
+            taken += item.size
             yield item
 
     def _engine_waits(self) -> bool:
@@ -184,11 +193,14 @@ class Reader:
         if parsed.error is not None:
             self._fail(record.number, parsed.meta, parsed.error)
             return
+        if parsed.task in self._chunks and self._chunks[parsed.task].bytes + record.size > CHUNK_BYTES:
+            self._flush(parsed.task)
         chunk = self._chunks.setdefault(parsed.task, _Chunk())
         chunk.records.append((record.number, parsed))
         chunk.items += parsed.items
         chunk.texts += sum(map(_texts_of, parsed.items))
-        if chunk.texts >= CHUNK_TEXTS:
+        chunk.bytes += record.size
+        if chunk.texts >= CHUNK_TEXTS or chunk.bytes >= CHUNK_BYTES:
             self._flush(parsed.task)
 
     def _flush_all(self) -> None:

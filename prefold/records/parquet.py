@@ -11,6 +11,8 @@ from .record import Record, Source
 
 __all__ = ["ParquetSource"]
 
+_BATCH_BYTES = 4 << 20
+
 
 class ParquetSource(Source):
     def __init__(self, name: str, path: Path, identity: dict[str, Any]):
@@ -36,17 +38,24 @@ class ParquetSource(Source):
         number = 0
         try:
             with pq.ParquetFile(self._path) as file:
-                for batch in file.iter_batches(batch_size=512, columns=names):
+                for batch in file.iter_batches(batch_size=_batch_rows(file.metadata), columns=names):
                     yield from _batch_records(batch, number)
                     number += batch.num_rows
         except (pa.ArrowException, OSError) as error:
             raise JobError(f"cannot read {self.name} after record {number}: {error}") from error
 
 
+def _batch_rows(metadata: Any) -> int:
+    """How many rows are read at once: 512, or fewer where they are large."""
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    return max(1, min(512, _BATCH_BYTES * metadata.num_rows // max(1, size)))
+
+
 def _batch_records(batch: Any, number: int) -> Iterator[Record]:
+    size = batch.nbytes // max(1, batch.num_rows)
     try:
         for index, data in enumerate(batch.to_pylist(), number + 1):
-            yield Record(index, data)
+            yield Record(index, data, size=size)
     except UnicodeDecodeError:
         names = batch.schema.names
         for index in range(batch.num_rows):
@@ -56,4 +65,4 @@ def _batch_records(batch: Any, number: int) -> Iterator[Record]:
                 bad = InputError(f"a text is not valid UTF-8: {error}", remedy="re-encode it", code="invalid_utf8")
                 yield Record(number + index + 1, error=bad)
             else:
-                yield Record(number + index + 1, data)
+                yield Record(number + index + 1, data, size=size)

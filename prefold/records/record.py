@@ -16,11 +16,15 @@ FORMATS = ("jsonl", "csv", "tsv", "parquet")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of the input: its number (from 1), and its data or what is wrong with it."""
+    """One record of the input: its number (from 1), and its data or what is wrong with it.
+
+    size: about how many bytes it takes; who holds many records goes by it.
+    """
 
     number: int
     data: dict[str, Any] | None = None
     error: InputError | None = None
+    size: int = 0
 
 
 class Source:

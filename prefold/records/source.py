@@ -12,6 +12,7 @@ import csv
 import gzip
 import hashlib
 import json
+import os
 import sys
 import zlib
 from collections.abc import Collection, Iterable, Iterator
@@ -42,6 +43,8 @@ def open_source(name: str, format: str | None = None, *, stdin: BinaryIO | None 
     if format is not None and format not in FORMATS:
         raise JobError(f"unknown input format {format!r}; known: {', '.join(FORMATS)}")
     if name == "-":
+        if stdin is None and sys.stdin is None:
+            raise JobError("standard input is closed; give a file, or pipe something into it")
         return _open_stdin(format or "jsonl", stdin or sys.stdin.buffer)
     path = Path(name)
     if not path.exists():
@@ -152,7 +155,7 @@ class _JsonlSource(_LineSource):
                 continue
             self._number += 1
             try:
-                yield Record(self._number, _parse_line(line))
+                yield Record(self._number, _parse_line(line), size=len(line))
             except InputError as error:
                 yield Record(self._number, error=error)
 
@@ -243,7 +246,9 @@ class _CsvSource(_LineSource):
 def _open_stdin(format: str, stream: BinaryIO) -> Source:
     if format == "parquet":
         raise JobError("a Parquet file cannot be read from standard input; give its path")
-    head = stream.readline()
+    lines = _lines_of(stream)
+    with _broken("standard input", 0):
+        head = next(lines, b"")
     if head[:2] == b"\x1f\x8b":
         raise JobError("standard input is gzipped; pipe it through `gzip -dc`")
     identity = {"stdin": hashlib.blake2b(head, digest_size=16).hexdigest()}
@@ -262,6 +267,28 @@ def _open_stdin(format: str, stream: BinaryIO) -> Source:
         if head:
             yield head
         taken = True
-        yield from stream
+        yield from lines
 
     return _LineSource.make("-", format, identity, head, opener)
+
+
+def _lines_of(stream: BinaryIO) -> Iterator[bytes]:
+    """The lines of a stream, read from its file descriptor if it has one.
+
+    A thread that waits for input in sys.stdin's own buffer holds a lock that Python wants when the process ends, and
+    Python aborts when it cannot have it. A thread that waits in os.read holds nothing.
+    """
+    try:
+        number = stream.fileno()
+    except (AttributeError, OSError):
+        yield from stream
+        return
+    parts: list[bytes] = []
+    while block := os.read(number, 1 << 16):
+        first, *others = block.split(b"\n")
+        parts.append(first)
+        for part in others:
+            yield b"".join(parts) + b"\n"
+            parts = [part]
+    if last := b"".join(parts):
+        yield last

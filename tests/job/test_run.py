@@ -91,6 +91,19 @@ def test_a_limit_takes_the_first_records_and_the_whole_job_goes_on(tmp_path):
     check_complete(source, out)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_tokenised_at_once_is_bounded_in_bytes(tmp_path, monkeypatch, streaming):
+    monkeypatch.setattr("prefold.job.reader.CHUNK_BYTES", 10_000)
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    texts = ["x" * (6000 if i % 3 else 10) for i in range(20)]
+    source.write_text("".join(json.dumps({"text": text, "k": "x"}) + "\n" for text in texts))
+    job = table_job(source, out, streaming=streaming)
+    chunks, prepare = [], job.tasks["embed"].prepare
+    job.tasks["embed"].prepare = lambda items: chunks.append([len(i["text"]) for i in items]) or prepare(items)
+    assert run_job(job, Progress()).records == 20
+    assert sum(map(len, chunks)) == 20 and max(map(sum, chunks)) <= 10_000 and max(map(len, chunks)) > 1
+
+
 def test_records_that_all_fail_load_no_model(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_records(source, 20, bad=range(1, 21))

@@ -97,6 +97,20 @@ def test_parquet_reads_the_wanted_columns_over_row_groups(tmp_path):
     assert got[1234].data == {"text": "t1234", "docs": ["x"]}
 
 
+def test_large_rows_of_parquet_are_read_few_at_a_time(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    from prefold.records.parquet import _batch_rows
+
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a", "b"]}), path)
+    assert _batch_rows(pq.ParquetFile(path).metadata) == 512
+    pq.write_table(pa.table({"text": [str(i) * (1 << 20) for i in range(10)]}), path, use_dictionary=False)
+    assert 1 <= _batch_rows(pq.ParquetFile(path).metadata) <= 4
+    got = rows(path)
+    assert [r.number for r in got] == list(range(1, 11)) and all(r.size >= 1 << 20 for r in got)
+
+
 def test_parquet_invalid_utf8_is_an_error_of_its_record(tmp_path):
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
