@@ -8,10 +8,11 @@ nothing of its own, and nothing is ever copied, shifted or matched in part.
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -74,6 +75,12 @@ class RadixCache:
         self._clock = clock
         self._kept: dict[Node, None] = {}
         self._next_expiry = 0.0
+        # Of the kept nodes those that may go now (they have neither children nor pins), the one that goes first at the
+        # head, as (worth, place, node). A node that comes to be such is entered once more with a new place; an entry
+        # that does not have its node's place any more is passed over when it comes to the head.
+        self._by_worth: list[tuple[tuple[float, float], int, Node]] = []
+        self._by_age: list[tuple[float, int, Node]] = []  # likewise; used where there is a time to live
+        self._places = itertools.count(1)
         tree.on_split.append(self._split)
 
     def keep(self, node: Node) -> None:
@@ -94,6 +101,7 @@ class RadixCache:
             node.kept, node.used = True, self._clock()
             self._kept[node] = None
             self.rows += 0 if node.pins else node.computed
+            self._enter(node)
             limit = self.options.max_tokens
             if limit is not None and self.rows > limit:
                 self.evict(self.rows - limit)
@@ -116,15 +124,9 @@ class RadixCache:
     def evict(self, rows: int) -> int:
         """Let at least `rows` rows go, or all there are; returns how many went."""
         started = time.perf_counter()
-        heap = [(self._worth(n), id(n), n) for n in self._kept if not n.children and not n.pins]
-        heapq.heapify(heap)
         gone = 0
-        while heap and gone < rows:
-            node = heapq.heappop(heap)[2]
-            parent = node.parent
+        while gone < rows and (node := self._first(self._by_worth)) is not None:
             gone += self._forget(node, rows - gone)
-            if parent is not None and parent.kept and not parent.children and not parent.pins:
-                heapq.heappush(heap, (self._worth(parent), id(parent), parent))
         self.seconds += time.perf_counter() - started
         return gone
 
@@ -136,42 +138,81 @@ class RadixCache:
         if now < self._next_expiry:
             return
         self._next_expiry = now + self.options.ttl / 10
-        # Deepest first: a node goes after its children.
-        for node in sorted(self._kept, key=lambda n: n.start, reverse=True):
-            if not node.children and not node.pins and now - node.used >= self.options.ttl:
-                self._forget(node)
+        # A node is used last no earlier than its children, so these go first.
+        while (node := self._first(self._by_age)) is not None and now - node.used >= self.options.ttl:
+            self._forget(node)
 
     def clear(self) -> None:
         """Let all go that is not pinned."""
-        self.evict(self.rows)
+        with self._tree.change():
+            self.evict(self.rows)
 
     def pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
-        """Never evict what is there of these tokens, until `unpin`; returns how many leading tokens that is."""
-        return self._pin(namespace, tokens, 1)
+        """Never evict what is there of these tokens, until `unpin`; returns how many leading tokens that is.
+
+        Where a call of the engine is broken off in the middle of a change, all that is kept goes, pins with it.
+        """
+        pinned = 0
+        with self._tree.change():
+            for node, same in self._tree.match(namespace, tokens)[0]:
+                there = min(same, node.computed)
+                if not there:
+                    break
+                if there < len(node):
+                    node = self._tree.split(node, there)
+                if node.kept and not node.pins:
+                    self.rows -= node.computed
+                node.pins += 1
+                pinned += there
+                if there < same:
+                    break
+        return pinned
 
     def unpin(self, namespace: Hashable, tokens: np.ndarray) -> int:
-        return self._pin(namespace, tokens, -1)
+        """Take back the longest of the pins that lie along these tokens; returns how many leading tokens it held."""
+        with self._tree.change():
+            path = [node for node, same in self._tree.match(namespace, tokens)[0] if same == len(node) and node.pins]
+            while path and path[-1].pins == sum(child.pins for child in path[-1].children.values()):
+                path.pop()  # all its pins go on below
+            for node in path:
+                node.pins -= 1
+                if node.kept and not node.pins:
+                    self.rows += node.computed
+                    self._enter(node)
+        return path[-1].stop if path else 0
 
-    def _pin(self, namespace: Hashable, tokens: np.ndarray, change: int) -> int:
-        found, total = self._tree.match(namespace, tokens)
-        for node, same in found:
-            if same < len(node):
-                if same <= node.computed and change > 0:
-                    node = self._tree.split(node, same)
-                else:
-                    total -= same
-                    continue
-            if change > 0 and node.pending:
-                total -= len(node)
-                continue
-            before, node.pins = node.pins, max(0, node.pins + change)
-            if node.kept and bool(before) != bool(node.pins):
-                self.rows += -node.computed if node.pins else node.computed
-        return total
+    def forget_all(self) -> None:
+        """The trie and the pool were cleared."""
+        self._kept.clear()
+        self._by_worth.clear()
+        self._by_age.clear()
+        self.rows = 0
 
     def _worth(self, node: Node) -> tuple[float, float]:
         first = {"lru": 0, "lfu": node.uses, "priority": node.priority}[self.options.policy]
         return (first, node.used)
+
+    def _enter(self, node: Node | None) -> None:
+        """Enter a node among those that may go, if it may."""
+        if node is None or not node.kept or node.children or node.pins:
+            return
+        node.place = next(self._places)
+        heapq.heappush(self._by_worth, (self._worth(node), node.place, node))
+        if self.options.ttl is not None:
+            heapq.heappush(self._by_age, (node.used, node.place, node))
+        for heap in (self._by_worth, self._by_age):
+            if len(heap) > 2 * len(self._kept) + 64:
+                heap[:] = [entry for entry in heap if self._may_go(entry)]
+                heapq.heapify(heap)
+
+    def _may_go(self, entry: tuple[Any, int, Node]) -> bool:
+        node = entry[2]
+        return node.place == entry[1] and node.kept and not node.children and not node.pins
+
+    def _first(self, heap: list[Any]) -> Node | None:
+        while heap and not self._may_go(heap[0]):
+            heapq.heappop(heap)
+        return heap[0][2] if heap else None
 
     def _forget(self, node: Node, rows: int | None = None) -> int:
         """Evict a kept leaf, or the last `rows` rows of it: what lies before them may yet be asked for."""
@@ -182,6 +223,7 @@ class RadixCache:
         node.kept = False
         self.rows -= size
         self._drop(node)
+        self._enter(node.parent)
         return size
 
     def _forget_below(self, node: Node) -> None:
@@ -194,7 +236,7 @@ class RadixCache:
 
     def _drop(self, node: Node) -> None:
         self._pool.free(node.give_up())
-        node.detach()
+        self._tree.detach(node)
 
     def _split(self, upper: Node, lower: Node) -> None:
         if lower.kept:
@@ -206,3 +248,8 @@ class RadixCache:
         assert set(kept) == set(self._kept)
         assert self.rows == sum(node.computed for node in kept if not node.pins)
         assert all(node.users == 0 and node.pending == 0 for node in kept)
+        may_go = {node for node in kept if not node.children and not node.pins}
+        assert {entry[2] for entry in self._by_worth if self._may_go(entry)} == may_go
+        assert all(entry[0] == self._worth(entry[2]) for entry in self._by_worth if self._may_go(entry))
+        pinned = [node for node in self._tree.nodes() if node.pins]
+        assert all(not node.pending and (node.parent.parent is None or node.parent.pins) for node in pinned)

@@ -17,9 +17,13 @@ class SlotPool:
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
-        self.free_slots = num_slots
-        self._starts = [1] if num_slots else []  # of free runs, ascending
-        self._sizes = {1: num_slots} if num_slots else {}
+        self.clear()
+
+    def clear(self) -> None:
+        """All slots are free."""
+        self.free_slots = self.num_slots
+        self._starts = [1] if self.num_slots else []  # of free runs, ascending
+        self._sizes = {1: self.num_slots} if self.num_slots else {}
 
     @property
     def used_slots(self) -> int:

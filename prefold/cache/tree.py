@@ -7,7 +7,9 @@ a node, and when it may go, is for the scheduler and the cache to say.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ class Node:
     lost      rows were computed once and given up: computing them is doing it again
     namespace of a root: what was given to `insert`
 
-    kept, pins, used, uses, priority are the cache's: see cache.RadixCache.
+    kept, pins, used, uses, priority, place are the cache's: see cache.RadixCache.
     """
 
     __slots__ = (
@@ -41,6 +43,7 @@ class Node:
         "namespace",
         "parent",
         "pins",
+        "place",
         "priority",
         "slots",
         "start",
@@ -65,6 +68,7 @@ class Node:
         self.used = 0.0
         self.uses = 0
         self.priority = 0
+        self.place = 0
         self._runs: list[tuple[int, int]] | None = None
 
     def __len__(self) -> int:
@@ -125,23 +129,38 @@ class Node:
         self._runs = None
         return upper
 
-    def detach(self) -> None:
-        """Take the node out of the trie; it has no children any more."""
-        assert not self.children and self.parent is not None
-        first = int(self.tokens[0])
-        if self.parent.children.get(first) is self:
-            del self.parent.children[first]
-
 
 class RadixTree:
     """The tries of several namespaces: nothing is shared between two (adapters, salts).
 
     on_split   called with (upper, lower) whenever a node is cut in two
+    changing   the tries, or what depends on them, are being changed. After a change that an exception broke off it
+               stays so, until the next one begins with
+    make_anew  what makes all that was being changed whole again
+    lock       held by a change; for whoever reads while others may change
     """
 
     def __init__(self) -> None:
         self.roots: dict[Hashable, Node] = {}
         self.on_split: list[Any] = []
+        self.changing = False
+        self.make_anew: Callable[[], None] = self.clear
+        self.lock = threading.RLock()
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """A change of the tries and of what depends on them, by one thread at a time. They are whole when it begins,
+        and whole behind it if nothing is raised."""
+        with self.lock:
+            self.be_whole()
+            self.changing = True
+            yield
+            self.changing = False
+
+    def be_whole(self) -> None:
+        if self.changing:
+            self.make_anew()
+            self.changing = False
 
     def insert(self, namespace: Hashable, tokens: np.ndarray) -> Node:
         """The node that ends with `tokens` (int32 [n], n >= 1); made, and others cut, where needed.
@@ -194,9 +213,18 @@ class RadixTree:
             yield node
             stack.extend(node.children.values())
 
-    def forget_empty_roots(self) -> None:
-        for namespace in [n for n, root in self.roots.items() if not root.children]:
-            del self.roots[namespace]
+    def detach(self, node: Node) -> None:
+        """Take a node out of its trie; it has no children any more. A root goes with its last child."""
+        parent = node.parent
+        assert not node.children and parent is not None
+        first = int(node.tokens[0])
+        if parent.children.get(first) is node:
+            del parent.children[first]
+        if parent.parent is None and not parent.children and self.roots.get(parent.namespace) is parent:
+            del self.roots[parent.namespace]
+
+    def clear(self) -> None:
+        self.roots.clear()
 
 
 def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -238,11 +238,10 @@ class Generator:
         if len(self._flights) > 1:  # when the first was to be landed, Ctrl-C came
             self._land()
         started = time.perf_counter()
+        self._tell_failed(scheduler.admit())
         step = scheduler.plan()
-        self._tell_failed()
         if self._flights and (step is None or not self._can_start(step)):
-            scheduler.abandon()  # to be planned anew, with the tokens that it cannot do without
-            self._land()
+            self._land()  # to be planned anew, with the tokens that it cannot do without
             return True
         if step is None:
             return False
@@ -250,12 +249,8 @@ class Generator:
         try:
             tell = self._run(step, started)
         except torch.OutOfMemoryError:
-            scheduler.abandon()
             if not self._shrink(step):
                 raise
-        except BaseException:  # Ctrl-C among them: whoever comes next must find a scheduler that can go on
-            scheduler.abandon()
-            raise
         if tell is None:  # not while the error is handled: it holds what the failed step made
             free_cached(self.model.device)
             return True
@@ -285,6 +280,7 @@ class Generator:
             choice, seconds = choose(self.model, self._sampler, hidden, step, readers, head=head)
         stats.add_seconds("model", time.perf_counter() - planned - seconds)
         stats.add_seconds("sample", seconds)
+        self.scheduler.begin(step)
         return partial(self._finish, step, readers, choice, started)
 
     def _shrink(self, step: GenerateStep) -> bool:
@@ -384,12 +380,12 @@ class Generator:
                 job.on_done(answer)
         return requests, tokens
 
-    def _tell_failed(self) -> None:
-        while self.scheduler.failed:
-            key, error = self.scheduler.failed.pop()
-            job = self._jobs.pop(key, None)  # type: ignore[arg-type]
+    def _tell_failed(self, failed: Sequence[tuple[Hashable, InputError]]) -> None:
+        for key, error in failed:
+            job = self._jobs.pop(key, None)  # type: ignore[call-overload]
             if job is not None:
                 job.on_done(error)
+            self.scheduler.cancel(key)
 
     def _account(self, step: GenerateStep) -> None:
         stats, generation, scheduler = self._stats(), self.scheduler.stats, self.scheduler

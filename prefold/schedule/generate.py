@@ -5,16 +5,22 @@ row is a row of one trie: prompts, and below them the tokens each sequence has m
 rows are computed once, whoever waits for them; they stay while a sequence below is waiting or running, and
 in the moment the last of these ends their slots are free (with a radix cache: may be evicted).
 
-`plan` settles who runs and returns the next step; called again before `begin` or `commit` it returns the same. No
-tensors, no clock; what a step computes comes back to `commit` as tokens. Between `begin` and `commit` of a step the
-next one may be planned: of a token that is still to come it says which one it is.
+`admit` settles who runs, `plan` only reads and returns the next step, `begin` and `commit` book it. No tensors, no
+clock; what a step computes comes back to `commit` as tokens. Between `begin` and `commit` of a step the next one may
+be planned: of a token that is still to come it says which one it is.
+
+An exception may fall into the middle of a change (Ctrl-C falls anywhere). What cannot be derived are the requests,
+and of their sequences the tokens and whether they have ended; each of these is changed in one stroke. All the rest
+(the trie, slots, who runs) is made anew from them by whatever is called next: then everybody waits once more, and
+the cache is empty.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,15 +36,16 @@ __all__ = ["GenerateScheduler"]
 TAIL_SLOTS = 16
 
 
-@dataclass(slots=True)
-class _Arrival:
+@dataclass(eq=False, slots=True)
+class _Request:
+    """What was submitted, and its sequences; `left` of them have not ended."""
+
     key: Hashable
     tokens: np.ndarray
-    samples: int
-    limit: int
-    reserve: bool
-    namespace: Hashable
+    namespace: tuple[Hashable, ...]
     priority: int
+    sequences: list[Running] = field(default_factory=list)
+    left: int = 0
 
 
 class GenerateScheduler:
@@ -62,19 +69,22 @@ class GenerateScheduler:
     ):
         self.pool = pool
         self.tree = RadixTree()
+        self.tree.make_anew = self._make_anew
         self.cache = None if cache is None else RadixCache(self.tree, pool, cache)
         self.max_batch_rows = max_batch_rows
         self.max_running = min(max_running, max_batch_rows)
         self.stats = GenerationStats()
-        self.running: list[Running] = []
-        self.waiting: deque[Running] = deque()
-        self.failed: list[tuple[Hashable, InputError]] = []
+        self.running: dict[Running, None] = {}  # in the order of their admission
+        self.waiting: OrderedDict[Running, None] = OrderedDict()
+        self._ending: dict[Running, None] = {}  # whose last token is on its way
         self._sharing = sharing
-        self._arrivals: deque[_Arrival] = deque()
-        self._cancelled: set[Hashable] = set()
-        self._planned: GenerateStep | None = None
+        self._requests: dict[Hashable, _Request] = {}
+        self._arrivals: dict[Hashable, _Request] = {}  # those of the requests that are not in the trie yet
+        self._failed: dict[Hashable, InputError] = {}
         self._begun: deque[GenerateStep] = deque()
-        self._ending: list[Running] = []  # whose last token is on its way
+        self._version = 0  # of the books: a step is planned for one of them
+        self._remade = -1  # the version in which they were last made anew
+        self._has_room = False  # whether there is a slot for the next row of every running sequence
         self.rows_held_peak = 0  # most slots in use by sequences
         self.rows_unshared_peak = 0  # what the same sequences would have held, had each rows of its own
 
@@ -91,7 +101,7 @@ class GenerateScheduler:
         namespace: tuple[Hashable, ...] = (),
         priority: int = 0,
     ) -> None:
-        """A prompt, int32 [n], n >= 1, to be continued `samples` times by at most `limit` >= 1 tokens.
+        """Take a prompt, int32 [n], n >= 1, to be continued `samples` times by at most `limit` >= 1 tokens.
 
         Rows are shared within a namespace only. reserve: set aside room for the whole output when the prompt is
         admitted; else it grows, and the sequence may be preempted.
@@ -108,20 +118,30 @@ class GenerateScheduler:
             )
         if not self._sharing:
             namespace = (*namespace, key)
-        self._arrivals.append(_Arrival(key, tokens, samples, limit, reserve, namespace, priority))
+        request = _Request(key, tokens, namespace, priority)
+        request.sequences = [Running(key, sample, limit, reserve, priority) for sample in range(samples)]
+        request.left = samples
+        with self._changes():
+            self._requests[key] = request
+            self._arrivals[key] = request
 
-    def cancel(self, key: Hashable) -> None:
-        """End all sequences of a request: at once, or when the step that is planned has been committed."""
-        self._cancelled.add(key)
-        self._drop_cancelled()
+    def cancel(self, *keys: Hashable) -> None:
+        """End all sequences of requests, where they are still there, and forget why they failed, if they have."""
+        with self._changes():
+            for key in keys:
+                self._arrivals.pop(key, None)
+                request = self._requests.pop(key, None)
+                self._failed.pop(key, None)
+                if request is not None:
+                    self._end_all(request)
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + sum(arrival.samples for arrival in self._arrivals)
+        return len(self.waiting) + sum(request.left for request in self._arrivals.values())
 
     @property
     def has_work(self) -> bool:
-        return self.can_plan or bool(self._begun)
+        return bool(self._requests or self._begun)
 
     @property
     def can_plan(self) -> bool:
@@ -130,95 +150,125 @@ class GenerateScheduler:
 
     # ------------------------------------------------------------------------------------------ plan and commit
 
-    def plan(self) -> GenerateStep | None:
-        """The next step; None when no sequence can run, or none before what is being run has come back."""
-        if self._planned is None:
+    def admit(self) -> list[tuple[Hashable, InputError]]:
+        """Settle who runs: those who came are entered into the trie, and as many admitted as there is room for.
+
+        Returns the requests that can never run, with what is wrong; again at each call, until they are cancelled.
+        """
+        with self._changes():
             self._take_arrivals()
-            self._drop_cancelled()
             if self.cache is not None:
                 self.cache.expire()
-            if not self._grow_tails():
+            self._has_room = self._grow_tails()
+            if self._has_room:
+                self._admit()
+        return list(self._failed.items())
+
+    def plan(self) -> GenerateStep | None:
+        """The next step of those who were admitted, which changes nothing; None when nobody can run, or nobody before
+        what is being run has come back."""
+        with self.tree.lock:
+            if not self.running or not self._has_room or self.tree.changing:
                 return None
-            self._admit()
-            if self.running:
-                self._planned = lay_out(Draft.of(self.running, self.max_batch_rows))
-        return self._planned
+            return lay_out(Draft.of(self.running, self.max_batch_rows), self._version)
 
     def begin(self, step: GenerateStep) -> None:
-        """The step is being run: the next one may be planned before its tokens are there."""
-        if step is not self._planned:
-            raise ValueError("this is not the step that was planned last")
-        self._planned = None
-        self._begun.append(step)
-        self._count(step)
-        for node, rows in step.takes:
-            node.computed += rows
-            node.lost &= node.pending > 0
-        for number, (sequence, _) in enumerate(step.reads):
-            sequence.ready = True
-            sequence.tail.tokens.append(-1 - number)
-            if len(sequence.tail.tokens) == sequence.limit:
-                self.running.remove(sequence)
-                self._ending.append(sequence)
-                sequence.state = "ending"
+        """Book a step as being run: the next one may be planned before its tokens are there.
+
+        Raises ValueError where something has changed since it was planned."""
+        if step.version != self._version or self.tree.changing:
+            raise ValueError("something has changed since this step was planned")
+        with self._changes():
+            self._has_room = False  # until tails have a slot for their next row
+            self._begun.append(step)
+            self._count(step)
+            for node, rows in step.takes:
+                node.computed += rows
+                node.lost &= node.pending > 0
+            for number, (sequence, _) in enumerate(step.reads):
+                sequence.ready = True
+                sequence.tail.tokens.append(-1 - number)
+                if len(sequence.tail.tokens) == sequence.limit:
+                    del self.running[sequence]
+                    self._ending[sequence] = None
+                    sequence.state = "ending"
+
+    def awaits(self, step: GenerateStep) -> bool:
+        """Whether the tokens of a step are to be committed next: it was begun first, or by books that are no more."""
+        self.tree.be_whole()
+        return step.version <= self._remade or (bool(self._begun) and self._begun[0] is step)
 
     def commit(self, step: GenerateStep, tokens: Sequence[int], ended: Sequence[bool]) -> list[Running]:
-        """The step was run: the token each of `step.reads` got, and whether it ends there (its token is then no part
-        of the output). Of sequences that had ended before it is not looked at. Returns the sequences that have ended,
-        by that or by their limit. Raises ValueError while another step is planned and not begun."""
-        if self._planned is not None and (self._begun or step is not self._planned):
-            raise ValueError("a step is planned: begin or abandon it before another one is committed")
-        if self._planned is not None:
-            self.begin(step)
-        if not self._begun or step is not self._begun[0]:
-            raise ValueError("this is not the step that was planned or begun first")
-        self._begun.popleft()
-        done, late = [], []
-        for (sequence, _), token, stop in zip(step.reads, tokens, ended, strict=True):
-            if sequence.state == "ended":
-                late.append(sequence.tail)
-                continue
-            if not stop:
-                sequence.tail.tokens[sequence.known] = int(token)
-                sequence.known += 1
-            if stop or sequence.known == sequence.limit:
-                done.append(sequence)
-        if late:
-            self.stats.discarded_rows += sum(rows for node, rows in step.takes if node in late)
-        for sequence in done:
-            self._end(sequence)
-        self._drop_cancelled()
+        """Book what a step has given: the token each of `step.reads` got, and whether it ends there (its token is then
+        no part of the output). Of sequences that had ended before it is not looked at. Returns the sequences that have
+        ended, by that or by their limit. Where it is broken off it may be called again with the same.
+
+        Raises ValueError for another step than the one begun first."""
+        if not self.awaits(step):
+            raise ValueError("this is not the step that was begun first")
+        with self._changes():
+            if self._begun and self._begun[0] is step:
+                self._begun.popleft()
+            done, late = [], []
+            for (sequence, _), at, token, stop in zip(step.reads, step.tokens_before, tokens, ended, strict=True):
+                if sequence.state == "ended":
+                    late.append(sequence.tail)
+                    continue
+                if not stop and sequence.known == at:
+                    sequence.tail.tokens[at : at + 1] = [int(token)]
+                    sequence.known = at + 1
+                if stop or sequence.known == sequence.limit:
+                    done.append(sequence)
+            if late:
+                self.stats.discarded_rows += sum(rows for node, rows in step.takes if node in late)
+            for sequence in done:
+                self._end(sequence)
         return done
 
-    def abandon(self) -> None:
-        """The step that was planned was not run to its end, and is forgotten; the next plan begins anew."""
-        self._planned = None
-        self._drop_cancelled()
+    # ----------------------------------------------------------------------------------------------- being whole
+
+    @contextmanager
+    def _changes(self) -> Iterator[None]:
+        with self.tree.change():
+            self._version += 1
+            yield
+
+    def _make_anew(self) -> None:
+        """All books, from what cannot be derived."""
+        self.pool.clear()
+        self.tree.clear()
+        if self.cache is not None:
+            self.cache.forget_all()
+        for some in (self.running, self.waiting, self._ending, self._begun):
+            some.clear()
+        self._has_room = False
+        self._version += 1
+        self._remade = self._version
+        for key, request in list(self._requests.items()):
+            left = [sequence for sequence in request.sequences if sequence.state != "ended"]
+            request.left = len(left)
+            if not left or key in self._failed:
+                del self._requests[key]
+            for sequence in left:
+                sequence.wait_anew()
+        self._arrivals = dict(self._requests)
 
     # ------------------------------------------------------------------------------------------------ who runs
 
     def _take_arrivals(self) -> None:
-        while self._arrivals:
-            arrival = self._arrivals.popleft()
-            leaf = self.tree.insert(arrival.namespace, arrival.tokens)
+        for request in self._arrivals.values():
+            leaf = self.tree.insert(request.namespace, request.tokens)
             path = leaf.path()
             if self.cache is not None:
                 self.cache.take(path)
             for node in path:
-                node.users += arrival.samples
-                node.priority = max(node.priority, arrival.priority)
-            for sample in range(arrival.samples):
-                tail = Node(leaf, [], leaf.stop)
-                self.waiting.append(
-                    Running(arrival.key, sample, leaf, tail, arrival.limit, arrival.reserve, arrival.priority)
-                )
-
-    def _drop_cancelled(self) -> None:
-        if self._planned is None and self._cancelled:
-            self._arrivals = deque(arrival for arrival in self._arrivals if arrival.key not in self._cancelled)
-            for sequence in [s for s in (*self.running, *self.waiting, *self._ending) if s.key in self._cancelled]:
-                self._end(sequence)
-            self._cancelled.clear()
+                node.users += request.left
+                node.priority = max(node.priority, request.priority)
+            for sequence in request.sequences:
+                if sequence.state != "ended":
+                    sequence.enter(leaf)
+                    self.waiting[sequence] = None
+        self._arrivals = {}
 
     def _grow_tails(self) -> bool:
         """A slot for the next row of every running sequence; where there is none, the latest makes room. False: what
@@ -234,7 +284,7 @@ class GenerateScheduler:
                 elif self._begun:
                     return False
                 elif len(self.running) > 1:
-                    self._preempt(self.running[-1])
+                    self._preempt(next(reversed(self.running)))
                 elif not self._release_waiting(sequence):
                     self._fail(sequence)
         return True
@@ -246,7 +296,7 @@ class GenerateScheduler:
                 pending = self._pending_rows()
             if pending >= self.max_batch_rows - len(self.running):
                 return
-            sequence = self.waiting[0]
+            sequence = next(iter(self.waiting))
             path = sequence.leaf.path()
             fresh = [node for node in path if len(node.slots) < len(node)]
             rows = sum(len(node) - len(node.slots) for node in fresh)
@@ -256,7 +306,7 @@ class GenerateScheduler:
                     return
                 self._fail(sequence)
                 continue
-            self.waiting.popleft()
+            del self.waiting[sequence]
             self._count_admission(sequence, path, fresh)
             # Neighbours, so that what only this sequence sees is read as one run, however often its prompt was split.
             slots = self.pool.allocate(rows + tail_rows)
@@ -267,7 +317,7 @@ class GenerateScheduler:
                 slots = slots[count:]
             sequence.tail.claim(slots)
             sequence.state, sequence.ready = "running", False
-            self.running.append(sequence)
+            self.running[sequence] = None
             pending += rows + len(sequence.tail)
 
     def _tail_rows(self, sequence: Running) -> int:
@@ -303,11 +353,12 @@ class GenerateScheduler:
 
     def _preempt(self, sequence: Running) -> None:
         """Back to the head of the queue. Its own tokens' rows are given up; those of its prompt stay while they can."""
-        self.running.remove(sequence)
+        del self.running[sequence]
         sequence.tail.lost |= sequence.tail.computed > 0
         self.pool.free(sequence.tail.give_up())
         sequence.state, sequence.ready = "waiting", False
-        self.waiting.appendleft(sequence)
+        self.waiting[sequence] = None
+        self.waiting.move_to_end(sequence, last=False)
         self.stats.preemptions += 1
         if not self.pool.free_slots:
             self._release_waiting(*self.running)
@@ -330,14 +381,25 @@ class GenerateScheduler:
             remedy="give a larger kv_memory, or a max_tokens that fits",
             code="kv_memory",
         )
-        self.failed.append((sequence.key, error))
-        for other in [s for s in (*self.running, *self.waiting, *self._ending) if s.key == sequence.key]:
-            self._end(other)
+        self._failed[sequence.key] = error
+        self._end_all(self._requests.pop(sequence.key))
+
+    def _end_all(self, request: _Request) -> None:
+        for sequence in request.sequences:
+            if sequence.state != "ended":
+                self._end(sequence)
 
     def _end(self, sequence: Running) -> None:
-        members = {"running": self.running, "waiting": self.waiting, "ending": self._ending}[sequence.state]
-        members.remove(sequence)
-        sequence.state = "ended"
+        state, sequence.state = sequence.state, "ended"
+        request = self._requests.get(sequence.key)
+        if request is not None:
+            request.left -= 1
+            if not request.left:
+                self._arrivals.pop(sequence.key, None)
+                del self._requests[sequence.key]
+        if state == "new":  # not in the trie yet
+            return
+        del {"running": self.running, "waiting": self.waiting, "ending": self._ending}[state][sequence]
         del sequence.tail.tokens[sequence.known :]
         if self.cache is not None and sequence.ready:
             self._graft(sequence)
@@ -352,10 +414,8 @@ class GenerateScheduler:
                     self.cache.keep(node)
                 else:
                     self.pool.free(node.give_up())
-                    node.detach()
+                    self.tree.detach(node)
             node = parent
-        if not sequence.leaf.users:
-            self.tree.forget_empty_roots()
 
     def _graft(self, sequence: Running) -> None:
         """Enter the rows of a sequence's own tokens into the trie, for prompts that go on from them."""
@@ -422,11 +482,13 @@ class GenerateScheduler:
 
     def check(self) -> None:
         """AssertionError where the books do not balance: slots, users, states."""
+        assert not self.tree.changing, "a change was broken off"
         held = [np.arange(start, start + size) for start, size in self.pool.free_list()]
         users: dict[Node, int] = {}
         states = {"running": self.running, "waiting": self.waiting, "ending": self._ending}
-        for sequence in (*self.running, *self.waiting, *self._ending):
-            assert sequence in states[sequence.state]
+        in_trie = [sequence for sequences in states.values() for sequence in sequences]
+        for sequence in in_trie:
+            assert sequence in states[sequence.state] and sequence.key in self._requests
             assert sequence.state != "waiting" or not len(sequence.tail.slots)
             held.append(sequence.tail.slots)
             assert sequence.tail.computed <= len(sequence.tail.slots)
@@ -439,8 +501,14 @@ class GenerateScheduler:
             assert node.users == users.get(node, 0), (node.users, users.get(node, 0))
             assert node.users or node.kept, "a node that nobody needs"
             assert all(int(child.tokens[0]) == first and child.parent is node for first, child in node.children.items())
+        assert all(root.children for root in self.tree.roots.values()), "a root that nobody needs"
         slots = np.sort(np.concatenate(held)) if held else np.empty(0, np.int64)
         assert np.array_equal(slots, np.arange(1, self.pool.num_slots + 1)), "slots leak, or are used twice"
         assert len(self.running) <= self.max_running
+        for key, request in self._requests.items():
+            alive = [sequence.state for sequence in request.sequences if sequence.state != "ended"]
+            assert request.left == len(alive) > 0
+            assert ("new" in alive) == (key in self._arrivals)
+        assert len(in_trie) == sum(r.left for key, r in self._requests.items() if key not in self._arrivals)
         if self.cache is not None:
             self.cache.check()

@@ -5,7 +5,7 @@ Who runs is settled before, by the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,31 +17,50 @@ from ..cache.tree import Node
 __all__ = ["Draft", "GenerateStep", "Running", "lay_out"]
 
 
-@dataclass(eq=False, slots=True)
 class Running:
     """One sample of a request, from its arrival to its end.
 
     key, sample    whose it is: what `submit` was given, and which of its samples
-    leaf           the node that ends with the prompt
-    tail           the node of its own tokens
     limit          tokens it may make
     reserve        room for all of them is set aside when it is admitted
+    leaf           the node that ends with the prompt
+    tail           the node of its own tokens
+    state          "new": not in the trie yet
     cached_tokens  of the prompt, not computed for this sequence; known once it was admitted
     ready          the prompt's rows are computed
     known          of its tokens; those after them are on their way, each -1 - i: what the i-th read of its step gives
     """
 
-    key: Hashable
-    sample: int
+    __slots__ = (
+        "cached_tokens", "key", "known", "leaf", "limit", "priority", "ready", "reserve", "sample", "state", "tail",
+    )  # fmt: skip
+
     leaf: Node
     tail: Node
-    limit: int
-    reserve: bool
-    priority: int = 0
-    state: Literal["waiting", "running", "ending", "ended"] = "waiting"
-    cached_tokens: int | None = None
-    ready: bool = False
-    known: int = 0
+
+    def __init__(self, key: Hashable, sample: int, limit: int, reserve: bool, priority: int = 0):
+        self.key = key
+        self.sample = sample
+        self.limit = limit
+        self.reserve = reserve
+        self.priority = priority
+        self.state: Literal["new", "waiting", "running", "ending", "ended"] = "new"
+        self.cached_tokens: int | None = None
+        self.ready = False
+        self.known = 0
+        self.tail = Node(None, [], 0)
+
+    def enter(self, leaf: Node) -> None:
+        """Wait in the trie, below the end of the prompt."""
+        self.leaf = leaf
+        self.tail = Node(leaf, self.tail.tokens, leaf.stop)
+        self.tail.lost = bool(self.tail.tokens)
+        self.state = "waiting"
+
+    def wait_anew(self) -> None:
+        """Be as on arrival, but for the tokens that are known."""
+        self.tail = Node(None, self.tail.tokens[: self.known], 0)
+        self.state, self.ready = "new", False
 
     @property
     def unknown(self) -> int:
@@ -64,8 +83,10 @@ class GenerateStep:
                        up to, not including, `run_last`. A new row is seen from its own query on
     read_rows          int64, ascending: queries whose logits are wanted
     reads              (sequence, index into read_rows): who takes a token from them
+    tokens_before      of each of the reads, how many tokens its sequence has before that one
     spans              (namespace, first query, past the last)
     takes              (node, number of its rows that are computed here)
+    version            of the books that it was planned for
     """
 
     tokens: np.ndarray
@@ -78,9 +99,11 @@ class GenerateStep:
     run_last: np.ndarray
     read_rows: np.ndarray
     reads: list[tuple[Running, int]]
+    tokens_before: list[int]
     spans: list[tuple[Hashable, int, int]]
     takes: list[tuple[Node, int]]
     decode_rows: int
+    version: int
 
     @property
     def num_rows(self) -> int:
@@ -105,7 +128,7 @@ class Draft:
     decode_rows: int = 0
 
     @classmethod
-    def of(cls, running: Sequence[Running], most: int) -> Draft:
+    def of(cls, running: Collection[Running], most: int) -> Draft:
         """At most so many rows: one for each that is generating, then prompts in order, as far as that goes."""
         draft = cls(most)
         for sequence in running:
@@ -151,7 +174,7 @@ class Draft:
             self.left -= 1
 
 
-def lay_out(draft: Draft) -> GenerateStep:
+def lay_out(draft: Draft, version: int = 0) -> GenerateStep:
     """The step's rows depth-first over the nodes that have some, or lie above those that have."""
     roots, children = _marked(draft)
     tokens: list[int] = []
@@ -227,9 +250,11 @@ def lay_out(draft: Draft) -> GenerateStep:
         run_last=runs[4],
         read_rows=read_rows,
         reads=[(sequence, int(i)) for (sequence, _), i in zip(reads, index.reshape(-1), strict=True)],
+        tokens_before=[len(sequence.tail.tokens) for sequence, _ in reads],
         spans=spans,
         takes=list(draft.takes.items()),
         decode_rows=draft.decode_rows,
+        version=version,
     )
 
 

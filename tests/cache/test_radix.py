@@ -134,3 +134,70 @@ def test_what_lies_below_rows_that_are_gone_goes_too():
         c.cache.keep(node)
     c.cache.check()
     assert c.has(1, 2, 3, 4) == 0 and c.pool.used_slots == 0
+
+
+def test_rows_below_one_that_is_still_to_be_computed_are_not_pinned():
+    """A prompt that shares too little gives up the first rows and waits: what lies below cannot be used meanwhile."""
+    c = Cached(min_overlap=4)
+    c.use(1, 2, 3, 4, 5, 6)
+    waiting = c.tree.insert((), np.array([1, 2], np.int32))
+    c.cache.take(waiting.path())
+    waiting.users += 1
+    tokens = np.array([1, 2, 3, 4, 5, 6])
+    assert c.cache.pin((), tokens) == 0
+    waiting.claim(c.pool.allocate(2))
+    waiting.computed = 1
+    assert c.cache.pin((), tokens) == 1, "its first row is there"
+    waiting = waiting if len(waiting) == 2 else c.tree.match((), tokens[:2])[0][-1][0]
+    waiting.users -= 1
+    c.cache.keep(waiting)
+    top = c.tree.match((), tokens[:1])[0][0][0]
+    top.users = 0
+    c.cache.keep(top)
+    c.cache.check()
+    assert c.cache.rows == 0 and c.has(1, 2) == 1
+    assert c.cache.unpin((), tokens) == 1
+    c.cache.clear()
+    assert c.cache.rows == 0 and c.pool.used_slots == 0
+
+
+def test_evicting_one_by_one_does_not_look_at_all_that_is_kept():
+    c = Cached(slots=2000)
+    for first in range(400):
+        c.use(first, 1, 2)
+    compared = 0
+    worth = c.cache._worth
+
+    def counted(node):
+        nonlocal compared
+        compared += 1
+        return worth(node)
+
+    c.cache._worth = counted
+    for _ in range(100):
+        assert c.cache.evict(3) == 3
+    assert compared <= 100
+    c.cache._worth = worth
+    c.cache.check()
+    assert [c.has(first) for first in (0, 99, 100, 399)] == [0, 0, 1, 1]
+
+
+def test_eviction_goes_in_order_of_worth():
+    """Against a sort of all that could go, with uses, pins and ends mixed at random."""
+    rng = np.random.default_rng(0)
+    for policy in ("lru", "lfu", "priority"):
+        c = Cached(slots=3000, policy=policy)
+        for _ in range(300):
+            c.use(*rng.integers(0, 3, rng.integers(1, 9)).tolist(), priority=int(rng.integers(3)))
+            if rng.random() < 0.2:
+                c.cache.pin((), rng.integers(0, 3, 4))
+            if rng.random() < 0.2:
+                c.cache.unpin((), rng.integers(0, 3, 4))
+            if rng.random() < 0.3:
+                leaves = [n for n in c.tree.nodes() if n.kept and not n.children and not n.pins]
+                least = min(map(c.cache._worth, leaves), default=None)
+                before = {n: c.cache._worth(n) for n in leaves if len(n) == 1}
+                c.cache.evict(1)
+                gone = [worth for n, worth in before.items() if not n.kept]
+                assert all(worth == least for worth in gone)
+            c.cache.check()

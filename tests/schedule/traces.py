@@ -66,6 +66,8 @@ def run_to_end(
     on_step=lambda step: None,
     most=5000,
     ahead=lambda: False,
+    failed: list | None = None,
+    cancel_failed: bool = True,
 ):
     """All that ended: {(key, sample): tokens}; checks the books after every step. ahead: asked for each step whether
     the next is planned before its tokens are told."""
@@ -81,12 +83,17 @@ def run_to_end(
         on_step(step)
 
     for _ in range(most):
+        for key, error in scheduler.admit():
+            assert failed is not None, error
+            failed.append((key, error))
+            if cancel_failed:
+                scheduler.cancel(key)
+        scheduler.check()
         step = scheduler.plan()
-        assert flight is not None or scheduler.plan() is step
+        assert_equal_steps(step, scheduler.plan())
         scheduler.check()
         is_ahead = ahead()
         if flight is not None and (step is None or not is_ahead):
-            scheduler.abandon()
             land(*flight)
             flight = None
             continue
@@ -100,9 +107,9 @@ def run_to_end(
             tokens.append(next_token(path, sequence.sample))
             stops.append(stop_at(path, sequence.sample))
         before, flight = flight, None
+        scheduler.begin(step)
+        scheduler.check()
         if is_ahead:
-            scheduler.begin(step)
-            scheduler.check()
             flight = (step, tokens, stops)
             if before is not None:
                 land(*before)
@@ -111,6 +118,16 @@ def run_to_end(
     else:
         raise AssertionError("the work does not end")
     return ended
+
+
+def assert_equal_steps(one: GenerateStep | None, other: GenerateStep | None) -> None:
+    """Two plans of the same books are equal in all they say."""
+    if one is None or other is None:
+        assert one is other
+        return
+    for name in one.__slots__:
+        a, b = getattr(one, name), getattr(other, name)
+        assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b, name
 
 
 def expected(prompt, sample: int, limit: int | None, stop_at, context: int = 64) -> list[int]:
