@@ -168,6 +168,8 @@ _TASKS: dict[str, tuple[Decorator, ...]] = {
         click.option("--system", metavar="TEXT", help="A system message before conversations without one."),
         click.option("--chat-template", metavar="TEXT", help="The name of one of the checkpoint's, or a template."),
         click.option("--chat-template-kwargs", metavar="JSON", help='Variables of it: {"enable_thinking": false}.'),
+        click.option("--template-seconds", type=click.FloatRange(0, min_open=True), metavar="X",
+                     help="Processor time the chat template may take for a record.  [default: 10]"),
         click.option("--max-tokens", type=click.IntRange(0), metavar="N",
                      help="Tokens of an answer, at most; 0: until the model's context is full.  "
                           "[default: 256, or fewer where the context ends]"),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
+from ..text.chat import TEMPLATE_SECONDS
 from ..types import Generated, GenerateRequest, Readout, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each
 from .sampling import sampling_from
@@ -19,7 +20,9 @@ __all__ = ["AUTO_MAX_TOKENS", "GenerateItem", "GenerateTask"]
 
 # max_tokens "auto": so many, or fewer where the model's context ends.
 AUTO_MAX_TOKENS = 256
+_TOOL = '[{"type": "function", "function": {...}}]'
 _NOT_VARIABLES = {"messages", "template", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+_NOT_VARIABLES |= {"template_seconds"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class GenerateTask:
         tools: Any = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        template_seconds: float = TEMPLATE_SECONDS,
         adapter: str | None = None,
         adapters: Collection[str] = (),
         salt: str = "",
@@ -89,6 +93,7 @@ class GenerateTask:
         max_tokens  of an output; "auto": AUTO_MAX_TOKENS, or fewer where the context ends; None: until it ends
         sampling    {field of Sampling: value}; the others are Sampling's defaults, so greedy
         system      a system message before conversations without one
+        template_seconds   processor time the chat template may take for one conversation
         adapter     the adapter of items that name none; adapters: those there are
         truncate    cut a prompt that leaves no room for the output at its beginning
         """
@@ -101,6 +106,7 @@ class GenerateTask:
         self.tools = tools
         self.chat_template = chat_template
         self.chat_template_kwargs = chat_template_kwargs
+        self.template_seconds = template_seconds
         self.adapters = frozenset(adapters)
         self.adapter = self._adapter(adapter)
         self.salt = salt
@@ -157,7 +163,7 @@ class GenerateTask:
         if self.inputs.tokenizer is None:
             remedy = "give a prompt of token ids instead of messages"
             raise InputError("the model has no tokenizer", field="messages", remedy=remedy, code="no_tokenizer")
-        variables = {**(self.chat_template_kwargs or {}), **(item.chat_template_kwargs or {})}
+        variables = {**_variables(self.chat_template_kwargs), **_variables(item.chat_template_kwargs)}
         for name in _NOT_VARIABLES & variables.keys():
             message = f"chat_template_kwargs holds {name!r}"
             raise InputError(message, field="chat_template_kwargs", remedy=f"give {name} by itself")
@@ -172,8 +178,9 @@ class GenerateTask:
             template=self.chat_template if item.chat_template is None else item.chat_template,
             add_generation_prompt=not item.continue_final_message if opens is None else opens,
             continue_final_message=item.continue_final_message,
-            tools=_tools(self.tools if item.tools is None else item.tools),
-            documents=item.documents,
+            tools=_objects(self.tools if item.tools is None else item.tools, "tools", _TOOL),
+            documents=_objects(item.documents, "documents", '[{"title": "...", "text": "..."}]'),
+            template_seconds=self.template_seconds,
             **variables,
         )
 
@@ -273,13 +280,24 @@ def _tool_call(call: Any, field: str) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _tools(tools: Any) -> Any:
-    if not tools:
+def _objects(values: Any, field: str, example: str) -> Any:
+    """A list of objects, or None for none. Raises InputError."""
+    if not values:
         return None
-    if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
-        remedy = 'give [{"type": "function", "function": {...}}]'
-        raise InputError("'tools' is not a list of objects", field="tools", remedy=remedy, code="wrong_type")
-    return tools
+    if not isinstance(values, (list, tuple)) or not all(isinstance(value, Mapping) for value in values):
+        message = f"{field!r} is not a list of objects"
+        raise InputError(message, field=field, remedy=f"give {example}", code="wrong_type")
+    return values
+
+
+def _variables(values: Any) -> Mapping[str, Any]:
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        message = "'chat_template_kwargs' is not an object"
+        remedy = 'give {"name": value, ...}'
+        raise InputError(message, field="chat_template_kwargs", remedy=remedy, code="wrong_type")
+    return values
 
 
 def _has_system(messages: Sequence[Any]) -> bool:

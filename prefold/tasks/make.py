@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError, UnsupportedModelError
 from ..model import ModelConfig, config_from
 from ..text import RERANK_INSTRUCTION, FewShotPrompt, RerankPrompt
+from ..text.chat import TEMPLATE_SECONDS
 from ..types import Sampling
 from .base import Task, check_count
 from .classify import ClassifyHeadTask, ClassifyTask, Normalization
@@ -188,6 +189,7 @@ def _generate(
     tools: Any = None,
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    template_seconds: float = TEMPLATE_SECONDS,
     adapter: str | None = None,
     adapters: Collection[str] = (),
     salt: str = "",
@@ -206,6 +208,7 @@ def _generate(
         tools=tools,
         chat_template=chat_template,
         chat_template_kwargs=chat_template_kwargs,
+        template_seconds=template_seconds,
         adapter=adapter,
         adapters=adapters,
         salt=salt,

@@ -1,22 +1,29 @@
 """Chat templates: the text a checkpoint wants a conversation written as.
 
-Templates come with checkpoints, so they are run in Jinja's sandbox and see plain JSON values only.
-What they may use is what transformers gives them: `raise_exception`, `strftime_now`, a `tojson`
-that does not escape, `{% generation %}`, `{% break %}`.
+Templates see plain JSON values only, and run in a sandbox that bounds their time (`sandbox.py`). Whatever a
+template does, what comes out of `render` is a text that UTF-8 can hold, or an InputError.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+from .valid import is_unicode, valid_text
 
-__all__ = ["ChatTemplates"]
+if TYPE_CHECKING:
+    from .sandbox import Program
 
+__all__ = ["TEMPLATE_SECONDS", "ChatTemplates"]
+
+# Processor time that writing one conversation may take; they take about a millisecond.
+TEMPLATE_SECONDS = 10.0
+# Objects and lists within each other, of a message or a tool. Real ones have about ten.
+DEEPEST = 100
+
+_CONTENT = "give it a text, or a list of parts"
 # The names a message's reasoning goes by; templates read the first, gpt-oss's the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -36,21 +43,26 @@ class ChatTemplates:
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
+        /,
         *,
         template: str | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,
+        template_seconds: float = TEMPLATE_SECONDS,
         **variables: object,
     ) -> str:
         """The text of a conversation, as transformers' apply_chat_template(tokenize=False) writes it.
 
-        messages                [{"role": "user", "content": "..."}, ...], at least one
+        messages                [{"role": "user", "content": "..."}, ...], at least one. An assistant's may lack its
+                                content, or have null there; where the template cannot do without, it is empty
         template                the name of one of the checkpoint's templates, or a template itself
         add_generation_prompt   end with what introduces the assistant's next message
         continue_final_message  leave the last message open, to be continued
-        tools, documents, variables   passed to the template
+        tools, documents        what the template writes in its own way. One that does not is refused
+        template_seconds        processor time it may take
+        variables               further names that the template may look up
 
         Raises InputError when there is no template, or when it does not take these messages.
         """
@@ -60,32 +72,46 @@ class ChatTemplates:
                 field="continue_final_message",
                 remedy="give one of them",
             )
-        source = self._choose(template, tools)
+        from .sandbox import compile_template  # Jinja takes a while to import, and only chats need it
+
+        name, source = self._choose(template, tools)
         chat = [_message(message, i) for i, message in enumerate(_checked(messages))]
         final = _open_final(chat, source) if continue_final_message else None
         values: dict[str, Any] = {**self.variables, **{k: _plain(v, k) for k, v in variables.items()}}
         values |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
         values |= {"tools": _plain(tools, "tools"), "documents": _plain(documents, "documents")}
-        text = _run(source, values)
+        with _one_line(name, template_seconds):
+            program = compile_template(source)
+            for what in ("tools", "documents"):
+                _refuse_unused(what, values[what], name, program)
+            text = _write(program, values)
+            if not is_unicode(text):
+                raise ValueError("it wrote half of a surrogate pair, which is not valid Unicode")
         return text if final is None else _close_final(text, final)
 
-    def _choose(self, template: str | None, tools: object) -> str:
+    def _choose(self, template: str | None, tools: object) -> tuple[str, str]:
+        """(what to call it in messages, its source) of the template to use."""
+        if template is not None and not isinstance(template, str):
+            kind = type(template).__name__
+            message = f"'chat_template' is of type {kind}, not a text"
+            remedy = "give the name of one of the checkpoint's, or a template's text"
+            raise InputError(message, field="chat_template", remedy=remedy, code="wrong_type")
         if template is not None:
             named = self.templates.get(template)
             if named is None and "{" not in template:
                 known = ", ".join(sorted(self.templates)) or "none"
                 raise InputError(
                     f"the checkpoint has no chat template {template!r}",
-                    field="template",
+                    field="chat_template",
                     remedy=f"it has: {known}; or give a template's text",
                     code="no_chat_template",
                 )
-            return template if named is None else named
+            return ("that was given", template) if named is None else (repr(template), named)
         if not self.templates:
             raise InputError(
                 "the checkpoint has no chat template",
                 field="messages",
-                remedy="give one with template=, give a prompt instead of messages, or use an instruction-tuned model",
+                remedy="give one (chat_template), give a prompt instead of messages, or use an instruction-tuned model",
                 code="no_chat_template",
             )
         name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
@@ -93,12 +119,12 @@ class ChatTemplates:
             if len(self.templates) > 1:
                 raise InputError(
                     "the checkpoint has several chat templates and none is called default",
-                    field="template",
+                    field="chat_template",
                     remedy=f"name one of: {', '.join(sorted(self.templates))}",
                     code="no_chat_template",
                 )
             name = next(iter(self.templates))
-        return self.templates[name]
+        return repr(name), self.templates[name]
 
 
 def _checked(messages: object) -> Sequence[object]:
@@ -124,28 +150,37 @@ def _message(message: object, index: int) -> dict[str, Any]:
             remedy='write it as {"role": "user", "content": "..."}',
             code="wrong_type",
         )
-    # A null means "absent": templates would write it out as None.
+    # A null means "absent", as in transformers: templates would write it out as None.
     plain = {key: value for key, value in _plain(message, field).items() if value is not None}
+    _check_content(message, plain, field)
     reasoning = next((plain[key] for key in REASONING if key in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _plain(value: object, field: str) -> Any:
-    """The value in plain JSON types, copied. Raises InputError for anything else."""
+def _check_content(message: Mapping[str, object], plain: Mapping[str, Any], field: str) -> None:
+    """A message's content is a text, or a list of parts (or what a tool gave); only an assistant's may be null."""
+    field += ".content"
+    if "content" in plain and not isinstance(plain["content"], (str, list, dict)):
+        kind = type(plain["content"]).__name__
+        raise InputError(f"{field!r} is of type {kind}, not a text", field=field, remedy=_CONTENT, code="wrong_type")
+    if "content" in message and "content" not in plain and plain["role"] != "assistant":
+        raise InputError(f"{field!r} is null", field=field, remedy=_CONTENT, code="null")
+
+
+def _plain(value: object, field: str, depth: int = 0) -> Any:
+    """The value in plain JSON types, copied. Raises InputError for anything else, and for what is nested too deep."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            message = f"{field!r} holds half of a surrogate pair, so it is not valid Unicode"
-            remedy = "decode it again from its source"
-            raise InputError(message, field=field, remedy=remedy, code="invalid_utf8") from None
-        return str.__str__(value)
+        return str.__str__(valid_text(value, field))
+    if depth >= DEEPEST:
+        message = f"{field[:80]!r} is nested more than {DEEPEST} deep"
+        raise InputError(message, field=field[:80], remedy="flatten it", code="too_deep")
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{field}.{key}") for key, item in value.items()}
+        named = ((str(key), item) for key, item in value.items())
+        return {valid_text(key, f"a name in {field}"): _plain(item, f"{field}.{key}", depth + 1) for key, item in named}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{field}[{i}]") for i, item in enumerate(value)]
+        return [_plain(item, f"{field}[{i}]", depth + 1) for i, item in enumerate(value)]
     kind = type(value).__name__
     raise InputError(f"{field!r} is of type {kind}", field=field, remedy="give JSON values only", code="wrong_type")
 
@@ -178,57 +213,64 @@ def _close_final(text: str, final: str) -> str:
     return text[:tag] if kept else text[:tag].rstrip()
 
 
-def _run(source: str, values: dict[str, Any]) -> str:
+def _refuse_unused(what: str, given: Any, name: str, program: Program) -> None:
+    """Raises InputError for tools, or documents, that the template never looks at."""
+    if given and what not in program.variables:
+        raise InputError(
+            f"the chat template {name} does not use {what}, so the model would not see them",
+            field=what,
+            remedy=f"write them into a message, use a model whose template knows {what}, or give chat_template",
+            code="unused_" + what,
+        )
+
+
+def _write(program: Program, values: dict[str, Any]) -> str:
+    """What the template makes of these values; with empty contents for those that are not there, if it must."""
+    try:
+        return program.render(values)
+    except Exception:
+        chat = values["messages"]
+        bare = {i for i, message in enumerate(chat) if message["role"] == "assistant" and "content" not in message}
+        if not bare:
+            raise
+    filled = [message | ({"content": ""} if i in bare else {}) for i, message in enumerate(chat)]
+    return program.render(values | {"messages": filled})
+
+
+@contextmanager
+def _one_line(name: str, seconds: float) -> Iterator[None]:
+    """Whatever a template raises as an InputError, and a bound on its time."""
     import jinja2
+
+    from .sandbox import TemplateLimit, time_limit
 
     try:
-        return _compile(source).render(**values)
+        with time_limit(seconds):
+            yield
+    except InputError:
+        raise
     except jinja2.TemplateSyntaxError as error:
-        message = f"the chat template has a syntax error in line {error.lineno}: {error.message}"
-        raise InputError(message, field="template", remedy="correct it, or give another one") from None
+        message = f"the chat template {name} has a syntax error in line {error.lineno}: {error.message}"
+        raise InputError(_short(message), field="chat_template", remedy="correct it, or give another one") from None
+    except TemplateLimit as error:
+        remedy = "correct it, or give it more time (template_seconds, --template-seconds)"
+        raise InputError(
+            f"the chat template {name} was stopped: {error}",
+            field="chat_template",
+            remedy=remedy,
+            code="template_limit",
+        ) from None
     except jinja2.TemplateError as error:
-        message = f"the chat template refuses these messages: {error}"
-        raise InputError(message, field="messages", remedy="see what roles and order the model expects") from None
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
-        message = f"the chat template fails on these messages: {type(error).__name__}: {error}"
-        raise InputError(message, field="messages", remedy="see what fields the model's messages have") from None
+        message = f"the chat template {name} refuses these messages: {error}"
+        remedy = "see what roles and order the model expects"
+        raise InputError(_short(message), field="messages", remedy=remedy) from None
+    except Exception as error:  # it may raise anything, and Python's compiler too, for one that is nested too deep
+        message = f"the chat template {name} fails on these messages: {type(error).__name__}: {error}"
+        remedy = "see what fields the model's messages have"
+        raise InputError(_short(message), field="messages", remedy=remedy) from None
 
 
-@lru_cache(maxsize=16)
-def _compile(source: str):
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} marks what the assistant wrote, for training; here it is only passed through."""
-
-        tags = frozenset({"generation"})
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body, lineno=line)
-
-    def raise_exception(message):
-        raise jinja2.TemplateError(message)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    class Namespace(jinja2.utils.Namespace):
-        """namespace() whose attributes cannot be Python's own (`__class__` and the like)."""
-
-        def __setitem__(self, name, value):
-            if str(name).startswith("_"):
-                raise jinja2.exceptions.SecurityError(f"a chat template may not set the attribute {name!r}")
-            super().__setitem__(name, value)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["namespace"] = Namespace
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment.from_string(source)
+def _short(message: str) -> str:
+    """A message of a length for one line, of letters that can be written anywhere."""
+    line = " ".join(message.split())[:400]
+    return line.encode("utf-8", "backslashreplace").decode()

@@ -11,32 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import InputError
 from .chat import ChatTemplates
 from .linecut import LineCut, line_cut
+from .valid import valid_text
 
 if TYPE_CHECKING:
     import tokenizers
 
 __all__ = ["Tokenizer", "valid_text"]
-
-
-def valid_text(text: object, field: str = "text") -> str:
-    """`text`, if it is a str that UTF-8 can hold. Raises InputError otherwise."""
-    if text is None:
-        raise InputError(f"{field!r} is null", field=field, remedy="give it a text", code="null")
-    if not isinstance(text, str):
-        kind = type(text).__name__
-        message = f"{field!r} is of type {kind}, not a text"
-        raise InputError(message, field=field, remedy="give it a text", code="wrong_type")
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            message = f"{field!r} holds half of a surrogate pair at character {error.start}, so it is not valid Unicode"
-            remedy = "decode it again from its source"
-            raise InputError(message, field=field, remedy=remedy, code="invalid_utf8") from None
-    return text
 
 
 class Tokenizer:
@@ -104,7 +86,7 @@ class Tokenizer:
         """The id of a token by its exact name in the vocabulary ("<|im_end|>", "Ġthe"), None when there is none."""
         return self.backend.token_to_id(token)
 
-    def render_chat(self, messages: Sequence[Mapping[str, object]], **options: object) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, object]], /, **options: object) -> str:
         """The text of a conversation; see `ChatTemplates.render`. Encode it with special=False."""
         return self.chat_templates.render(messages, **options)  # type: ignore[arg-type]
 

@@ -166,6 +166,45 @@ def test_items_that_cannot_be_used(item, field, code):
     assert isinstance(error, InputError) and (error.field, error.code) == (field, code)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template": 5},
+        {"chat_template": []},
+        {"chat_template_kwargs": 5},
+        {"chat_template_kwargs": {5: 1}},
+        {"chat_template_kwargs": {"self": 1, "template_seconds": 5}},
+        {"chat_template": "{% break %}"},
+        {"chat_template": "{{ 'x' | truncate(-1) }}"},
+        {"chat_template": "{{ 'a' * (10**13) }}"},
+        {"chat_template": "{{ '\\ud800' }}"},
+        {"chat_template": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"},
+        {"tools": 5},
+        {"tools": [{"x": [[]] * 3}, "y"]},
+        {"documents": "x"},
+        {"documents": [{"text": "a"}]},
+        {"continue_final_message": "x", "messages": []},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+    ],
+)
+def test_one_conversation_that_fails_is_alone(fields):
+    made, good = task(template_seconds=0.1), {"messages": [{"role": "user", "content": "hi"}]}
+    first, bad, last = made.prepare([good, good | fields, good])
+    assert isinstance(bad, InputError)
+    assert first.requests[0].tokens.tolist() == last.requests[0].tokens.tolist() == request(made, good).tokens.tolist()
+
+
+def test_tools_are_refused_where_the_template_does_not_use_them():
+    tools, user = [{"type": "function", "function": {"name": "f"}}], [{"role": "user", "content": "hi"}]
+    assert text_of(task(tools=tools), user).startswith("[1 tools]")
+    plain = task(chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}", tools=tools)
+    with pytest.raises(InputError, match="does not use tools"):
+        request(plain, user)
+
+
 def test_without_a_tokenizer_or_a_chat_template():
     bare = make_task("generate", FakeCheckpoint(), None)
     assert request(bare, [1, 2]).tokens.tolist() == [1, 2]

@@ -125,17 +125,17 @@ def test_where_templates_are_found(tmp_path, backends):
     (tmp_path / "chat_template.jinja").write_text("F")
     assert both() == ("F",) * 2
     (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("FT")
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("FT{{ tools | length }}")
     assert both() == ("F",) * 2
-    assert both(tools=[TOOL]) == ("FT",) * 2
+    assert both(tools=[TOOL]) == ("FT1",) * 2
 
 
 def test_gguf_templates(backends):
     backend = Backend.from_str(backends["smollm"])
-    more = {"chat_template": CHATML, "chat_templates": ["tool_use"], "chat_template.tool_use": "T"}
+    more = {"chat_template": CHATML, "chat_templates": ["tool_use"], "chat_template.tool_use": "T{{ tools | length }}"}
     ours = load_tokenizer(GgufCheckpoint(gguf_metadata(backend, "smollm", **more)))
     assert ours.render_chat([USER]).startswith("<|im_start|>system\nYou are helpful")
-    assert ours.render_chat([USER], tools=[TOOL]) == "T"
+    assert ours.render_chat([USER], tools=[TOOL]) == "T1"
 
 
 def test_a_template_that_is_none(tmp_path, backends):
@@ -156,12 +156,12 @@ def test_a_template_that_is_none(tmp_path, backends):
         (CHATML, [{"role": "user", "content": object()}], {}, "messages[0].content", "of type object"),
         (CHATML, [USER], {"x": object()}, "x", "of type object"),
         (ALTERNATING, [BOT], {}, "messages", "roles must alternate"),
-        ("{% if %}", [USER], {}, "template", "syntax error in line 1"),
+        ("{% if %}", [USER], {}, "chat_template", "syntax error in line 1"),
         ("{{ messages[0].__class__.__mro__ }}", [USER], {}, "messages", "unsafe"),
         ("{{ messages.append(1) }}", [USER], {}, "messages", "refuses"),
         ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", [USER], {}, "messages", "__class__"),
         (CHATML, [USER], {"add_generation_prompt": True, "continue_final_message": True}, None, "exclude"),
-        ("content", [USER], {"continue_final_message": True}, "template", "no chat template 'content'"),
+        ("content", [USER], {"continue_final_message": True}, "chat_template", "no chat template 'content'"),
         ("{# content #}", [USER], {"continue_final_message": True}, "continue_final_message", "cannot be continued"),
         (CHATML, [{"role": "user", "content": ["a"]}], {"continue_final_message": True}, None, "is a text"),
     ],
@@ -174,7 +174,7 @@ def test_bad_conversations_are_input_errors(pair, template, messages, options, f
 
 
 def test_a_missing_template_says_what_to_do():
-    with pytest.raises(InputError, match=r"no chat template.*template=.*instruction-tuned") as caught:
+    with pytest.raises(InputError, match=r"no chat template.*chat_template.*instruction-tuned") as caught:
         ChatTemplates({}, {}).render([USER])
     assert caught.value.code == "no_chat_template"
     two = ChatTemplates({"a": "A", "b": "B"}, {})
@@ -185,3 +185,68 @@ def test_a_missing_template_says_what_to_do():
     assert two.render([USER], template="b") == "B"
     assert ChatTemplates({"only": "X"}, {}).render([USER]) == "X"
     assert not ChatTemplates({}, {})
+
+
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+
+
+@pytest.mark.parametrize("absent", [{}, {"content": None}])
+def test_an_assistant_that_only_calls_needs_no_content(pair, absent):
+    message = {"role": "assistant", **absent, "tool_calls": CALLS}
+    text = pair[0].render_chat([USER, message, USER], template=CHATML)
+    assert text == pair[0].render_chat([USER, message | {"content": ""}, USER], template=CHATML)
+    # A template that can do without is told that there is none, as transformers tells it.
+    told = "{% for m in messages %}{{ m.content is defined }} {% endfor %}"
+    assert pair[0].render_chat([USER, message], template=told) == "True False "
+    with pytest.raises(InputError, match="roles must alternate"):
+        pair[0].render_chat([message], template=ALTERNATING)
+
+
+@pytest.mark.parametrize(
+    ("content", "role", "message", "code"),
+    [
+        (5, "user", r"'messages\[0\]\.content' is of type int, not a text; give it a text, or a list", "wrong_type"),
+        (True, "assistant", "is of type bool, not a text", "wrong_type"),
+        (None, "user", r"'messages\[0\]\.content' is null; give it a text", "null"),
+        (None, "tool", "is null", "null"),
+    ],
+)
+def test_contents_that_are_no_text(pair, content, role, message, code):
+    with pytest.raises(InputError, match=message) as caught:
+        pair[0].render_chat([{"role": role, "content": content}], template=CHATML)
+    assert (caught.value.field, caught.value.code) == ("messages[0].content", code)
+
+
+def test_tools_and_documents_that_the_template_does_not_use_are_refused():
+    plain = ChatTemplates({"default": CHATML, "rag": CHATML + "{{ documents[0].text }}"}, {})
+    for what, name in [("tools", "default"), ("documents", "default"), ("tools", "rag")]:
+        with pytest.raises(InputError, match=f"the chat template '{name}' does not use {what}") as caught:
+            plain.render([USER], template=name, **{what: [{"text": "x"}]})
+        assert (caught.value.field, caught.value.code) == (what, f"unused_{what}")
+    with pytest.raises(InputError, match="the chat template that was given does not use tools"):
+        plain.render([USER], template="{{ messages }}{# tools #}", tools=[TOOL])
+    assert plain.render([USER], tools=[], documents=None) == plain.render([USER])
+    assert plain.render([USER], template="rag", documents=[{"text": "x"}]).endswith("x")
+
+
+@pytest.mark.parametrize("where", ["content", "tools", "variable"])
+def test_what_is_nested_too_deep(pair, where):
+    deep = []
+    for _ in range(600):
+        deep = [deep]
+    message = USER | ({"content": deep} if where == "content" else {})
+    options = {"tools": {"tools": [{"x": deep}]}, "variable": {"x": deep}}.get(where, {})
+    with pytest.raises(InputError, match="nested more than 100 deep") as caught:
+        pair[0].render_chat([message], template=TOOLS, **options)
+    assert len(str(caught.value)) < 300
+
+
+def test_half_a_surrogate_in_a_name(pair):
+    with pytest.raises(InputError, match="surrogate"):
+        pair[0].render_chat([USER | {"\ud800": 1}], template=CHATML)
+
+
+@pytest.mark.parametrize("template", [5, ["{{ x }}"], {"default": "x"}])
+def test_a_template_of_another_type(pair, template):
+    with pytest.raises(InputError, match="'chat_template' is of type"):
+        pair[0].render_chat([USER], template=template)

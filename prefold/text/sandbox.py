@@ -1,0 +1,236 @@
+"""Where chat templates run: Jinja's sandbox, with bounds on time and on the size of what they make.
+
+A template comes with a checkpoint, or with a record of somebody's file, so it is nobody's we know. Jinja's sandbox
+keeps it from the machine; it does not keep it from running for hours (`range` in `range` in `range`) or from filling
+the memory ("a" * 10**10). Here each round of a loop and each call looks at the clock, and each operator that makes
+large things out of small ones looks at the size first. The clock counts the processor's time of the thread that
+renders, so a busy machine does not make a template fail that runs elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from functools import lru_cache, wraps
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+__all__ = ["Program", "TemplateLimit", "compile_template", "time_limit"]
+
+# Letters of one text, or items of one list, that a template may make. No conversation that fits a model is as long.
+LARGEST = 1 << 26
+SIZED = {str, list, tuple}
+# Rounds of a loop between two looks at the clock, which cost as much as a round.
+ROUNDS = 32
+# Columns a text may be padded to, or parts a list be cut into.
+WIDEST = 1 << 16
+# Bits of a whole number.
+LONGEST_NUMBER = 1 << 12
+# Filters and methods whose arguments are such widths or counts.
+WIDE = {"center", "indent", "batch", "slice", "tojson", "ljust", "rjust", "zfill", "expandtabs"}
+# Formats whose width has six digits, or comes from an argument.
+PERCENT_WIDTH = re.compile(r"%[^%a-zA-Z]*(\*|\d{6})")
+BRACE_WIDTH = re.compile(r"\{[^{}]*:[^{}]*(\{|\d{6})")
+
+_clock = threading.local()
+
+
+class TemplateLimit(Exception):
+    """A template ran too long, or made something too large. The message says which, and the limit."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Templates that run inside, on this thread, raise TemplateLimit when they took so much processor time."""
+    before = getattr(_clock, "limit", None)
+    _clock.limit = (time.thread_time() + seconds, seconds)
+    try:
+        yield
+    finally:
+        _clock.limit = before
+
+
+def check_time() -> None:
+    limit = getattr(_clock, "limit", None)
+    if limit is not None and time.thread_time() > limit[0]:
+        raise TemplateLimit(f"it ran for more than {limit[1]:g} s")
+
+
+class Program:
+    """A template, ready to run.
+
+    variables  every name it looks up: it does not use what is not among them
+    """
+
+    def __init__(self, template: jinja2.Template, variables: frozenset[str]):
+        self._template = template
+        self.variables = variables
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        """The text it writes. Raises whatever the template does; inside `time_limit` also TemplateLimit."""
+        return self._template.render(dict(values))
+
+
+@lru_cache(maxsize=16)
+def compile_template(source: str) -> Program:
+    """The template with this source. Raises TemplateSyntaxError, or what Python's compiler raises for its size."""
+    environment = _environment()
+    tree = environment.parse(source)
+    names = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
+    # The lists first: what is put in must not be found and wrapped again.
+    loops, joins = list(tree.find_all(nodes.For)), list(tree.find_all(nodes.Concat))
+    for loop in loops:
+        loop.iter = nodes.Filter(loop.iter, "_each_round", [], [], None, None, lineno=loop.lineno)
+    for join in joins:
+        join.nodes = [nodes.Filter(part, "_sized", [], [], None, None, lineno=join.lineno) for part in join.nodes]
+    code = environment.compile(tree)
+    return Program(jinja2.Template.from_code(environment, code, environment.make_globals(None)), names)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which bounds what operators and calls make."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+":
+            return _sized(left + right)
+        _check_operands(operator, left, right)
+        return self.binop_table[operator](left, right)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        made = super().wrap_str_format(value)
+        if made is not None:
+            _check_format(BRACE_WIDTH, value.__self__)
+        return made
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+        check_time()
+        _check_call(getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None), args, kwargs)
+        return _sized(super().call(__context, __obj, *args, **kwargs))
+
+
+def _sized(value: Any) -> Any:
+    """The value, unless it is a text or a list that is too large."""
+    if value.__class__ in SIZED and len(value) > LARGEST:
+        raise TemplateLimit(f"it made a text of more than {LARGEST:,} letters")
+    return value
+
+
+def _check_operands(operator: str, left: Any, right: Any) -> None:
+    """Refuses what would make something huge, before it is made."""
+    if operator == "*":
+        for one, other in ((left, right), (right, left)):
+            if isinstance(one, (str, list, tuple)) and isinstance(other, int) and len(one) * other > LARGEST:
+                raise TemplateLimit(f"it made a text of more than {LARGEST:,} letters")
+        if isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() + right.bit_length())
+    elif operator == "**":
+        if isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() * max(right, 0))
+    elif isinstance(left, str):
+        _check_format(PERCENT_WIDTH, left)
+
+
+def _check_bits(bits: int) -> None:
+    if bits > LONGEST_NUMBER:
+        raise TemplateLimit(f"it made a number of more than {LONGEST_NUMBER:,} bits")
+
+
+def _check_format(pattern: re.Pattern[str], text: str) -> None:
+    """A width in a format ("%1000000000d") makes a text of that size."""
+    if pattern.search(text):
+        raise TemplateLimit("it formats with a width that is very large, or computed")
+
+
+def _check_call(name: str, owner: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses a width that is too large, and a replacement that would be."""
+    args = list(args)
+    if name in WIDE and any(isinstance(value, int) and value > WIDEST for value in [*args, *kwargs.values()]):
+        raise TemplateLimit(f"it asks for a width of more than {WIDEST:,}")
+    if name == "replace" and all(isinstance(value, str) for value in [owner, *args[:2]]) and len(args) > 1:
+        _check_replace(owner, args[0], args[1])
+
+
+def _check_replace(text: str, old: str, new: str) -> None:
+    if (len(text) + 1) * len(new) > LARGEST and text.count(old) * len(new) > LARGEST:
+        raise TemplateLimit(f"it made a text of more than {LARGEST:,} letters")
+
+
+def _each_round(values: Any) -> Iterator[Any]:
+    for number, value in enumerate(values):
+        if not number % ROUNDS:
+            check_time()
+        yield value
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that looks at the clock, and at what it is asked for, first."""
+
+    @wraps(function)  # with the mark that says which of Jinja's own objects it wants first
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        check_time()
+        values = args if getattr(function, "jinja_pass_arg", None) is None else args[1:]
+        _check_call(name, values[0], values[1:], kwargs)
+        if name == "format":
+            _check_format(PERCENT_WIDTH, str(values[0]))
+        return _sized(function(*args, **kwargs))
+
+    return bounded
+
+
+class _Generation(Extension):
+    """{% generation %} marks what the assistant wrote, for training; here it is only passed through."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """namespace() whose attributes cannot be Python's own (`__class__` and the like)."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a chat template may not set the attribute {name!r}")
+        super().__setitem__(name, value)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> _Environment:
+    """What transformers gives a template: a `tojson` that does not escape, `raise_exception`, `strftime_now`, ..."""
+    made = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    made.filters["tojson"] = _tojson
+    made.filters = {name: _bounded(name, function) for name, function in made.filters.items()}
+    made.filters |= {"_each_round": _each_round, "_sized": _sized}
+    made.globals["namespace"] = _Namespace
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = _strftime_now
+    del made.globals["lipsum"]  # writes as much as it is asked for
+    return made

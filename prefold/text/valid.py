@@ -1,0 +1,34 @@
+"""Whether a value is a text that can be encoded and written."""
+
+from __future__ import annotations
+
+from ..errors import InputError
+
+__all__ = ["is_unicode", "valid_text"]
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold `text`: it has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def valid_text(text: object, field: str = "text") -> str:
+    """`text`, if it is a str that UTF-8 can hold. Raises InputError otherwise."""
+    if text is None:
+        raise InputError(f"{field!r} is null", field=field, remedy="give it a text", code="null")
+    if not isinstance(text, str):
+        kind = type(text).__name__
+        message = f"{field!r} is of type {kind}, not a text"
+        raise InputError(message, field=field, remedy="give it a text", code="wrong_type")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            message = f"{field!r} holds half of a surrogate pair at character {error.start}, so it is not valid Unicode"
+            remedy = "decode it again from its source"
+            raise InputError(message, field=field, remedy=remedy, code="invalid_utf8") from None
+    return text

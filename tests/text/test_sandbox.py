@@ -1,0 +1,127 @@
+"""Hostile chat templates: whatever they do, it ends soon, and with an InputError."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from prefold.errors import InputError
+from prefold.text import ChatTemplates
+from prefold.text.sandbox import compile_template, time_limit
+
+USER = {"role": "user", "content": "hi"}
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
+ENDLESS = [
+    LOOPS + "{% endfor %}",
+    "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for a in range(9999) recursive %}{{ loop(range(99999)) if loop.depth < 9 }}{% endfor %}",
+    "{% for a in range(99999) if range(99999) | list | sort | length < 0 %}{% endfor %}",
+    "{% for a in range(99999) %}{% set x = range(99999) | map('string') | join %}{% endfor %}",
+    "{% for a in range(99999) %}{% set x = ('a' * 999999).replace('a', 'bc') %}{% endfor %}",
+]
+HUGE = [
+    "{{ 9 ** (9 ** 9) }}",
+    "{{ 2 ** 99999999999 }}",
+    "{% set ns = namespace(n=3) %}{% for i in range(40) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "{{ 'a' * 10 ** 10 }}",
+    "{{ 10 ** 10 * [1] }}",
+    "{{ 'a' | center(10 ** 10) }}",
+    "{{ 'a' | center(10000000000) }}",
+    "{{ 'a'.ljust(10 ** 10) }}",
+    "{{ '%99999999999d' % 1 }}",
+    "{{ '%*d' % (10 ** 10, 1) }}",
+    "{{ '{:99999999999}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 10 ** 10) }}",
+    "{{ '%999999999d' | format(1) }}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "{% set s = 'a' * 9999999 %}{{ s.replace('a', s) }}",
+    "{% set s = 'a' * 9999999 %}{{ s | replace('a', s) }}",
+    "{{ [1] | tojson(indent=10 ** 10) }}",
+    "{{ range(9) | slice(10 ** 10) | list }}",
+]
+RAISING = [
+    ("{% break %}", "SyntaxError"),
+    ("{% for a in b %}" * 21 + "{% endfor %}" * 21, "SyntaxError"),
+    ("{{ 'x' | truncate(-1) }}", "AssertionError"),
+    ("{{ 1e400 | int }}", "OverflowError|NameError"),
+    ("{{ '\\ud800' }}", "surrogate"),
+    ("{{ messages | tojson(indent='\\ud800') }}", "surrogate"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "RecursionError"),
+    ("{{ " + "-" * 3000 + "1 }}", "Error"),
+    ("{{ raise_exception('\\ud800') }}", "ud800"),
+    ("{% include 'x' %}", "TypeError|loader"),
+    ("{{ lipsum(99) }}", "undefined"),
+    ("{{ 1 / 0 }}", "ZeroDivisionError"),
+]
+
+
+def render(template, **options):
+    return ChatTemplates({}, {}).render([USER], template=template, **options)
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_time_is_bounded(template):
+    started = time.thread_time()
+    with pytest.raises(InputError, match=r"stopped: it ran for more than 0\.2 s.*template_seconds") as caught:
+        render(template, template_seconds=0.2)
+    assert time.thread_time() - started < 2
+    assert (caught.value.field, caught.value.code) == ("chat_template", "template_limit")
+
+
+@pytest.mark.parametrize("template", HUGE)
+def test_size_is_bounded(template):
+    started = time.thread_time()
+    with pytest.raises(InputError, match="stopped: it") as caught:
+        render(template)
+    assert time.thread_time() - started < 2
+    assert caught.value.code == "template_limit"
+
+
+@pytest.mark.parametrize(("template", "what"), RAISING)
+def test_whatever_a_template_raises_is_an_input_error(template, what):
+    with pytest.raises(InputError, match=what) as caught:
+        render(template)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    str(caught.value).encode()  # it can be written
+
+
+def test_what_real_templates_do_is_allowed():
+    made = render(
+        "{{ 'ab' * 3 }}{{ '%s-%05d' % ('x', 42) }}{{ '{:>4}'.format(7) }}{{ 2 ** 10 }}{{ 'a' | indent(4) }}"
+        "{{ messages | tojson(indent=2) | length }}{{ [1, 2] + [3] }}{{ 'a' ~ 1 ~ 'b' }}{{ 'aXb'.replace('X', '--') }}"
+        "{% for m in messages %}{{ loop.index }}{{ loop.last }}{{ loop.length }}{{ loop.revindex }}"
+        "{{ loop.previtem is defined }}{% endfor %}{% for x in [[1, [2]]] recursive %}{{ x if x is number }}"
+        "{{ loop(x) if x is not number }}{% endfor %}{% for i in [3, 1, 2] if i > 1 %}{{ i }}{% else %}-{% endfor %}"
+    )
+    assert made == "abababx-00042   71024a51[1, 2, 3]a1ba--b1True11False1232"
+
+
+def test_threads_have_limits_of_their_own():
+    program, found = compile_template(ENDLESS[0]), {}
+
+    def run(seconds):
+        started = time.thread_time()
+        try:
+            with time_limit(seconds):
+                program.render({})
+        except Exception:
+            found[seconds] = time.thread_time() - started
+
+    threads = [threading.Thread(target=run, args=(seconds,)) for seconds in (0.05, 0.1, 0.3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(seconds <= found[seconds] < seconds + 0.2 for seconds in (0.05, 0.1, 0.3))
+
+
+def test_what_a_template_looks_up():
+    names = compile_template(
+        "{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}"
+        "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{{ messages[0].x }}{# documents #}"
+    ).variables
+    assert names == {"custom_tools", "tools", "messages"}
