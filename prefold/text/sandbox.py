@@ -113,10 +113,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             _check_format(BRACE_WIDTH, value.__self__)
         return made
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         check_time()
-        _check_call(getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None), args, kwargs)
-        return _sized(super().call(__context, __obj, *args, **kwargs))
+        _check_call(getattr(function, "__name__", ""), getattr(function, "__self__", None), args, kwargs)
+        return _sized(super().call(context, function, *args, **kwargs))
 
 
 def _sized(value: Any) -> Any:
