@@ -271,7 +271,7 @@ def draws(bench: Bench) -> None:
     """A token for each of 256 rows of 151,936 logits; beside PyTorch's own ways."""
     rows_, vocab = (4, 500) if bench.smoke else (256, 151_936)
     logits = torch.randn(rows_, vocab, device=bench.device) * 3
-    uniforms = np.random.default_rng(0).random(rows_).tolist()
+    keys = np.random.default_rng(0).integers(0, 2**64, rows_, np.uint64).tolist()
 
     def nucleus() -> Tensor:
         falling, ids = (logits / 0.8).softmax(-1).sort(-1, descending=True)
@@ -287,7 +287,7 @@ def draws(bench: Bench) -> None:
     calls = {"arg-max": lambda: logits.argmax(-1)}
     if runs_triton(bench.device):
         calls |= {
-            name: lambda one=one: draw_on_device(logits, range(rows_), [one] * rows_, uniforms)
+            name: lambda one=one: draw_on_device(logits, range(rows_), [one] * rows_, keys)
             for name, one in options.items()
         }
     calls["torch: softmax, multinomial"] = lambda: torch.multinomial((logits / 0.8).softmax(-1), 1)

@@ -115,7 +115,8 @@ class Sampling:
     repetition_penalty   of tokens in prompt or output (Keskar et al. 2019); 1: off
     presence_penalty, frequency_penalty   of tokens in the output, as OpenAI defines them; 0: off
     logit_bias           (id, added to its logit)
-    seed                 None: drawn once a job. The noise depends on seed, sample and position alone
+    seed                 None: drawn once a job. The noise of a draw depends on seed, sample, position and token alone,
+                         on a CPU or a GPU; rounding of the logits changes a draw only where two tokens are that close
     n                    samples of the prompt
     stop, stop_ids       texts and ids that end the output; a text is cut off, with what follows it
     ignore_eos           go on after the model's end-of-text ids

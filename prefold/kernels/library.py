@@ -70,6 +70,9 @@ class Kernels:
         self._log_sum_exp = _function(
             library, "prefold_log_sum_exp", [c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_int32]
         )
+        self._draw = _function(
+            library, "prefold_draw", [c_void_p, *[c_int64] * 2, *[c_void_p] * 3, c_int64, c_void_p, c_int32]
+        )
         self._has_products = library.prefold_has_products
         self._has_products.argtypes = [c_int32]
 
@@ -303,6 +306,26 @@ class Kernels:
             torch.get_num_threads(),
         )
         return sums, largest
+
+    def draw(self, logits: Tensor, rows: np.ndarray, inverses: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """A token drawn for each of `rows` of float32 logits [r, vocab], int64 [n]; -1 where a row's largest number is
+        not finite. rows int64 [n]; inverses float32 [n]: 1 / temperature; keys uint64 [n]: of the noise."""
+        if logits.dtype != torch.float32 or not logits.is_cpu or logits.stride(1) != 1:
+            raise ValueError(f"no draw from {logits.dtype} {list(logits.shape)} on {logits.device}")
+        if len(rows) and not 0 <= rows.min() <= rows.max() < len(logits):
+            raise ValueError(f"rows {rows} of {len(logits)}")
+        rows, tokens = np.ascontiguousarray(rows, np.int64), np.empty(len(rows), np.int64)
+        inverses, keys = np.ascontiguousarray(inverses, np.float32), np.ascontiguousarray(keys, np.uint64)
+        self._draw(
+            logits.data_ptr(),
+            logits.stride(0),
+            logits.shape[1],
+            *(array.ctypes.data for array in (rows, inverses, keys)),
+            len(rows),
+            tokens.ctypes.data,
+            torch.get_num_threads(),
+        )
+        return tokens
 
 
 def _fill(call: TileCall, q: Tensor, out: Tensor, *, kv_heads: int, scale: float) -> None:

@@ -1,8 +1,9 @@
-"""Drawing a token from a row of logits: temperature, min_p, top_k and top_p, and one uniform number.
+"""Drawing a token from a row of logits: temperature, min_p, top_k and top_p, and the noise of a key.
 
 Each filter keeps the tokens at least as likely as some token, so of equally likely ones it keeps all or none, and
-nothing depends on the order in which a sort leaves them. What is left is drawn from by inverting its cumulative
-distribution in the order of the ids. Here in NumPy; `draw_triton` does the same where the logits are on a GPU.
+nothing depends on the order in which a sort leaves them. Of what is left, the token whose logit over the temperature
+plus its noise (`noise`) is the largest is drawn, the first of equals. Here in NumPy; where nothing is filtered out a
+compiled kernel does it, and `draw_triton` does all of it where the logits are on a GPU.
 """
 
 from __future__ import annotations
@@ -13,52 +14,93 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..device import runs_triton, send
 from ..types import Sampling
+from .noise import gumbel, hash_ids
 
-__all__ = ["draw", "draw_on_device", "kept"]
+__all__ = ["draw", "draw_on_device", "inverse_temperatures", "kept"]
 
-LOG2_E = 1.4426950408889634
-# Probabilities summed at once when a token is looked for in a whole row.
+# Logits worked on at once, as float32 numbers: 4 MiB, about a second-level cache's worth of each intermediate.
+WORK_SIZE = 1 << 20
+# A probability that top_k tokens are at least as likely as is looked for among the largest of so many numbers each.
 BLOCK = 128
 # Candidates for top_p that are tried first, at least.
 CANDIDATES = 256
 
 
-def draw(logits: Tensor, options: Sequence[Sampling], uniforms: Sequence[float]) -> list[int]:
-    """A token for each row of logits float32 [r, vocab], which may be overwritten; every row has a finite number.
+def inverse_temperatures(options: Sequence[Sampling]) -> np.ndarray:
+    """1 / temperature, rounded to float32 [n]: what logits are multiplied by, wherever tokens are drawn."""
+    return (1.0 / np.array([sampling.temperature for sampling in options], np.float64)).astype(np.float32)
 
-    uniforms: in [0, 1), one a row.
+
+def draw(logits: Tensor, rows: Sequence[int], options: Sequence[Sampling], keys: Sequence[int]) -> list[int]:
+    """A token for each of `rows` of logits float32 [r, vocab], by the options and the key (`noise.make_key`) of each.
+
+    The largest logit of each row must be finite.
     """
     if runs_triton(logits.device):
-        return draw_on_device(logits, range(len(options)), options, uniforms).tolist()
-    temperature = torch.tensor([sampling.temperature for sampling in options], device=logits.device)
-    probs = torch.softmax(logits.div_(temperature[:, None]), -1)
-    filtered = [sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0 for sampling in options]
-    sums = None if all(filtered) else _block_sums(probs).cpu().numpy()
-    tokens = []
-    for i, (row, sampling, uniform) in enumerate(zip(probs.cpu().numpy(), options, uniforms, strict=True)):
-        if filtered[i]:
-            ids, left = kept(row, sampling)
-            tokens.append(int(ids[_invert(left, uniform)]))
-        else:
-            assert sums is not None
-            tokens.append(_invert_row(row, sums[i], uniform))
-    return tokens
+        return draw_on_device(logits, rows, options, keys).tolist()
+    tokens = np.zeros(len(rows), np.int64)
+    numbers, places, inverses = np.array(keys, np.uint64), np.array(rows, np.int64), inverse_temperatures(options)
+    filters = np.array([sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0 for sampling in options])
+    compiled = kernels.load() if logits.device.type == "cpu" else None
+    if compiled is not None and not filters.all():
+        bare = np.flatnonzero(~filters)
+        tokens[bare] = compiled.draw(logits, places[bare], inverses[bare], numbers[bare])
+    left = np.arange(len(rows)) if compiled is None else np.flatnonzero(filters)
+    at_once = max(1, WORK_SIZE // logits.shape[-1])
+    for first in range(0, len(left), at_once):
+        part = left[first : first + at_once]
+        scaled = _scaled(logits, places[part], inverses[part])
+        tokens[part] = _draw_scaled(scaled, [options[i] for i in part], numbers[part])
+    return tokens.tolist()
 
 
-def draw_on_device(
-    logits: Tensor, rows: Sequence[int], options: Sequence[Sampling], uniforms: Sequence[float]
-) -> Tensor:
-    """A token for each of `rows` of logits, int64 on their device, without waiting for it; -1 where a row has no
-    finite number. By Triton's kernel."""
+def _scaled(logits: Tensor, rows: np.ndarray, inverses: np.ndarray) -> Tensor:
+    """(logit - the row's largest) / temperature of `rows`, float32 [rows, vocab]: at most 0, and 0 for the largest."""
+    work = logits.index_select(0, send(rows, logits.device))
+    return work.sub_(work.amax(-1, keepdim=True)).mul_(send(inverses[:, None], logits.device))
+
+
+def _draw_scaled(scaled: Tensor, options: Sequence[Sampling], keys: np.ndarray) -> np.ndarray:
+    """The token of each row [r, vocab], int64 [r]."""
+    probs = torch.softmax(scaled, -1).cpu().numpy()
+    values = scaled.cpu().numpy()
+    ids = [_candidates(*one) for one in zip(probs, options, keys, strict=True)]
+    counts = [len(some) for some in ids]
+    all_ids = np.concatenate(ids)
+    noise = gumbel(hash_ids(all_ids, keys.repeat(counts)))
+    scores = values[np.arange(len(values)).repeat(counts), all_ids] + noise
+    ends = np.cumsum(counts)
+    return np.array([some[scores[end - len(some) : end].argmax()] for some, end in zip(ids, ends, strict=True)])
+
+
+def _candidates(probs: np.ndarray, sampling: Sampling, key: np.uint64) -> np.ndarray:
+    """Ids, ascending, among which the one to be drawn is: what the filters leave, or without any what noise can lift.
+
+    -log(1 - v) is at least v, so that no token can be drawn whose v over its probability is larger than that of some
+    other token is without this approximation; the upper bits of v are compared.
+    """
+    if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
+        return kept(probs, sampling)[0]
+    every, one = np.arange(probs.size, dtype=np.uint32), np.array([key])
+    top = int(probs.argmax())
+    hashes = hash_ids(every, one)
+    reach = 1.001 * 2.0**24 * np.exp(-gumbel(hashes[top : top + 1])) / probs[top]
+    return np.flatnonzero((hashes >> np.uint32(8)).astype(np.float32) <= probs * reach.astype(np.float32))
+
+
+def draw_on_device(logits: Tensor, rows: Sequence[int], options: Sequence[Sampling], keys: Sequence[int]) -> Tensor:
+    """`draw` by Triton's kernel: int64 on the logits' device, without waiting for it; -1 where a row's largest number
+    is not finite."""
     from . import draw_triton
 
     asked = [
-        (row, LOG2_E / sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p, uniform)
-        for row, sampling, uniform in zip(rows, options, uniforms, strict=True)
+        (row, inverse, sampling.min_p, sampling.top_k, sampling.top_p, key & 0xFFFFFFFF, key >> 32)
+        for row, inverse, sampling, key in zip(rows, inverse_temperatures(options).tolist(), options, keys, strict=True)
     ]
-    return draw_triton.draw(logits, send(np.array(asked, np.float64).reshape(-1, 6), logits.device))
+    return draw_triton.draw(logits, send(np.array(asked, np.float64).reshape(-1, 7), logits.device))
 
 
 def kept(probs: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
@@ -107,27 +149,3 @@ def _below_top(probs: np.ndarray, top_k: int) -> np.float32:
     groups = probs.size // size
     largest = probs[: groups * size].reshape(size, groups).max(0)
     return np.partition(largest, -top_k)[-top_k]
-
-
-def _block_sums(probs: Tensor) -> Tensor:
-    whole = probs.shape[-1] // BLOCK * BLOCK
-    sums = probs[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
-    return sums if whole == probs.shape[-1] else torch.cat((sums, probs[:, whole:].sum(-1, keepdim=True)), -1)
-
-
-def _invert_row(probs: np.ndarray, sums: np.ndarray, uniform: float) -> int:
-    """`_invert` of a whole row: the block by its sum, then the token in it."""
-    ends = sums.cumsum(dtype=np.float64)
-    block = _invert(sums, uniform)
-    start = ends[block - 1] if block else 0.0
-    inside = probs[block * BLOCK : (block + 1) * BLOCK]
-    return block * BLOCK + _invert(inside, max(0.0, (uniform * ends[-1] - start) / sums[block]))
-
-
-def _invert(weights: np.ndarray, uniform: float) -> int:
-    """The first place up to which there is more than `uniform` of the weights; never one that weighs nothing."""
-    ends = weights.cumsum(dtype=np.float64)
-    place = int(np.searchsorted(ends, uniform * ends[-1], side="right"))
-    if place == len(ends):  # only by rounding
-        place = int(np.flatnonzero(weights)[-1])
-    return place

@@ -1,7 +1,9 @@
 """`draw` in Triton, where the logits are on a GPU: a program a row, and nothing but the token leaves the device.
 
 No row is sorted. A filter's bound is looked for among all float32 numbers, four ways at a time: what is at least as
-likely as a bound is summed in one pass over the row, which lies in the second-level cache.
+likely as a bound is summed in one pass over the row, which lies in the second-level cache. Logits and noise (`noise`)
+are added in float64, with the operations that NumPy does, so that both draw the same token; a comparison in float32
+leaves few blocks for which that is needed.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from torch import Tensor
 
 __all__ = ["draw"]
 
-FIELDS = 6  # of a row of `asked`
+FIELDS = 7  # of a row of `asked`
 SIZE = 2048  # logits worked on at once
 
 
 def draw(logits: Tensor, asked: Tensor) -> Tensor:
-    """logits float32 [r, vocab]; asked float64 [n, FIELDS]: row of the logits, log2(e) / temperature, min_p, top_k (0:
-    all), top_p, uniform number. Returns int64 [n]: the token, or -1 where a row has no finite number."""
+    """logits float32 [r, vocab]; asked float64 [n, FIELDS]: row of the logits, 1 / temperature, min_p, top_k (0: all),
+    top_p, lower and upper half of the key. Returns int64 [n]: the token, or -1 where a row's largest is not finite."""
     count, vocab = len(asked), logits.shape[1]
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
     if count:
@@ -36,29 +38,51 @@ def _rank(x):
 
 
 @triton.jit
-def _load(ROW, start, vocab, largest, scale, min_p, least, SIZE: tl.constexpr):
+def _hash(ids, low, high):
+    """`noise.hash_ids`, of whole numbers as uint32."""
+    x = ids.to(tl.uint32) ^ low
+    x = (x ^ (x >> 17)) * 0xED5AD4BB
+    x = (x ^ (x >> 11) ^ high) * 0xAC4C1B51
+    x = (x ^ (x >> 15)) * 0x31848BAB
+    return x ^ (x >> 14)
+
+
+@triton.jit
+def _upper(hashes):
+    """The upper 24 bits of hashes, as a float32 number in [0, 1)."""
+    return (hashes >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216)
+
+
+@triton.jit
+def _scaled(ROW, at, vocab, largest, inverse):
+    """(logit - the row's largest) / temperature."""
+    return (tl.load(ROW + at, mask=at < vocab, other=-float("inf")) - largest) * inverse
+
+
+@triton.jit
+def _load(ROW, start, vocab, largest, inverse, min_p, least, SIZE: tl.constexpr):
     """Logits from `start` on: their ranks, and their weights (the most likely has 1), zero for what is filtered out."""
     at = start + tl.arange(0, SIZE)
     inside = at < vocab
     x = tl.load(ROW + at, mask=inside, other=-float("inf")) + 0.0  # of -0.0 too
-    weight = tl.exp2((x - largest) * scale)
+    weight = tl.exp2((x - largest) * inverse * 1.4426950408889634)
     rank = _rank(x)
     left = inside & (weight >= min_p) & (rank >= least)
     return rank, left, tl.where(left, weight, 0.0)
 
 
 @triton.jit
-def _total(ROW, vocab, largest, scale, min_p, least, SIZE: tl.constexpr):
+def _total(ROW, vocab, largest, inverse, min_p, least, SIZE: tl.constexpr):
     """The weights of what is left."""
     sums = tl.zeros([SIZE], tl.float32)
     for start in range(0, vocab, SIZE):
-        _, _, weight = _load(ROW, start, vocab, largest, scale, min_p, least, SIZE)
+        _, _, weight = _load(ROW, start, vocab, largest, inverse, min_p, least, SIZE)
         sums += weight
     return tl.sum(sums.to(tl.float64), 0)
 
 
 @triton.jit
-def _bound(ROW, vocab, largest, scale, min_p, least, target, COUNT: tl.constexpr, SIZE: tl.constexpr):
+def _bound(ROW, vocab, largest, inverse, min_p, least, target, COUNT: tl.constexpr, SIZE: tl.constexpr):
     """The highest rank at which as much as `target` is at or above it, of what is left; `least` where there is none.
     COUNT: as many, else as much weight."""
     low = least.to(tl.int64)
@@ -72,7 +96,7 @@ def _bound(ROW, vocab, largest, scale, min_p, least, target, COUNT: tl.constexpr
         above_b = tl.zeros([SIZE], tl.float32)
         above_c = tl.zeros([SIZE], tl.float32)
         for start in range(0, vocab, SIZE):
-            rank, left, weight = _load(ROW, start, vocab, largest, scale, min_p, least, SIZE)
+            rank, left, weight = _load(ROW, start, vocab, largest, inverse, min_p, least, SIZE)
             part = tl.where(left, 1.0, 0.0) if COUNT else weight
             above_a += tl.where(rank >= a.to(tl.int32), part, 0.0)
             above_b += tl.where(rank >= b.to(tl.int32), part, 0.0)
@@ -89,11 +113,12 @@ def _bound(ROW, vocab, largest, scale, min_p, least, target, COUNT: tl.constexpr
 def _draw(LOGITS, ASKED, TOKENS, vocab, stride, SIZE: tl.constexpr, FIELDS: tl.constexpr):
     asked = ASKED + tl.program_id(0) * FIELDS
     ROW = LOGITS + tl.load(asked).to(tl.int64) * stride
-    scale = tl.load(asked + 1).to(tl.float32)
+    inverse = tl.load(asked + 1).to(tl.float32)
     min_p = tl.load(asked + 2).to(tl.float32)
     top_k = tl.load(asked + 3)
     top_p = tl.load(asked + 4)
-    uniform = tl.load(asked + 5)
+    low = tl.load(asked + 5).to(tl.int64).to(tl.uint32)
+    high = tl.load(asked + 6).to(tl.int64).to(tl.uint32)
 
     most = tl.full([SIZE], -float("inf"), tl.float32)
     for start in range(0, vocab, SIZE):
@@ -103,26 +128,43 @@ def _draw(LOGITS, ASKED, TOKENS, vocab, stride, SIZE: tl.constexpr, FIELDS: tl.c
 
     least = tl.full([], -2147483648, tl.int32)
     if (top_k > 0) & (top_k < vocab):
-        least = _bound(ROW, vocab, largest, scale, min_p, least, top_k, True, SIZE)
+        least = _bound(ROW, vocab, largest, inverse, min_p, least, top_k, True, SIZE)
     if top_p < 1:
-        total = _total(ROW, vocab, largest, scale, min_p, least, SIZE)
-        least = _bound(ROW, vocab, largest, scale, min_p, least, top_p * total, False, SIZE)
+        total = _total(ROW, vocab, largest, inverse, min_p, least, SIZE)
+        least = _bound(ROW, vocab, largest, inverse, min_p, least, top_p * total, False, SIZE)
 
-    goal = uniform * _total(ROW, vocab, largest, scale, min_p, least, SIZE)
-    before = tl.zeros([], tl.float64)
-    token = tl.full([], -1, tl.int32)
-    final = tl.full([], -1, tl.int32)
+    token = _most_lifted(ROW, vocab, largest, inverse, min_p, least, low, high, SIZE)
+    found = (largest > -float("inf")) & (largest < float("inf"))
+    tl.store(TOKENS + tl.program_id(0), tl.where(found, token, -1).to(tl.int64))
+
+
+@triton.jit
+def _most_lifted(ROW, vocab, largest, inverse, min_p, least, low, high, SIZE: tl.constexpr):
+    """The token whose logit over the temperature plus noise is the largest, of what is left; the first of equals.
+
+    It is the one with the least -log(1 - v) / weight, v being its hash as a number in (0, 1). That is at most
+    v / (1 - v) / weight, and no token can have the least for which v / weight alone is more than that of another.
+    """
+    bound = tl.full([SIZE], float("inf"), tl.float32)
     for start in range(0, vocab, SIZE):
-        _, _, narrow = _load(ROW, start, vocab, largest, scale, min_p, least, SIZE)
-        weight = narrow.to(tl.float64)
+        _, _, weight = _load(ROW, start, vocab, largest, inverse, min_p, least, SIZE)
+        v = _upper(_hash(start + tl.arange(0, SIZE), low, high)) + 1.0 / 16777216
+        bound = tl.minimum(bound, tl.where(weight > 0, v / ((1 - v) * weight), float("inf")))
+    reach = tl.min(bound, 0) * 1.001  # with room for rounding
+
+    best = tl.full([], -float("inf"), tl.float64)
+    token = tl.full([], -1, tl.int32)
+    for start in range(0, vocab, SIZE):
         at = start + tl.arange(0, SIZE)
-        here = tl.sum(weight, 0)
-        highest = tl.max(tl.where(weight > 0, at, -1), 0)
-        if (token < 0) & (before + here > goal):
-            passed = (before + tl.cumsum(weight, 0) > goal) & (weight > 0)
-            first = tl.min(tl.where(passed, at, vocab), 0)
-            token = tl.where(first < vocab, first, highest)  # the latter only by rounding
-        final = tl.maximum(final, highest)
-        before += here
-    token = tl.where(token < 0, final, token)
-    tl.store(TOKENS + tl.program_id(0), tl.where(largest > -float("inf"), token, -1).to(tl.int64))
+        _, _, weight = _load(ROW, start, vocab, largest, inverse, min_p, least, SIZE)
+        hashes = _hash(at, low, high)
+        near = (weight > 0) & (_upper(hashes) <= reach * weight)
+        if tl.max(near.to(tl.int32), 0) > 0:
+            v = (hashes.to(tl.float64) + 0.5) * (1.0 / 4294967296)
+            score = _scaled(ROW, at, vocab, largest, inverse).to(tl.float64) - tl.log(-tl.log(1 - v))
+            score = tl.where(near, score, -float("inf"))
+            here = tl.max(score, 0)
+            if here > best:
+                token = tl.min(tl.where(score == here, at, vocab), 0)
+                best = here
+    return token

@@ -9,8 +9,8 @@ What is done to a row of logits, in this order (that of vLLM; each step as trans
     temperature                        below GREEDY_BELOW: the most likely token, the first of equals
     min_p, top_k, top_p                each among what the one before left
 
-The last two lines, and drawing from what is left, are `draw`'s. The number a token is drawn with is the `position`-th
-of `Generator(Philox(key=[seed, sample]))`, so it depends on neither neighbours nor batch nor what ran before.
+The last two lines, and drawing from what is left, are `draw`'s. The noise a token is drawn with is made of the seed,
+the sample, the position and the token (`noise`), so it depends on neither neighbours nor batch nor what ran before.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ from torch import Tensor
 from ..device import runs_triton, send
 from ..text.grammar import Matcher
 from ..types import Sampling, TokenLogprobs
-from .draw import draw, draw_on_device
+from .draw import WORK_SIZE, draw, draw_on_device
+from .noise import make_key, make_stream
 
-__all__ = ["Choice", "Sampler", "SamplerState", "greedy", "uniforms"]
+__all__ = ["Choice", "Sampler", "SamplerState", "greedy"]
 
 # A temperature this small divides logits into numbers that float32 cannot tell apart.
 GREEDY_BELOW = 1e-5
-# Logits worked on at once on a CPU, as float32 numbers: 4 MiB, about a second-level cache's worth of each intermediate.
-WORK_SIZE = 1 << 20
-# Uniform numbers made at once; a multiple of 4, the numbers of one Philox block.
-NOISE = 64
 
 
 def greedy(logits: Tensor) -> np.ndarray:
@@ -43,15 +40,8 @@ def greedy(logits: Tensor) -> np.ndarray:
     return logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1).cpu().numpy()
 
 
-def uniforms(seed: int, sample: int, first: int, count: int = NOISE) -> np.ndarray:
-    """Uniform numbers in [0, 1) of positions `first` (a multiple of 4) and on, float64 [count]."""
-    key, counter = np.array([seed % 2**64, sample], np.uint64), np.array([first // 4, 0, 0, 0], np.uint64)
-    bits = np.random.Philox(key=key, counter=counter)
-    return np.random.Generator(bits).random(count)
-
-
 class SamplerState:
-    """What the sampler knows about one sample: its options, noise, position, and the tokens so far.
+    """What the sampler knows about one sample: its options, key, position, and the tokens so far.
 
     position   of the token chosen next in the output: 0 for the first
     matcher    its grammar's, None without one
@@ -81,9 +71,7 @@ class SamplerState:
         )
         self._bare = self.greedy and not self.penalised and not sampling.logit_bias
         self._bare = self._bare and matcher is None and sampling.logprobs is None
-        self._key = (seed, sample)
-        self._noise = np.empty(0)
-        self._noise_first = -NOISE
+        self._stream = make_stream(seed, sample)
         seen = prompt if sampling.repetition_penalty != 1.0 else ()
         self._ids = np.unique(np.asarray(seen, np.int64))
         self._counts = np.zeros(self._ids.size, np.float32)
@@ -115,13 +103,9 @@ class SamplerState:
         if self.penalised:
             self._count(token)
 
-    def uniform(self, ahead: int = 0) -> float:
-        """The number in [0, 1) that the token at `position` + `ahead` is drawn with."""
-        position = self.position + ahead
-        first = position - position % NOISE
-        if first != self._noise_first:
-            self._noise, self._noise_first = uniforms(*self._key, first), first
-        return float(self._noise[position - first])
+    def key(self, ahead: int = 0) -> int:
+        """The 64-bit key of the noise that the token at `position` + `ahead` is drawn with."""
+        return make_key(self._stream, self.position + ahead)
 
     @property
     def counted(self) -> tuple[np.ndarray, np.ndarray]:
@@ -193,9 +177,9 @@ class Sampler:
         drawn = [i for i, state in enumerate(other) if not state.greedy]
         if drawn:
             options = [other[i].sampling for i in drawn]
-            uniforms = [other[i].uniform(later[i]) for i in drawn]
+            keys = [other[i].key(later[i]) for i in drawn]
             places = send(np.array([at[i] for i in drawn]), device)
-            ids[places] = draw_on_device(work, [rows[i] for i in drawn], options, uniforms)
+            ids[places] = draw_on_device(work, [rows[i] for i in drawn], options, keys)
         return ids
 
 
@@ -212,8 +196,7 @@ def _choose(work: Tensor, states: list[SamplerState]) -> Choice:
     ids = [token if any_left else None for token, any_left in zip(ids, some, strict=True)]
     drawn = [i for i, state in enumerate(states) if not state.greedy and ids[i] is not None]
     if drawn:
-        work = work if len(drawn) == len(states) else work[drawn]
-        chosen = draw(work, [states[i].sampling for i in drawn], [states[i].uniform() for i in drawn])
+        chosen = draw(work, drawn, [states[i].sampling for i in drawn], [states[i].key() for i in drawn])
         for i, token in zip(drawn, chosen, strict=True):
             ids[i] = token
     logprobs: list[TokenLogprobs | None] = [None] * len(states)
