@@ -52,7 +52,7 @@ class Padded:
         self.positions = torch.arange(self.shape[1]).repeat(self.shape[0])
         self.scale = scale
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, *, read_only: bool = False) -> Tensor:
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q, k, v))
         o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         return o.transpose(1, 2).flatten(0, 1)
@@ -68,7 +68,7 @@ class Masked:
         self.mask = (request[:, None] == request) & torch.ones(self.rows, self.rows, dtype=torch.bool).tril()
         self.scale = scale
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, *, read_only: bool = False) -> Tensor:
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         o = scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scale, enable_gqa=True)
         return o[0].transpose(0, 1)
@@ -84,7 +84,7 @@ class Varlen:
         self.plan = plan_rows(np.repeat(np.cumsum(lengths), lengths), np.arange(self.rows))
         self.scale, self.seconds = scale, 0.0
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, *, read_only: bool = False) -> Tensor:
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         started = time.perf_counter()
         o = interval_attention(q, k, v, self.plan, scale=self.scale)
         self.seconds += time.perf_counter() - started
@@ -253,7 +253,7 @@ def decode(models: dict, arguments) -> str:
         plan = plan_slots(runs, batch, group=config.heads // config.kv_heads)
         own = torch.from_numpy(first + context)
 
-        def attend(plane, q, k, v, *, read_only=False, store=store, plan=plan, own=own):
+        def attend(plane, q, k, v, *, store=store, plan=plan, own=own):
             store.write(plane, own, k, v)
             return store.attend(plane, q, plan, config.scale)
 

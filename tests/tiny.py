@@ -155,9 +155,10 @@ class DenseAttend:
         self.read_rows = read_rows
         self.calls: list[tuple[int, bool]] = []
 
-    def __call__(self, plane: int, q, k, v, *, read_only: bool = False):
-        self.calls.append((plane, read_only))
+    def __call__(self, plane: int, q, k, v):
         rows = len(k)
+        read_only = len(q) < rows
+        self.calls.append((plane, read_only))
         query = torch.arange(rows) if not read_only else self.read_rows
         assert q.shape == (len(query), self.config.heads, self.config.head_dim)
         assert k.shape == v.shape == (rows, self.config.kv_heads, self.config.head_dim)

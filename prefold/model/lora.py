@@ -117,15 +117,6 @@ class RowAdapters:
         self.numbers = numbers
         self.read_rows = read_rows
 
-    def take(self, rows: slice) -> RowAdapters:
-        """Those of the rows from `rows.start` to `rows.stop`."""
-        if not self.adapters:
-            return self
-        if self.read_rows is None:
-            return self._of(self.numbers[rows])
-        first, last = np.searchsorted(self.read_rows, (rows.start, rows.stop))
-        return self._of(self.numbers[rows], self.read_rows[first:last] - rows.start)
-
     @cached_property
     def read(self) -> RowAdapters:
         """Those of the rows that are read."""

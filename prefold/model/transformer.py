@@ -6,10 +6,9 @@ rows are tokens or trie tokens, is the caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,46 +26,47 @@ from .rotary import RotaryTables
 
 __all__ = ["Attend", "CausalLM"]
 
-# Rows that go through the position-wise chain at once on a CPU, to bound its intermediates. Smaller blocks are
-# not faster on a quiet machine: at 1024 the joining of q, k and v costs what the cache gains (3 to 6 % more in all).
-BLOCK_ROWS = 4096
 # Vocabulary entries of the LM head that are widened to float32 at once.
 HEAD_COLUMNS = 4096
 
 
 class Attend(Protocol):
-    """Attention over one plane. q [rows, heads, dim], k, v [rows, kv_heads, dim] (perhaps strided) -> o, as q.
+    """Attention over one plane.
 
-    read_only: q has only the rows that are read; k and v have all.
+    q [rows, heads, dim], k, v [rows, kv_heads, dim] (perhaps strided) -> o, shaped as q. In the last visit of a pass q
+    has only the rows that are read, where some are not: `len(q) < len(k)`.
     """
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, *, read_only: bool = False) -> Tensor: ...
-
-
-class Projected(NamedTuple):
-    """A block of rows on the way into attention. x: the residual stream, of the rows that q has."""
-
-    x: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
 class Layer(nn.Module):
-    """One layer: `start` before attention, `finish` after it. The last layer keeps q apart from k and v."""
+    """One layer with its attention.
 
-    def __init__(self, config: ModelConfig, number: int, ranks: Alone, *, dtype: torch.dtype, device: torch.device):
+    number    of this layer in the model
+    splits_q  q is a linear of its own beside k and v: in the layer that is visited last, where q may be wanted of a
+              few rows only. Else q, k and v are one linear
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        number: int,
+        ranks: Alone,
+        *,
+        splits_q: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         """config: with the sizes of this rank's part."""
         super().__init__()
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         first = ranks.rank == 0  # biases of what is summed over ranks are added once
         self.sum = ranks.sum
         q, kv, hidden = config.q_size, 2 * config.kv_size, config.hidden
-        self.config = config
+        self.config, self.number, self.splits_q = config, number, splits_q
         self.input_norm = _norm(config, **place)
-        self.number = number
-        self.last = number == config.layers - 1
-        if self.last:
+        if splits_q:
             self.q = Linear(hidden, q, bias=config.qkv_bias, **place)
             self.kv = Linear(hidden, kv, bias=config.qkv_bias, **place)
         else:
@@ -83,37 +83,55 @@ class Layer(nn.Module):
         self.down = Linear(config.intermediate, hidden, bias=config.mlp_bias and first, **place)
         self.down_norm = _norm(config, **place) if config.out_norms else None
 
-    def start(
+    def forward(
         self,
         x: Tensor,
         delta: Tensor | None,
+        *,
         cos_sin: Tensor,
-        read: Tensor | None = None,
-        adapters: RowAdapters = NO_ADAPTERS,
-    ) -> Projected:
-        """x + delta [rows, hidden], normed, to q, k, v. read (last layer): the rows whose q is wanted; None: all."""
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        read: Tensor | None,
+        adapters: RowAdapters,
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream x + delta [rows, hidden] after this layer, as its x and delta; may write into x.
+
+        cos_sin  of the rows' positions, as for `ops.rope`
+        attend   q, k, v -> o, shaped as q
+        read     int64: the rows whose result is wanted; None: all
+        """
+        x, q, k, v = self._project(x, delta, cos_sin, read, adapters)
+        o = attend(q, k, v)
+        del q, k, v, delta  # so that the MLP, where most memory is held, does not run beside them
+        return self._finish(x, o, adapters if read is None else adapters.read)
+
+    def _project(
+        self, x: Tensor, delta: Tensor | None, cos_sin: Tensor, read: Tensor | None, adapters: RowAdapters
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The residual stream x + delta of the rows in `read`, q of these rows, and k and v of all."""
         config = self.config
         x, h = self.input_norm(x, delta)
-        q_cos_sin = cos_sin
-        if self.last:
+        if self.splits_q:
             kv = adapters.add(self.kv(h), h, self.number, "kv")
+            k, v = kv.unflatten(-1, (2 * config.kv_heads, config.head_dim)).split(config.kv_heads, 1)
+            q_cos_sin = cos_sin
             if read is not None:
                 x, h, q_cos_sin, adapters = x[read], h[read], cos_sin[read], adapters.read
             q = adapters.add(self.q(h), h, self.number, "q").unflatten(-1, (config.heads, config.head_dim))
-            k, v = kv.unflatten(-1, (2 * config.kv_heads, config.head_dim)).split(config.kv_heads, 1)
+            q = rope(q, q_cos_sin, self.q_norm, config.norm_eps)
+            return x, q, rope(k, cos_sin, self.k_norm, config.norm_eps), v
+        qkv = adapters.add(self.qkv(h), h, self.number, "qkv")
+        qkv = qkv.unflatten(-1, (config.heads + 2 * config.kv_heads, config.head_dim))
+        if self.q_norm is None:  # q and k lie side by side: rotated in one call
+            qk, v = qkv.split((config.heads + config.kv_heads, config.kv_heads), 1)
+            q, k = rope(qk, cos_sin).split((config.heads, config.kv_heads), 1)
         else:
-            qkv = adapters.add(self.qkv(h), h, self.number, "qkv")
-            qkv = qkv.unflatten(-1, (config.heads + 2 * config.kv_heads, config.head_dim))
-            if self.q_norm is None:  # q and k lie side by side: rotated in one call
-                qk, v = qkv.split((config.heads + config.kv_heads, config.kv_heads), 1)
-                q, k = rope(qk, cos_sin).split((config.heads, config.kv_heads), 1)
-                return Projected(x, q, k, v)
             q, k, v = qkv.split((config.heads, config.kv_heads, config.kv_heads), 1)
-        q = rope(q, q_cos_sin, self.q_norm, config.norm_eps)
-        return Projected(x, q, rope(k, cos_sin, self.k_norm, config.norm_eps), v)
+            q = rope(q, cos_sin, self.q_norm, config.norm_eps)
+            k = rope(k, cos_sin, self.k_norm, config.norm_eps)
+        return (x, q, k, v) if read is None else (x[read], q[read], k, v)
 
-    def finish(self, x: Tensor, o: Tensor, adapters: RowAdapters = NO_ADAPTERS) -> tuple[Tensor, Tensor]:
-        """x [rows, hidden], o [rows, heads, dim] -> the residual stream, and what is still to be added to it."""
+    def _finish(self, x: Tensor, o: Tensor, adapters: RowAdapters) -> tuple[Tensor, Tensor]:
+        """The residual stream after attention's o [rows, heads, dim], and what is still to be added to it."""
         o = o.flatten(1)
         delta = self.sum(adapters.add(self.o(o), o, self.number, "o"))
         x, h = self.post_norm(x, delta if self.o_norm is None else self.o_norm(delta)[1])
@@ -146,14 +164,16 @@ class CausalLM(nn.Module):
         self.position_embedding = (
             nn.Parameter(torch.empty(config.max_positions, config.hidden, **place)) if learned else None
         )
-        self.layers = nn.ModuleList(Layer(self.local, i, ranks, **place) for i in range(config.layers))
+        last = config.layers - 1
+        self.layers = nn.ModuleList(
+            Layer(self.local, i, ranks, splits_q=i == last, **place) for i in range(config.layers)
+        )
         self.norm = _norm(config, **place)
         # Rounded as transformers rounds it, who has it as a tensor.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
         untied = config.lm_head and not config.tie_embeddings
         self.lm_head = nn.Parameter(torch.empty(vocab, config.hidden, **place)) if untied else None
         self.score = _score_head(config, device=device) if config.num_labels else None
-        self.block_rows: int | None = BLOCK_ROWS
         self.recompute = False  # of each layer, in the backward pass, all but what it began with: to hold less
         self.may_pack = False  # the head, when logits of the whole vocabulary are first wanted; see `load_model`
         self._packed_head: PackedHead | None = None
@@ -170,37 +190,23 @@ class CausalLM(nn.Module):
         """Hidden states after the final norm, [rows read, hidden], in the order of `read_rows`.
 
         tokens, positions  int64 [rows]
-        read_rows          int64 [r], ascending: rows whose result is wanted; None: all. The last layer
-                           computes no more than these (and the keys and values of all).
+        read_rows          int64 [r], ascending, each once: rows whose result is wanted; None: all. The last visit
+                           computes no more than these (and the keys and values of all)
         adapters           which rows have which LoRA adapter, and the same read rows
         """
         if adapters.adapters and (read_rows is None) != (adapters.read_rows is None):
             raise ValueError("adapters must know the same read_rows as the model is given")
-        if self.recompute and torch.is_grad_enabled():
-            return self._recomputing(tokens, positions, attend, read_rows, adapters)
-        blocks = self._blocks(len(tokens))
-        loras = [adapters.take(b) for b in blocks]
-        reads = _split_reads(read_rows, blocks)
-        cos_sin = self._cos_sin(positions)
-        layers = cast(list[Layer], list(self.layers))
-        first, last = layers[0], layers[-1]
-        embedded = (self._embed(tokens[b], positions[b]) for b in blocks)
-        parts = [
-            first.start(x, None, cos_sin[0][b], read if first is last else None, lora)
-            for x, b, read, lora in zip(embedded, blocks, reads, loras, strict=True)
-        ]
-        for plane, (layer, following) in enumerate(pairwise(layers)):
-            xs = [part.x for part in parts]
-            o = attend(plane, *_take_qkv(parts))
-            angles = cos_sin[plane + 1]
-            parts = [
-                following.start(*layer.finish(x, o[b], lora), angles[b], read if following is last else None, lora)
-                for x, b, read, lora in zip(xs, blocks, reads, loras, strict=True)
-            ]
-        x = _cat([part.x for part in parts])
-        o = attend(len(layers) - 1, *_take_qkv(parts), read_only=read_rows is not None)
-        read_adapters = adapters.read
-        return _cat([self.norm(*last.finish(x[b], o[b], read_adapters.take(b)))[1] for b in self._blocks(len(x))])
+        recompute = self.recompute and torch.is_grad_enabled()
+        x, delta = self._embed(tokens, positions), None
+        visits = self.visits
+        for plane, (layer, cos_sin) in enumerate(zip(visits, self._cos_sin(positions), strict=True)):
+            read = read_rows if plane == len(visits) - 1 else None
+            visit = partial(layer, cos_sin=cos_sin, attend=partial(attend, plane), read=read, adapters=adapters)
+            if recompute:
+                x, delta = _again(visit, x), None
+            else:
+                x, delta = visit(x, delta)
+        return self.norm(x, delta)[1]
 
     def logits(self, hidden: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
         """float32 logits [rows, vocabulary], or [rows, len(ids)] of the ids given; hidden as from `forward`.
@@ -225,26 +231,19 @@ class CausalLM(nn.Module):
         return self.score(wide(hidden))
 
     @property
+    def visits(self) -> Sequence[Layer]:
+        """The layers in the order of a pass: one visit a plane."""
+        return cast(list[Layer], list(self.layers))
+
+    @property
     def device(self) -> torch.device:
+        """The device that the weights are on."""
         return self.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the linears' weights, and of hidden states."""
         return self.embedding.dtype
-
-    def linear_flops(self) -> int:
-        """Floating-point operations of the linears for one row, without the LM head."""
-        return self.config.linear_flops
-
-    def _recomputing(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, read_rows: Tensor | None, adapters: RowAdapters
-    ) -> Tensor:
-        """`forward`, a layer at a time, each computed again in the backward pass (Chen et al. 2016)."""
-        x, cos_sin = self._embed(tokens, positions), self._cos_sin(positions)
-        for layer, angles in zip(cast(list[Layer], list(self.layers)), cos_sin, strict=True):
-            step = partial(_whole_layer, layer, attend, angles, read_rows if layer.last else None, adapters)
-            x = checkpoint(step, x, use_reentrant=False, preserve_rng_state=False)
-        return self.norm(x)[1]
 
     def _pack_head(self, weight: Tensor, hidden: Tensor) -> PackedHead | None:
         """The packed LM head where there is one and it may be used: no gradients, and hidden of the model's dtype."""
@@ -267,13 +266,6 @@ class CausalLM(nn.Module):
         if self._rotary is None or self._rotary.device != positions.device:
             self._rotary = RotaryTables(self.config.ropes, self.config.head_dim, positions.device)
         return self._rotary(positions)
-
-    def _blocks(self, rows: int) -> list[slice]:
-        """Equal consecutive slices of at most `block_rows`; one slice with gradients, or on a device with its own."""
-        if self.block_rows is None or torch.is_grad_enabled() or self.device.type != "cpu" or rows <= self.block_rows:
-            return [slice(0, rows)]
-        num = -(-rows // self.block_rows)
-        return [slice(rows * i // num, rows * (i + 1) // num) for i in range(num)]
 
 
 def _norm(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Norm:
@@ -308,38 +300,17 @@ def _wide_product(hidden: Tensor, weight: Tensor) -> Tensor:
     hidden = wide(hidden)
     if weight.dtype == hidden.dtype:
         return F.linear(hidden, weight)
-    return _cat([F.linear(hidden, part.float()) for part in weight.split(HEAD_COLUMNS)], dim=1)
+    return torch.cat([F.linear(hidden, part.float()) for part in weight.split(HEAD_COLUMNS)], 1)
 
 
-def _whole_layer(
-    layer: Layer, attend: Attend, cos_sin: Tensor, read: Tensor | None, adapters: RowAdapters, x: Tensor
-) -> Tensor:
-    """One layer with its attention: the residual stream [rows, hidden] before it -> after it, of the rows in `read`."""
-    if not x.requires_grad:
-        x = x.clone()  # compiled operations write into what has no gradient, and this runs twice
-    part = layer.start(x, None, cos_sin, read, adapters)
-    o = attend(layer.number, part.q, part.k, part.v, read_only=read is not None)
-    x, delta = layer.finish(part.x, o, adapters if read is None else adapters.read)
-    return x + delta
+def _again(visit: Callable[[Tensor, None], tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
+    """The residual stream [rows, hidden] after a visit, which is computed again in the backward pass: only x is kept
+    for it (Chen et al. 2016)."""
 
+    def whole(x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            x = x.clone()  # compiled operations write into what has no gradient, and this runs twice
+        x, delta = visit(x, None)
+        return x + delta
 
-def _split_reads(read_rows: Tensor | None, blocks: list[slice]) -> list[Tensor | None]:
-    """The rows to read within each block, counted from the block's start."""
-    if read_rows is None:
-        return [None] * len(blocks)
-    if len(blocks) == 1:
-        return [read_rows]
-    stops = torch.tensor([block.stop for block in blocks])
-    counts = torch.searchsorted(read_rows, stops).diff(prepend=torch.zeros(1, dtype=torch.int64))
-    return [rows - block.start for rows, block in zip(read_rows.split(counts.tolist()), blocks, strict=True)]
-
-
-def _take_qkv(parts: list[Projected]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of all blocks. Empties `parts`, so that attention does not run beside a second copy."""
-    q, k, v = ([part[i] for part in parts] for i in (1, 2, 3))
-    parts.clear()
-    return _cat(q), _cat(k), _cat(v)
-
-
-def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
+    return checkpoint(whole, x, use_reentrant=False, preserve_rng_state=False)

@@ -27,7 +27,7 @@ EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class Weight:
     """A parameter of the model, and the checkpoint's tensors that are stacked in it, with their rows.
 
     offset  what is added to the checkpoint's numbers
@@ -75,39 +75,39 @@ def load_model(
     config = config or config_from(checkpoint.config)
     # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
     model = CausalLM(config, dtype=dtype, device=torch.device("meta"))
-    source = open_source(checkpoint, config, wanted_shapes(model_slots(model)), seed)
+    source = open_source(checkpoint, config, wanted_shapes(model_weights(model)), seed)
     settled = _settle_lm_head(config, source)
     if settled != config:
         model = CausalLM(settled, dtype=dtype, device=torch.device("meta"))
-    slots = list(model_slots(model))
-    _check_tensors(checkpoint, slots, source)
+    weights = list(model_weights(model))
+    _check_tensors(checkpoint, weights, source)
     if ranks.size > 1:
         if device.type == "cpu" and ranks.rank == 0:  # one memory for all ranks
-            _check_memory(checkpoint, slots, device, dtype)
+            _check_memory(checkpoint, weights, device, dtype)
         model = CausalLM(settled, dtype=dtype, device=torch.device("meta"), ranks=ranks)
-        slots = list(model_slots(model))
-    _check_memory(checkpoint, slots, device, dtype)
+        weights = list(model_weights(model))
+    _check_memory(checkpoint, weights, device, dtype)
     pool = kernels.Pool()
     with torch.no_grad():
-        for slot in slots:
-            _fill(slot, source, device)
-            if pack and isinstance(slot.owner, Linear) and slot.attribute == "weight":
+        for weight in weights:
+            _fill(weight, source, device)
+            if pack and isinstance(weight.owner, Linear) and weight.attribute == "weight":
                 # At once: so only one matrix at a time is there twice.
-                slot.owner.pack(pool)
+                weight.owner.pack(pool)
     model.may_pack = pack
     return model.eval()
 
 
-def model_slots(model: CausalLM) -> Iterator[Slot]:
+def model_weights(model: CausalLM) -> Iterator[Weight]:
     """Every parameter of the model with the names of its tensors; head and embedding first, then layer by layer."""
     config = model.config
     split = model.ranks.size > 1
     vocab = ((model.shard.vocab,),) if split else ()
-    yield Slot(model, "embedding", ((EMBEDDING, len(model.embedding)),), places=vocab)
+    yield Weight(model, "embedding", ((EMBEDDING, len(model.embedding)),), places=vocab)
     if model.lm_head is not None:
-        yield Slot(model, "lm_head", ((LM_HEAD, len(model.lm_head)),), places=vocab)
+        yield Weight(model, "lm_head", ((LM_HEAD, len(model.lm_head)),), places=vocab)
     if model.position_embedding is not None:
-        yield Slot(model, "position_embedding", (("embed_positions.weight", config.max_positions),))
+        yield Weight(model, "position_embedding", (("embed_positions.weight", config.max_positions),))
     yield from _norm(model.norm, "norm", config)
     yield from _head(model.score)
     places = model.shard.parts(config) if split else {}
@@ -115,7 +115,7 @@ def model_slots(model: CausalLM) -> Iterator[Slot]:
         yield from _layer(cast(Layer, layer), f"layers.{number}.", places)
 
 
-def _head(score: nn.Module | None) -> Iterator[Slot]:
+def _head(score: nn.Module | None) -> Iterator[Weight]:
     if isinstance(score, Linear):
         yield from _linear(score, ("score", score.outputs))
     elif isinstance(score, nn.Sequential):  # linear, ReLU, linear: numbered as PyTorch numbers them
@@ -124,7 +124,7 @@ def _head(score: nn.Module | None) -> Iterator[Slot]:
                 yield from _linear(module, (f"score.{number}", module.outputs))
 
 
-def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -> Iterator[Slot]:
+def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -> Iterator[Weight]:
     config, attention, mlp = layer.config, prefix + "self_attn.", prefix + "mlp."
     q = (attention + "q_proj", config.q_size)
     k, v = (attention + "k_proj", config.kv_size), (attention + "v_proj", config.kv_size)
@@ -137,8 +137,8 @@ def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -
         yield from _norm(layer.post_norm, prefix + "post_attention_layernorm", config)
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
-            yield Slot(layer, name, ((f"{attention}{name}.weight", config.head_dim),), config.norm_offset)
-    if layer.last:
+            yield Weight(layer, name, ((f"{attention}{name}.weight", config.head_dim),), config.norm_offset)
+    if layer.splits_q:
         yield from _linear(layer.q, q, places=places)
         yield from _linear(layer.kv, k, v, places=places)
     else:
@@ -149,24 +149,24 @@ def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -
     yield from _linear(layer.down, (mlp + "down_proj", config.hidden), places=places)
 
 
-def _norm(norm: Norm, name: str, config: ModelConfig) -> Iterator[Slot]:
-    yield Slot(norm, "weight", ((name + ".weight", config.hidden),), config.norm_offset)
+def _norm(norm: Norm, name: str, config: ModelConfig) -> Iterator[Weight]:
+    yield Weight(norm, "weight", ((name + ".weight", config.hidden),), config.norm_offset)
     if norm.bias is not None:
-        yield Slot(norm, "bias", ((name + ".bias", config.hidden),))
+        yield Weight(norm, "bias", ((name + ".bias", config.hidden),))
 
 
 def _linear(
     linear: Linear, *parts: tuple[str, int], places: Mapping[str, tuple[slice, ...]] = MappingProxyType({})
-) -> Iterator[Slot]:
+) -> Iterator[Weight]:
     where = tuple(places[name.rpartition(".")[2]] for name, _ in parts) if places else ()
-    yield Slot(linear, "weight", tuple((name + ".weight", rows) for name, rows in parts), places=where)
+    yield Weight(linear, "weight", tuple((name + ".weight", rows) for name, rows in parts), places=where)
     if linear.bias is not None:
         outputs = tuple(place[:1] for place in where)
-        yield Slot(linear, "bias", tuple((name + ".bias", rows) for name, rows in parts), places=outputs)
+        yield Weight(linear, "bias", tuple((name + ".bias", rows) for name, rows in parts), places=outputs)
 
 
-def wanted_shapes(slots: Iterable[Slot]) -> dict[str, tuple[int, ...]]:
-    return {name: shape for slot in slots for name, shape in slot.shapes.items()}
+def wanted_shapes(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for weight in weights for name, shape in weight.shapes.items()}
 
 
 def _settle_lm_head(config: ModelConfig, source: TensorSource) -> ModelConfig:
@@ -189,8 +189,8 @@ def _settle_lm_head(config: ModelConfig, source: TensorSource) -> ModelConfig:
     return replace(config, tie_embeddings=False)
 
 
-def _check_tensors(checkpoint: Checkpoint, slots: list[Slot], source: TensorSource) -> None:
-    wanted = wanted_shapes(slots)
+def _check_tensors(checkpoint: Checkpoint, weights: list[Weight], source: TensorSource) -> None:
+    wanted = wanted_shapes(weights)
     # A tied head may be saved beside the embedding it is tied to, and a head that is not asked for beside a classifier.
     unexpected = sorted(set(source.shapes) - set(wanted) - {LM_HEAD})
     missing = sorted(set(wanted) - set(source.shapes))
@@ -213,23 +213,25 @@ def _some(names: list[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _check_memory(checkpoint: Checkpoint, slots: list[Slot], device: torch.device, dtype: torch.dtype) -> None:
-    weights = sum(slot.parameter.nbytes for slot in slots)
+def _check_memory(checkpoint: Checkpoint, weights: list[Weight], device: torch.device, dtype: torch.dtype) -> None:
+    size = sum(weight.parameter.nbytes for weight in weights)
     # While one parameter is filled its tensors are there once more, GGUF ones as float32, or while it is packed.
-    largest = max(slot.parameter.numel() for slot in slots) * (4 if checkpoint.gguf is not None else dtype.itemsize)
+    largest = max(weight.parameter.numel() for weight in weights) * (
+        4 if checkpoint.gguf is not None else dtype.itemsize
+    )
     remedy = "use a smaller model, or more memory"
     if dtype == torch.float32:
-        remedy = f"use bfloat16 ({weights / 2e9:.1f} GB), or a smaller model"
+        remedy = f"use bfloat16 ({size / 2e9:.1f} GB), or a smaller model"
     extra = largest if device.type == "cpu" else 0
-    check_fits(weights + extra, device, f"{checkpoint.name} in {str(dtype).removeprefix('torch.')}", remedy)
+    check_fits(size + extra, device, f"{checkpoint.name} in {str(dtype).removeprefix('torch.')}", remedy)
 
 
-def _fill(slot: Slot, source: TensorSource, device: torch.device) -> None:
-    old = slot.parameter
+def _fill(weight: Weight, source: TensorSource, device: torch.device) -> None:
+    old = weight.parameter
     values = torch.empty(old.shape, dtype=old.dtype, device=device)
-    parts = values.split([rows for _, rows in slot.parts])
-    for (name, _), part, place in zip(slot.parts, parts, slot.places or [()] * len(parts), strict=True):
+    parts = values.split([rows for _, rows in weight.parts])
+    for (name, _), part, place in zip(weight.parts, parts, weight.places or [()] * len(parts), strict=True):
         source.read_into(name, part, place)
-    if slot.offset:
-        values += slot.offset
-    setattr(slot.owner, slot.attribute, nn.Parameter(values))
+    if weight.offset:
+        values += weight.offset
+    setattr(weight.owner, weight.attribute, nn.Parameter(values))

@@ -17,7 +17,7 @@ from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, UnsupportedModelError
 from ..model import CausalLM
 from ..model.names import NAMES, Names
-from ..model.weights import model_slots
+from ..model.weights import model_weights
 from ..text import load_tokenizer
 
 __all__ = ["save_model"]
@@ -61,11 +61,11 @@ def save_model(
 def _tensors(model: CausalLM, dtype: torch.dtype) -> dict[str, Tensor]:
     """The model's tensors as checkpoints have them, each linear by itself, under our names."""
     tensors = {}
-    for slot in model_slots(model):
-        if slot.parameter is None:
+    for weight in model_weights(model):
+        if weight.parameter is None:
             raise CheckpointError("the model's weights are packed; load it with pack=False to save it")
-        values = slot.parameter.detach().cpu() - slot.offset if slot.offset else slot.parameter.detach().cpu()
-        for (name, _), part in zip(slot.parts, values.split([rows for _, rows in slot.parts]), strict=True):
+        values = weight.parameter.detach().cpu() - weight.offset if weight.offset else weight.parameter.detach().cpu()
+        for (name, _), part in zip(weight.parts, values.split([rows for _, rows in weight.parts]), strict=True):
             tensors[name] = part.to(dtype, copy=True)
     return tensors
 

@@ -64,9 +64,10 @@ class StepAttend:
     next_keys: list[Tensor] = field(default_factory=list)
     next_values: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, *, read_only: bool = False) -> Tensor:
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [rows or read rows, heads, dim], k, v [rows, kv_heads, dim] -> o, shaped as q."""
         batch, window = self.batch, self.planes[plane].window
+        read_only = len(q) < len(k)
         path_k = self.path.keys[plane] if self.path.keys else None
         path_v = self.path.values[plane] if self.path.values else None
         unfolded_q = q

@@ -84,7 +84,7 @@ class _FixedAttend:
     planes: Sequence[Plane]
     scale: float
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, *, read_only: bool = False) -> Tensor:
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.store.plane(plane)
         write_slots(keys, values, self.slots, k, v)
         window = self.planes[plane].window

@@ -109,8 +109,8 @@ class SlotAttend:
     planes: Sequence[Plane]
     scale: float
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, *, read_only: bool = False) -> Tensor:
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [rows or read rows, heads, dim], k, v [rows, kv_heads, dim] -> o, shaped as q."""
         self.store.write(plane, self.batch.slots, k, v)
-        plans = self.batch.read_plans if read_only else self.batch.plans
+        plans = self.batch.read_plans if len(q) < len(k) else self.batch.plans
         return self.store.attend(plane, q, plans[self.planes[plane].window], self.scale)

@@ -29,9 +29,9 @@ class ManySequences:
         self.order = torch.arange(ROWS) if order is None else order
         self.read_rows = torch.arange(ROWS) if read_rows is None else read_rows
 
-    def __call__(self, plane, q, k, v, *, read_only=False):
+    def __call__(self, plane, q, k, v):
         # Into the order of the sequences, all queries; what is not read is zeros there.
-        rows = self.read_rows if read_only else torch.arange(ROWS)
+        rows = self.read_rows if len(q) < len(k) else torch.arange(ROWS)
         back = torch.argsort(self.order)
         every = q.new_zeros(ROWS, *q.shape[1:]).index_copy(0, rows, q)[back]
         one = DenseAttend(self.config)
@@ -82,10 +82,9 @@ def test_rows_of_two_adapters_and_of_none(tmp_path, family, modules):
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("block_rows", [None, 5])
 @pytest.mark.parametrize("read", [[0, 6, 18, 33], [20], [], None])
 @pytest.mark.parametrize("mixed", [True, False])
-def test_read_rows_blocks_and_scattered_rows(tmp_path, layers, block_rows, read, mixed):
+def test_read_rows_and_scattered_rows(tmp_path, layers, read, mixed):
     base = tiny_checkpoint(tmp_path, "qwen3", num_hidden_layers=layers, tokenizer=False)
     folders = [write_adapter(tmp_path / str(i), base, seed=i, layers=range(layers)) for i in range(2)]
     model = load(base)
@@ -95,7 +94,6 @@ def test_read_rows_blocks_and_scattered_rows(tmp_path, layers, block_rows, read,
     known = None if read is None else np.array(read, np.int64)
     numbers = of_sequences([0, 1, -1, -1, -1])[order.numpy()]
     adapters = RowAdapters([adapter_of(f, model) for f in folders], numbers, known)
-    model.block_rows = block_rows
     with torch.inference_mode():
         attend = ManySequences(model.config, order, rows)
         found = model(TOKENS[order], POSITIONS[order], attend, rows, adapters)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import FAMILIES, DenseAttend, reference, tiny_checkpoint
 
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
-from prefold.model import load_model
+from prefold.model import CausalLM, load_model
 
 ROWS = 45
 LLAMA3 = {
@@ -102,12 +104,10 @@ def test_positions_are_what_counts(tmp_path, family):
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("read", [[44], [0], [0, 3, 4, 40], [5, 6], list(range(45)), []])
-@pytest.mark.parametrize("block_rows", [None, 8])
-def test_reading_some_rows_reads_the_same(tmp_path, layers, read, block_rows):
+def test_reading_some_rows_reads_the_same(tmp_path, layers, read):
     model = load(tiny_checkpoint(tmp_path, "qwen2", num_hidden_layers=layers, tokenizer=False))
     tokens, read = some_tokens(), torch.tensor(read, dtype=torch.int64)
     expected = run(model, tokens)[read]
-    model.block_rows = block_rows
     torch.testing.assert_close(run(model, tokens, read), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -119,19 +119,31 @@ def test_the_last_layer_attends_only_for_the_rows_read(qwen3):
     assert attend.calls == [(0, False), (1, False), (2, True)]
 
 
-@pytest.mark.parametrize("block_rows", [1, 7, 44, 45, 46])
-@pytest.mark.parametrize("pack", [True, False])
-def test_blocks_change_nothing(qwen3, block_rows, pack):
-    model, tokens = load(qwen3, pack=pack), some_tokens()
-    model.block_rows = None
-    expected = run(model, tokens)
-    model.block_rows = block_rows
-    assert max(b.stop - b.start for b in model._blocks(ROWS)) == ROWS  # with gradients: never
-    with torch.no_grad():
-        blocks = model._blocks(ROWS)
-    assert [b.start for b in blocks] == [0, *(b.stop for b in blocks[:-1])]
-    assert max(b.stop - b.start for b in blocks) <= block_rows
-    torch.testing.assert_close(run(model, tokens), expected, rtol=1e-5, atol=1e-5)
+class Looped(CausalLM):
+    """Its layers are visited in an order of its own; a plane a visit."""
+
+    ORDER = (0, 1, 2, 1, 2, 0)
+
+    @property
+    def visits(self):
+        return [self.layers[i] for i in self.ORDER]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 1, 2, 0), (2, 2), (1, 0, 2)])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
+def test_only_the_last_visit_is_of_the_rows_read(tmp_path, family, order, monkeypatch):
+    """Whichever layer the last visit is of, and however often that layer was visited before."""
+    monkeypatch.setattr(Looped, "ORDER", order)
+    model, tokens, read = load(tiny_checkpoint(tmp_path, family, tokenizer=False)), some_tokens(), torch.tensor([7, 20])
+    model.__class__ = Looped
+    planes = tuple(model.config.planes[i] for i in order)
+    model.config = replace(model.config, layers=len(order), planes=planes)
+    attend = DenseAttend(model.config, read)
+    with torch.inference_mode():
+        found = model(tokens, torch.arange(ROWS), attend, read)
+        expected = model(tokens, torch.arange(ROWS), DenseAttend(model.config))[read]
+    assert attend.calls == [(plane, plane == len(order) - 1) for plane in range(len(order))]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_logits_of_some_ids_are_columns_of_all(tmp_path):
