@@ -41,7 +41,8 @@ def run_command(task: str | None, name: str, o: dict[str, Any]) -> None:
         _say_how_to_resume("ended by a failure", o, job)
         raise
     if not o["quiet"]:
-        click.echo("\n".join(summary_lines(summary, o, input.adapter)), err=True)
+        notes = [f"  note      {note}" for note in job.output.notes]
+        click.echo("\n".join([*summary_lines(summary, o, input.adapter), *notes]), err=True)
     if o["report"]:
         report(summary, task, input, o)
     if summary.errors:
@@ -49,7 +50,7 @@ def run_command(task: str | None, name: str, o: dict[str, Any]) -> None:
 
 
 def make_job(task: str | None, o: dict[str, Any], input: Input) -> Any:
-    from ..job import Job, OutputOptions, open_output
+    from ..job import Job, OutputOptions, TableForm, open_output
     from ..tasks.run import calibrated
 
     path = None if o["output"] in (None, "-") else Path(o["output"])
@@ -65,7 +66,12 @@ def make_job(task: str | None, o: dict[str, Any], input: Input) -> Any:
 
     output = open_output(
         OutputOptions(
-            path, keep_order=o["keep_order"], overwrite=o["overwrite"], only_resume=o["resume"], limit=o["limit"]
+            path,
+            keep_order=o["keep_order"],
+            overwrite=o["overwrite"],
+            only_resume=o["resume"],
+            limit=o["limit"],
+            form=TableForm.of(input.adapter, input.source),
         ),
         fingerprint(task, o, input, seed),
     )

@@ -6,8 +6,10 @@ a job brings an LLM along.
 
 from __future__ import annotations
 
+from .columns import TableForm
 from .output import OutputOptions, open_output
 from .plan import JobPlan, plan_job
 from .run import Interrupted, Job, Summary, run_job
 
-__all__ = ["Interrupted", "Job", "JobPlan", "OutputOptions", "Summary", "open_output", "plan_job", "run_job"]
+__all__ = ["Interrupted", "Job", "JobPlan", "OutputOptions", "Summary", "TableForm"]
+__all__ += ["open_output", "plan_job", "run_job"]

@@ -14,20 +14,25 @@ from array import array
 from collections.abc import Callable, Iterator
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
-from ..errors import JobError, MissingExtraError
+from ..errors import JobError
+from .columns import TableForm, cell
+from .parquet import need_pyarrow, write_parquet
 
 __all__ = ["Finish", "finish_for"]
 
-Finish = Callable[[Path, Path], None]
-_ROWS = 1024
+# (lines file, the file to be made) -> notes for the user
+Finish = Callable[[Path, Path], list[str]]
 
 
-def finish_for(path: Path, keep_order: bool) -> Finish | None:
-    """How the file `path` is made of the lines; None when the lines are the file."""
+def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> Finish | None:
+    """How the file `path` is made of the lines; None when the lines are the file. `form`: of a table.
+
+    Raises JobError for a name that tells no format, MissingExtraError.
+    """
     suffixes = [s.lower() for s in path.suffixes]
     zipped = suffixes[-1:] == [".gz"]
     format = (suffixes[:-1] if zipped else suffixes)[-1:]
@@ -36,7 +41,7 @@ def finish_for(path: Path, keep_order: bool) -> Finish | None:
     elif format == [".parquet"]:
         if zipped:
             raise JobError(f"{path.name}: Parquet is compressed inside; write {path.stem}")
-        _pyarrow(path)  # refuse before the work, not after it
+        need_pyarrow(f"writing {path}")  # refuse before the work, not after it
         write = _write_parquet
     elif format not in ([".jsonl"], [".ndjson"], [".json"]):
         what = f"of {''.join(format)} files" if format else "without an ending"
@@ -46,17 +51,18 @@ def finish_for(path: Path, keep_order: bool) -> Finish | None:
     else:
         return None
 
-    def finish(lines: Path, made: Path) -> None:
+    def finish(lines: Path, made: Path) -> list[str]:
         temporary = made.with_name(made.name + ".tmp")
         try:
             with lines.open("rb") as file:
-                write(_Lines(file, keep_order), temporary, made)
+                notes = write(_Lines(file, keep_order), temporary, made, form or TableForm())
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
             temporary.replace(made)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+        return notes
 
     return finish
 
@@ -87,90 +93,41 @@ class _Lines:
             yield self._file.readline().split(b"\t", 1)[1]
 
 
-def _write_jsonl(lines: _Lines, path: Path, made: Path) -> None:
+def _write_jsonl(lines: _Lines, path: Path, made: Path, form: TableForm) -> list[str]:
     with gzip.open(path, "wb") if made.suffix == ".gz" else path.open("wb") as file:
         for line in lines:
             file.write(line)
+    return []
 
 
-# --------------------------------------------------------------------------------------------- tables
+def _write_parquet(lines: _Lines, path: Path, made: Path, form: TableForm) -> list[str]:
+    return write_parquet(lines, path, form)
 
 
-def _columns(lines: _Lines) -> dict[str, set[str]]:
-    """Every column with the kinds of value it holds."""
-    kinds: dict[str, set[str]] = {}
+def _write_csv(lines: _Lines, path: Path, made: Path, form: TableForm) -> list[str]:
+    columns = list(form.head)
     for line in lines:
-        for name, value in json.loads(line).items():
-            kinds.setdefault(name, set()).add(_kind(value))
-    return kinds
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, list):
-        # type(), not isinstance: a bool is no number here; a float32 of 1 is written "1"
-        return "floats" if value and all(type(v) in (float, int) for v in value) else "json"
-    if isinstance(value, dict):
-        return "json"
-    return {bool: "bool", int: "int", float: "float", str: "text"}.get(type(value), "null")
-
-
-def _cell(value: Any) -> Any:
-    """A value as a table cell: an error as its message, anything nested as JSON."""
-    if isinstance(value, dict) and set(value) >= {"code", "message"}:
-        remedy = f"; {value['remedy']}" if "remedy" in value else ""
-        return f"{value['code']}: {value['message']}{remedy}"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else value
-
-
-def _write_csv(lines: _Lines, path: Path, made: Path) -> None:
-    columns = list(_columns(lines))
+        columns += [name for name in json.loads(line) if name not in columns]
+    columns.sort(key="error".__eq__)  # behind the others
     tsv = ".tsv" in [s.lower() for s in made.suffixes]
     opener = gzip.open if made.suffix == ".gz" else open
     with opener(path, "wb") as raw, TextIOWrapper(raw, encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, columns, delimiter="\t" if tsv else ",", lineterminator="\n")
+        table = csv.DictWriter(_UnixLines(file), columns, delimiter="\t" if tsv else ",", lineterminator="\r\n")
         table.writeheader()
         for line in lines:
-            table.writerow({name: _cell(value) for name, value in json.loads(line).items()})
+            table.writerow({name: cell(value) for name, value in json.loads(line).items()})
+    return []
 
 
-def _pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise MissingExtraError("pyarrow", "parquet", f"writing {path}") from None
-    return pa, pq
+class _UnixLines:
+    """Ends the records of a csv.writer with "\\n".
 
+    Before Python 3.13 the writer quotes carriage returns only where they are part of what ends a record, so it is told
+    to end records with "\\r\\n".
+    """
 
-def _write_parquet(lines: _Lines, path: Path, made: Path) -> None:
-    pa, pq = _pyarrow(path)
-    schema = pa.schema([(name, _arrow_type(pa, kinds - {"null"})) for name, kinds in _columns(lines).items()])
-    with pq.ParquetWriter(path, schema) as table:
-        batch: list[dict[str, Any]] = []
-        for line in lines:
-            batch.append(json.loads(line))
-            if len(batch) == _ROWS:
-                table.write_batch(_arrow_batch(pa, batch, schema))
-                batch = []
-        if batch:
-            table.write_batch(_arrow_batch(pa, batch, schema))
+    def __init__(self, file: TextIO):
+        self._file = file
 
-
-def _arrow_type(pa: Any, kinds: set[str]) -> Any:
-    simple = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "floats": pa.list_(pa.float32())}
-    if len(kinds) == 1 and (kind := next(iter(kinds))) in simple:
-        return simple[kind]
-    return pa.float64() if kinds == {"int", "float"} else pa.string()
-
-
-def _arrow_batch(pa: Any, rows: list[dict[str, Any]], schema: Any) -> Any:
-    arrays = []
-    for field in schema:
-        values = [row.get(field.name) for row in rows]
-        if pa.types.is_string(field.type):
-            values = [None if (v := _cell(value)) is None else str(v) for value in values]
-        try:
-            arrays.append(pa.array(values, field.type))
-        except (pa.ArrowException, OverflowError) as error:
-            raise JobError(f"column {field.name!r} cannot be written as {field.type}: {error}") from error
-    return pa.record_batch(arrays, schema=schema)
+    def write(self, record: str) -> int:
+        return self._file.write(record[:-2] + "\n")

@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from ..errors import JobError
 from ..records.recordset import RecordSet
+from .columns import TableForm
 from .finish import finish_for
 from .journal import Journal, covers, journal_path
 
@@ -31,13 +32,14 @@ HELD_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """path None: standard output. only_resume: there must be something to resume."""
+    """path None: standard output. only_resume: there must be something to resume. form: of a table's columns."""
 
     path: Path | None
     keep_order: bool = False
     overwrite: bool = False
     only_resume: bool = False
     limit: int | None = None
+    form: TableForm = field(default_factory=TableForm)
 
 
 class Output(Protocol):
@@ -48,6 +50,7 @@ class Output(Protocol):
     resumed  how many had it when the output was opened
     ended    an earlier run has done everything this one would
     begun    something of this run is written
+    notes    what the user should know of the file that was made
     """
 
     done: RecordSet
@@ -56,6 +59,7 @@ class Output(Protocol):
     resumed: int
     ended: bool
     begun: bool
+    notes: list[str]
 
     def hold(self) -> None:
         """Keep lines back until `release`: it is not known yet whether the job can be run."""
@@ -109,6 +113,7 @@ class StreamOutput:
         self.done = RecordSet()
         self.count = self.errors = self.resumed = 0
         self.ended = self.begun = False
+        self.notes: list[str] = []
         self._stream = stream
         self._lock = threading.Lock()
 
@@ -150,7 +155,7 @@ class FileOutput:
         self.limit = options.limit
         if self.path.is_dir():
             raise JobError(f"{self.path} is a folder; name a file in it")
-        self._finish = finish_for(self.path, options.keep_order)
+        self._finish = finish_for(self.path, options.keep_order, options.form)
         self.lines_path = self.path if self._finish is None else partial_path(self.path)
         self._job = {**job, "output": {"keep_order": options.keep_order}}
         self._lock = threading.Lock()
@@ -159,6 +164,7 @@ class FileOutput:
         self._bytes = 0
         self._last = time.monotonic()
         self._broken: JobError | None = None
+        self.notes: list[str] = []
         self._file: Any = None
         self._held = self.begun = False
         self._replaces = options.overwrite and self.path.exists()
@@ -260,7 +266,7 @@ class FileOutput:
         with writing(self.path, "; all its records are done and kept"):
             self._begin()  # where there was nothing to commit
             if self._finish is not None:
-                self._finish(self.lines_path, self.path)
+                self.notes = self._finish(self.lines_path, self.path)
             self.journal.finish(self.limit)
             # What a job with a --limit has written is the beginning of one without.
             if self._finish is not None and self.limit is None:

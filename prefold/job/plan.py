@@ -62,6 +62,7 @@ class _Tally:
         self.done = RecordSet()
         self.count = self.errors = self.resumed = 0
         self.ended = self.begun = False
+        self.notes: list[str] = []
         self._plan = plan
 
     def hold(self) -> None: ...

@@ -43,7 +43,7 @@ def _dumps(value: Any) -> str:
     if isinstance(value, np.ndarray):
         if value.ndim == 1 and value.dtype.kind == "f":
             return "[" + ", ".join(["%.9g"] * len(value)) % tuple(value.tolist()) + "]"
-        return _dumps(value.tolist())
+        return _dumps(list(value) if value.ndim > 1 else value.tolist())
     if isinstance(value, np.generic):
         return f"{value:.9g}" if value.dtype == np.float32 else _encode(value.item())
     return _encode(value)

@@ -23,10 +23,11 @@ class ParquetSource(Source):
             raise MissingExtraError("pyarrow", "parquet", f"reading {name}") from None
         try:
             with pq.ParquetFile(path) as file:
-                columns = file.schema_arrow.names
+                schema = file.schema_arrow
         except pa.ArrowInvalid as error:
             raise JobError(f"{name} is not a Parquet file: {error}") from error
-        super().__init__(name, "parquet", identity, columns)
+        super().__init__(name, "parquet", identity, schema.names)
+        self.types = dict(zip(schema.names, schema.types, strict=True))
         self._path = path
 
     def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:

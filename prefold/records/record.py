@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -33,6 +33,7 @@ class Source:
     name      as the user wrote it
     format    one of FORMATS
     columns   names known before the first record is read (CSV, TSV, Parquet), else None
+    types     {column: Arrow type} of a Parquet file; of other formats nothing is known
     identity  what tells this input from another: its size and a digest (of a very large file: of
               blocks all over it; of standard input: of the first line)
     """
@@ -42,6 +43,7 @@ class Source:
         self.format = format
         self.identity = identity
         self.columns = columns
+        self.types: Mapping[str, Any] = {}
 
     def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
         """The records in order. `columns`: those that will be used; a Parquet file reads no others."""

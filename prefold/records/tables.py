@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import InputError, JobError, record_error
 from .adapter import Parsed
 from .fields import Template, as_text, lookup, parse_cell
+from .forms import plain
 from .lines import error_object
 from .record import Record
 
@@ -40,7 +41,7 @@ class Columns:
     messages   a column of chat messages, in place of prompt
     tools      of generate: a column of the tools that the chat template is told of
     adapter    of generate: a column that names the LoRA adapter; null or no text for none
-    id         a column whose value the output line repeats
+    id         a column whose value the output line repeats; "record" where there is none such: the record's number
     keep       further columns it repeats: {name in the line: column}
     """
 
@@ -53,6 +54,10 @@ class Columns:
     continuation: Template | None = None
     id: str | None = None
     keep: Mapping[str, str] = field(default_factory=dict)
+
+    def repeated(self) -> dict[str, str]:
+        """{name in the line: column} of what a line repeats."""
+        return ({"id": self.id} if self.id is not None else {}) | dict(self.keep)
 
     def paths(self) -> list[str]:
         templates = [t for t in (self.prompt, self.query, self.document, self.continuation) if t is not None]
@@ -111,6 +116,8 @@ class TableAdapter:
     def check(self, have: list[str] | None) -> None:
         """Refuse a table that lacks a column altogether. `have` None: not known beforehand."""
         for path in self.columns_used.paths() if have is not None else []:
+            if path == self.columns_used.id == "record":
+                continue  # the records' numbers, where there is no such column
             if path not in have and path.split(".")[0] not in have:
                 raise JobError(f"the input has no column {path!r}; it has: {', '.join(have)}")
 
@@ -119,7 +126,7 @@ class TableAdapter:
         if record.error is not None or record.data is None:
             return parsed
         try:
-            parsed.meta = self._meta(record.data)
+            parsed.meta = self._meta(record.data, record.number)
             many, parsed.items = self._items(record.data)
             if many:
                 parsed.meta["many"] = True
@@ -127,16 +134,16 @@ class TableAdapter:
             parsed.error = record_error(error)
         return parsed
 
-    def _meta(self, data: dict[str, Any]) -> dict[str, Any]:
+    def _meta(self, data: dict[str, Any], number: int) -> dict[str, Any]:
         columns, meta = self.columns_used, {}
         if columns.id is not None:
-            value = lookup(data, columns.id)
+            value = number if columns.id == "record" and "record" not in data else lookup(data, columns.id)
             if not isinstance(value, (str, int)) or isinstance(value, bool):
                 remedy, message = "give it a text or a whole number", f"the id {columns.id!r} is {value!r:.100}"
                 raise InputError(message, field=columns.id, remedy=remedy, code="wrong_type")
             meta["id"] = as_text(value, columns.id) if isinstance(value, str) else value
         if columns.keep:
-            meta["keep"] = {name: _plain(lookup(data, path)) for name, path in columns.keep.items()}
+            meta["keep"] = {name: plain(lookup(data, path)) for name, path in columns.keep.items()}
         return meta
 
     def _items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
@@ -217,14 +224,3 @@ def _messages(data: dict[str, Any], path: str) -> list[Any]:
         remedy = 'give it [{"role": "user", "content": "..."}]'
         raise InputError(f"{path!r} is not a list of messages", field=path, remedy=remedy, code="wrong_type")
     return value
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON can hold it."""
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    if isinstance(value, list):
-        return [_plain(v) for v in value]
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    return str(value)

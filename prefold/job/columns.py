@@ -1,0 +1,171 @@
+"""What the columns of a table are, found out from lines of JSON: the narrowest Arrow type that holds every value.
+
+Nothing is rounded and nothing is guessed: where values have no type in common the column is text, and a note says why.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..records.adapter import RecordAdapter
+from ..records.forms import type_at
+from ..records.record import Source
+from ..records.tables import TableAdapter
+
+__all__ = ["Kind", "TableForm", "cell"]
+
+_MOST_FIELDS = 256  # of a struct; an object with more keys is a map
+_EXACT = 1 << 53  # whole numbers up to here are exact in a float64
+# Numbers of these names are no whole numbers, also where all of them happen to be.
+_REAL = {"embedding", "embeddings", "score", "scores", "logprob", "logprobs", "probabilities", "logits"}
+_SINGLE = {"embedding": 1, "embeddings": 2}  # and these are computed in float32: lists, so many deep
+
+
+@dataclass(frozen=True)
+class TableForm:
+    """What is known of a table's columns before its lines are.
+
+    head    columns that come first, and are there though no line is
+    users   columns whose values are the user's (kept ones, fields of JSON answers), not a task's
+    types   {column: Arrow type} of those that a Parquet input gives
+    """
+
+    head: tuple[str, ...] = ("record",)
+    users: Collection[str] = ()
+    types: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, adapter: RecordAdapter, source: Source) -> TableForm:
+        """The form of a job's output: columns that repeat some of the input's have the types they have there."""
+        if not isinstance(adapter, TableAdapter):
+            return cls(head=())
+        kept = adapter.columns_used.repeated()
+        found = {name: type_at(source.types, path) for name, path in kept.items()}
+        types = {name: type for name, type in found.items() if type is not None}
+        return cls(("record", *kept), frozenset(kept), types)
+
+    def kind(self, name: str) -> Kind:
+        """A Kind that has seen nothing yet, for a column of this name."""
+        return Kind(name not in self.users and name in _REAL, name not in self.users)
+
+
+class NoType(Exception):
+    """Values have no Arrow type in common; says why."""
+
+
+@dataclass(slots=True)
+class Kind:
+    """What was seen of a column, or of what lies inside its values.
+
+    real   whole numbers count as real ones
+    named  fields inside are a task's: those with names in _REAL are real
+    listed it lies in a list: its fields are real by their own names only
+    """
+
+    real: bool = False
+    named: bool = False
+    listed: bool = False
+    kinds: set[str] = field(default_factory=set)
+    low: int = 0
+    high: int = 0
+    items: Kind | None = None
+    fields: dict[str, Kind] = field(default_factory=dict)
+
+    def add(self, value: Any) -> None:
+        """Take in a value of a line."""
+        if value is None:
+            return
+        kind = type(value)
+        if kind is int:
+            self._add_int(value, value)
+        elif kind is list:
+            self._add_list(value)
+        elif kind is dict:
+            self.kinds.add("object")
+            for name, inner in value.items():
+                self._field(name).add(inner)
+        else:
+            self.kinds.add(kind.__name__)
+
+    def _add_int(self, low: int, high: int) -> None:
+        self.kinds.add("int")
+        self.low, self.high = min(self.low, low), max(self.high, high)
+
+    def _add_list(self, values: list[Any]) -> None:
+        self.kinds.add("list")
+        if self.items is None:
+            self.items = Kind(self.real, self.named, True)
+        types = set(map(type, values))
+        if types <= {float, str, bool}:  # most lists are long ones of numbers: one look at all of them
+            self.items.kinds |= {t.__name__ for t in types}
+        elif types == {int}:
+            self.items._add_int(min(values), max(values))
+        else:
+            for value in values:
+                self.items.add(value)
+
+    def _field(self, name: str) -> Kind:
+        if name not in self.fields:
+            if len(self.fields) > 100 * _MOST_FIELDS:
+                raise NoType("objects with very many different keys")
+            # The numbers in an object of probabilities are real, whatever the labels are called.
+            real = name in _REAL or (self.real and not self.listed)
+            self.fields[name] = Kind(self.named and real, self.named)
+        return self.fields[name]
+
+    def arrow(self, pa: Any) -> Any:
+        """The Arrow type of all values seen. Raises NoType."""
+        kinds = self.kinds
+        if not kinds:
+            return pa.string()
+        if kinds <= {"int", "float"}:
+            return self._number(pa)
+        if len(kinds) > 1:
+            names = {"str": "texts", "bool": "true or false", "list": "lists", "object": "objects"}
+            raise NoType(" and ".join(sorted(names.get(kind, "numbers") for kind in kinds)))
+        (kind,) = kinds
+        if kind == "list":
+            return pa.list_(self.items.arrow(pa) if self.items is not None else pa.string())
+        if kind == "object":
+            return self._object(pa)
+        return pa.bool_() if kind == "bool" else pa.string()
+
+    def _number(self, pa: Any) -> Any:
+        if "float" in self.kinds or self.real:
+            if max(-self.low, self.high) > _EXACT:
+                raise NoType("whole numbers beyond 2^53 beside others")
+            return pa.float64()
+        if self.low >= -(1 << 63) and self.high < 1 << 63:
+            return pa.int64()
+        if self.low >= 0 and self.high < 1 << 64:
+            return pa.uint64()
+        raise NoType("whole numbers of more than 64 bits")
+
+    def _object(self, pa: Any) -> Any:
+        if not self.fields:
+            raise NoType("objects without keys")
+        types = {name: kind.arrow(pa) for name, kind in self.fields.items()}
+        if len(types) <= _MOST_FIELDS:
+            return pa.struct(list(types.items()))
+        if len(set(types.values())) > 1:
+            raise NoType(f"objects with more than {_MOST_FIELDS} different keys")
+        return pa.map_(pa.string(), next(iter(types.values())))
+
+
+def single(pa: Any, name: str) -> Any:
+    """The type of a task's column of float32 vectors; None for any other."""
+    type = pa.float32()
+    for _ in range(_SINGLE.get(name, 0)):
+        type = pa.list_(type)
+    return type if name in _SINGLE else None
+
+
+def cell(value: Any) -> Any:
+    """A value as a cell of text: an error as its message, anything nested as JSON."""
+    if isinstance(value, dict) and set(value) >= {"code", "message"}:
+        remedy = f"; {value['remedy']}" if "remedy" in value else ""
+        return f"{value['code']}: {value['message']}{remedy}"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else value
