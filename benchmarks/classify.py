@@ -139,12 +139,11 @@ def main() -> None:
             reference = None
             for dtype, llm in models.items():
                 for mode in arguments.modes.split(","):
-                    llm.engine.sharing = mode
                     requests = [request for work in problem.works for request in work.requests]
                     kept: list = []
                     seconds = timed(
-                        lambda llm=llm, requests=requests, kept=kept, problem=problem: kept.append(
-                            run_engine(llm.engine, requests, problem.task.readout)
+                        lambda llm=llm, requests=requests, kept=kept, problem=problem, mode=mode: kept.append(
+                            run_engine(llm.engine, requests, problem.task.readout, mode)
                         ),
                         1,
                     )

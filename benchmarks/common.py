@@ -288,7 +288,7 @@ def export_folder(checkpoint, folder: str | Path, dtype: torch.dtype) -> Path:
     return save_model(load_model(checkpoint, dtype=dtype, device="cpu", pack=False), checkpoint, folder)
 
 
-def run_engine(engine, requests, readout) -> list:
+def run_engine(engine, requests, readout, sharing: str | None = None) -> list:
     """Results of requests in their order; the time to sort them and to plan is part of the run."""
     from prefold.stream import Spool
 
@@ -296,8 +296,8 @@ def run_engine(engine, requests, readout) -> list:
     with Spool() as spool:
         for number, request in enumerate(requests):
             spool.add(request, number.to_bytes(8, "little"))
-        windows = spool.windows(max_tokens=1 << 20, share=engine.sharing == "full", read=readout.kind)
-        for tag, result in engine.run(windows, readout):
+        windows = spool.windows(max_tokens=1 << 20, share=(sharing or engine.sharing) == "full")
+        for tag, result in engine.run(windows, readout, sharing=sharing):
             results[int.from_bytes(tag, "little")] = result
     return results
 

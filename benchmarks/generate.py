@@ -65,7 +65,7 @@ def generate(llm: LLM, prompts: list[np.ndarray], max_tokens: int) -> list[list[
 
 def forget(llm: LLM) -> None:
     """Nothing of earlier calls: no statistics, and no K/V that could be used again."""
-    llm.engine.stats = Stats()
+    llm.engine.reset_stats()
     if llm.cache is not None:
         llm.cache.clear()
 

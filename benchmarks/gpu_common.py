@@ -159,9 +159,9 @@ def one_step(
     with Spool() as spool:
         for number, prompt in enumerate(prompts):
             spool.add(Request(prompt), number.to_bytes(8, "little"))
-        window = next(iter(spool.windows(max_tokens=1 << 30, share=sharing == "full", read=readout.kind)))
+        window = next(iter(spool.windows(max_tokens=1 << 30, share=sharing == "full")))
     scheduler = PrefillScheduler(window, readout, sharing=sharing, max_batch_rows=rows)
-    return prepare(scheduler.plan(), model.config.planes, model.device, heads_of(model))
+    return prepare(scheduler.plan().message, model.config.planes, model.device, heads_of(model))
 
 
 def forward(model: CausalLM, batch: Batch) -> torch.Tensor:

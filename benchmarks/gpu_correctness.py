@@ -23,11 +23,12 @@ from prefold.attention import (
     visibility,
 )
 from prefold.checkpoint.geometries import GEOMETRIES
-from prefold.engine import Engine, GenerateOptions
+from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.model import CausalLM, ops
 from prefold.prefix import Trie
 from prefold.types import GenerateRequest, Readout, Request, Sampling
 from prefold.worker.draw import draw
+from prefold.worker.local import LocalWorker
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 MODEL_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -260,7 +261,7 @@ def check_model(report: Report, bench: Bench, name: str, config: dict[str, Any],
     ]
 
     def vectors(model: CausalLM, mode: str, kind: str) -> np.ndarray:
-        engine = Engine(model, sharing=mode, max_batch_rows=150)
+        engine = Engine(LocalWorker(model), EngineOptions(sharing=mode, max_batch_rows=150))
         return np.stack([r.values for r in run_engine(engine, [Request(p) for p in prompts], Readout(kind))])
 
     for kind in ("last", "mean"):
@@ -278,7 +279,8 @@ def check_model(report: Report, bench: Bench, name: str, config: dict[str, Any],
 
 
 def tokens_of(model: CausalLM, prompts: list[np.ndarray], count: int = 12) -> np.ndarray:
-    engine = Engine(model, max_batch_rows=64, generation=GenerateOptions(kv_memory=1 << 26))
+    options = EngineOptions(max_batch_rows=64, generation=GenerateOptions(kv_memory=1 << 26))
+    engine = Engine(LocalWorker(model), options)
     found: dict[int, Any] = {}
     for number, prompt in enumerate(prompts):
         request = GenerateRequest(prompt, Sampling(max_tokens=count, ignore_eos=True))

@@ -12,11 +12,12 @@ from common import median
 from gpu_common import Bench
 from gpu_rerank import time_shares
 
-from prefold.engine import Engine, GenerateOptions
+from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.model import CausalLM
 from prefold.schedule.generate_step import GenerateStep
 from prefold.types import GenerateRequest, Sampling
 from prefold.worker.attend import heads_of
+from prefold.worker.local import LocalWorker
 from prefold.worker.slots import SlotAttend, make_store, prepare_slots
 
 BATCHES, SHARED, OWN = (64, 256), 2048, 256
@@ -52,6 +53,8 @@ def decode_step(batch: int, shared: int, own: int, *, grouped: bool) -> Generate
         **runs,
         read_rows=query,
         reads=[],
+        tokens_before=[0] * batch,
+        version=0,
         spans=[],
         takes=[],
         decode_rows=batch,
@@ -177,7 +180,10 @@ def job(bench: Bench, name: str) -> None:
             continue
         asked = prompts[: max(2, int(count * mode.part))]
         options = GenerateOptions(kv_memory=(1 << 24) if bench.smoke else None, max_running=256, graphs=mode.graphs)
-        engine = Engine(model, sharing=mode.sharing, max_batch_rows=64 if bench.smoke else 4096, generation=options)
+        rows = 64 if bench.smoke else 4096
+        engine = Engine(
+            LocalWorker(model), EngineOptions(sharing=mode.sharing, max_batch_rows=rows, generation=options)
+        )
         engine.generator._looks_ahead &= mode.ahead
         sampling = replace(mode.sampling, max_tokens=new, ignore_eos=True)
 

@@ -11,8 +11,9 @@ from common import median, read_jsonl, run_engine
 from gpu_common import TINY, Bench, trie_of
 
 from prefold.checkpoint.geometries import GEOMETRIES
-from prefold.engine import Engine
+from prefold.engine import Engine, EngineOptions
 from prefold.types import Readout, Request
+from prefold.worker.local import LocalWorker
 
 MODES = ("full", "mlp", "off")
 PAIRS = 4000
@@ -41,7 +42,8 @@ def measure(bench: Bench, name: str) -> None:
     pool = trie.num_rows * 2 * model.config.kv_size * model.config.layers * bench.dtype.itemsize
     rows, rates = [], {}
     for mode in MODES:
-        engine = Engine(model, sharing=mode, max_batch_rows=256 if bench.smoke else BATCH_ROWS)
+        options = EngineOptions(sharing=mode, max_batch_rows=256 if bench.smoke else BATCH_ROWS)
+        engine = Engine(LocalWorker(model), options)
 
         def once(engine=engine) -> None:
             run_engine(engine, [Request(p) for p in prompts], readout)

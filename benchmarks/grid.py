@@ -15,10 +15,11 @@ import torch
 from common import attention_flops, machine, median, run_engine, table, timed, visible_pairs, write_json
 
 from prefold.checkpoint import Checkpoint, resolve
-from prefold.engine import Engine
+from prefold.engine import Engine, EngineOptions
 from prefold.model import load_model
 from prefold.prefix import Trie
 from prefold.types import Readout, Request
+from prefold.worker.local import LocalWorker
 
 
 def flops(config, rows: int, pairs: int) -> float:
@@ -54,7 +55,8 @@ def main() -> None:
             for _ in range(arguments.repeats):
                 for mode, values in seconds.items():
                     # Mean pooling: every row of the last layer is computed, as the published grid does.
-                    engine = Engine(model, sharing=mode, max_batch_rows=arguments.max_batch_rows)
+                    options = EngineOptions(sharing=mode, max_batch_rows=arguments.max_batch_rows)
+                    engine = Engine(LocalWorker(model), options)
                     requests = [Request(p) for p in prompts]
                     values += timed(lambda e=engine, r=requests: run_engine(e, r, Readout("mean")), 1)
             flat, offsets = np.concatenate(prompts), np.cumsum([0, *map(len, prompts)])

@@ -63,12 +63,10 @@ def main() -> None:
     limits = []
     modes = arguments.modes.split(",")
     for mode in modes:  # warm-up
-        llm.engine.sharing = mode
-        run_engine(llm.engine, requests[:24], task.readout)
+        run_engine(llm.engine, requests[:24], task.readout, mode)
 
     def run_mode(mode: str) -> None:
-        llm.engine.sharing = mode
-        results = run_engine(llm.engine, requests, task.readout)
+        results = run_engine(llm.engine, requests, task.readout, mode)
         scores[f"prefold {mode}"] = np.array([r.values[0] - r.values[1] for r in results])
 
     with tempfile.TemporaryDirectory() as folder:

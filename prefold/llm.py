@@ -11,18 +11,19 @@ import torch
 from .cache import CacheOptions, RadixCache
 from .checkpoint import Checkpoint, resolve
 from .device import choose_device, choose_dtype
-from .engine import Engine, GenerateOptions
+from .engine import Engine, EngineOptions, GenerateOptions
 from .errors import InputError
 from .face.arguments import Prompt
 from .face.numbers import Numbers
 from .face.running import check_process
 from .face.texts import Texts
 from .model import config_from, load_adapter, load_model
+from .model.parallel import ALONE
 from .tasks.facts import generation_settings
 from .text import Tokenizer, tokenizer_or_none
 from .types import SHARING_MODES, Sharing, Stats
-from .worker.budget import batch_rows
-from .worker.team import Solo, Team
+from .worker.local import LocalWorker
+from .worker.team import Team
 
 __all__ = ["LLM"]
 
@@ -94,36 +95,36 @@ class LLM(Numbers, Texts):
         self.dtype = choose_dtype(dtype, self.checkpoint.config, self.device)
         self._team = self._start_ranks(tensor_parallel, threads, seed, adapters or {})
         try:
-            place: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "ranks": self._team.ranks}
+            ranks = ALONE if self._team is None else self._team.ranks
+            place: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "ranks": ranks}
             self.model = load_model(self.checkpoint, **place, seed=seed)
             self.config = self.model.config
             loaded = {
                 name: load_adapter(folder, self.config, **place, name=name) for name, folder in (adapters or {}).items()
             }
-            self._team.loaded()
+            worker = LocalWorker(self.model, loaded)
+            if self._team is not None:
+                self._team.join(worker)
         except BaseException:
-            self._team.close()
+            if self._team is not None:
+                self._team.close()
             raise
-        self.engine = Engine(
-            self.model,
+        generation = GenerateOptions(
+            kv_memory=kv_memory, max_running=max_running, reserve_output=reserve_output, cache=cache_options(cache)
+        )
+        options = EngineOptions(
             sharing="full" if sharing == "auto" else sharing,
-            max_batch_rows=max_batch_rows or batch_rows(self.model),
-            generation=GenerateOptions(
-                kv_memory=kv_memory,
-                max_running=max_running,
-                reserve_output=reserve_output,
-                cache=cache_options(cache),
-            ),
-            eos_ids=generation_settings(self.checkpoint, self.tokenizer)[0],
-            adapters=loaded,
-            team=self._team,
+            max_batch_rows=max_batch_rows,
+            generation=generation,
+            eos_ids=tuple(generation_settings(self.checkpoint, self.tokenizer)[0]),
             cache_prefill=cache_prefill,
         )
+        self.engine = Engine(self._team or worker, options)
 
-    def _start_ranks(self, size: int, threads: int | None, seed: int, adapters: Mapping[str, str]) -> Solo:
+    def _start_ranks(self, size: int, threads: int | None, seed: int, adapters: Mapping[str, str]) -> Team | None:
         """The other ranks, on their way up, where there are any."""
         if size == 1:
-            return Solo()
+            return None
         if self.device.type == "cuda":
             self.device = torch.device("cuda", 0)
         elif threads is None:
@@ -144,7 +145,7 @@ class LLM(Numbers, Texts):
         """End the processes that hold parts of a split model; this object cannot be used any more. Else nothing.
 
         `with LLM(...) as llm:` closes it at its end."""
-        self._team.close()
+        self.engine.worker.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -155,7 +156,7 @@ class LLM(Numbers, Texts):
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         config = self.config
-        split = f", {self._team.ranks.size} ranks" if self._team.ranks.size > 1 else ""
+        split = "" if self._team is None else f", {self._team.ranks.size} ranks"
         adapters = f", adapters {', '.join(self.engine.adapters)}" if self.engine.adapters else ""
         return (
             f"LLM({self.checkpoint.name!r}: {config.layers} layers of {config.hidden}, context"

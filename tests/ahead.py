@@ -6,9 +6,10 @@ import numpy as np
 from running import prompts
 
 from prefold import LLM
-from prefold.engine import Engine, GenerateOptions
+from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.schedule.generate import GenerateScheduler
 from prefold.types import GenerateRequest, Sampling
+from prefold.worker.local import LocalWorker
 
 # The last ones need the tokens before, and are chosen on the host.
 ASKED = [
@@ -25,7 +26,8 @@ ASKED = [
 
 def generated(llm: LLM, some: list[Sampling], *, ahead: bool, **options) -> tuple[list, Engine]:
     """(tokens, finish_reason, stop) of each sample of each request; and the engine that made them."""
-    engine = Engine(llm.model, max_batch_rows=24, generation=GenerateOptions(**{"kv_memory": 1 << 20} | options))
+    generation = GenerateOptions(**{"kv_memory": 1 << 20} | options)
+    engine = Engine(LocalWorker(llm.model), EngineOptions(max_batch_rows=24, generation=generation))
     engine.generator._looks_ahead = ahead
     found: dict[int, list] = {}
     for number, sampling in enumerate(some):

@@ -6,33 +6,31 @@ import numpy as np
 import torch
 
 from prefold import LLM
-from prefold.engine import Engine, GenerateOptions
+from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.stream import Spool
 from prefold.types import Generated, GenerateRequest, Sampling
+from prefold.worker.local import LocalWorker
 
 
 def engine_of(llm: LLM, *, rows: int = 4096, sharing: str = "full", slots: int | None = None, **options) -> Engine:
     """An engine over the model of `llm`, with a KV store of its own."""
     if slots is not None:
-        probe = Engine(llm.model, generation=GenerateOptions(kv_memory=1 << 20)).generator
-        options["kv_memory"] = (slots + 1) * probe.slot_bytes
+        options["kv_memory"] = (slots + 1) * llm.engine.worker.facts.slot_bytes
+    generation, eos_ids = GenerateOptions(**options), llm.engine.options.eos_ids
     return Engine(
-        llm.model,
-        sharing=sharing,
-        max_batch_rows=rows,
-        generation=GenerateOptions(**options),
-        eos_ids=llm.engine.eos_ids,
+        LocalWorker(llm.model),
+        EngineOptions(sharing=sharing, max_batch_rows=rows, generation=generation, eos_ids=eos_ids),
     )
 
 
-def generate(engine: Engine, requests: list[GenerateRequest], tokenizer=None, window: int = 1 << 20) -> list:
+def generate(engine: Engine, requests: list[GenerateRequest], tokenizer=None, window: int = 1 << 20, **how) -> list:
     """What each request gave, in order."""
     results: list = [None] * len(requests)
     with Spool() as spool:
         for number, request in enumerate(requests):
             spool.add(request, str(number).encode())
-        windows = spool.windows(max_tokens=window, share=engine.sharing == "full", read="tokens")
-        for tag, result in engine.generate(windows, tokenizer):
+        windows = spool.windows(max_tokens=window, share=engine.sharing == "full")
+        for tag, result in engine.generate(windows, tokenizer, **how):
             assert results[int(tag)] is None
             results[int(tag)] = result
     engine.generator.scheduler.check()

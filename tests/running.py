@@ -21,14 +21,22 @@ def prompts(seed: int, count: int = 12, vocab: int = 300) -> list[list[int]]:
     return [*found, found[0], found[1][:1], found[2][: max(1, len(found[2]) // 2)]]
 
 
-def run(llm: LLM, requests: list[Request], readout: Readout, *, sharing: str, rows: int, window: int = 1 << 20) -> list:
-    llm.engine.sharing, llm.engine.max_batch_rows = sharing, rows
+def run(
+    llm: LLM,
+    requests: list[Request],
+    readout: Readout,
+    *,
+    sharing: str,
+    rows: int | None,
+    window: int = 1 << 20,
+    on_step=None,
+) -> list:
     results = [None] * len(requests)
     with Spool() as spool:
         for number, request in enumerate(requests):
             spool.add(request, str(number).encode())
-        windows = spool.windows(max_tokens=window, share=sharing == "full", read=readout.kind)
-        for tag, result in llm.engine.run(windows, readout):
+        windows = spool.windows(max_tokens=window, share=sharing == "full")
+        for tag, result in llm.engine.run(windows, readout, sharing=sharing, max_batch_rows=rows, on_step=on_step):
             assert results[int(tag)] is None
             results[int(tag)] = result
     return results

@@ -76,15 +76,14 @@ def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, tuple[A
 def measure(engine: Any, tasks: Any, prepared: dict[str, list[Any]], repeat: int) -> dict[str, dict[str, Any]]:
     """Seconds of each run, tokens and rows, by mode. The modes take turns, so that a busy moment hits all."""
     from ..tasks.run import run_works
-    from ..types import Stats
 
     found: dict[str, dict[str, Any]] = {mode: {"seconds": []} for mode in MODES}
     for turn in range(-1, repeat):  # the first turn warms up and is not counted
         for mode in MODES:
-            engine.sharing, engine.stats = mode, Stats()
+            engine.reset_stats()
             started = time.perf_counter()
             for task, works in prepared.items():
-                run_works(engine, tasks[task], works)
+                run_works(engine, tasks[task], works, sharing=mode)
             seconds = time.perf_counter() - started
             if turn >= 0:
                 found[mode]["seconds"].append(seconds)

@@ -76,7 +76,6 @@ def _run(engine: Any, task: Any, works: list[Any]) -> tuple[dict[str, Any], dict
     from ..report.icicle import StreamShape
     from ..stream import Spool
     from ..tasks.run import finish_items, run_works
-    from ..types import Stats
 
     shape = StreamShape()
     with Spool() as spool:
@@ -88,9 +87,9 @@ def _run(engine: Any, task: Any, works: list[Any]) -> tuple[dict[str, Any], dict
     run_works(engine, task, works[:1])  # the first forward pass warms up
     numbers, scores = {}, {}
     for mode in ("full", "off"):
-        engine.sharing, engine.stats = mode, Stats()
+        engine.reset_stats()
         started = time.perf_counter()
-        results = run_works(engine, task, works)
+        results = run_works(engine, task, works, sharing=mode)
         numbers[mode] = {"seconds": time.perf_counter() - started, "stats": engine.stats}
         scores[mode] = [result["scores"] for result in finish_items(task, works, results)]
     one, two = ([score for scores_ in scores[mode] for score in scores_] for mode in ("full", "off"))

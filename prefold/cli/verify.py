@@ -104,8 +104,7 @@ def _llm(o: dict[str, Any], input: Any) -> tuple[Any, str]:
 def _run(engine: Any, sharing: str, tasks: Any, prepared: dict[str, list[Any]]) -> dict[str, Any]:
     from ..tasks.run import run_works
 
-    engine.sharing = sharing
-    return {task: run_works(engine, tasks[task], works) for task, works in prepared.items()}
+    return {task: run_works(engine, tasks[task], works, sharing=sharing) for task, works in prepared.items()}
 
 
 def _lines(found: list[dict[str, Any]]) -> list[str]:

@@ -1,6 +1,7 @@
-"""The engine: steps to tensors, the forward pass, read-outs, and the loops over them."""
+"""The engine: who waits for what, and the steps that bring it. No torch: a worker computes."""
 
-from .engine import Engine, StepInfo
-from .generate import GenerateOptions, Generator
+from .engine import Engine
+from .meter import StepInfo
+from .options import EngineOptions, GenerateOptions
 
-__all__ = ["Engine", "GenerateOptions", "Generator", "StepInfo"]
+__all__ = ["Engine", "EngineOptions", "GenerateOptions", "StepInfo"]

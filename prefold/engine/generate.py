@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import CacheOptions, SlotPool
+from ..cache import SlotPool
 from ..device import free_cached, on
 from ..errors import InputError
-from ..model import Adapter, CausalLM
 from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import GenerateStep, Running
+from ..schedule.steps import MakeStore
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
@@ -28,40 +28,19 @@ from ..types import Generated, GenerateRequest, GenerationStats, Readout, Reques
 from ..worker.attend import heads_of
 from ..worker.budget import count_compiling, kv_bytes, slot_bytes
 from ..worker.graphs import DecodeGraphs
+from ..worker.local import LocalWorker
 from ..worker.picks import Flight, Reader, can_start, choose, start
 from ..worker.probes import Probe
 from ..worker.runner import Reads
 from ..worker.sampler import Choice, Sampler
 from ..worker.samples import Sample
-from ..worker.slots import SlotAttend, make_store, prepare_slots
-from ..worker.team import Generate, MakeStore, Solo
+from ..worker.slots import SlotAttend, make_store, prepare_slots, slot_step
+from ..worker.team import Team
+from .options import GenerateOptions
 
-__all__ = ["GenerateOptions", "Generator"]
+__all__ = ["Generator"]
 
 Answer = list[Generated] | InputError
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateOptions:
-    """kv_memory       bytes of K/V; None: half of what is free, on a CPU at most 4 GiB
-    max_running     sequences at once
-    reserve_output  set aside room for a whole output where its length was given; else outputs grow, and what
-                    was admitted last makes room when memory runs out
-    cache           keep K/V of what has ended, by these options; None: do not
-    graphs          on a GPU: replay steps that only decode as captured CUDA graphs. Off until it has been measured
-    """
-
-    kv_memory: int | None = None
-    max_running: int = 256
-    reserve_output: bool = True
-    cache: CacheOptions | None = None
-    graphs: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("kv_memory", "max_running"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name} is {value}", field=name, remedy="give 1 or more")
 
 
 @dataclass(eq=False, slots=True)
@@ -79,39 +58,37 @@ class Generator:
     """Continuous batching of any requests, as they are added, from any thread.
 
     sharing   whether requests share rows
-    adapters  LoRA adapters by name; requests of two share nothing
+    worker    whose model, adapters and KV store are used; requests of two adapters share nothing
     stats     what to add to
     on_step   called with (step, when it began, requests it ended, rows they would have had alone)
-    team      the ranks that have parts of the model
     """
 
     def __init__(
         self,
-        model: CausalLM,
+        worker: LocalWorker | Team,
         options: GenerateOptions,
         *,
         sharing: bool,
         max_batch_rows: int,
         eos_ids: Sequence[int],
-        adapters: Mapping[str, Adapter],
         stats: Callable[[], Stats],
         on_step: Callable[[GenerateStep, float, int, int], None] | None = None,
-        team: Solo = Solo(),  # noqa: B008
     ):
-        self.model = model
+        local = worker.local if isinstance(worker, Team) else worker
+        self.model = model = local.model
         self.options = options
+        self._sharing = sharing
         self.eos_ids = tuple(eos_ids)
-        self.adapters = adapters
-        self.team = team
+        self.adapters = adapters = local.adapters
+        self.worker = worker
         self.slot_bytes = slot_bytes(model)
         slots = max(1, kv_bytes(options.kv_memory, model.device, model.ranks.size) // self.slot_bytes - 1)
-        with team.turn(MakeStore(slots + 1)):
+        with worker.turn(MakeStore(slots + 1)):
             self.store = make_store(model, slots + 1)
         self.scheduler = GenerateScheduler(
             SlotPool(slots),
             max_batch_rows=max_batch_rows,
             max_running=options.max_running,
-            sharing=sharing,
             cache=options.cache,
         )
         alone_on_gpu = model.device.type == "cuda" and model.ranks.size == 1 and not adapters
@@ -135,11 +112,14 @@ class Generator:
         tokenizer: Tokenizer | None,
         on_done: Callable[[Answer], None],
         on_text: Callable[[int, str], None] | None = None,
+        *,
+        sharing: bool | None = None,
     ) -> int | None:
         """Take a request; returns its key. on_done is called once, from `step` or from here, with a Generated a
-        sample, or with what is wrong with the request. on_text is called with (sample, piece of its text)."""
+        sample, or with what is wrong with the request. on_text is called with (sample, piece of its text). sharing:
+        whether it shares rows with others; None: as the generator does."""
         with self._lock:
-            return self._add(request, tokenizer, on_done, on_text)
+            return self._add(request, tokenizer, on_done, on_text, self._sharing if sharing is None else sharing)
 
     def _add(
         self,
@@ -147,6 +127,7 @@ class Generator:
         tokenizer: Tokenizer | None,
         on_done: Callable[[Answer], None],
         on_text: Callable[[int, str], None] | None,
+        sharing: bool,
     ) -> int | None:
         key = next(self._keys)
         sampling = request.sampling
@@ -181,7 +162,7 @@ class Generator:
                 limit=limit,
                 samples=sampling.n,
                 reserve=self.options.reserve_output and sampling.max_tokens is not None,
-                namespace=(request.adapter, request.salt),
+                namespace=(request.adapter, request.salt, *(() if sharing else (key,))),
                 priority=request.priority,
             )
         except InputError as error:
@@ -267,7 +248,7 @@ class Generator:
         stats.add_seconds("plan", planned - started)
         readers = [self._reader(running) for running, _ in step.reads]
         head = any(reader is not None and reader.needs_logits for reader in readers)
-        with self.team.turn(Generate(step, head)):
+        with self.worker.turn(slot_step(step, self.adapters, head)):
             with torch.inference_mode():
                 hidden = forward()
             if self._can_start(step):

@@ -87,7 +87,7 @@ class TaskRunner:
         return found
 
     def _make_task(self, name: str, options: Mapping[str, Any]) -> Task:
-        task = make_task(name, self.checkpoint, self.tokenizer, options, adapters=tuple(self.engine.adapters))
+        task = make_task(name, self.checkpoint, self.tokenizer, options, adapters=self.engine.adapters)
         return self.calibrated(task)
 
     def calibrated(self, task: Any) -> Any:

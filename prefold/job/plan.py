@@ -108,11 +108,11 @@ def plan_job(
         for batch in reader.batches():
             with batch.spool as spool:
                 read = tasks[batch.task].readout.kind
-                for window_ in plan.shape.watch(spool.windows(max_tokens=window, share=True, read=read)):
+                for window_ in plan.shape.watch(spool.windows(max_tokens=window, share=True)):
                     plan.longest = max(plan.longest, int(np.diff(window_.offsets).max()))
                     if read == "tokens":
                         _count_outputs(plan, window_, tasks[batch.task].context)
-                for window_ in spool.windows(max_tokens=max_batch_rows, share=False, read=read):
+                for window_ in spool.windows(max_tokens=max_batch_rows, share=False):
                     plan.rows_mlp += _unique(window_.tokens, window_.offsets)
     finally:
         reader.close()

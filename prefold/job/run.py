@@ -170,8 +170,7 @@ class _Run:
         started = time.perf_counter()
         self.counts.phase = "loading the model, reading"
         self._engine = engine = self.job.load().engine
-        engine.stats = Stats()
-        engine.on_step = self._step
+        engine.reset_stats()
         self.summary.sharing = engine.sharing
         self.summary.load_seconds = time.perf_counter() - started
         self.counts.phase = "reading"
@@ -179,12 +178,13 @@ class _Run:
 
     def _compute(self, engine: Any, batch: Ready) -> None:
         task, spool, shape = self.job.tasks[batch.task], batch.spool, self.summary.shape
-        share, read = engine.sharing == "full", task.readout.kind
-        windows = spool.windows(max_tokens=self.job.window, share=share, read=read)
+        share = engine.sharing == "full"
+        windows = spool.windows(max_tokens=self.job.window, share=share)
         if shape is not None and share:
             windows = shape.watch(windows)
         self.counts.phase, self.graceful = "computing", True
-        with closing(results_of(engine, task, windows)) as results:  # type: ignore[type-var]
+        found = results_of(engine, task, windows, on_step=self._step, stopping=lambda: self.signal is not None)
+        with closing(found) as results:  # type: ignore[type-var]
             for tag, result in results:
                 done = self.gather.add(tag, result)
                 if done is not None:
@@ -194,7 +194,7 @@ class _Run:
         if self.signal is not None:  # the engine stopped for it
             raise Interrupted(self.signal)
         if shape is not None and not share:
-            for window in spool.windows(max_tokens=self.job.window, share=True, read=read):
+            for window in spool.windows(max_tokens=self.job.window, share=True):
                 shape.add(window.tokens, window.offsets, common=window.common)
         self.graceful = False
 
@@ -258,8 +258,6 @@ class _Run:
             self.hard = self.graceful and self.signal is not None
             waits = self.graceful and self.signal is None
             self.signal = number
-            if self._engine is not None:
-                self._engine.stopping = True
             self.reader.stop.set()
             if not waits:
                 raise KeyboardInterrupt

@@ -35,14 +35,26 @@ class Layout:
     num_rows: int
 
     @classmethod
-    def build(cls, tokens: Any, offsets: Any, *, share: bool, is_sorted: bool, vocab_size: int | None) -> Layout:
+    def build(
+        cls,
+        tokens: Any,
+        offsets: Any,
+        *,
+        share: bool,
+        is_sorted: bool,
+        vocab_size: int | None,
+        shared: np.ndarray | None = None,
+    ) -> Layout:
         tokens, offsets = check_ragged(tokens, offsets, vocab_size=vocab_size)
         in_order = is_sorted or not share
         order = np.arange(len(offsets) - 1) if in_order else lexsort_sequences(tokens, offsets)
         starts, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
         if not in_order:
             starts, lengths = starts[order], lengths[order]
-        shared = common_prefix_lengths(tokens, offsets, order) if share else np.zeros(len(order), np.int64)
+        if not share:
+            shared = np.zeros(len(order), np.int64)
+        elif shared is None or not is_sorted:
+            shared = common_prefix_lengths(tokens, offsets, order)
         if is_sorted and share:
             _check_sorted(tokens, starts, lengths, shared)
         stops = np.cumsum(lengths - shared)
@@ -94,15 +106,18 @@ class Trie:
         share: bool = True,
         is_sorted: bool = False,
         vocab_size: int | None = None,
+        shared: np.ndarray | None = None,
     ) -> Trie:
         """The trie of ragged sequences: tokens, any integer type [N]; offsets [B + 1].
 
         Depth-first order is the lexicographic order of token ids, ties by input order, a prefix before its
         extensions; duplicates add no rows. share=False gives every sequence a branch of its own, in input order.
-        is_sorted=True promises that order and saves the sort (the promise is checked).
+        is_sorted=True promises that order and saves the sort (the promise is checked). shared, int64 [B], of sorted
+        sequences: how many leading tokens each has in common with the one before, where that is known already.
         Raises InputError as `check_ragged` does, and for a broken promise.
         """
-        at = Layout.build(tokens, offsets, share=share, is_sorted=is_sorted, vocab_size=vocab_size)
+        order = {"share": share, "is_sorted": is_sorted, "shared": shared}
+        at = Layout.build(tokens, offsets, **order, vocab_size=vocab_size)
         added = at.lengths - at.shared
         rows = np.arange(at.num_rows)
         positions = (rows - np.repeat(at.first_row - at.shared, added)).astype(np.int32)

@@ -92,7 +92,7 @@ class StreamShape:
     def watch(self, windows: Any) -> Iterator[Any]:
         """The same windows, each taken note of as it goes by."""
         for window in windows:
-            self.add(window.tokens, window.offsets, common=getattr(window, "common", window.carried))
+            self.add(window.tokens, window.offsets, common=window.common)
             yield window
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,15 @@
-"""Scheduling: which rows of the stream a step computes. Plain Python and NumPy, never torch."""
+"""Scheduling: which rows a step computes, and the messages that say so. Plain Python and NumPy, never torch."""
 
-from .prefill import PrefillScheduler, Step
+from .prefill import PlannedStep, PrefillScheduler
+from .steps import EndStream, MakeStore, Message, SlotStep, StepResult, StreamStep
 
-__all__ = ["PrefillScheduler", "Step"]
+__all__ = [
+    "EndStream",
+    "MakeStore",
+    "Message",
+    "PlannedStep",
+    "PrefillScheduler",
+    "SlotStep",
+    "StepResult",
+    "StreamStep",
+]

@@ -1,8 +1,9 @@
-"""The prefill scheduler: one window of prompts, cut into steps.
+"""The stream's scheduler: one window of prompts, cut into steps.
 
-`plan` reads and returns the next step; `commit` advances to the rows behind it. Nothing a step
-computes is needed to plan the next one, so a caller may commit a step before it has run and plan
-ahead. This module decides rows only: no tensors, no attention, no clock.
+A step is a function of the rows it computes: `step(start, stop)` reads the window's trie and what is to be read, and
+changes nothing, so a step that does not fit into memory is two calls of it. `plan` returns the next step and `commit`
+advances to the rows behind it. Nothing a step computes is needed to plan the next one, so a caller may commit a step
+before it has run and plan ahead. This module decides rows only: no tensors, no attention, no clock.
 """
 
 from __future__ import annotations
@@ -11,54 +12,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..prefix import PrefixMap, Trie, common_prefix_lengths
+from ..prefix import PrefixMap, Trie
 from ..stream import Window
 from ..types import Readout, Sharing
+from .steps import NOTHING, StreamStep
 
-__all__ = ["PrefillScheduler", "Step"]
+__all__ = ["PlannedStep", "PrefillScheduler", "reusable_rows"]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One forward pass over the stream rows [start, stop).
+@dataclass(frozen=True, eq=False, slots=True)
+class PlannedStep:
+    """The rows start .. stop of a window's stream as a message, and who takes what it reads.
 
-    Keys are numbered over the carried path and then the new rows: key j < path is the j-th row of
-    the path above `start`, key path + i is row start + i. Key j is visible to the query at key i
-    exactly when j <= i < end[j].
-
-    tokens, positions  int32 [n]: the rows the model computes. n = stop - start, or the unique
-                       tokens among them when `fold` is given.
-    path               rows carried from before, `start`'s ancestors
-    end                int64 [path + stop - start]
-    key_positions      int32 [path + stop - start]
-    keep               int64 [k]: keys whose K/V the next step needs (the path above `stop`), ascending
-    fold               rows [n] <-> stream rows [stop - start] (sharing "mlp" only)
-    read_rows          int64 [r], ascending: rows in [0, n) the model's result is wanted at; None: all
-    done               int64 [d]: sequences of the window whose last row is in this step
-    done_reads         int64 [d]: where in read_rows the last row of each is; with read_rows None, its key
-    pair_reads         int64 [p], ascending: where in read_rows the row of a (row, target) pair is
-    pair_targets       int64 [p]: the pair's index into the window's targets
+    done        int64 [d]: requests of the window whose last row is in this step
+    done_reads  int64 [d]: which row of the step's result is each one's; "logprobs": nothing
+    targets     int64 [p]: "logprobs": which of the window's targets each row of the result is; else nothing
     """
 
     start: int
     stop: int
-    tokens: np.ndarray
-    positions: np.ndarray
-    path: int
-    end: np.ndarray
-    key_positions: np.ndarray
-    keep: np.ndarray
-    fold: PrefixMap | None
-    read_rows: np.ndarray | None
+    message: StreamStep
     done: np.ndarray
     done_reads: np.ndarray
-    pair_reads: np.ndarray
-    pair_targets: np.ndarray
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that go through the model's position-wise layers."""
-        return len(self.tokens)
+    targets: np.ndarray
 
 
 class PrefillScheduler:
@@ -67,35 +43,64 @@ class PrefillScheduler:
     sharing "full": any contiguous range of the depth-first rows; "mlp" and "off": whole prompts in
     order of arrival, an over-long prompt in chunks of its own, and "mlp" folds a step's prompts. Of
     twins that arrive one after the other (the one-token labels of a prompt) these too run one.
+
+    follows  whether the worker holds the path that the window before left behind: then the stream goes on from
+             there, and else it begins at the window's first row
+    stream   its number, for the messages
     """
 
-    def __init__(self, window: Window, readout: Readout, *, sharing: Sharing, max_batch_rows: int):
+    def __init__(
+        self,
+        window: Window,
+        readout: Readout,
+        *,
+        sharing: Sharing,
+        max_batch_rows: int,
+        follows: bool = False,
+        stream: int = 0,
+    ):
         self.window = window
         self.readout = readout
         self.sharing = sharing
         self.max_batch_rows = max_batch_rows
+        self.stream = stream
+        self._position = 0
         if sharing == "full":
-            self.trie = Trie.build(window.tokens, window.offsets, is_sorted=window.is_sorted)
+            shared = window.shared if window.is_sorted else None
+            self.trie = Trie.build(window.tokens, window.offsets, is_sorted=window.is_sorted, shared=shared)
             self._offsets = window.offsets
             self._last_row, self._order = self.trie.last_row, self.trie.order
-            self._position = window.carried
+            if follows:
+                self._position = reusable_rows(window, readout)
         else:
-            tokens, self._offsets, twin_of = merge_twins(window.tokens, window.offsets)
+            tokens, self._offsets, twin_of = merge_twins(window)
             self.trie = Trie.build(tokens, self._offsets, share=False)
             self._last_row, self._order = self.trie.last_row[twin_of], np.arange(window.num_requests)
-            self._position = 0
-        self._path = np.arange(self._position, dtype=np.int64)
         # Last rows ascend along this order, so the sequences a step ends are a slice of it.
         self._last_rows = self._last_row[self._order]
-        self._pair_rows, self._pair_targets = self._pairs()
+        self._target_rows, self._targets = self._rows_of_targets()
 
-    def plan(self) -> Step | None:
+    def plan(self) -> PlannedStep | None:
         """The next step, or None when every row has been committed."""
-        trie, start = self.trie, self._position
-        if start >= trie.num_rows:
-            return None
-        stop = self._cut(start)
-        path = self._path
+        start = self._position
+        return None if start >= self.trie.num_rows else self.step(start, self._cut(start))
+
+    def commit(self, step: PlannedStep) -> None:
+        """Advance behind `step`, which must be the one `plan` returned last."""
+        if step.start != self._position:
+            raise ValueError(f"step starts at row {step.start}, the stream is at row {self._position}")
+        self._position = step.stop
+
+    def halves(self, step: PlannedStep) -> tuple[PlannedStep, PlannedStep]:
+        """The rows of a step as two, to be run one after the other; of at least two rows. Where prompts were folded
+        (sharing "mlp"), a half that ends within one is not."""
+        middle = (step.start + step.stop) // 2
+        return self.step(step.start, middle), self.step(middle, step.stop)
+
+    def step(self, start: int, stop: int) -> PlannedStep:
+        """The step that computes the rows start <= row < stop, after the ones before them."""
+        trie = self.trie
+        path = trie.path(start)
         keys = np.concatenate((path, np.arange(start, stop, dtype=np.int64)))
         tokens, positions = trie.tokens[start:stop], trie.positions[start:stop]
         fold = self._fold(start, stop) if self.sharing == "mlp" else None
@@ -103,28 +108,22 @@ class PrefillScheduler:
             tokens, positions = tokens[fold.gather], positions[fold.gather]
 
         first, last = np.searchsorted(self._last_rows, (start, stop))
-        done = self._order[first:last]
-        pair_first, pair_last = np.searchsorted(self._pair_rows, (start, stop))
-        pair_rows = self._pair_rows[pair_first:pair_last] - start
-        pair_targets = self._pair_targets[pair_first:pair_last]
         done_rows = self._last_rows[first:last] - start
-
-        read_rows: np.ndarray | None
+        read_rows: np.ndarray | None = None
+        reads = done_reads = targets = NOTHING
         if self.readout.kind == "mean":
-            read_rows, done_reads, pair_reads = None, done_rows + len(path), pair_rows
+            reads, done_reads = np.unique(done_rows + len(path), return_inverse=True)
         elif self.readout.kind == "logprobs":
-            read_rows, pair_reads = np.unique(_to_rows(pair_rows, fold), return_inverse=True)
+            some = slice(*np.searchsorted(self._target_rows, (start, stop)).tolist())
+            read_rows, reads = np.unique(_to_rows(self._target_rows[some] - start, fold), return_inverse=True)
+            targets = self._targets[some]
             if fold is not None:  # rows of the stream ascend; those that stand for them need not
-                order = np.argsort(pair_reads, kind="stable")
-                pair_reads, pair_targets = pair_reads[order], pair_targets[order]
-            done_reads = np.zeros(len(done), np.int64)
+                order = np.argsort(reads, kind="stable")
+                reads, targets = reads[order], targets[order]
         else:
             read_rows, done_reads = np.unique(_to_rows(done_rows, fold), return_inverse=True)
-            pair_reads = pair_rows
 
-        return Step(
-            start=start,
-            stop=stop,
+        message = StreamStep(
             tokens=tokens,
             positions=positions,
             path=len(path),
@@ -133,19 +132,12 @@ class PrefillScheduler:
             keep=np.flatnonzero(self._needed_after(keys, stop)),
             fold=fold,
             read_rows=read_rows,
-            done=done,
-            done_reads=done_reads,
-            pair_reads=pair_reads,
-            pair_targets=pair_targets,
+            readout=self.readout,
+            reads=reads,
+            targets=self.window.targets[targets] if len(targets) else NOTHING,
+            stream=self.stream,
         )
-
-    def commit(self, step: Step) -> None:
-        """Advance behind `step`, which must be the one `plan` returned last."""
-        if step.start != self._position:
-            raise ValueError(f"step starts at row {step.start}, the stream is at row {self._position}")
-        keys = np.concatenate((self._path, np.arange(step.start, step.stop, dtype=np.int64)))
-        self._path = keys[step.keep]
-        self._position = step.stop
+        return PlannedStep(start, stop, message, self._order[first:last], done_reads, targets)
 
     def _cut(self, start: int) -> int:
         remaining = self.trie.num_rows - start
@@ -179,7 +171,7 @@ class PrefillScheduler:
             return None  # a chunk of an over-long prompt: one sequence, nothing to fold
         return PrefixMap.build(self.trie.tokens[start:stop], offsets[first : last + 1] - start)
 
-    def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
+    def _rows_of_targets(self) -> tuple[np.ndarray, np.ndarray]:
         """(row, index into window.targets) of every target, by ascending row.
 
         Target t of m is read at the row m - 1 - t steps above the sequence's last row.
@@ -198,14 +190,36 @@ class PrefillScheduler:
         return rows[order], order
 
 
-def merge_twins(tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Drop every sequence equal to the one before it: (tokens, offsets, number of the one that stands for each)."""
-    lengths = np.diff(offsets)
-    shared = common_prefix_lengths(tokens, offsets, np.arange(len(lengths)))
+def reusable_rows(window: Window, readout: Readout) -> int:
+    """How many rows of the path that the window before left behind this window need not compute again.
+
+    They are rows of the `common` tokens, but of none whose result this window reads: what rows gave is not held. A
+    mean is read at the last row, for the hidden states of the path above it are held beside its K/V. A request
+    without targets ends with its last row too.
+    """
+    if not window.common or readout.kind == "first":
+        return 0
+    lengths = np.diff(window.offsets)
+    if readout.kind != "logprobs":
+        # Only a twin of the last request before ends in a common row, and a twin would come first.
+        return min(window.common, int(lengths[0]) - 1)
+    # A request reads a common row when its first read position lies within what it shares with the last request
+    # before; in sorted order that is the smallest of the prefixes shared by neighbours up to it.
+    shared = window.shared.copy()
+    shared[0] = window.common
+    shared = np.minimum.accumulate(shared)
+    first_read = lengths - np.maximum(np.diff(window.target_offsets), 1)
+    inside = first_read < shared
+    return min(window.common, int(first_read[inside].min())) if inside.any() else window.common
+
+
+def merge_twins(window: Window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Drop every request equal to the one before it: (tokens, offsets, number of the one that stands for each)."""
+    lengths, shared = np.diff(window.offsets), window.shared
     twin = np.zeros(len(lengths), bool)
     twin[1:] = (shared[1:] == lengths[1:]) & (lengths[1:] == lengths[:-1])
     kept = lengths[~twin]
-    return tokens[np.repeat(~twin, lengths)], np.concatenate(([0], np.cumsum(kept))), np.cumsum(~twin) - 1
+    return window.tokens[np.repeat(~twin, lengths)], np.concatenate(([0], np.cumsum(kept))), np.cumsum(~twin) - 1
 
 
 def _to_rows(stream_rows: np.ndarray, fold: PrefixMap | None) -> np.ndarray:

@@ -114,18 +114,17 @@ class Spool:
                 else:
                     self._held.sort(key=attrgetter("key"))
 
-    def windows(self, *, max_tokens: int, share: bool = True, read: str = "last") -> Iterator[Window]:
+    def windows(self, *, max_tokens: int, share: bool = True) -> Iterator[Window]:
         """The job as windows of at most `max_tokens` tokens each (a longer request has a window of its own).
 
         share=True: in lexicographic order over the whole job, equal requests as they came, and every window ends
-        where little is shared with the next. share=False: in order of arrival. `read` is the Readout's kind; it
-        decides what a window carries over (see Window).
+        where little is shared with the next. share=False: in order of arrival.
         """
         if max_tokens < 1:
             raise InputError(f"max_tokens is {max_tokens}", field="max_tokens", remedy="give 1 or more")
         self.finish_adding()
         requests = self._sorted_requests() if share else self._arrived_requests()
-        return cut_into_windows(requests, max_tokens=max_tokens, is_sorted=share, read=read)
+        return cut_into_windows(requests, max_tokens=max_tokens, is_sorted=share)
 
     def unique_tokens(self) -> int:
         """Rows of the job's stream: its tokens, each shared prefix counted once. Reads the job once."""

@@ -45,9 +45,6 @@ class Window:
     is_sorted                      whether the requests lie in lexicographic order, over all windows
     common                         leading tokens of the first request that the last one of the window before has
                                    too; 0 in the first window, and in all when not sorted
-    carried                        leading tokens of the first request whose rows the run of the window before
-                                   leaves behind on its path, and that need not be computed again: `common`, or
-                                   fewer where a row that this window reads would be among them
     options         [B]            how each request is to be continued (see `options.py`)
     """
 
@@ -58,7 +55,6 @@ class Window:
     tags: list[bytes]
     is_sorted: bool
     common: int
-    carried: int
     options: list[bytes] = field(default_factory=list)
 
     def generate_request(self, number: int) -> GenerateRequest:
@@ -72,7 +68,7 @@ class Window:
         targets, target_offsets = _taken(self.targets, self.target_offsets, numbers)
         options = [self.options[i] for i in numbers] if self.options else []
         tags = [self.tags[i] for i in numbers]
-        return Window(tokens, offsets, targets, target_offsets, tags, self.is_sorted, 0, 0, options)
+        return Window(tokens, offsets, targets, target_offsets, tags, self.is_sorted, 0, options)
 
     @property
     def num_requests(self) -> int:
@@ -83,11 +79,14 @@ class Window:
         return len(self.tokens)
 
     @cached_property
+    def shared(self) -> np.ndarray:
+        """int64 [B]: leading tokens that each request has in common with the one before it in the window."""
+        return _shared_with_previous(self.tokens, self.offsets)
+
+    @cached_property
     def unique_tokens(self) -> int:
         """Rows of the job's stream that begin with this window; all tokens when the job is not sorted."""
-        if not self.is_sorted:
-            return self.num_tokens
-        return self.num_tokens - int(_shared_with_previous(self.tokens, self.offsets).sum()) - self.common
+        return self.num_tokens - int(self.shared.sum()) - self.common if self.is_sorted else self.num_tokens
 
 
 def _taken(values: np.ndarray, offsets: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -99,13 +98,11 @@ def _shared_with_previous(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray
     return common_prefix_lengths(tokens, offsets, np.arange(len(offsets) - 1))
 
 
-def cut_into_windows(
-    requests: Iterable[SpooledRequest], *, max_tokens: int, is_sorted: bool, read: str
-) -> Iterator[Window]:
+def cut_into_windows(requests: Iterable[SpooledRequest], *, max_tokens: int, is_sorted: bool) -> Iterator[Window]:
     """Windows of at most `max_tokens` tokens, or of one request that is longer.
 
     Sorted requests are cut where the fewest leading tokens are shared across the cut, in the last quarter of the
-    window; others as late as possible. `read` is the Readout's kind.
+    window; others as late as possible.
     """
     held: list[SpooledRequest] = []
     tokens = 0
@@ -113,14 +110,14 @@ def cut_into_windows(
     for request in requests:
         while held and tokens + request.num_tokens > max_tokens:
             cut = _best_cut([*held, request], max_tokens) if is_sorted else len(held)
-            yield _make_window(held[:cut], last if is_sorted else None, is_sorted, read)
+            yield _make_window(held[:cut], last if is_sorted else None, is_sorted)
             last = held[cut - 1].key
             held = held[cut:]
             tokens = sum(r.num_tokens for r in held)
         held.append(request)
         tokens += request.num_tokens
     if held:
-        yield _make_window(held, last if is_sorted else None, is_sorted, read)
+        yield _make_window(held, last if is_sorted else None, is_sorted)
 
 
 def _best_cut(requests: Sequence[SpooledRequest], max_tokens: int) -> int:
@@ -143,7 +140,7 @@ def _offsets(lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
 
 
-def _make_window(requests: Sequence[SpooledRequest], last: bytes | None, is_sorted: bool, read: str) -> Window:
+def _make_window(requests: Sequence[SpooledRequest], last: bytes | None, is_sorted: bool) -> Window:
     tokens, offsets = _join(requests)
     targets = [r.targets or b"" for r in requests]
     target_offsets = _offsets([len(t) // 4 for t in targets])
@@ -159,28 +156,5 @@ def _make_window(requests: Sequence[SpooledRequest], last: bytes | None, is_sort
         tags=[r.tag for r in requests],
         is_sorted=is_sorted,
         common=common,
-        carried=_carried(common, tokens, offsets, target_offsets, read),
         options=[r.options for r in requests],
     )
-
-
-def _carried(common: int, tokens: np.ndarray, offsets: np.ndarray, target_offsets: np.ndarray, read: str) -> int:
-    """How many of the `common` rows may be carried over, so that none of them is a row this window reads.
-
-    A mean is read at the last row: the hidden states of the path above are held beside its K/V. What a first
-    row gave is not held.
-    """
-    if not common or read == "first":
-        return 0
-    lengths = np.diff(offsets)
-    if read != "logprobs":
-        # Only a twin of the last request before ends in a common row, and a twin would come first.
-        return min(common, int(lengths[0]) - 1)
-    # A request reads a common row when its first read position lies within what it shares with the last request
-    # before; in sorted order that is the smallest of the prefixes shared by neighbours up to it.
-    shared = _shared_with_previous(tokens, offsets)
-    shared[0] = common
-    shared = np.minimum.accumulate(shared)
-    first_read = lengths - np.diff(target_offsets)
-    inside = first_read < shared
-    return min(common, int(first_read[inside].min())) if inside.any() else common

@@ -16,11 +16,10 @@ from ..types import Sampling
 from .base import Task, check_count
 from .classify import ClassifyHeadTask, ClassifyTask, Normalization
 from .embed import EmbedTask
-from .facts import inputs_of, labels_of_head, require_lm_head
+from .facts import Pooling, embed_settings, inputs_of, labels_of_head, require_lm_head
 from .generate import GenerateTask
 from .rerank import RerankTask
 from .score import ScoreTask
-from .sentence import Pooling, embed_settings
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint

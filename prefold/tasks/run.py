@@ -20,15 +20,27 @@ __all__ = ["calibrated", "draw_seed", "finish", "finish_items", "results_of", "r
 _TAG = struct.Struct("<qq")  # number of the work, part of the work
 
 
-def results_of(engine: Any, task: Any, windows: Iterable[Window]) -> Iterator[tuple[bytes, Any]]:
+def results_of(
+    engine: Any,
+    task: Any,
+    windows: Iterable[Window],
+    *,
+    stopping: Callable[[], bool] | None = None,
+    **run: Any,
+) -> Iterator[tuple[bytes, Any]]:
     """(tag, result) of every request, as they come.
+
+    stopping  where text is generated: once it says so, the run ends after the step
+    run       how: `on_step`, and for numeric tasks `sharing` and `max_batch_rows`, as `Engine.run` takes them
 
     A result is a Result; where text is generated it is a list of Generated, or the InputError of a request that
     cannot be run.
     """
     if task.readout.kind == "tokens":
-        return engine.generate(windows, task.inputs.tokenizer)
-    return engine.run(windows, task.readout)
+        if stopping is not None:
+            run["stopping"] = stopping
+        return engine.generate(windows, task.inputs.tokenizer, **run)
+    return engine.run(windows, task.readout, **run)
 
 
 def run_works(
@@ -39,10 +51,12 @@ def run_works(
     window: int = 1 << 20,
     seed: int | None = None,
     on_done: Callable[[], object] | None = None,
+    **run: Any,
 ) -> list[list[Any] | None]:
     """The results of each Work's requests, in order; None where `works` holds an InputError.
 
-    seed: see `with_seed`; None draws one. on_done: called for each result as it comes.
+    seed: see `with_seed`; None draws one. on_done: called for each result as it comes. run: see
+    `results_of`.
     """
     out: list[list[Any] | None] = [None if isinstance(w, InputError) else [None] * len(w.requests) for w in works]
     seed = draw_seed() if seed is None else seed
@@ -50,8 +64,8 @@ def run_works(
         for number, work in enumerate(works):
             for part, request in enumerate([] if isinstance(work, InputError) else work.requests):
                 spool.add(with_seed(request, seed, number, part), _TAG.pack(number, part))
-        windows = spool.windows(max_tokens=window, share=engine.sharing == "full", read=task.readout.kind)
-        with closing(results_of(engine, task, windows)) as results:  # type: ignore[type-var]
+        windows = spool.windows(max_tokens=window, share=run.get("sharing", engine.sharing) == "full")
+        with closing(results_of(engine, task, windows, **run)) as results:  # type: ignore[type-var]
             for tag, result in results:
                 number, part = _TAG.unpack(tag)
                 out[number][part] = result  # type: ignore[index]

@@ -14,13 +14,11 @@ from ..errors import InputError
 from ..model import ModelConfig
 from ..prefix import PrefixMap, Trie, check_ragged
 from ..prefix.ragged import ragged_ranges
-from ..schedule import Step
+from ..schedule import StreamStep
 from ..types import SHARING_MODES, Sharing
 from ..worker.batch import Batch, prepare
 
 __all__ = ["Examples", "TrainBatch"]
-
-NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +109,7 @@ class TrainBatch:
 
     config: ModelConfig
     sharing: Sharing
-    step: Step
+    step: StreamStep
     num_tokens: int
     numbers: np.ndarray
     target_offsets: np.ndarray
@@ -199,26 +197,19 @@ class TrainBatch:
         return list(values.split(np.diff(self.target_offsets).tolist()))
 
 
-def _step(trie: Trie, fold: PrefixMap | None, read_rows: np.ndarray) -> Step:
+def _step(trie: Trie, fold: PrefixMap | None, read_rows: np.ndarray) -> StreamStep:
     """All rows of a stream in one step."""
     tokens, positions = trie.tokens, trie.positions
     if fold is not None:
         tokens, positions = tokens[fold.gather], positions[fold.gather]
-    return Step(
-        start=0,
-        stop=trie.num_rows,
+    return StreamStep(
         tokens=tokens,
         positions=positions,
         path=0,
         end=trie.end.copy(),  # torch has no read-only views
         key_positions=trie.positions,
-        keep=NO_ROWS,
         fold=fold,
         read_rows=read_rows,
-        done=NO_ROWS,
-        done_reads=NO_ROWS,
-        pair_reads=NO_ROWS,
-        pair_targets=NO_ROWS,
     )
 
 

@@ -1,4 +1,4 @@
-"""A step as tensors: the one border between NumPy on the host and torch on the device."""
+"""A step of the row stream as tensors."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from torch import Tensor
 from ..attention import Heads, RowPlan, place_rows, plan_rows
 from ..device import send
 from ..model.config import Plane
-from ..schedule import Step
+from ..schedule.steps import StreamStep
 
 __all__ = ["Batch", "prepare"]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the runner needs of a step, on the device.
+    """What the forward pass of a step and its read-out need, on the device.
 
     plans            one per distinct attention window: every row queries
     read_plans       the same with only the read rows as queries (the last layer)
     read_order       sharing "mlp": sorts the read rows by the stream row that stands for each; else None
     keep_path        which rows of the carried path stay, keep_new which of the new stream rows join it
+    reads, targets   of the step, int64
     """
 
-    step: Step
+    step: StreamStep
     tokens: Tensor
     positions: Tensor
     read_rows: Tensor | None
@@ -38,14 +39,16 @@ class Batch:
     read_order: Tensor | None
     keep_path: Tensor
     keep_new: Tensor
+    reads: Tensor
+    targets: Tensor
 
 
-def prepare(step: Step, planes: Sequence[Plane], device: torch.device, heads: Heads | None = None) -> Batch:
+def prepare(step: StreamStep, planes: Sequence[Plane], device: torch.device, heads: Heads | None = None) -> Batch:
     """Build everything the forward pass of `step` needs; runs on the host, ahead of the device.
 
     heads: the model's, so that what a GPU's kernels read of the plans is made ahead too, and not in the first layer.
     """
-    new_keys = step.path + np.arange(step.stop - step.start, dtype=np.int64)
+    new_keys = step.path + np.arange(len(step.end) - step.path, dtype=np.int64)
     windows = {plane.window for plane in planes}
     last_window = planes[-1].window
 
@@ -72,14 +75,16 @@ def prepare(step: Step, planes: Sequence[Plane], device: torch.device, heads: He
     old = step.keep < step.path
     return Batch(
         step=step,
-        tokens=tensor(step.tokens),
-        positions=tensor(step.positions),
+        tokens=send(step.tokens, device),
+        positions=send(step.positions, device),
         read_rows=tensor(step.read_rows),
         gather=tensor(step.fold.gather) if step.fold else None,
         scatter=tensor(step.fold.scatter) if step.fold else None,
         plans=plans,
         read_plans=read_plans,
         read_order=tensor(read_order),
-        keep_path=tensor(step.keep[old]),
-        keep_new=tensor(step.keep[~old] - step.path),
+        keep_path=send(step.keep[old], device),
+        keep_new=send(step.keep[~old] - step.path, device),
+        reads=send(step.reads, device),
+        targets=send(step.targets, device),
     )

@@ -43,7 +43,7 @@ class Flight:
 
     def choice(self) -> Choice:
         """Waits for the device."""
-        ids = self.came.output().values.tolist()
+        ids = self.came.result().values.tolist()
         return Choice([None if token < 0 else token for token in ids], [None] * len(ids))
 
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from ..errors import InputError
 from ..model import CausalLM
 from ..model.ops import log_sum_exp
-from ..stream import Window
 from ..types import Readout, Request, Result
 
-__all__ = ["Probe", "can_probe", "read_probes"]
+__all__ = ["Probe", "read_probes"]
 
 
 @dataclass(eq=False, slots=True)
@@ -31,13 +30,6 @@ class Probe:
     @property
     def needs_logits(self) -> bool:
         return self.readout.kind in ("logits", "logprobs")
-
-
-def can_probe(window: Window, readout: Readout) -> bool:
-    """Whether nothing but last rows of the window's prompts is read: rows that are kept have K/V and no results."""
-    if readout.kind == "logprobs":
-        return bool((np.diff(window.target_offsets) == 1).all())
-    return readout.kind in ("last", "head", "logits")
 
 
 def read_probes(model: CausalLM, probes: Sequence[tuple[Probe, int]], hidden: Tensor, logits: Tensor | None) -> None:

@@ -1,7 +1,8 @@
-"""The ranks of a model that is split over processes: rank 0 is this one, and tells the others what it is about to do.
+"""The ranks of a model that is split over processes, as one worker: rank 0 is this process.
 
-Every rank plans its tensors from the same step and makes the same collective calls in the same order, so nothing
-but steps has to be told. Whatever goes wrong on a rank ends all of them with one error that says on which.
+Every rank has a LocalWorker, makes its tensors from the same messages and makes the same collective calls in the same
+order, so nothing but messages has to be told. Whatever goes wrong on a rank ends all of them with one error that says
+on which.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -29,14 +32,14 @@ import torch
 from torch import distributed as dist
 
 from ..checkpoint import Checkpoint
-from ..errors import InputError, RankError
+from ..errors import InputError, OutOfMemoryError, RankError
 from ..model import ModelConfig
-from ..model.parallel import ALONE, Alone, CollectiveError, Ranks, Shard
-from ..schedule import Step
-from ..schedule.generate_step import GenerateStep
-from ..types import Readout
+from ..model.parallel import CollectiveError, Ranks, Shard
+from ..schedule.steps import EndStream, Message
+from .local import LocalWorker
+from .protocol import Ticket, Worker
 
-__all__ = ["LEFT_ALONE", "Solo", "Team"]
+__all__ = ["LEFT_ALONE", "Team"]
 
 # A rank that has not answered for so long, within a step or between two, is taken for dead.
 TIMEOUT_SECONDS = 300
@@ -79,50 +82,10 @@ class Start:
         return Ranks()
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """A step of the row stream. carried: rows of the path that the last step left which this one goes on with."""
+class Team(Worker):
+    """A worker made of `size` ranks on this machine, this process among them: it gives each message to all of them.
 
-    step: Step
-    carried: int
-    readout: Readout
-
-
-@dataclass(frozen=True, slots=True)
-class MakeStore:
-    """Make room for the K/V of so many slots."""
-
-    slots: int
-
-
-@dataclass(frozen=True, slots=True)
-class Generate:
-    """A step of generation. head: whether logits are wanted of what it reads."""
-
-    step: GenerateStep
-    head: bool
-
-
-Message = Prefill | MakeStore | Generate
-
-
-class Solo:
-    """The team of one: nobody to tell."""
-
-    ranks: Alone = ALONE
-
-    def turn(self, message: Message) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def loaded(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Team(Solo):
-    """`size` ranks on this machine, this process among them. Made before the model is loaded; they load at once.
+    It is made before the model is loaded, so that all load at once; then `join` is called with this rank's worker.
 
     threads  of each rank, on a CPU
     Raises InputError for a size that does not fit the model, RankError when a rank does not come up.
@@ -151,6 +114,7 @@ class Team(Solo):
             )
         self._folder = tempfile.TemporaryDirectory(prefix="prefold-ranks-")
         self._turn = threading.RLock()
+        self._forgotten: deque[int] = deque()
         self._failure: BaseException | None = None
         starts = [
             Start(
@@ -170,16 +134,25 @@ class Team(Solo):
         except BaseException as error:
             self._fail(error)
 
-    def loaded(self) -> None:
-        """Wait until every rank has its share of the weights. Raises RankError with what kept one from it."""
+    def join(self, worker: LocalWorker) -> None:
+        """This rank's worker; waits until every rank has one. Raises RankError with what kept a rank from it."""
+        self.local, self.facts = worker, worker.facts
         try:
             self._hear("ready")
         except BaseException as error:
             self._fail(error)
 
+    def prepare(self, message: Message) -> Any:
+        return self.local.prepare(message)
+
+    def start(self, message: Message, prepared: Any = None) -> Ticket:
+        with self.turn(message):
+            return self.local.start(message, prepared)
+
     @contextlib.contextmanager
     def turn(self, message: Message) -> Iterator[None]:
-        """Tell all ranks, and do the same here within the context. Turns of several threads do not mix.
+        """Give a message to the other ranks, and do the same here within the context. Turns of several threads do not
+        mix.
 
         Raises RankError when a rank fails, and ever after: what was being computed is lost, and the ranks end.
         """
@@ -187,11 +160,25 @@ class Team(Solo):
             if self._failure is not None:
                 raise RankError(f"the ranks of this model have ended: {self._failure}") from self._failure
             try:
-                for pipe in self._pipes:
-                    pipe.send(message)
+                while self._forgotten:
+                    self._tell(EndStream(self._forgotten.popleft()))
+                self._tell(message)
                 yield
             except BaseException as error:  # ranks that were left in the middle of a step are of no more use
                 self._fail(error)
+
+    def forget(self, stream: int) -> None:
+        # Told with the next message: this may be called in the middle of one.
+        self._forgotten.append(stream)
+        self.local.forget(stream)
+
+    def compile_seconds(self) -> float:
+        return self.local.compile_seconds()
+
+    def _tell(self, message: Message) -> None:
+        data = ForkingPickler.dumps(message)
+        for pipe in self._pipes:
+            pipe.send_bytes(data)
 
     def close(self) -> None:
         """End the other ranks. The model cannot be used any more."""
@@ -226,7 +213,11 @@ class Team(Solo):
 
     def _fail(self, error: BaseException) -> NoReturn:
         """End all ranks, and raise what is wrong: which rank did not do its part, or what failed here."""
-        blamed = self._blame(error) if isinstance(error, (OSError, EOFError, CollectiveError)) else None
+        blamed: RankError | None = None
+        if isinstance(error, OutOfMemoryError):  # others have run the step: it cannot be given again in parts
+            blamed = RankError(f"rank 0 failed: {error}")
+        elif isinstance(error, (OSError, EOFError, CollectiveError)):
+            blamed = self._blame(error)
         self._failure = blamed or error
         for process in self._processes:
             process.kill()

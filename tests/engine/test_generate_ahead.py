@@ -16,11 +16,12 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
-from prefold.engine import Engine, GenerateOptions
+from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine.generate import Generator
-from prefold.types import GenerateRequest, Readout, Request, Sampling, Stats
+from prefold.types import GenerateRequest, Readout, Request, Sampling
 from prefold.worker import sampler
 from prefold.worker.draw import draw
+from prefold.worker.local import LocalWorker
 from prefold.worker.runner import Reads
 
 # Outputs of three tokens only, so that they meet prompts: what is kept of them is then a prompt's.
@@ -47,7 +48,8 @@ def draws_ahead(monkeypatch) -> None:
 
 
 def engine_of(llm: LLM, *, rows: int = 24, ahead: bool = False, **options) -> Engine:
-    engine = Engine(llm.model, max_batch_rows=rows, generation=GenerateOptions(**{"kv_memory": 1 << 20} | options))
+    generation = GenerateOptions(**{"kv_memory": 1 << 20} | options)
+    engine = Engine(LocalWorker(llm.model), EngineOptions(max_batch_rows=rows, generation=generation))
     engine.generator._looks_ahead = ahead
     return engine
 
@@ -146,7 +148,7 @@ def run_trace(llm: LLM, rng: random.Random, ahead: bool) -> None:
         if keys and rng.random() < 0.04:
             cancel_one()
         if rng.random() < 0.05:
-            engine.stats = Stats()
+            engine.reset_stats()
         with suppress(torch.OutOfMemoryError):  # in a step of one row
             generator.step()
         generator.scheduler.check()
@@ -187,7 +189,7 @@ def test_a_step_is_planned_while_the_one_before_runs(llm, draws_ahead, which, mo
 def test_looking_ahead_with_little_memory(llm, draws_ahead):
     """Where outputs grow until there is no room, what runs is waited for before anybody makes room."""
     some = [Sampling(max_tokens=22, ignore_eos=True)] * 2
-    slot = Engine(llm.model, generation=GenerateOptions(kv_memory=1 << 20)).generator.slot_bytes
+    slot = llm.engine.worker.facts.slot_bytes
     options = {"reserve_output": False, "kv_memory": 50 * slot}
     wanted, engine = generated(llm, some, ahead=False, **options)
     found, other = generated(llm, some, ahead=True, **options)
@@ -196,7 +198,7 @@ def test_looking_ahead_with_little_memory(llm, draws_ahead):
 
 
 def test_a_request_that_is_cancelled_while_its_step_runs(llm, draws_ahead):
-    engine = Engine(llm.model, max_batch_rows=24, generation=GenerateOptions(kv_memory=1 << 20))
+    engine = engine_of(llm)
     generator = engine.generator
     generator._looks_ahead = True
     answers: dict[int, list] = {}
@@ -263,7 +265,7 @@ def test_waiting_for_tokens_can_be_interrupted(llm, draws_ahead, monkeypatch):
     some = ASKED[:2]
     wanted, _ = generated(llm, some, ahead=True)
     times = iter([False, False, True] + [False] * 100)
-    output = Reads.output
+    output = Reads.result
 
     def interrupted(self):
         if next(times):
@@ -278,7 +280,7 @@ def test_waiting_for_tokens_can_be_interrupted(llm, draws_ahead, monkeypatch):
         except KeyboardInterrupt:
             return True
 
-    monkeypatch.setattr(Reads, "output", interrupted)
+    monkeypatch.setattr(Reads, "result", interrupted)
     monkeypatch.setattr(Generator, "step", again)
     found, engine = generated(llm, some, ahead=True)
     assert found == wanted
@@ -287,10 +289,10 @@ def test_waiting_for_tokens_can_be_interrupted(llm, draws_ahead, monkeypatch):
 
 def test_a_call_leaves_no_step_behind(llm, draws_ahead):
     """What a call began is counted there, though its last answers come before its last step is over."""
-    engine = Engine(llm.model, max_batch_rows=24, generation=GenerateOptions(kv_memory=1 << 20))
+    engine = engine_of(llm)
     engine.generator._looks_ahead = True
     for _ in range(2):
-        engine.stats = Stats()
+        engine.reset_stats()
         answers: list = []
         sampling = ASKED[3]
         for prompt in prompts(4)[:3]:

@@ -110,11 +110,9 @@ def test_mlp_is_refused(case):
 def test_stopping_gives_what_is_done_and_frees_the_rest(case):
     llm, asked, expected = case
     engine = engine_of(llm, rows=16, kv_memory=1 << 22, max_running=3)
-    engine.on_step = lambda info: setattr(engine, "stopping", engine.stats.steps >= MAX_TOKENS + 10)
-    found = generate(engine, requests_of(asked))
+    found = generate(engine, requests_of(asked), stopping=lambda: engine.stats.steps >= MAX_TOKENS + 10)
     assert 0 < sum(one is not None for one in found) < len(asked)
     assert all([list(one[0].tokens)] == [tokens] for one, tokens in zip(found, expected, strict=True) if one)
-    engine.stopping, engine.on_step = False, None
     assert tokens_of(generate(engine, requests_of(asked))) == expected
     assert engine.generator.scheduler.pool.used_slots == 0
 

@@ -36,7 +36,7 @@ def test_token_for_token(name):
     llm = LLM(name, dtype="float32", device="cpu", threads=2)
     prompts = real_prompts(llm)
     assert len(prompts) == 64
-    eos = llm.engine.eos_ids
+    eos = llm.engine.options.eos_ids
     expected = reference_tokens(as_transformers(llm, "eager"), prompts, MAX_TOKENS, eos)
     requests = [ask(p, max_tokens=MAX_TOKENS) for p in prompts]
     unique = len({tuple(p[: i + 1]) for p in prompts for i in range(len(p))})

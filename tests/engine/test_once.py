@@ -8,7 +8,7 @@ from running import as_request, prompts, run
 from tiny import tiny_checkpoint
 
 from prefold import LLM
-from prefold.types import Readout, Stats
+from prefold.types import Readout
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_full_sharing_computes_every_unique_token_once(llm, kind, seed):
     longest = max(map(len, token_lists))
     for rows in (1, 2, 5, 17, 10_000):
         for window in (10_000, 60):
-            llm.engine.stats = Stats()
+            llm.engine.reset_stats()
             run(llm, requests, readout, sharing="full", rows=rows, window=window)
             stats = llm.stats
             assert stats.tokens == sum(map(len, token_lists))
@@ -46,10 +46,10 @@ def test_full_sharing_computes_every_unique_token_once(llm, kind, seed):
 def test_off_computes_every_token_and_mlp_what_is_unique_in_a_batch(llm):
     token_lists = prompts(1, count=20)
     requests = [as_request(t) for t in token_lists]
-    llm.engine.stats = Stats()
+    llm.engine.reset_stats()
     run(llm, requests, Readout("last"), sharing="off", rows=10_000)
     assert llm.stats.rows_computed == llm.stats.tokens
-    llm.engine.stats = Stats()
+    llm.engine.reset_stats()
     run(llm, requests, Readout("last"), sharing="mlp", rows=10_000)
     assert llm.stats.rows_computed == llm.stats.unique_tokens == unique_prefixes(token_lists)
 
@@ -60,7 +60,7 @@ def test_twins_in_a_row_run_once_in_the_baselines_too(llm, sharing):
         as_request([5, 6], [1]),
         as_request([5, 6], [2]),
     ]
-    llm.engine.stats = Stats()
+    llm.engine.reset_stats()
     found = run(llm, requests, Readout("logprobs"), sharing=sharing, rows=100)
     assert llm.stats.rows_computed == {"off": 5, "mlp": 3}[sharing]
     full = run(llm, requests, Readout("logprobs"), sharing="full", rows=100)
@@ -71,17 +71,16 @@ def test_twins_in_a_row_run_once_in_the_baselines_too(llm, sharing):
 def test_path_is_what_lies_above_the_cut(llm):
     """A prompt far longer than a batch: the path grows with it, and goes with it."""
     long = np.arange(200).tolist()
-    llm.engine.stats = Stats()
+    llm.engine.reset_stats()
     paths = []
-    llm.engine.on_step = lambda info: paths.append(info.path_rows)
     run(
         llm,
         [as_request(long), as_request([*long[:50], 7]), as_request([300])],
         Readout("last"),
         sharing="full",
         rows=32,
+        on_step=lambda info: paths.append(info.path_rows),
     )
-    llm.engine.on_step = None
     assert max(paths) <= 200
     assert llm.stats.rows_computed == 202
     assert paths[0] == 0 and paths[1] > 0

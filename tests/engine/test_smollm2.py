@@ -11,7 +11,7 @@ import torch
 from running import as_request, as_transformers, run
 
 from prefold import LLM
-from prefold.types import Readout, Stats
+from prefold.types import Readout
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def test_hidden_states_and_logits_at_every_cut():
     print(f"tolerance {tolerance:.1e}, {sum(map(len, prompts))} tokens, {unique} unique")
     for rows in (1, 7, 64, 512, 10_000):
         for sharing in ("full", "mlp", "off") if rows > 1 else ("full",):
-            llm.engine.stats = Stats()
+            llm.engine.reset_stats()
             found = run(llm, [as_request(t) for t in prompts], Readout("last"), sharing=sharing, rows=rows)
             worst = max(np.abs(f.values - s.numpy()).max() for f, s in zip(found, states, strict=True))
             print(f"{sharing} {rows}: {worst:.1e}")

@@ -94,22 +94,27 @@ class FakeEngine:
     def __init__(self, sharing: str = "full", before: Any = None):
         self.sharing = sharing
         self.stats = Stats()
-        self.on_step: Any = None
         self.before = before
         self.closed = 0
 
-    def run(self, windows: Any, readout: Readout) -> Iterator[tuple[bytes, Result]]:
+    def reset_stats(self) -> Stats:
+        self.stats, before = Stats(), self.stats
+        return before
+
+    def run(self, windows: Any, readout: Readout, *, on_step: Any = None) -> Iterator[tuple[bytes, Result]]:
         try:
             for window in windows:
-                yield from self._window(window)
+                yield from self._window(window, on_step)
         finally:
             self.closed += 1
 
-    def generate(self, windows: Any, tokenizer: Any) -> Iterator[tuple[bytes, list[Generated] | InputError]]:
+    def generate(
+        self, windows: Any, tokenizer: Any, *, on_step: Any = None, stopping: Any = None
+    ) -> Iterator[tuple[bytes, list[Generated] | InputError]]:
         """Each prompt again, with its seed behind it; a prompt with "bad" in it cannot be run."""
         try:
             for window in windows:
-                for i, (tag, _) in enumerate(self._window(window)):
+                for i, (tag, _) in enumerate(self._window(window, on_step)):
                     request = window.generate_request(i)
                     text = request.tokens.astype(np.uint8).tobytes().decode()
                     self.stats.generation = self.stats.generation or GenerationStats()
@@ -121,7 +126,7 @@ class FakeEngine:
         finally:
             self.closed += 1
 
-    def _window(self, window: Any) -> Iterator[tuple[bytes, Result]]:
+    def _window(self, window: Any, on_step: Any) -> Iterator[tuple[bytes, Result]]:
         count = len(window.tags)
         self.stats.tokens += len(window.tokens)
         self.stats.requests += count
@@ -133,8 +138,8 @@ class FakeEngine:
             rows = window.unique_tokens * len(group) // count
             self.stats.rows_computed += rows
             self.stats.steps += 1
-            if self.on_step:
-                self.on_step(Step(rows, 1, len(group), tokens, self.stats.steps * 0.5, 0.4))
+            if on_step:
+                on_step(Step(rows, 1, len(group), tokens, self.stats.steps * 0.5, 0.4))
             for i in group:
                 if self.before:
                     self.before(i)

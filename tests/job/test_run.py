@@ -125,8 +125,8 @@ def test_results_that_are_not_finite_become_errors(tmp_path):
     llm = fake_llm()
     run = llm.engine.run
 
-    def broken(windows, readout):
-        for i, (tag, result) in enumerate(run(windows, readout)):
+    def broken(windows, readout, **how):
+        for i, (tag, result) in enumerate(run(windows, readout, **how)):
             if i == 1:
                 result.values[0] = np.nan
             yield tag, result

@@ -64,7 +64,7 @@ def test_every_request_comes_back_as_it_was(job, memory_bytes, max_tokens, share
     with Spool(memory_bytes=memory_bytes) as spool:
         for i, request in enumerate(job):
             spool.add(request, b"%d" % i)
-        windows = list(spool.windows(max_tokens=max_tokens, share=share, read="tokens"))
+        windows = list(spool.windows(max_tokens=max_tokens, share=share))
     found = [(w.tags[i], w.generate_request(i)) for w in windows for i in range(w.num_requests)]
     assert sorted(int(tag) for tag, _ in found) == list(range(len(job)))
     for tag, request in found:

@@ -58,7 +58,7 @@ def test_windows_hold_the_job_in_order(job, memory_bytes, max_tokens):
         in_order = sorted(expected(job), key=lambda r: r[0])  # stable: ties as they came
         assert contents(filled.windows(max_tokens=max_tokens)) == in_order
         assert contents(filled.windows(max_tokens=max_tokens, share=False)) == expected(job)
-        assert contents(filled.windows(max_tokens=max_tokens, read="mean")) == in_order  # once more
+        assert contents(filled.windows(max_tokens=max_tokens)) == in_order  # once more
 
 
 def test_more_runs_than_can_be_merged_at_once(monkeypatch):

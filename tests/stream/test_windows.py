@@ -34,37 +34,22 @@ def common(a: list[int], b: list[int]) -> int:
     return n
 
 
-def rows_read(window, read: str) -> set[int]:
-    """The rows of the window's own trie that it reads and the engine keeps no other way."""
-    trie = Trie.build(window.tokens, window.offsets, is_sorted=True)
-    rows: set[int] = set()
-    for s, num_targets in enumerate(np.diff(window.target_offsets).tolist()):
-        if read in ("last", "head", "logits", "mean"):
-            rows.add(int(trie.last_row[s]))
-        elif read == "logprobs" and num_targets:
-            rows.update(trie.rows_of(s)[-num_targets:].tolist())
-    return rows
-
-
 @settings(deadline=None, max_examples=300)
-@given(jobs, st.integers(1, 40), st.sampled_from(["last", "first", "mean", "head", "logits", "logprobs"]))
-def test_carried_is_the_most_that_may_be(job, max_tokens, read):
+@given(jobs, st.integers(1, 40))
+def test_what_a_window_has_in_common_with_the_one_before(job, max_tokens):
     last: list[int] = []
-    for window in windows_of(job, max_tokens=max_tokens, read=read):
+    for window in windows_of(job, max_tokens=max_tokens):
         sequences = sequences_of(window)
         assert window.common == common(last, sequences[0])
-        # The rows of the shared tokens are the first of the window's trie, so a row number is a count of them.
-        # What the first row gave is not held from window to window.
-        allowed = 0 if read == "first" else min([window.common, *rows_read(window, read)])
-        assert window.carried == allowed
+        assert window.shared.tolist() == [0, *(common(a, b) for a, b in pairwise(sequences))]
         last = sequences[-1]
 
 
 @settings(deadline=None)
 @given(jobs, st.integers(1, 40))
-def test_nothing_is_carried_in_order_of_arrival(job, max_tokens):
+def test_nothing_is_in_common_in_order_of_arrival(job, max_tokens):
     for window in windows_of(job, max_tokens=max_tokens, share=False):
-        assert window.common == window.carried == 0 and not window.is_sorted
+        assert window.common == 0 and not window.is_sorted
 
 
 @settings(deadline=None)
@@ -80,9 +65,9 @@ def test_windows_are_full_and_not_too_full(job, max_tokens, share):
 def test_windows_are_cut_between_groups():
     # Groups of 10 prompts of 10 tokens, 8 of them shared: a window of 350 tokens has room for 3 groups and a half.
     job = [([g, *range(7), i, 0], 1) for g in range(20) for i in range(10)]
-    windows = windows_of(job, max_tokens=350, read="logprobs")
+    windows = windows_of(job, max_tokens=350)
     assert [w.num_tokens for w in windows] == [300] * 6 + [200]
-    assert all(w.common == w.carried == 0 for w in windows)
+    assert all(w.common == 0 for w in windows)
 
 
 def test_of_equal_cuts_the_latest_is_taken():
@@ -91,28 +76,15 @@ def test_of_equal_cuts_the_latest_is_taken():
 
 
 def test_what_windows_compute_is_the_stream():
-    """Rows of each window's trie beyond `carried` are the stream's rows, plus the few that must be read again."""
+    """Rows of each window's trie beyond the common ones are the stream's rows."""
     rng = np.random.default_rng(0)
     job = [(rng.integers(0, 2, rng.integers(4, 12)).tolist(), 2) for _ in range(500)]
     tokens = np.concatenate([t for t, _ in job])
     whole = Trie.build(tokens, np.cumsum([0, *(len(t) for t, _ in job)])).num_rows
-    windows = windows_of(job, max_tokens=200, read="logprobs")
+    windows = windows_of(job, max_tokens=200)
     own = [Trie.build(w.tokens, w.offsets, is_sorted=True).num_rows for w in windows]
     assert sum(n - w.common for n, w in zip(own, windows, strict=True)) == whole
-    assert all(w.carried <= w.common for w in windows) and len(windows) > 10
-
-
-def test_a_twin_across_windows_is_read_again():
-    for read in ("last", "mean"):
-        windows = windows_of([([1, 2, 3], 0)] * 3, max_tokens=3, read=read)
-        assert [(w.common, w.carried) for w in windows] == [(0, 0), (3, 2), (3, 2)]
-
-
-def test_a_scored_row_on_the_path_is_read_again():
-    # Both score from the row of token 2 on; the second window must compute that row, and no other, once more.
-    job = [([1, 2, 3, 3], 3), ([1, 2, 4, 4], 3)]
-    _, second = windows_of(job, max_tokens=4, read="logprobs")
-    assert (second.common, second.carried) == (2, 1)
+    assert len(windows) > 10
 
 
 @pytest.mark.parametrize("share", [True, False])

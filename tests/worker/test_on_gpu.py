@@ -4,6 +4,7 @@ data, of which none may be asked for a value: that is what would make the host w
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ from tritons import DEVICE, on_triton  # noqa: F401 (a fixture)
 from prefold import LLM, device, kernels
 from prefold.attention import Heads, KVStore, plan_slots
 from prefold.attention.gpu import pick_tile
-from prefold.engine import Engine, GenerateOptions
+from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.errors import OutOfMemoryError
 from prefold.model import CausalLM, load_adapter
-from prefold.schedule import PrefillScheduler
+from prefold.schedule import PrefillScheduler, StepResult
 from prefold.schedule.generate_step import GenerateStep
 from prefold.stream import Spool
 from prefold.types import GenerateRequest, Readout, Sampling, Stats
@@ -29,7 +31,8 @@ from prefold.worker.attend import Path, heads_of
 from prefold.worker.batch import prepare
 from prefold.worker.budget import batch_rows, count_compiling
 from prefold.worker.graphs import SIZES, DecodeGraphs, FixedStep, padded_size
-from prefold.worker.runner import Output, Reads, Runner
+from prefold.worker.local import LocalWorker
+from prefold.worker.runner import Reads
 from prefold.worker.slots import SlotAttend, prepare_slots
 
 
@@ -38,8 +41,13 @@ def llm(request, tmp_path) -> LLM:
     return LLM(str(tiny_checkpoint(tmp_path, request.param)), dtype="float32", device=DEVICE, cache="off")
 
 
+def engine_of(model: CausalLM) -> Engine:
+    options = EngineOptions(max_batch_rows=24, generation=GenerateOptions(kv_memory=1 << 20))
+    return Engine(LocalWorker(model), options)
+
+
 def greedy(llm: LLM, some: list[list[int]]) -> list[tuple[int, ...]]:
-    engine = Engine(llm.model, max_batch_rows=24, generation=GenerateOptions(kv_memory=1 << 20))
+    engine = engine_of(llm.model)
     found: dict[int, tuple[int, ...]] = {}
     for number, prompt in enumerate(some):
         request = GenerateRequest(np.array(prompt, np.int32), Sampling(max_tokens=3, ignore_eos=True))
@@ -123,9 +131,9 @@ def one_step(model: CausalLM, some: list[list[int]], sharing: str, readout: Read
         for number, prompt in enumerate(some):
             targets = [1, 2][: len(prompt)] if readout.kind == "logprobs" else None
             spool.add(as_request(prompt, targets), str(number).encode())
-        window = next(iter(spool.windows(max_tokens=1 << 20, share=sharing == "full", read=readout.kind)))
+        window = next(iter(spool.windows(max_tokens=1 << 20, share=sharing == "full")))
     scheduler = PrefillScheduler(window, readout, sharing=sharing, max_batch_rows=1000)
-    return prepare(scheduler.plan(), model.config.planes, model.device, heads_of(model))
+    return prepare(scheduler.plan().message, model.config.planes, model.device, heads_of(model))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="in the interpreter")
@@ -139,8 +147,8 @@ def test_a_step_never_waits(without_data, sharing, readout):
     model = without_data
     batch = one_step(model, prompts(5), sharing, readout)
     assert not model.launches, "what is prepared ahead launches nothing"
-    with NoWaiting():
-        reads, path = Runner(model).start(batch, Path(), readout, np.arange(100) % 50)
+    with NoWaiting(), torch.inference_mode():
+        reads, path = runner.run(model, batch, Path())
     assert reads._values.device.type == "meta"
     assert model.launches.count("_forward") == model.config.layers
     assert {"_add_rms_norm", "_rope", "_gate"} <= set(model.launches)
@@ -152,8 +160,8 @@ def test_a_step_never_waits(without_data, sharing, readout):
 def test_generation_never_waits_but_for_tokens(without_data, monkeypatch):
     """Steps are begun while the one before runs, in whatever way their tokens are drawn."""
     model = without_data
-    monkeypatch.setattr(Reads, "output", lambda self: Output(np.full(self._values.shape, 7)))
-    engine = Engine(model, max_batch_rows=24, generation=GenerateOptions(kv_memory=1 << 20))
+    monkeypatch.setattr(Reads, "result", lambda self: StepResult(np.full(self._values.shape, 7)))
+    engine = engine_of(model)
     engine.generator._looks_ahead = True
     answers = []
     for prompt, sampling in zip(prompts(4, count=6), ASKED[:6], strict=False):
@@ -179,7 +187,7 @@ def decode_step(sequences: int, shared: int, own: int) -> GenerateStep:
     return GenerateStep(
         tokens=(query % 7).astype(np.int32), positions=np.full(sequences, shared + own - 1, np.int32),
         slots=tail + own - 1, run_start=start, run_count=count, run_position=position, run_first=first, run_last=last,
-        read_rows=query, reads=[], spans=[], takes=[], decode_rows=sequences,
+        read_rows=query, reads=[], spans=[], tokens_before=[0] * sequences, takes=[], decode_rows=sequences, version=0,
     )  # fmt: skip
 
 
@@ -273,12 +281,10 @@ def test_results_of_a_step_while_the_next_one_runs(llm, monkeypatch):
     requests = [as_request(prompt) for prompt in prompts(8)]
     for kind in ("last", "mean"):
         wanted = run(llm, requests, Readout(kind), sharing="full", rows=9)
-        llm.engine._steps_ahead = 1
         steps = []
-        llm.engine.on_step = steps.append
-        found = run(llm, requests, Readout(kind), sharing="full", rows=9)
+        ahead = SimpleNamespace(engine=Engine(LocalWorker(llm.model, depth=2)))
+        found = run(ahead, requests, Readout(kind), sharing="full", rows=9, on_step=steps.append)
         assert len(steps) > 2
-        llm.engine._steps_ahead, llm.engine.on_step = 0, None
         for a, b in zip(found, wanted, strict=True):
             np.testing.assert_array_equal(a.values, b.values)
 
@@ -302,8 +308,9 @@ def test_a_step_that_does_not_fit_is_run_in_halves(llm, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(CausalLM, "forward", small)
-            found = run(llm, requests, Readout("last"), sharing=mode, rows=1000)
-        assert llm.engine.max_batch_rows < 1000
+            other = SimpleNamespace(engine=Engine(LocalWorker(llm.model), EngineOptions(max_batch_rows=1000)))
+            found = run(other, requests, Readout("last"), sharing=mode, rows=None)
+        assert other.engine.max_batch_rows < 1000
         for a, b in zip(found, wanted, strict=True):
             np.testing.assert_allclose(a.values, b.values, atol=2e-4)
 
@@ -313,7 +320,7 @@ def test_what_never_fits_is_an_error(llm, monkeypatch):
         raise torch.OutOfMemoryError("no more")
 
     monkeypatch.setattr(CausalLM, "forward", never)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(OutOfMemoryError, match="no more"):
         run(llm, [as_request([5, 6, 7])], Readout("last"), sharing="full", rows=10)
     with pytest.raises(torch.OutOfMemoryError):
         greedy(llm, [[5, 6, 7]])

@@ -1,0 +1,189 @@
+"""Numeric runs: windows of requests as steps of one row stream, and each request's result as its last row comes by."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..prefix import common_prefix_lengths, lexsort_sequences
+from ..schedule.prefill import PlannedStep, PrefillScheduler
+from ..schedule.steps import StepResult
+from ..stream import Window
+from ..types import Readout, Result, Sharing
+from ..worker.protocol import Ticket, Worker
+from .meter import Meter, StepBudget, StepInfo
+
+__all__ = ["run_stream"]
+
+T = TypeVar("T")
+
+# Streams are numbered over all engines of a process: engines may have one worker together.
+_NUMBERS = itertools.count()
+
+
+def run_stream(
+    worker: Worker, windows: Iterable[Window], readout: Readout, *, sharing: Sharing, budget: StepBudget, meter: Meter
+) -> Iterator[tuple[bytes, Result]]:
+    """Yield (tag, result) of every request, as the steps that end them come in.
+
+    With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`). Steps are planned, and
+    prepared by the worker, in a thread while others run.
+    """
+    run = _StreamRun(worker, readout, sharing, budget, meter)
+    begun: deque[_Begun] = deque()
+    try:
+        for work in _ahead(run.work(windows)):
+            for step in run.begin(work):
+                begun.append(step)
+                while len(begun) >= worker.facts.depth:
+                    yield from run.finish(begun.popleft())
+        while begun:
+            yield from run.finish(begun.popleft())
+    finally:
+        worker.forget(run.number)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A step that has been planned and prepared."""
+
+    scheduler: PrefillScheduler
+    results: _WindowResults
+    planned: PlannedStep
+    prepared: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step that the worker was given."""
+
+    results: _WindowResults
+    planned: PlannedStep
+    ticket: Ticket
+    started: float
+
+
+class _StreamRun:
+    """One stream on its way through a worker."""
+
+    def __init__(self, worker: Worker, readout: Readout, sharing: Sharing, budget: StepBudget, meter: Meter):
+        self.number = next(_NUMBERS)
+        self._worker, self._readout, self._sharing = worker, readout, sharing
+        self._budget, self._meter = budget, meter
+
+    def work(self, windows: Iterable[Window]) -> Iterator[_Work]:
+        """Every step of every window."""
+        follows = False
+        for window in windows:
+            started = time.perf_counter()
+            lengths = np.diff(window.offsets)
+            if self._readout.kind == "first":
+                window = first_tokens(window)
+            counts = {"requests": len(lengths), "tokens": int(lengths.sum()), "unique_tokens": unique_tokens(window)}
+            self._meter.add(**counts)
+            scheduler = PrefillScheduler(
+                window,
+                self._readout,
+                sharing=self._sharing,
+                max_batch_rows=self._budget.rows,
+                follows=follows,
+                stream=self.number,
+            )
+            follows = True
+            results = _WindowResults(window, self._readout, lengths)
+            while (planned := scheduler.plan()) is not None:
+                scheduler.commit(planned)
+                scheduler.max_batch_rows = self._budget.rows  # of the next: it falls when memory runs out
+                prepared = self._worker.prepare(planned.message)
+                self._meter.add(seconds={"plan": time.perf_counter() - started})
+                yield _Work(scheduler, results, planned, prepared)
+                started = time.perf_counter()
+
+    def begin(self, work: _Work) -> Iterator[_Begun]:
+        """Start a step; where memory is too small for it, its halves one after the other."""
+        left = [(work.planned, work.prepared)]
+        while left:
+            planned, prepared = left.pop()
+            started = time.perf_counter()
+            rows = planned.stop - planned.start
+            ticket = self._budget.start(self._worker, planned.message, rows, prepared)
+            if ticket is None:
+                left += [(half, None) for half in reversed(work.scheduler.halves(planned))]
+            else:
+                yield _Begun(work.results, planned, ticket, started)
+
+    def finish(self, step: _Begun) -> Iterator[tuple[bytes, Result]]:
+        """Wait for a step, count it, and yield the results that it completes."""
+        result, planned, message = step.ticket.result(), step.planned, step.planned.message
+        seconds = time.perf_counter() - step.started
+        self._meter.add(
+            rows_computed=message.num_rows,
+            steps=1,
+            path_rows_peak=len(message.keep),
+            seconds={"model": seconds, "compile": self._worker.compile_seconds()},
+        )
+        if self._meter.is_heard:
+            tokens = int(step.results.lengths[planned.done].sum())
+            self._meter.tell(StepInfo(message.num_rows, message.path, len(planned.done), tokens, step.started, seconds))
+        yield from step.results.take(planned, result)
+
+
+class _WindowResults:
+    """Gathers a window's read-outs; targets of one request may be read in several steps.
+
+    lengths  int64 [B]: tokens of each prompt, as the user sees them
+    """
+
+    def __init__(self, window: Window, readout: Readout, lengths: np.ndarray):
+        self.window, self.lengths = window, lengths
+        self._pairs = readout.kind == "logprobs"
+        self._values = np.empty(len(window.targets), np.float32)
+        self._greedy = np.empty(len(window.targets), bool)
+
+    def take(self, step: PlannedStep, result: StepResult) -> Iterator[tuple[bytes, Result]]:
+        window = self.window
+        if not self._pairs:
+            values = result.values[step.done_reads]
+            for sequence, value in zip(step.done.tolist(), values, strict=True):
+                yield window.tags[sequence], Result(value)
+            return
+        self._values[step.targets] = result.values
+        self._greedy[step.targets] = result.greedy
+        for sequence in step.done.tolist():
+            targets = slice(window.target_offsets[sequence], window.target_offsets[sequence + 1])
+            yield window.tags[sequence], Result(self._values[targets].copy(), self._greedy[targets].copy())
+
+
+def unique_tokens(window: Window) -> int:
+    """Rows of the stream that begin with this window, as if it were shared in full."""
+    if window.is_sorted:
+        return window.unique_tokens
+    order = lexsort_sequences(window.tokens, window.offsets)
+    return window.num_tokens - int(common_prefix_lengths(window.tokens, window.offsets, order).sum())
+
+
+def first_tokens(window: Window) -> Window:
+    """The window with every prompt cut to its first token: in a causal model its row sees nothing else."""
+    return replace(
+        window,
+        tokens=window.tokens[window.offsets[:-1]],
+        offsets=np.arange(window.num_requests + 1, dtype=np.int64),
+        # The row is computed again where two windows share it, once a window at most.
+        common=min(window.common, 1),
+    )
+
+
+def _ahead(items: Iterator[T]) -> Iterator[T]:
+    """The items of an iterator, each made in a thread while the one before is in use."""
+    with ThreadPoolExecutor(1, thread_name_prefix="prefold-plan") as pool:
+        future = pool.submit(next, items, None)
+        while (item := future.result()) is not None:
+            future = pool.submit(next, items, None)
+            yield item

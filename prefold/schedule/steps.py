@@ -1,0 +1,130 @@
+"""The messages between the host, which decides, and a worker, which computes. NumPy arrays and plain numbers only.
+
+Who takes what a step gives stays on the host, beside the message: a message says what is computed, and its size does
+not depend on what else waits, runs or is kept. So it goes to a thread, to another process or to a simulator alike.
+
+There are three:
+
+    StreamStep   some rows of a row stream; the worker keeps the K/V of one path a stream between two of its steps
+    MakeStore    room for the K/V of so many slots; before the first SlotStep, and once
+    SlotStep     rows whose keys lie in the slots of that store: prompts to be continued, and what is generated
+
+All are started alike: `ticket = worker.start(message)`, `ticket.result()`. What a slot is used for, which rows are
+shared, who waits and who runs, only the host knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..prefix import PrefixMap
+from ..types import Readout
+
+__all__ = ["EndStream", "MakeStore", "Message", "SlotStep", "StepResult", "StreamStep"]
+
+LAST = Readout("last")
+NOTHING = np.zeros(0, np.int64)
+NOTHING.flags.writeable = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StreamStep:
+    """One forward pass over neighbouring rows of a row stream.
+
+    Keys are numbered over the carried path and then the new rows: key j < path is the j-th row of the path above the
+    first new row, key path + i is the i-th of the m new rows. Key j is visible to the query at key i exactly when
+    j <= i < end[j].
+
+    tokens, positions  int32 [n]: the rows the model computes; n = m, or the unique tokens among them with a `fold`
+    path               rows of the path that the last step of this stream left which this one goes on with: the first
+    end                int64 [path + m]
+    key_positions      int32 [path + m]
+    keep               int64 [k], ascending: keys whose K/V the next step needs
+    fold               rows [n] <-> new rows of the stream [m] (sharing "mlp" only)
+    read_rows          int64 [r], ascending: rows in [0, n) the model's result is wanted at; None: all
+    readout            what is read
+    reads              int64 [p]: "logprobs": where in read_rows each target is read, ascending; "mean": the keys whose
+                       paths are averaged; else nothing
+    targets            int32 [p]: "logprobs": the token whose log-probability is wanted at each of `reads`
+    stream             number of the stream
+
+    Its result has a row for each of `reads`, or of `read_rows` where the readout has no `reads`.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    path: int
+    end: np.ndarray
+    key_positions: np.ndarray
+    keep: np.ndarray = field(default_factory=lambda: NOTHING)
+    fold: PrefixMap | None = None
+    read_rows: np.ndarray | None = None
+    readout: Readout = LAST
+    reads: np.ndarray = field(default_factory=lambda: NOTHING)
+    targets: np.ndarray = field(default_factory=lambda: NOTHING)
+    stream: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that go through the model's position-wise layers."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class EndStream:
+    """No step of this stream follows: its path may go. Sent by `Worker.forget`."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class MakeStore:
+    """Make room for the K/V of so many slots."""
+
+    slots: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SlotStep:
+    """One forward pass over rows whose keys lie in the slots of the store. Its n rows are its queries.
+
+    tokens, positions  int32 [n]; token -1 - i is what the i-th read of the step before gives, where that is still on
+                       its way
+    slots              int64 [n]: where each row's K/V goes
+    run_*              int64 [r]: keys as runs of neighbouring slots. The `run_count` slots from `run_start` on hold
+                       the rows of positions from `run_position` on, and are visible to the queries from `run_first`
+                       up to, not including, `run_last`. A new row is seen from its own query on
+    read_rows          int64, ascending: rows whose hidden states are wanted
+    adapters           int64 [n]: number of the LoRA adapter of each row, in the order of `Facts.adapters`, -1: none;
+                       None: none in the whole step
+    head               whether logits are wanted of what is read
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    run_start: np.ndarray
+    run_count: np.ndarray
+    run_position: np.ndarray
+    run_first: np.ndarray
+    run_last: np.ndarray
+    read_rows: np.ndarray
+    adapters: np.ndarray | None = None
+    head: bool = True
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StepResult:
+    """What a step read. values: float32 [reads, ...]; greedy: bool [reads] with "logprobs", else None."""
+
+    values: np.ndarray
+    greedy: np.ndarray | None = None
+
+
+Message = StreamStep | SlotStep | MakeStore | EndStream

@@ -1,0 +1,125 @@
+"""The worker of this process: a device, the model on it and the K/V there. It runs steps with torch."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ..attention import KVStore
+from ..device import compile_seconds, free_cached, on, runs_triton
+from ..errors import OutOfMemoryError
+from ..model import Adapter, CausalLM
+from ..schedule.steps import EndStream, MakeStore, Message, SlotStep, StepResult, StreamStep
+from .attend import Path, heads_of
+from .batch import Batch, prepare
+from .budget import batch_rows, slot_bytes
+from .protocol import Facts, Ticket, Worker
+from .runner import head_blocks, run
+from .slots import SlotAttend, make_store, prepare_slots
+
+__all__ = ["LocalWorker"]
+
+NO_PATH = Path()
+
+
+class LocalWorker(Worker):
+    """Runs the steps of one model. Of a model that is split over ranks every rank has one, and all are given the same
+    messages in the same order; what steps give is rank 0's.
+
+    adapters  LoRA adapters by name
+    depth     of `Facts`; None: 2 on a GPU, which has the next step to do while the results of one are taken
+    """
+
+    def __init__(self, model: CausalLM, adapters: Mapping[str, Adapter] | None = None, *, depth: int | None = None):
+        self.model = model
+        self.adapters = dict(adapters or {})
+        self.facts = Facts(
+            depth=depth or (2 if model.device.type == "cuda" else 1),
+            max_rows=batch_rows(model),
+            max_positions=model.config.max_positions,
+            vocab_size=model.config.vocab_size,
+            adapters=tuple(self.adapters),
+            slot_bytes=slot_bytes(model),
+        )
+        self.store: KVStore | None = None
+        self._paths: dict[int, Path] = {}
+        self._forgotten: deque[int] = deque()
+        # No RLock: `forget` may be called by the garbage collector within `start`, and must notice.
+        self._lock = threading.Lock()
+        self.compile_seconds()  # from here on they are this worker's
+
+    def prepare(self, message: Message) -> Batch | None:
+        if not isinstance(message, StreamStep):
+            return None
+        return prepare(message, self.model.config.planes, self.model.device, heads_of(self.model))
+
+    def start(self, message: Message, prepared: Batch | None = None) -> Ticket:
+        with self._lock, on(self.model.device), torch.inference_mode():
+            self._drop_forgotten()
+            try:
+                return self._start(message, prepared)
+            except torch.OutOfMemoryError as error:
+                why = str(error)
+            # Not while the error is handled: it holds what the failed step made.
+            free_cached(self.model.device)
+        raise OutOfMemoryError(f"memory is too small for a step of the model: {why}")
+
+    def forget(self, stream: int) -> None:
+        self._forgotten.append(stream)
+        if self._lock.acquire(blocking=False):  # else whoever holds it, or comes next, does it
+            try:
+                self._drop_forgotten()
+            finally:
+                self._lock.release()
+
+    def turn(self, message: Any) -> AbstractContextManager[None]:
+        """What a Team does around a message that this rank does not get by `start`. Nothing: there is no other rank."""
+        return nullcontext()
+
+    def compile_seconds(self) -> float:
+        return compile_seconds() if runs_triton(self.model.device) else 0.0
+
+    def _drop_forgotten(self) -> None:
+        while self._forgotten:
+            self._paths.pop(self._forgotten.popleft(), None)
+
+    def _start(self, message: Message, prepared: Batch | None) -> Ticket:
+        if isinstance(message, StreamStep):
+            batch = self.prepare(message) if prepared is None else prepared
+            assert batch is not None
+            path = self._paths.get(message.stream, NO_PATH)
+            if path.rows < message.path:
+                raise ValueError(f"the step goes on with {message.path} rows, its stream left {path.rows}")
+            reads, self._paths[message.stream] = run(self.model, batch, path.truncate(message.path))
+            return reads
+        if isinstance(message, SlotStep):
+            return self._start_slots(message)
+        if isinstance(message, MakeStore):
+            self.store = make_store(self.model, message.slots)
+        elif isinstance(message, EndStream):
+            self._paths.pop(message.stream, None)
+        else:
+            raise TypeError(f"{type(message).__name__} is no message to a worker")
+        return Nothing()
+
+    def _start_slots(self, step: SlotStep) -> Ticket:
+        config = self.model.config
+        assert self.store is not None
+        batch = prepare_slots(step, config.planes, heads_of(self.model), self.model.device, self.adapters)
+        attend = SlotAttend(self.store, batch, config.planes, config.scale)
+        hidden = self.model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
+        for rows in head_blocks(len(hidden) if step.head else 0):
+            self.model.logits(hidden[rows])
+        return Nothing()
+
+
+class Nothing:
+    """The ticket of a message that gives nothing to the host."""
+
+    def result(self) -> StepResult | None:
+        return None

@@ -1,0 +1,82 @@
+"""What the host asks of a worker. No torch: whoever has a `start` can stand for one.
+
+    ticket = worker.start(message)      gives the step to the device; on a CPU it has been computed when this returns
+    ticket.result()                     waits for it: NumPy arrays
+
+At most `Facts.depth` steps are in flight: a step is started when no more than depth - 1 tickets before it have not been
+asked for their results, and results are asked for in the order of the steps. `start` may be called from any thread;
+one step at a time is begun.
+
+What a worker keeps between steps it keeps by the numbers in the messages: the path of each stream
+(`StreamStep.stream`, until `forget`), and the KV store that `MakeStore` made (rows of a `SlotStep` lie there until
+other rows are written over them). A `SlotStep` may name tokens of the step before that are still on the device, as
+-1 - i: where the depth is 2, the host plans with tokens that it does not know yet.
+
+A step for which memory is too small changes nothing: `start` raises OutOfMemoryError, and the host gives it again in
+parts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..schedule.steps import Message
+
+__all__ = ["Facts", "Ticket", "Worker"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the host decides by.
+
+    depth          steps that may be in flight; 1: a step is over when it has been started
+    max_rows       rows of a step that the device affords, where nobody says how many there may be
+    max_positions  tokens of the model's context
+    vocab_size     of the model
+    adapters       names of the LoRA adapters; in messages they are numbers, in this order
+    slot_bytes     bytes of one slot's K/V, in all planes and on all ranks
+    """
+
+    depth: int = 1
+    max_rows: int = 4096
+    max_positions: int = 1 << 30
+    vocab_size: int = 1 << 30
+    adapters: tuple[str, ...] = ()
+    slot_bytes: int = 1
+
+
+class Ticket(Protocol):
+    """A step that was started."""
+
+    def result(self) -> Any:
+        """What the step gave, once it is there; for a StreamStep a StepResult."""
+        ...
+
+
+class Worker(ABC):
+    """Computes steps. Only `start` has to be there."""
+
+    facts: Facts = Facts()
+
+    @abstractmethod
+    def start(self, message: Message, prepared: Any = None) -> Ticket:
+        """Begin a step. prepared: what `prepare` returned for it, where it was called.
+
+        Raises OutOfMemoryError where memory is too small for the step, RankError when a rank has failed.
+        """
+
+    def prepare(self, message: Message) -> Any:
+        """What `start` can do ahead, in any thread, while another step runs: for instance its tensors."""
+        return None
+
+    def forget(self, stream: int) -> None:  # noqa: B027
+        """No step of this stream follows. May be called at any time, while a step is being started too."""
+
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling kernels since this was asked last."""
+        return 0.0
+
+    def close(self) -> None:  # noqa: B027
+        """End what runs beside this process. No step can be started afterwards."""
