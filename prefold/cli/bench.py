@@ -56,8 +56,9 @@ def bench(**o: Any) -> None:
 def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, tuple[Any, Any]]:
     """(tasks, works by task, what they are of, checkpoint and tokenizer)"""
     from ..errors import JobError
-    from .build import LazyTasks, draw, open_input, open_model
+    from .build import LazyTasks, open_model
     from .demo import demo_items
+    from .input import draw, open_input
 
     if o["input"] is None:
         model = open_model(o)

@@ -1,10 +1,9 @@
-"""Out of a command's options: the model's files, the tasks, the adapter, the job."""
+"""Out of a command's options: the model's files and the tasks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import click
 
 from ..errors import JobError
 
-__all__ = ["Input", "LazyTasks", "draw", "load_llm", "open_input", "open_model", "uses_chat"]
+__all__ = ["LazyTasks", "adapter_folders", "load_llm", "open_model", "sampling_settings", "uses_chat"]
 
 Options = dict[str, Any]
 
@@ -38,43 +37,6 @@ def load_llm(o: Options, checkpoint: Any, tokenizer: Any) -> Any:
         given["adapters"] = adapter_folders(o)
     given["cache"] = o.get("cache") or "off"  # a job knows its future: what is done with is not needed again
     return LLM(checkpoint, tokenizer=tokenizer, **{name: o[name] for name in names}, **given)
-
-
-@dataclass(frozen=True)
-class Input:
-    """What a command works on: records, how they are read, and the model and tasks they are for."""
-
-    source: Any
-    adapter: Any
-    tasks: LazyTasks
-    checkpoint: Any
-    tokenizer: Any
-
-
-def open_input(task: str | None, name: str, o: Options) -> Input:
-    """Open the input `name`. task None: told from the input, which must be OpenAI batch lines."""
-    from ..records import open_source
-
-    source = open_source(name, o["input_format"])
-    checkpoint, tokenizer = open_model(o)
-    adapter, names = make_adapter(task, o, source, checkpoint, tokenizer)
-    return Input(source, adapter, LazyTasks(names, o, checkpoint, tokenizer), checkpoint, tokenizer)
-
-
-def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> tuple[dict[str, list[Any]], int]:
-    """(items by task, records left out as unusable) of about `count` records drawn from all over `rows`.
-
-    Raises JobError for records that ask for text: what calls this compares numbers.
-    """
-    from ..job.verify import sample_items
-
-    drawn, bad = sample_items(rows, input.adapter, count, seed=seed)
-    by_task: dict[str, list[Any]] = {}
-    for task, item in drawn:
-        by_task.setdefault(task, []).append(item)
-    if "generate" in by_task:
-        raise JobError(f"{input.source.name} asks for generated text, which this command does not know; leave it out")
-    return by_task, bad
 
 
 # ---------------------------------------------------------------------------------------------- tasks
@@ -289,91 +251,3 @@ def uses_chat(o: Options, tokenizer: Any) -> bool:
     if o.get("system") and (o.get("chat") is False or not has) and not o.get("messages"):
         raise JobError("--system is for conversations, and prompts are taken as they are; write it into the prompt")
     return has and o.get("chat") is not False
-
-
-# ------------------------------------------------------------------------------------------- adapters
-
-COLUMN_OPTIONS = (
-    "prompt", "messages", "query", "document", "continuation", "tools", "adapter_column", "id_column", "keep",
-)  # fmt: skip
-
-
-def make_adapter(
-    task: str | None, o: Options, source: Any, checkpoint: Any, tokenizer: Any
-) -> tuple[Any, tuple[str, ...]]:
-    """(adapter, the tasks it may ask for). task None: told from the input, which must be batch lines."""
-    from ..api import TASKS
-    from ..records.batch import OpenAIBatch, is_batch_line
-
-    first = source.peek() if source.format == "jsonl" else None
-    if first is not None and is_batch_line(first) and task is None:
-        given = [f"--{n.removesuffix('_column')}" for n in COLUMN_OPTIONS if o.get(n)]
-        if given:
-            raise JobError(f"{given[0]} is for tables; {source.name} holds OpenAI batch lines")
-        seed = json.dumps(source.identity, sort_keys=True)
-        sampling = sampling_settings(o, checkpoint, tokenizer)
-        batch = OpenAIBatch(o["model"], seed=seed, sampling=sampling, adapters=tuple(adapter_folders(o)))
-        return batch, TASKS
-    if task is None:
-        raise JobError(
-            f"{source.name} does not begin with an OpenAI batch line; for a table say what to do with it: "
-            "--task embed, rerank, classify, score or generate"
-        )
-    return _table_adapter(task, o, source, first, tokenizer), (task,)
-
-
-def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | None, tokenizer: Any) -> Any:
-    from ..records.fields import Template, read_argument
-    from ..records.tables import Columns, TableAdapter, default_columns
-
-    if o.get("prompt") and o.get("messages"):
-        raise click.UsageError("--prompt and --messages exclude each other")
-    columns: dict[str, Any] = {
-        name: Template(read_argument(o[name]), f"--{name}")
-        for name in ("prompt", "query", "document", "continuation")
-        if o.get(name)
-    }
-    if o.get("messages"):
-        if tokenizer is None:
-            raise JobError("--messages needs a chat template, and the model has no tokenizer; give --prompt")
-        columns["messages"] = o["messages"]
-    have = source.columns if source.columns is not None else first and list(first)
-    chat = task == "generate" and uses_chat(o, tokenizer)
-    if task == "generate":
-        columns |= _generate_columns(o, have, chat, given=bool(columns))
-    columns |= default_columns(task, have, columns)
-    keep = dict(_kept(part.strip()) for part in o["keep"].split(",")) if o.get("keep") else {}
-    named = Columns(**columns, id=o.get("id_column"), keep=keep)
-    adapter = TableAdapter(task, named, render_chat(task, tokenizer), chat=chat)
-    adapter.check(source.columns)
-    return adapter
-
-
-def _generate_columns(o: Options, have: list[str] | None, chat: bool, *, given: bool) -> dict[str, str]:
-    """The columns that only generation looks at; a column "messages" is taken as such where no other was named."""
-    columns = {}
-    if not given and chat and "messages" in (have or []):
-        columns["messages"] = "messages"
-    if o.get("tools") and not o["tools"].startswith("@"):
-        columns["tools"] = o["tools"]
-    if o.get("adapter_column"):
-        columns["adapter"] = o["adapter_column"]
-    elif len(o.get("adapter") or ()) > 1:
-        raise JobError("which records use which --adapter? add --adapter-column COLUMN")
-    return columns
-
-
-def _kept(part: str) -> tuple[str, str]:
-    """(name in the output, column) of COLUMN or NAME=COLUMN."""
-    name, equals, column = part.partition("=")
-    return (name.strip(), column.strip()) if equals else (part, part)
-
-
-def render_chat(task: str, tokenizer: Any) -> Any:
-    """Chat messages to token ids. A text to be continued ends with what introduces the assistant's turn."""
-
-    def render(messages: list[Any]) -> Any:
-        text = tokenizer.render_chat(messages, add_generation_prompt=task != "embed")
-        return tokenizer.encode(text, special=False)
-
-    return render

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .build import COLUMN_OPTIONS, FORMATS, SAMPLING, Input, Options, adapter_folders, read_bytes
+from .build import FORMATS, SAMPLING, Options, adapter_folders, read_bytes
+from .input import COLUMN_OPTIONS, Input
 
 __all__ = ["fingerprint"]
 
@@ -44,7 +45,7 @@ RESULT_OPTIONS = (
     "pooling", "normalize", "dimensions", "prompt_name", "instruction", "words", "raw_scores", "template",
     "labels", "labels_file", "instructions", "examples", "normalization", "calibrate", "max_length", "truncate",
     "chat", "system", "chat_template", "chat_template_kwargs", "max_tokens", *SAMPLING, "logit_bias", "recommended",
-    "stop", "stop_id", "ignore_eos", *FORMATS,
+    "stop", "stop_id", "ignore_eos", *FORMATS, "delimiter", "max_cell_lines",
 )  # fmt: skip
 
 

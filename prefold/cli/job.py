@@ -13,8 +13,9 @@ from typing import Any
 import click
 
 from ..errors import JobError, RankError
-from .build import Input, load_llm, open_input
+from .build import load_llm
 from .fingerprint import fingerprint
+from .input import Input, open_input
 
 __all__ = ["FAILED_RECORDS", "run_command"]
 
@@ -143,6 +144,9 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any) -> list[str]:
         lines[0] += f", {summary.resumed:,} of them before" if summary.resumed else ""
     if summary.errors:
         lines.append(f"  errors    {summary.errors:,} records failed; their lines say why")
+    if summary.lost_lines:
+        lost = f"{summary.lost_lines:,} lines of the input are no records: broken quotes took them along"
+        lines.append(f"  lines     {lost}; the errors say where")
     if stats.tokens:
         outputs = " and what was generated" if stats.generation is not None else ""
         lines.append(f"  tokens    {stats.tokens:,} in {stats.requests:,} prompts{outputs}")

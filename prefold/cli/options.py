@@ -235,6 +235,12 @@ def column_options(*tasks: str) -> Decorator:
                      help="Further columns that the output repeats, under another name as NAME=COLUMN."),
         click.option("--format", "input_format", type=click.Choice(FORMATS),
                      help="Format of the input.  [default: as its name says; standard input: jsonl]"),
+        click.option("--delimiter", metavar="CHAR",
+                     help="What parts the cells of CSV or TSV, such as ';' or tab.  [default: a comma; of TSV a tab]"),
+        click.option("--max-cell-lines", type=click.IntRange(0), metavar="N",
+                     help="Lines that a quoted cell of CSV or TSV may have; a longer one, or one whose lines look like "
+                          "rows, is taken for a broken quote. 0: any number, whatever they look like.  "
+                          "[default: 1000]"),
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def plan(**o: Any) -> None:  # fmt: skip
     from ..job.plan import cost_of, kv_row_bytes
     from ..model import config_from
     from ..report import open_progress
-    from .build import open_input
+    from .input import open_input
 
     input = open_input(o["task"], o["input"], o)
     started = time.perf_counter()

@@ -49,7 +49,7 @@ def verify(**o: Any) -> None:  # fmt: skip
     \b
     prefold verify pairs.jsonl --task rerank --dtype bfloat16 --sample 200
     """
-    from .build import draw, open_input
+    from .input import draw, open_input
 
     input = open_input(o["task"], o["input"], o)
     rows = islice(input.source.records(input.adapter.columns), o["limit"])

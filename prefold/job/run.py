@@ -81,6 +81,7 @@ class Summary:
     steps: StepLog | None = None
     sharing: str | None = None
     dtype: str | None = None
+    lost_lines: int = 0  # of the input, that a broken quote took along (see Source)
 
     @property
     def excess(self) -> int:
@@ -149,6 +150,7 @@ class _Run:
             self.output.close()
             self.progress.close(self._count())
         self.summary.records, self.summary.errors = self.output.count, self.output.errors
+        self.summary.lost_lines = self.job.source.lost_lines
         self.summary.seconds = time.perf_counter() - started
         return self.summary
 

@@ -10,7 +10,7 @@ from .adapter import Parsed, RecordAdapter
 from .batch import OpenAIBatch
 from .fields import Template
 from .record import FORMATS, Record, Source
-from .source import open_source
+from .source import TableOptions, open_source
 from .tables import Columns, TableAdapter
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "RecordAdapter",
     "Source",
     "TableAdapter",
+    "TableOptions",
     "Template",
     "open_source",
 ]

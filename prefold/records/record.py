@@ -36,7 +36,10 @@ class Source:
     types     {column: Arrow type} of a Parquet file; of other formats nothing is known
     identity  what tells this input from another: its size and a digest (of a very large file: of
               blocks all over it; of standard input: of the first line)
+    lost_lines  lines of the last pass that a broken quote took along and that became no records of their own
     """
+
+    lost_lines = 0
 
     def __init__(self, name: str, format: str, identity: dict[str, Any], columns: list[str] | None):
         self.name = name

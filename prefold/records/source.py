@@ -8,35 +8,50 @@ gzip stream, an unreadable Parquet footer) is a JobError.
 from __future__ import annotations
 
 import contextlib
-import csv
 import gzip
 import hashlib
 import json
 import os
 import sys
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import InputError, JobError
+from .delimited import MAX_CELL_LINES, read_rows
 from .fields import check_depth
 from .parquet import ParquetSource
 from .record import FORMATS, Record, Source
 
-__all__ = ["open_source"]
+__all__ = ["TableOptions", "open_source"]
 
 _SUFFIXES = {".ndjson": "jsonl", ".json": "jsonl"} | {f".{format}": format for format in FORMATS}
 _WHOLE_DIGEST = 256 << 20  # bytes up to which a file's digest is of all of it ...
 _DIGEST_BLOCKS, _DIGEST_BYTES = 512, 1 << 16  # ... and of these blocks, evenly spread, of a larger one
-_MAX_FIELD = 1 << 30
 _BOM = b"\xef\xbb\xbf"
 
 
-def open_source(name: str, format: str | None = None, *, stdin: BinaryIO | None = None) -> Source:
-    """Open `name`, a path or "-" for standard input. The format is told from the suffix unless given.
+@dataclass(frozen=True)
+class TableOptions:
+    """How CSV and TSV are read.
+
+    delimiter        the character between cells; None: a comma, of TSV a tab
+    max_cell_lines   see `read_rows`
+    """
+
+    delimiter: str | None = None
+    max_cell_lines: int = MAX_CELL_LINES
+
+
+def open_source(
+    name: str, format: str | None = None, options: TableOptions = TableOptions(), *, stdin: BinaryIO | None = None
+) -> Source:
+    """The source of the records in `name`, a path or "-" for standard input. The suffix tells the format if none is
+    given.
 
     Raises JobError when there is no such file, its format cannot be told, or its header cannot be used.
     """
@@ -45,20 +60,21 @@ def open_source(name: str, format: str | None = None, *, stdin: BinaryIO | None 
     if name == "-":
         if stdin is None and sys.stdin is None:
             raise JobError("standard input is closed; give a file, or pipe something into it")
-        return _open_stdin(format or "jsonl", stdin or sys.stdin.buffer)
+        return _open_stdin(format or "jsonl", stdin or sys.stdin.buffer, options)
     path = Path(name)
     if not path.exists():
         raise JobError(f"no such input file: {name}")
     if not path.is_file():
         raise JobError(f"the input {name} is not a file")
     format = format or _format_of(path)
+    _delimiter(format, options.delimiter)
     identity = _file_identity(path)
     if format == "parquet":
         return ParquetSource(name, path, identity)
     opener = gzip.open if _is_gzip(path) else open
     with _broken(name, 0), opener(path, "rb") as file:
         head = file.readline()
-    return _LineSource.make(name, format, identity, head, lambda: opener(path, "rb"))
+    return _LineSource.make(name, format, identity, head, lambda: opener(path, "rb"), options)
 
 
 def _format_of(path: Path) -> str:
@@ -114,7 +130,7 @@ class _LineSource(Source):
     """JSONL, CSV and TSV: formats whose records are lines of UTF-8 bytes."""
 
     @classmethod
-    def make(cls, name: str, format: str, identity: dict, head: bytes, opener: Any) -> Source:
+    def make(cls, name: str, format: str, identity: dict, head: bytes, opener: Any, options: TableOptions) -> Source:
         if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise JobError(f"{name} is UTF-16; convert it first: iconv -f UTF-16 -t UTF-8 {name}")
         head = head.removeprefix(_BOM)
@@ -122,8 +138,9 @@ class _LineSource(Source):
             if head.lstrip()[:1] == b"[":
                 raise JobError(f"{name} is a JSON array, not an object a line; convert it first: jq -c '.[]' {name}")
             return _JsonlSource(name, format, identity, None, opener, head)
-        columns = _header(name, head, _delimiter(format), opener)
-        return _CsvSource(name, format, identity, columns, opener)
+        sign = _delimiter(format, options.delimiter)
+        columns = _header(name, head, sign, opener, sure=options.delimiter is not None)
+        return _DelimitedSource(name, format, identity, columns, opener, sign, options.max_cell_lines)
 
     def __init__(
         self, name: str, format: str, identity: dict, columns: list[str] | None, opener: Any, head: bytes = b""
@@ -186,64 +203,71 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     return check_depth(data, line.count(b"[") + line.count(b"{"), "the line")
 
 
-def _delimiter(format: str) -> str:
-    return "\t" if format == "tsv" else ","
+def _delimiter(format: str, given: str | None) -> str:
+    """The character between cells. given: of --delimiter, None for what the format has."""
+    if given is None:
+        return "\t" if format == "tsv" else ","
+    if format not in ("csv", "tsv"):
+        raise JobError(f"--delimiter is for CSV and TSV; the input is {format}")
+    found = {"tab": "\t", "\\t": "\t"}.get(given, given)
+    if len(found) != 1 or found in '"\r\n':
+        raise JobError(f"--delimiter {given!r} is not one character; write ';', or tab")
+    return found
 
 
-def _decode(lines: Iterable[bytes]) -> Iterator[str]:
-    # Undecodable bytes become lone surrogates: the field that has them is reported when it is used.
-    return (line.decode("utf-8", "surrogateescape") for line in lines)
-
-
-def _header(name: str, head: bytes, delimiter: str, opener: Any) -> list[str]:
+def _header(name: str, head: bytes, delimiter: str, opener: Any, *, sure: bool) -> list[str]:
+    """The names of the columns. sure: the delimiter is not to be doubted."""
     with opener() as file:
         rest = iter(file)
         next(rest, b"")
-        try:
-            csv.field_size_limit(_MAX_FIELD)
-            columns = next(csv.reader(_decode(chain([head], rest)), delimiter=delimiter, strict=True), [])
-        except csv.Error as error:
-            raise JobError(f"the header of {name} cannot be read: {error}") from error
-    if not columns:
+        row = next(read_rows(chain([head], rest), delimiter), None)
+    if row is None:
         raise JobError(f"{name} is empty: a table starts with a line of column names")
+    if row.error is not None:
+        raise JobError(f"the header of {name} cannot be read: {row.error}")
+    columns = row.cells or []
+    other = next((c for c in ";\t|," if c in columns[0]), None) if len(columns) == 1 and not sure else None
+    if other is not None:
+        option = f"--delimiter {'tab' if other == chr(9) else repr(other)}"
+        raise JobError(
+            f"the header of {name} is one column, {columns[0]!r}; if its cells are parted by {other!r}, add {option} "
+            f"(if they are not, --delimiter {delimiter!r})"
+        )
     twice = {c for c in columns if columns.count(c) > 1}
     if twice:
         raise JobError(f"the header of {name} names a column twice: {', '.join(sorted(twice))}")
     return columns
 
 
-class _CsvSource(_LineSource):
+class _DelimitedSource(_LineSource):
+    def __init__(
+        self,
+        name: str,
+        format: str,
+        identity: dict,
+        columns: list[str],
+        opener: Any,
+        delimiter: str,
+        max_cell_lines: int,
+    ):
+        super().__init__(name, format, identity, columns, opener)
+        self._delimiter = delimiter
+        self._max_cell_lines = max_cell_lines
+
     def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
-        reader = csv.reader(_decode(self._lines()), delimiter=_delimiter(self.format), strict=True)
-        next(reader)
-        while True:
-            try:
-                fields = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                self._number += 1
-                message = f"line {reader.line_num} is not a valid {self.format.upper()} record: {error}"
-                yield Record(self._number, error=InputError(message, remedy="quote its fields", code="invalid_csv"))
-                continue
-            if not fields:
-                continue
-            self._number += 1
-            yield self._record(fields)
-
-    def _record(self, fields: list[str]) -> Record:
         assert self.columns is not None
-        if len(fields) != len(self.columns):
-            error = InputError(
-                f"the record has {len(fields)} fields, the header {len(self.columns)}",
-                remedy="quote fields that hold a delimiter",
-                code="wrong_number_of_fields",
-            )
-            return Record(self._number, error=error)
-        return Record(self._number, dict(zip(self.columns, fields, strict=True)))
+        width, most = len(self.columns), self._max_cell_lines
+        rows = read_rows(self._lines(), self._delimiter, width=width, max_cell_lines=most)
+        next(rows)  # the header
+        self.lost_lines = 0
+        for row in rows:
+            self._number += 1
+            self.lost_lines += row.lost
+            data = None if row.cells is None else dict(zip(self.columns, row.cells, strict=True))
+            yield Record(self._number, data, row.error, row.size)
 
 
-def _open_stdin(format: str, stream: BinaryIO) -> Source:
+def _open_stdin(format: str, stream: BinaryIO, options: TableOptions) -> Source:
     if format == "parquet":
         raise JobError("a Parquet file cannot be read from standard input; give its path")
     lines = _lines_of(stream)
@@ -269,7 +293,7 @@ def _open_stdin(format: str, stream: BinaryIO) -> Source:
         taken = True
         yield from lines
 
-    return _LineSource.make("-", format, identity, head, opener)
+    return _LineSource.make("-", format, identity, head, opener, options)
 
 
 def _lines_of(stream: BinaryIO) -> Iterator[bytes]:

@@ -15,8 +15,8 @@ import pytest
 
 from prefold import LLM
 from prefold.cli import main
-from prefold.cli.build import COLUMN_OPTIONS
 from prefold.cli.fingerprint import RESULT_OPTIONS
+from prefold.cli.input import COLUMN_OPTIONS
 
 SHORT = ("--max-tokens", "6", "--dtype", "float32", "--kv-memory", "20MB")
 

@@ -322,3 +322,18 @@ def test_the_summary_says_what_compiling_took():
     assert "2.5 s of them loading the model, 4.0 s compiling kernels for the GPU (they are kept)" in said
     stats.seconds.clear()
     assert "compiling" not in "\n".join(summary_lines(summary, {"output": None}, None))
+
+
+def test_a_broken_quote_costs_one_record(prefold, tmp_path, lines):
+    rows = [f"r{i},it was row {i}" for i in range(1, 31)]
+    rows[9] = 'r10,"he said it was good'
+    write(tmp_path / "in.csv", ["id,text", *rows])
+    done = prefold("embed", "in.csv", "-o", "out.jsonl", "--id", "id", "--dimensions", "1")
+    assert done.exit_code == 3 and "1 records failed" in done.stderr
+    got = {line["record"]: line for line in lines("out.jsonl")}
+    assert sorted(got) == list(range(1, 31)) and [n for n in got if "error" in got[n]] == [10]
+    assert "the quote that opens in line 11 is never closed" in got[10]["error"]["message"]
+    assert [got[n]["id"] for n in (9, 11, 30)] == ["r9", "r11", "r30"]
+    write(tmp_path / "lost.csv", ["id;text", '1;"some', "lines", 'more" of it', "2;x"])
+    done = prefold("embed", "lost.csv", "-o", "lost.jsonl", "--delimiter", ";", "--dimensions", "1")
+    assert "2 lines of the input are no records" in done.stderr and len(lines("lost.jsonl")) == 2
