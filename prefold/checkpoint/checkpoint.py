@@ -15,6 +15,7 @@ from .builtin import BUILT_IN, fetch
 from .geometries import GEOMETRIES
 from .gguf import GGUFFile
 from .gguf_config import config_from_gguf
+from .settings import Settings
 from .stored import stored_as
 
 __all__ = ["Checkpoint", "resolve"]
@@ -44,7 +45,7 @@ class Checkpoint:
     @classmethod
     def dummy(cls, config: dict[str, Any], *, name: str = "dummy", path: Path | None = None) -> Checkpoint:
         """Random weights of the geometry in `config` (keys of config.json)."""
-        return cls(name, path, "dummy", dict(config))
+        return cls(name, path, "dummy", Settings.of(config))
 
     def file(self, name: str) -> Path | None:
         """The file `name` of the checkpoint's folder, or None."""
@@ -128,7 +129,7 @@ def _local(name: str, path: Path) -> Checkpoint:
         config = _read_json(path / "config.json")
         if not isinstance(config, dict):
             raise CheckpointError(f"{path / 'config.json'} is not a JSON object")
-        return Checkpoint(name, path, "folder", config)
+        return Checkpoint(name, path, "folder", Settings(config, str(path / "config.json")))
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
         return _local(name, files[0])

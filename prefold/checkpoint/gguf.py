@@ -7,6 +7,7 @@ Knows nothing of models. Never imports torch.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -56,7 +57,7 @@ class GGUFFile:
         self.tensors: dict[str, GGUFTensor] = {}
         try:
             self._read_header()
-        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, RecursionError) as error:
             raise CheckpointError(f"{self.path} is damaged, or was not copied whole: {error}") from error
 
     def _read_header(self) -> None:
@@ -117,7 +118,7 @@ class GGUFFile:
             raise CheckpointError(f"{self.path}: {name} has rows of {row}, no multiple of its block of {block_size}")
         shape = (*tensor.shape[:-1], row // block_size * type_size)
         start = self._data_start + tensor.offset
-        size = int(np.prod(shape, dtype=np.int64))
+        size = math.prod(shape)
         if start + size > len(self._mapped):
             raise CheckpointError(f"{self.path} is damaged, or was not copied whole: {name} lies beyond its end")
         return self._mapped[start : start + size].reshape(shape)
@@ -127,7 +128,7 @@ class GGUFFile:
         from gguf.quants import GGMLQuantizationType, dequantize
 
         tensor, raw = self.tensors[name], self.raw(name)
-        kind = GGMLQuantizationType(tensor.type)
+        kind = GGMLQuantizationType(tensor.type)  # one that is there: `raw` has looked
         try:
             return dequantize(raw, kind)
         except NotImplementedError as error:
@@ -137,6 +138,7 @@ class GGUFFile:
         """The tensor's ggml type: "F32", "Q4_K", ..."""
         from gguf.constants import GGMLQuantizationType
 
+        _sizes(self.path, self.tensors[name])
         return GGMLQuantizationType(self.tensors[name].type).name
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .gguf import GGUFFile
+from .settings import MOST_LAYERS, MOST_POSITIONS, Settings
 
 __all__ = ["config_from_gguf"]
 
@@ -18,111 +19,124 @@ ARCHITECTURES = {
 DTYPES = {"F32": "float32", "F16": "float16"}
 
 
-def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
-    """The config.json keys of the model in `file`. Raises UnsupportedModelError where it has none."""
-    arch = file.metadata.get("general.architecture")
+def config_from_gguf(file: GGUFFile) -> Settings:
+    """The config.json keys of the model in `file`. Raises UnsupportedModelError where it is none that we know, and
+    CheckpointError where its metadata cannot be."""
+    every = Settings(file.metadata, str(file.path))
+    arch = every.text("general.architecture")
     if arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModelError(f"{file.path}: GGUF architecture {arch!r} is not supported; these are: {known}")
-    if file.metadata.get("split.count", 1) > 1:
+    if every.size("split.count", 1, least=0) > 1:
         raise UnsupportedModelError(f"{file.path} is one of several parts; merge them: llama-gguf-split --merge")
-    read = _Reader(file, arch)
-    heads = read("attention.head_count")
-    hidden = read("embedding_length")
-    head_dim = read("attention.key_length", hidden // heads)
-    read.refuse("expert_count", "a mixture of experts")
-    if read("attention.causal", True) is False:
+    read = _of_architecture(file, arch)
+    layers = read.size("block_count", most=MOST_LAYERS)
+    heads, hidden = read.size("attention.head_count"), read.size("embedding_length")
+    head_dim = read.size("attention.key_length", hidden // heads)
+    _refuse(read, "expert_count", "a mixture of experts")
+    if not read.flag("attention.causal", True):
         raise UnsupportedModelError(f"{file.path} attends in both directions; only causal models are supported")
-    if read("attention.value_length", head_dim) != head_dim or read("rope.dimension_count", head_dim) != head_dim:
+    if any(read.size(key, head_dim) != head_dim for key in ("attention.value_length", "rope.dimension_count")):
         raise UnsupportedModelError(f"{file.path}: value_length and rope.dimension_count must equal key_length")
     config = {
         "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
-        "vocab_size": _shape(file, "token_embd.weight")[0],
+        "vocab_size": _rows(file, "token_embd.weight"),
         "hidden_size": hidden,
-        "num_hidden_layers": read("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": read("attention.head_count_kv", heads),
+        "num_key_value_heads": read.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": read("feed_forward_length"),
+        "intermediate_size": read.size("feed_forward_length"),
         "hidden_act": "silu",
-        "rms_norm_eps": read("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": read("context_length"),
-        "rope_parameters": _rope(file, read),
+        "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon", zero=True),
+        "max_position_embeddings": read.size("context_length", most=MOST_POSITIONS),
+        "rope_parameters": _rope(file, read, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
-        "torch_dtype": DTYPES.get(file.type_name("blk.0.attn_q.weight"), "bfloat16"),
+        "torch_dtype": DTYPES.get(_type(file, "blk.0.attn_q.weight"), "bfloat16"),
     }
-    if arch == "llama" and read("attention.sliding_window", 0):
-        config |= {"architectures": ["MistralForCausalLM"], "sliding_window": read("attention.sliding_window")}
+    window = read.size("attention.sliding_window", 0, least=0, most=MOST_POSITIONS)
+    if arch == "llama" and window:
+        config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
     elif arch == "gemma3":
         config |= _gemma3(read, config)
     elif arch != "llama":
-        read.refuse("attention.sliding_window", "a sliding window")
-    return config
+        _refuse(read, "attention.sliding_window", "a sliding window")
+    return Settings(config, str(file.path))
 
 
-def _gemma3(read: _Reader, config: dict[str, Any]) -> dict[str, Any]:
-    """What is different for Gemma 3; what its files leave out is as in llama.cpp."""
-    read.refuse("attn_logit_softcapping", "soft capping")
-    read.refuse("final_logit_softcapping", "soft capping")
+def _gemma3(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """The config keys of Gemma 3 that other architectures have not; what its files leave out is as in llama.cpp."""
+    _refuse(read, "attn_logit_softcapping", "soft capping")
+    _refuse(read, "final_logit_softcapping", "soft capping")
     # The 27B model alone, the one with 62 layers, scales by its width and not by head_dim.
     wide = config["num_hidden_layers"] == 62
-    local = {"rope_type": "default", "rope_theta": read("rope.freq_base_swa", 10000.0)}
+    local = {"rope_type": "default", "rope_theta": read.number("rope.freq_base_swa", 10000.0)}
     return {
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"],
-        "sliding_window": read("attention.sliding_window"),
-        "sliding_window_pattern": read("attention.sliding_window_pattern", 6),
+        "sliding_window": read.size("attention.sliding_window", most=MOST_POSITIONS),
+        "sliding_window_pattern": read.size("attention.sliding_window_pattern", 6),
         "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
     }
 
 
-class _Reader:
-    """Metadata of one architecture; a list with one value a layer must have the same for all."""
-
-    def __init__(self, file: GGUFFile, arch: str):
-        self.file, self.arch = file, arch
-
-    def __call__(self, key: str, default: Any = None) -> Any:
-        value = self.file.metadata.get(f"{self.arch}.{key}", default)
-        if value is None:
-            raise CheckpointError(f"{self.file.path} has no metadata {self.arch}.{key}")
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise UnsupportedModelError(f"{self.file.path}: {self.arch}.{key} differs from layer to layer")
-            return value[0]
-        return value
-
-    def refuse(self, key: str, what: str) -> None:
-        if self(key, 0):
-            raise UnsupportedModelError(f"{self.file.path} has {what} ({self.arch}.{key}), not supported")
+def _of_architecture(file: GGUFFile, arch: str) -> Settings:
+    """The metadata of one architecture; of a list with a value a layer, which must be the same for all, that value."""
+    prefix, found = arch + ".", {}
+    for key, value in file.metadata.items():
+        if key.startswith(prefix):
+            if isinstance(value, list) and value:
+                if any(one != value[0] for one in value):
+                    raise UnsupportedModelError(f"{file.path}: {key} differs from layer to layer")
+                value = value[0]
+            found[key.removeprefix(prefix)] = value
+    return Settings(found, str(file.path), prefix)
 
 
-def _shape(file: GGUFFile, name: str) -> tuple[int, ...]:
+def _refuse(read: Settings, key: str, what: str) -> None:
+    if read.get(key):
+        raise UnsupportedModelError(f"{read.file} has {what} ({read.prefix}{key}), not supported")
+
+
+def _rows(file: GGUFFile, name: str) -> int:
+    """The rows of the tensor `name`."""
     if name not in file.tensors:
         raise CheckpointError(f"{file.path} has no tensor {name}")
-    return file.tensors[name].shape
+    shape = file.tensors[name].shape
+    if len(shape) != 2:
+        raise CheckpointError(f"{file.path}: {name} has {len(shape)} dimensions; it must have 2")
+    return shape[0]
 
 
-def _rope(file: GGUFFile, read: _Reader) -> dict[str, Any]:
+def _type(file: GGUFFile, name: str) -> str:
+    """The ggml type of the tensor `name`."""
+    if name not in file.tensors:
+        raise CheckpointError(f"{file.path} has no tensor {name}")
+    return file.type_name(name)
+
+
+def _rope(file: GGUFFile, read: Settings, head_dim: int) -> dict[str, Any]:
     """Rope settings in the form of transformers; `rope_freqs.weight` (Llama 3.1 and later) divides each frequency."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": read("rope.freq_base", 10000.0)}
-    kind = read("rope.scaling.type", "none")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": read.number("rope.freq_base", 10000.0)}
+    kind = read.text("rope.scaling.type", "none")
     if "rope_freqs.weight" in file.tensors:
         if kind not in ("none", "linear"):
             raise UnsupportedModelError(f"{file.path} has both rope_freqs.weight and rope scaling {kind!r}")
+        if file.tensors["rope_freqs.weight"].shape != (head_dim // 2,):
+            raise CheckpointError(f"{file.path}: rope_freqs.weight must have {head_dim // 2} numbers, half of head_dim")
         rope |= {"rope_type": "factors", "factors": file.dequantize("rope_freqs.weight").tolist()}
     elif kind == "linear":
-        rope |= {"rope_type": "linear", "factor": read("rope.scaling.factor")}
+        rope |= {"rope_type": "linear", "factor": read.number("rope.scaling.factor")}
     elif kind == "yarn":
         rope |= {
             "rope_type": "yarn",
-            "factor": read("rope.scaling.factor"),
-            "original_max_position_embeddings": read("rope.scaling.original_context_length"),
+            "factor": read.number("rope.scaling.factor"),
+            "original_max_position_embeddings": read.size("rope.scaling.original_context_length", most=MOST_POSITIONS),
         }
-        if (attention := read("rope.scaling.attn_factor", 1.0)) != 1.0:
+        if (attention := read.number("rope.scaling.attn_factor", 1.0)) != 1.0:
             raise UnsupportedModelError(f"{file.path}: rope.scaling.attn_factor {attention} is not supported")
     elif kind != "none":
         raise UnsupportedModelError(f"{file.path}: rope scaling {kind!r} is not supported; linear and yarn are")

@@ -97,6 +97,10 @@ class ModelConfig:
             raise UnsupportedModelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly")
         if self.rope is not None and self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim is {self.head_dim}; rotary positions need an even one")
+        for rope in self.ropes:
+            factors = rope.settings.get("factors")
+            if factors is not None and len(factors) != self.head_dim // 2:
+                raise UnsupportedModelError(f"{len(factors)} rotary factors for a head_dim of {self.head_dim}")
         if len(self.planes) != self.layers:
             raise UnsupportedModelError(f"{len(self.planes)} planes for {self.layers} layers")
 

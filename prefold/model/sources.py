@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..checkpoint import Checkpoint
 from ..checkpoint.gguf import GGUFFile
+from ..checkpoint.settings import Settings
 from ..errors import CheckpointError
 from .config import ModelConfig
 from .names import NAMES, fused_sizes
@@ -109,7 +110,8 @@ class SafetensorsSource:
             return [single]
         index = checkpoint.read_json("model.safetensors.index.json")
         if isinstance(index, dict):
-            names = sorted(set(index.get("weight_map", {}).values()))
+            where = Settings(index, str(checkpoint.file("model.safetensors.index.json"))).settings("weight_map")
+            names = sorted({where.text(name) for name in where})
             missing = [name for name in names if checkpoint.file(name) is None]
             if missing or not names:
                 raise CheckpointError(f"{checkpoint.path} lacks {', '.join(missing) or 'the files its index names'}")

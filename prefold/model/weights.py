@@ -73,6 +73,7 @@ def load_model(
     """
     device = torch.device(device)
     config = config or config_from(checkpoint.config)
+    _check_size(checkpoint, config, dtype, device, ranks)
     # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
     model = CausalLM(config, dtype=dtype, device=torch.device("meta"))
     source = open_source(checkpoint, config, wanted_shapes(model_weights(model)), seed)
@@ -211,6 +212,15 @@ def _check_tensors(checkpoint: Checkpoint, weights: list[Weight], source: Tensor
 def _some(names: list[str], limit: int = 8) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def _check_size(
+    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Alone
+) -> None:
+    """Refuses, by its numbers alone, what is far too large: before there is an object for each of its layers."""
+    parameters = replace(config, lm_head=False).num_parameters
+    size = parameters * dtype.itemsize // (1 if device.type == "cpu" else ranks.size)
+    check_fits(size, device, checkpoint.name, "use a smaller model, or more memory")
 
 
 def _check_memory(checkpoint: Checkpoint, weights: list[Weight], device: torch.device, dtype: torch.dtype) -> None:

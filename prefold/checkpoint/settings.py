@@ -1,0 +1,129 @@
+"""Settings of a checkpoint (config.json, GGUF metadata), read with the type and the bounds that each must have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import CheckpointError
+
+__all__ = ["MOST_LAYERS", "MOST_POSITIONS", "MOST_SIZE", "Settings"]
+
+# The largest sizes that are believed: a hundred times those of the largest models there are. What is larger comes from
+# a damaged file, and is refused before anything of that size is made.
+MOST_SIZE = 2**24
+MOST_LAYERS = 4096
+MOST_POSITIONS = 2**40
+# float32 has no larger ones.
+MOST_NUMBER = 1e38
+REQUIRED: Any = object()
+# Characters of a wrong value that a message shows.
+SHOWN = 60
+
+
+class Settings(dict[str, Any]):
+    """The settings of a checkpoint, as in its file, with methods that read one of them.
+
+    file    what an error calls the file
+    prefix  what comes before a key in errors: where in the file these settings are
+
+    A key that is missing, or null, has the default; without one, the methods raise CheckpointError, as they do for a
+    value of another type or outside of its bounds. The error names the file, the key and what the value must be.
+    """
+
+    def __init__(self, values: Mapping[str, Any], file: str = "config.json", prefix: str = ""):
+        super().__init__(values)
+        self.file, self.prefix = file, prefix
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Settings:
+        """The settings themselves, or a plain mapping as settings."""
+        return values if isinstance(values, Settings) else cls(values)
+
+    def __or__(self, other: Any) -> Settings:
+        return Settings(super().__or__(other), self.file, self.prefix)
+
+    def __ror__(self, other: Any) -> Settings:
+        return Settings(super().__ror__(other), self.file, self.prefix)
+
+    def size(self, key: str, default: Any = REQUIRED, *, least: int = 1, most: int = MOST_SIZE) -> Any:
+        """The whole number `key`, in [least, most]."""
+        value = self._given(key, default)
+        if value is default:
+            return value
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.wrong(key, "a whole number")
+        if not least <= value <= most:
+            raise self.wrong(key, f"at least {least}" if value < least else f"at most {most:,}")
+        return value
+
+    def number(self, key: str, default: Any = REQUIRED, *, zero: bool = False) -> Any:
+        """The finite number `key`, greater than 0; zero: or 0."""
+        value = self._given(key, default)
+        if value is default:
+            return value
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= MOST_NUMBER:
+            raise self.wrong(key, f"a number, at most {MOST_NUMBER:g}")
+        if value < 0 or (value == 0 and not zero):
+            raise self.wrong(key, "0 or more" if zero else "more than 0")
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """The truth value `key`; 0 and 1 are taken for false and true."""
+        value = self._given(key, default)
+        if not isinstance(value, (bool, int)) or value not in (0, 1):
+            raise self.wrong(key, "true or false")
+        return bool(value)
+
+    def text(self, key: str, default: Any = REQUIRED) -> Any:
+        """The string `key`."""
+        value = self._given(key, default)
+        if value is not default and not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
+
+    def texts(self, key: str, default: Any = REQUIRED) -> Any:
+        """The list of strings `key`."""
+        value = self._given(key, default)
+        if value is not default and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+            raise self.wrong(key, "a list of strings")
+        return value
+
+    def numbers(self, key: str, default: Any = REQUIRED) -> Any:
+        """The list of finite numbers greater than 0 that `key` is."""
+        value = self._given(key, default)
+        if value is default:
+            return value
+        if not isinstance(value, list) or not all(
+            isinstance(one, (int, float)) and not isinstance(one, bool) and 0 < one <= MOST_NUMBER for one in value
+        ):
+            raise self.wrong(key, "a list of numbers above 0")
+        return value
+
+    def settings(self, key: str) -> Settings:
+        """The settings that `key` holds; none where it is missing."""
+        value = self._given(key, None)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.wrong(key, "an object")
+        return Settings(value or {}, self.file, f"{self.prefix}{key}.")
+
+    def wrong(self, key: str, wanted: str) -> CheckpointError:
+        """The error of a value that is not `wanted`."""
+        shown = repr(self.get(key)) if not isinstance(self.get(key), int) else f"{_short(self[key])}"
+        shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 3] + "..."
+        return CheckpointError(f"{self.file}: {self.prefix}{key} is {shown}; it must be {wanted}")
+
+    def _given(self, key: str, default: Any) -> Any:
+        value = self.get(key)
+        if value is not None:
+            return value
+        if default is REQUIRED:
+            raise CheckpointError(f"{self.file} has no {self.prefix}{key}")
+        return default
+
+
+def _short(value: int) -> str:
+    """A whole number in decimal; one with thousands of digits, which Python refuses to write, by its size."""
+    return str(value) if abs(value) < 10**50 else f"a number of {value.bit_length()} bits"
