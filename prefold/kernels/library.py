@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
@@ -75,6 +76,12 @@ class Kernels:
         )
         self._has_products = library.prefold_has_products
         self._has_products.argtypes = [c_int32]
+        self._use_own_threads = library.prefold_use_own_threads
+        self._use_own_threads.argtypes = [c_int32]
+        # Where products are oneDNN's, on OpenMP's threads, a second pool would be in the way of the first.
+        ours = self.has_products(torch.bfloat16) and not torch.cpu._is_amx_tile_supported()
+        self.use_own_threads(ours and os.environ.get("PREFOLD_THREADS") != "openmp")
+        library.prefold_calm_openmp()
 
     def plan_rows(
         self, end: np.ndarray, query_rows: np.ndarray, positions: np.ndarray | None, window: int | None
@@ -264,6 +271,11 @@ class Kernels:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """gelu(gate) * up, with the approximation by tanh, of gate_up [rows, 2 * width]."""
         return _gate_mul(self._gelu_mul, gate_up)
+
+    def use_own_threads(self, own: bool) -> None:
+        """Run parallel loops on threads of the kernels' own (`src/pool.h`), or on OpenMP's, which torch uses too."""
+        self.own_threads = own
+        self._use_own_threads(own)
 
     def has_products(self, dtype: torch.dtype) -> bool:
         """Whether `linear` is as fast here as the processor's vectors allow."""

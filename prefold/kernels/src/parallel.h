@@ -1,4 +1,4 @@
-// Loops on the OpenMP pool that PyTorch uses too.
+// Parallel loops: on threads of our own, or on the OpenMP pool that PyTorch uses too.
 #pragma once
 
 #include <algorithm>
@@ -9,32 +9,41 @@
 #include <omp.h>
 #endif
 
+#include "pool.h"
+
 namespace prefold {
 
 // Numbers to read or write, and products to sum, below which another thread costs more than it saves: some
 // microseconds, and far more on a busy machine.
 constexpr int64_t kNumbersPerThread = 16384;
 constexpr int64_t kProductsPerThread = 500000;
+// Pieces that a thread's share of a loop is cut into, so that others can take what it has not come to.
+constexpr int64_t kPieces = 4;
 
-// body(first, last) on equal contiguous shares of [0, n); `size` numbers each.
+// Whether loops run on our own threads. Where PyTorch computes the products (on OpenMP's threads), two pools would be
+// in each other's way.
+extern std::atomic<bool> use_own_threads;
+
+// body(participant) by up to `threads` threads at once; one call of body must be enough to do all the work.
 template <class Body>
-void parallel_ranges(int64_t n, int64_t size, int threads, const Body& body) {
-  const int64_t workers = std::min<int64_t>({threads, n, 1 + n * size / kNumbersPerThread});
-  if (workers <= 1) {
-    if (n > 0) body(int64_t{0}, n);
-    return;
-  }
-#pragma omp parallel for schedule(static, 1) num_threads(workers)
-  for (int64_t w = 0; w < workers; ++w) body(n * w / workers, n * (w + 1) / workers);
+void together(int threads, const Body& body) {
+  if (threads <= 1) return body(0);
+  if (use_own_threads.load(std::memory_order_relaxed)) return Pool::of_process().run(threads, body);
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+  body(omp_get_thread_num());
+#else
+  body(0);
+#endif
 }
 
 // body(i) for every i of [0, n), taken one by one in ascending order by whichever thread is free.
 template <class Body>
 void parallel_tasks(int64_t n, int threads, const Body& body) {
-  const int workers = static_cast<int>(std::min<int64_t>(threads, n));
   std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(workers) if (workers > 1)
-  for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) body(i);
+  together(static_cast<int>(std::min<int64_t>(threads, n)), [&](int) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) body(i);
+  });
 }
 
 // body(i) for every i of [0, n): each thread one after the other of its own equal share, then of what others have
@@ -56,13 +65,25 @@ void parallel_shares(int64_t n, int threads, const Body& body) {
     shares[w].next.store(n * w / workers, std::memory_order_relaxed);
     shares[w].stop = n * (w + 1) / workers;
   }
-#pragma omp parallel for schedule(static, 1) num_threads(workers)
-  for (int w = 0; w < workers; ++w) {
+  together(workers, [&](int participant) {
     for (int other = 0; other < workers; ++other) {
-      Share& share = shares[(w + other) % workers];
+      Share& share = shares[(participant + other) % workers];
       for (int64_t i; (i = share.next.fetch_add(1, std::memory_order_relaxed)) < share.stop;) body(i);
     }
+  });
+}
+
+// body(first, last) on contiguous pieces of [0, n); `size` numbers each.
+template <class Body>
+void parallel_ranges(int64_t n, int64_t size, int threads, const Body& body) {
+  const int64_t workers = std::min<int64_t>({threads, n, 1 + n * size / kNumbersPerThread});
+  if (workers <= 1) {
+    if (n > 0) body(int64_t{0}, n);
+    return;
   }
+  const int64_t pieces = std::min<int64_t>(n, workers * kPieces);
+  parallel_shares(pieces, static_cast<int>(workers),
+                  [&](int64_t i) { body(n * i / pieces, n * (i + 1) / pieces); });
 }
 
 }  // namespace prefold

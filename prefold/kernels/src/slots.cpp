@@ -35,14 +35,13 @@ void write(const WriteCall& call) {
   const Packed<Format> packed = prefold::packed<Format>(call.plane);
   const int64_t numbers = call.rows * call.plane.kv_heads * call.plane.dim * 4;
   const int64_t workers = std::min<int64_t>(call.threads, 1 + numbers / kNumbersPerThread);
-  // A thread takes whole pairs, whichever rows those are in: two slots of a pair share words.
-#pragma omp parallel for schedule(static, 1) num_threads(workers) if (workers > 1)
-  for (int64_t w = 0; w < workers; ++w) {
+  // A piece takes whole pairs, whichever rows those are in: two slots of a pair share words.
+  parallel_tasks(workers, static_cast<int>(workers), [&](int64_t w) {
     for (int64_t row = 0; row < call.rows; ++row) {
       if (call.slots[row] / 2 % workers != w) continue;
       for (int64_t head = 0; head < call.plane.kv_heads; ++head) write_row(packed, call, row, head);
     }
-  }
+  });
 }
 
 }  // namespace

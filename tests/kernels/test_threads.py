@@ -1,0 +1,125 @@
+"""Parallel loops on the kernels' own threads and on OpenMP's: the same results, from any thread, and after a fork."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from prefold import kernels
+
+pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
+
+
+@pytest.fixture(params=[True, False], ids=["own", "openmp"])
+def own(request):
+    loaded = kernels.load()
+    before = loaded.own_threads
+    loaded.use_own_threads(request.param)
+    yield request.param
+    loaded.use_own_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def products(seed: int) -> list[torch.Tensor]:
+    """Results of loops of all kinds, large enough that several threads take part."""
+    loaded = kernels.load()
+    noise = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(40, 512, generator=noise), torch.randn(1024, 512, generator=noise)
+    logits = torch.randn(64, 5000, generator=noise)
+    gated = torch.randn(300, 1024, generator=noise)
+    linear = loaded.linear(x, kernels.pack_words(weight), 1024)
+    return [linear, *loaded.log_sum_exp(logits), loaded.silu_mul(gated)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_same_results_on_any_number_of_threads(own, threads, count):
+    threads(1)
+    expected = products(0)
+    threads(count)
+    for _ in range(20):
+        for found, one in zip(products(0), expected, strict=True):
+            assert torch.equal(found, one)
+
+
+def test_many_callers_at_once(own, threads):
+    threads(1)
+    expected = [products(seed) for seed in range(8)]
+    threads(3)
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(10):
+            for found, wanted in zip(pool.map(products, range(8)), expected, strict=True):
+                assert all(map(torch.equal, found, wanted))
+
+
+def test_threads_sleep_after_a_while(threads):
+    """Nobody spins while there is nothing to do."""
+    kernels.load().use_own_threads(True)
+    threads(4)
+    products(0)
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1
+
+
+def test_a_fork_has_threads_of_its_own(threads):
+    code = """
+import os, sys, torch
+from prefold import kernels
+torch.set_num_threads(3)
+loaded = kernels.load()
+loaded.use_own_threads(True)
+x, packed = torch.randn(40, 512), kernels.pack_words(torch.randn(1024, 512))
+expected = loaded.linear(x, packed, 1024)
+child = os.fork()
+if not child:
+    os._exit(0 if all(torch.equal(loaded.linear(x, packed, 1024), expected) for _ in range(20)) else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(("value", "own_threads"), [("openmp", False), ("", None)])
+def test_the_environment_chooses(value, own_threads):
+    code = "from prefold import kernels; print(kernels.load().own_threads)"
+    environment = os.environ | {"PREFOLD_THREADS": value}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    loaded = kernels.load()
+    expected = loaded.has_products(torch.bfloat16) and not torch.cpu._is_amx_tile_supported()
+    assert done.stdout.strip() == str(expected if own_threads is None else own_threads)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="libgomp")
+def test_threads_of_openmp_sleep_too():
+    """After an operation of torch's on several threads: by itself libgomp spins for milliseconds after each."""
+    code = """
+import time, torch
+from prefold import kernels
+kernels.load()
+torch.set_num_threads(2)
+x = torch.randn(1 << 20)
+spent = 0.0
+for _ in range(50):
+    x.exp_()
+    before = time.process_time()
+    time.sleep(0.004)
+    spent += time.process_time() - before
+print(spent / 50)
+"""
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.001
