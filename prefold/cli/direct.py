@@ -14,7 +14,8 @@ from .build import LazyTasks, load_llm, open_model, uses_chat
 __all__ = ["answer"]
 
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "keep_order", "stream", "limit", "id_column", "keep",
-             "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format")  # fmt: skip
+             "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format",
+             "delimiter", "max_cell_lines", "empty")  # fmt: skip
 
 
 def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ __all__ = ["COLUMN_OPTIONS", "Input", "draw", "open_input"]
 
 COLUMN_OPTIONS = (
     "prompt", "messages", "query", "document", "continuation", "tools", "adapter_column", "id_column", "keep",
+    "empty",
 )  # fmt: skip
 
 
@@ -101,9 +102,9 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
     if task == "generate":
         columns |= _generate_columns(o, have, chat, given=bool(columns))
     columns |= default_columns(task, have, columns)
-    keep = dict(_kept(part.strip()) for part in o["keep"].split(",")) if o.get("keep") else {}
-    named = Columns(**columns, id=o.get("id_column"), keep=keep)
-    adapter = TableAdapter(task, named, render_chat(task, tokenizer), chat=chat)
+    named = Columns(**columns, id=o.get("id_column"), **_kept(task, o, source.columns))
+    empty = o.get("empty") == "keep"
+    adapter = TableAdapter(task, named, render_chat(task, tokenizer), chat=chat, keep_empty=empty)
     adapter.check(source.columns)
     return adapter
 
@@ -122,10 +123,19 @@ def _generate_columns(o: Options, have: list[str] | None, chat: bool, *, given: 
     return columns
 
 
-def _kept(part: str) -> tuple[str, str]:
-    """(name in the output, column) of COLUMN or NAME=COLUMN."""
-    name, equals, column = part.partition("=")
-    return (name.strip(), column.strip()) if equals else (part, part)
+def _kept(task: str, o: Options, have: list[str] | None) -> dict[str, Any]:
+    """What --keep, which may be repeated, says: `keep` and `keep_all` of Columns. have: the columns, if known."""
+    from ..records.tables import kept_name
+
+    keep: dict[str, str] = {}
+    parts = [part.strip() for text in o.get("keep") or () for part in text.split(",")]
+    for part in parts:
+        name, equals, column = part.partition("=")
+        if part == "*":
+            keep |= {kept_name(task, column): column for column in have or ()}
+        elif part:
+            keep[name.strip()] = (column if equals else part).strip()
+    return {"keep": keep, "keep_all": "*" in parts and have is None}
 
 
 def render_chat(task: str, tokenizer: Any) -> Any:

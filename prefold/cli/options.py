@@ -231,8 +231,12 @@ def column_options(*tasks: str) -> Decorator:
     return _all(
         *options,
         click.option("--id", "id_column", metavar="COLUMN", help="A column that the output repeats as id."),
-        click.option("--keep", metavar="A,B,...",
-                     help="Further columns that the output repeats, under another name as NAME=COLUMN."),
+        click.option("--keep", metavar="A,B,...", multiple=True,
+                     help="Further columns that the output repeats, under another name as NAME=COLUMN; '*': all. "
+                          "May be repeated."),
+        click.option("--empty", type=click.Choice(["error", "keep"]),
+                     help="What an empty cell, null or NaN in a prompt is: an error of that record, or an empty text.  "
+                          "[default: error]"),
         click.option("--format", "input_format", type=click.Choice(FORMATS),
                      help="Format of the input.  [default: as its name says; standard input: jsonl]"),
         click.option("--delimiter", metavar="CHAR",

@@ -15,7 +15,7 @@ from typing import Any
 from ..api import ENDPOINTS, KINDS, error_body, response_body
 from ..errors import InputError, record_error
 from .adapter import Parsed
-from .fields import as_text
+from .fields import check_utf8
 from .lines import error_object
 from .record import Record
 from .recordset import TextSet
@@ -125,7 +125,7 @@ def _custom_id(data: dict[str, Any]) -> str | int:
     if not isinstance(custom_id, str) or not custom_id:
         what = "is missing" if custom_id is None else "is not a text"
         raise InputError(f"custom_id {what}", field="custom_id", remedy="give each line its own", code="invalid_line")
-    return as_text(custom_id, "custom_id")
+    return check_utf8(custom_id, "custom_id")
 
 
 def _request(data: dict[str, Any]) -> tuple[str, dict[str, Any]]:

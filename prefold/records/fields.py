@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Sequence
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, JobError
 
-__all__ = ["Template", "as_text", "as_texts", "check_depth", "lookup", "parse_cell", "read_argument"]
+__all__ = ["Template", "as_text", "as_texts", "check_depth", "check_utf8", "is_empty", "lookup", "parse_cell"]
+__all__ += ["read_argument"]
 
 # Far below the depth at which Python's recursion ends, which whatever walks a record later would meet first.
 MAX_DEPTH = 200
@@ -51,32 +54,53 @@ def _walk(value: Any, parts: Sequence[str]) -> Any:
     return value
 
 
-def as_text(value: Any, field: str) -> str:
-    """A text or a number as text; anything else is an InputError."""
+def is_empty(value: Any) -> bool:
+    """Whether a value says that there is none: null, NaN (which data frames write for it), or an empty text."""
+    return value is None or value == "" or (isinstance(value, float) and value != value)
+
+
+def check_utf8(text: str, field: str) -> str:
+    """The text, if UTF-8 can hold it. Raises InputError otherwise."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            message = f"{field!r} is not valid UTF-8 at character {error.start}"
+            raise InputError(message, field=field, remedy="re-encode it as UTF-8", code="invalid_utf8") from None
+    return text
+
+
+def as_text(value: Any, field: str, keep_empty: bool = False) -> str:
+    """A text as it is, a number, date or time written out. Raises InputError for anything else.
+
+    keep_empty: what `is_empty` is the empty text, which is an error otherwise.
+    """
+    if is_empty(value):
+        if keep_empty:
+            return ""
+        what, code = ("empty", "empty") if value == "" else ("null" if value is None else "NaN", "null")
+        remedy = "give it a text, drop the record, or take it as an empty text with --empty keep"
+        raise InputError(f"{field!r} is {what}", field=field, remedy=remedy, code=code)
     if isinstance(value, str):
-        if not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                message = f"{field!r} is not valid UTF-8 at character {error.start}"
-                raise InputError(message, field=field, remedy="re-encode it as UTF-8", code="invalid_utf8") from None
-        return value
-    if value is None:
-        raise InputError(f"{field!r} is null", field=field, remedy="give it a text, or drop the record", code="null")
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return check_utf8(value, field)
+    if isinstance(value, (int, float, Decimal, date, time)) and not isinstance(value, bool):
         return str(value)
     kind = type(value).__name__
     raise InputError(f"{field!r} is a {kind}, not a text", field=field, remedy="give it a text", code="wrong_type")
 
 
-def as_texts(value: Any, field: str) -> list[str]:
-    """A list of texts, or of objects with a "text" (as rerank requests write documents)."""
+def as_texts(value: Any, field: str, keep_empty: bool = False) -> list[str]:
+    """A list of texts, or of objects with a "text" (as rerank requests write documents). Raises InputError.
+
+    keep_empty: see `as_text`.
+    """
     if not isinstance(value, list):
         as_text(value, field)
         raise InputError(f"{field!r} is not a list", field=field, remedy="give it a list of texts", code="wrong_type")
     if not value:
         raise InputError(f"{field!r} is an empty list", field=field, remedy="give it a text", code="empty")
-    return [as_text(v.get("text") if isinstance(v, dict) else v, f"{field}[{i}]") for i, v in enumerate(value)]
+    texts = (v.get("text") if isinstance(v, dict) else v for v in value)
+    return [as_text(text, f"{field}[{i}]", keep_empty) for i, text in enumerate(texts)]
 
 
 def parse_cell(value: Any, field: str) -> Any:
@@ -126,24 +150,24 @@ class Template:
             return [self.column]
         return list(dict.fromkeys(path for _, path in self._parts if path is not None))
 
-    def render(self, data: dict[str, Any]) -> str:
-        """The text it makes of one record."""
+    def render(self, data: dict[str, Any], keep_empty: bool = False) -> str:
+        """The text it makes of one record. Raises InputError. keep_empty: see `as_text`."""
         if self.column is not None:
-            return as_text(lookup(data, self.column), self.column)
+            return as_text(lookup(data, self.column), self.column, keep_empty)
         out: list[str] = []
         for literal, path in self._parts:
             out.append(literal)
             if path is not None:
-                out.append(as_text(lookup(data, path), path))
+                out.append(as_text(lookup(data, path), path, keep_empty))
         return "".join(out)
 
-    def render_many(self, data: dict[str, Any]) -> str | list[str]:
-        """The same, but a bare column may hold a list of texts."""
+    def render_many(self, data: dict[str, Any], keep_empty: bool = False) -> str | list[str]:
+        """What `render` makes of a record; of a bare column that holds a list the list of its texts."""
         if self.column is not None:
             value = lookup(data, self.column)
             if isinstance(value, list):
-                return as_texts(value, self.column)
-        return self.render(data)
+                return as_texts(value, self.column, keep_empty)
+        return self.render(data, keep_empty)
 
 
 def _parse(text: str, option: str) -> list[tuple[str, str | None]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import InputError, JobError, record_error
 from .adapter import Parsed
-from .fields import Template, as_text, lookup, parse_cell
+from .fields import Template, as_text, check_utf8, is_empty, lookup, parse_cell
 from .forms import plain
 from .lines import error_object
 from .record import Record
@@ -43,6 +43,7 @@ class Columns:
     adapter    of generate: a column that names the LoRA adapter; null or no text for none
     id         a column whose value the output line repeats; "record" where there is none such: the record's number
     keep       further columns it repeats: {name in the line: column}
+    keep_all   it repeats all columns of the record, under the names that `kept_name` gives them
     """
 
     prompt: Template | None = None
@@ -54,6 +55,7 @@ class Columns:
     continuation: Template | None = None
     id: str | None = None
     keep: Mapping[str, str] = field(default_factory=dict)
+    keep_all: bool = False
 
     def repeated(self) -> dict[str, str]:
         """{name in the line: column} of what a line repeats."""
@@ -64,6 +66,11 @@ class Columns:
         names = [path for template in templates for path in template.paths]
         single = (self.messages, self.tools, self.adapter, self.id)
         return [*names, *(path for path in single if path), *self.keep.values()]
+
+
+def kept_name(task: str, column: str) -> str:
+    """The name under which a line repeats a column: its own, or "input_" and its own where a line has that itself."""
+    return f"input_{column}" if column in _RESERVED[""] | _RESERVED[task] else column
 
 
 def default_columns(task: str, have: list[str] | None, given: dict[str, Any]) -> dict[str, Template]:
@@ -93,6 +100,7 @@ class TableAdapter:
     render_chat makes a text, or token ids, of a list of chat messages (of generate: the task does). A record
     whose last column (document, continuation, else prompt) is a list makes one line for all of it.
     chat: of generate: a prompt is what a user says, and is put into the chat template.
+    keep_empty: null, NaN and an empty text are taken as an empty text; they are errors otherwise.
     """
 
     def __init__(
@@ -102,15 +110,18 @@ class TableAdapter:
         render_chat: Callable[[list[Any]], Any] | None = None,
         *,
         chat: bool = False,
+        keep_empty: bool = False,
     ):
         for name in columns.keep:
             if name in _RESERVED[""] | _RESERVED[task]:
                 raise JobError(f"--keep {name}: a line has its own {name!r}; name it: --keep my_{name}={name}")
         self.task = task
         self.columns_used = columns
-        self.columns = {part for path in columns.paths() for part in (path, path.split(".")[0])}
+        used = {part for path in columns.paths() for part in (path, path.split(".")[0])}
+        self.columns = None if columns.keep_all else used
         self._render_chat = render_chat
         self._chat = chat
+        self._keep_empty = keep_empty
         self._names = self._field_names()
 
     def check(self, have: list[str] | None) -> None:
@@ -141,9 +152,10 @@ class TableAdapter:
             if not isinstance(value, (str, int)) or isinstance(value, bool):
                 remedy, message = "give it a text or a whole number", f"the id {columns.id!r} is {value!r:.100}"
                 raise InputError(message, field=columns.id, remedy=remedy, code="wrong_type")
-            meta["id"] = as_text(value, columns.id) if isinstance(value, str) else value
-        if columns.keep:
-            meta["keep"] = {name: plain(lookup(data, path)) for name, path in columns.keep.items()}
+            meta["id"] = check_utf8(value, columns.id) if isinstance(value, str) else value
+        if columns.keep or columns.keep_all:
+            kept = {kept_name(self.task, name): plain(data[name]) for name in (data if columns.keep_all else ())}
+            meta["keep"] = kept | {name: plain(lookup(data, path)) for name, path in columns.keep.items()}
         return meta
 
     def _items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
@@ -153,11 +165,12 @@ class TableAdapter:
             return self._generate_items(data)
         if columns.document is not None:
             assert columns.query is not None
-            query, value = columns.query.render(data), columns.document.render_many(data)
+            query = columns.query.render(data, self._keep_empty)
+            value = columns.document.render_many(data, self._keep_empty)
             return False, [{"query": query, "documents" if isinstance(value, list) else "document": value}]
         prompt = self._prompt(data)
         if columns.continuation is not None:
-            value = columns.continuation.render_many(data)
+            value = columns.continuation.render_many(data, self._keep_empty)
             values = value if isinstance(value, list) else [value]
             return isinstance(value, list), [{"prompt": prompt, "continuation": v} for v in values]
         if self.task != "embed" and isinstance(prompt, list):
@@ -167,13 +180,15 @@ class TableAdapter:
     def _generate_items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
         columns, beside = self.columns_used, {}
         if columns.tools is not None:
-            beside["tools"] = parse_cell(lookup(data, columns.tools), columns.tools)
+            tools = lookup(data, columns.tools)
+            beside["tools"] = None if is_empty(tools) else parse_cell(tools, columns.tools)
         if columns.adapter is not None:
-            beside["adapter"] = lookup(data, columns.adapter) or None
+            adapter = lookup(data, columns.adapter)
+            beside["adapter"] = None if is_empty(adapter) else as_text(adapter, columns.adapter)
         if columns.messages is not None:
             return False, [{"messages": _messages(data, columns.messages), **beside}]
         assert columns.prompt is not None
-        value = columns.prompt.render_many(data)
+        value = columns.prompt.render_many(data, self._keep_empty)
         texts = value if isinstance(value, list) else [value]
         if self._chat:
             return isinstance(value, list), [{"messages": [{"role": "user", "content": t}], **beside} for t in texts]
@@ -185,7 +200,8 @@ class TableAdapter:
             assert self._render_chat is not None
             return self._render_chat(_messages(data, columns.messages))
         assert columns.prompt is not None
-        return columns.prompt.render(data) if columns.continuation is not None else columns.prompt.render_many(data)
+        render = columns.prompt.render if columns.continuation is not None else columns.prompt.render_many
+        return render(data, self._keep_empty)
 
     def _field_names(self) -> dict[str, str]:
         """The columns that stand behind the tasks' names for their inputs."""
@@ -202,11 +218,10 @@ class TableAdapter:
         return head | ({"results": results} if meta.get("many") else results[0])
 
     def error_line(self, number: int, meta: dict[str, Any] | None, error: InputError) -> dict[str, Any]:
-        out = error_object(error)
-        name, bracket, index = out.get("field", "").partition("[")
+        name, bracket, index = (error.field or "").partition("[")
         if name.removesuffix("s") in self._names:
-            out["field"] = self._names[name.removesuffix("s")] + bracket + index
-        return self._head(number, meta or {}) | {"error": out}
+            error = error.renamed(self._names[name.removesuffix("s")] + bracket + index)
+        return self._head(number, meta or {}) | {"error": error_object(error)}
 
     def _head(self, number: int, meta: dict[str, Any]) -> dict[str, Any]:
         head: dict[str, Any] = {"record": number}
@@ -217,8 +232,8 @@ class TableAdapter:
 
 def _messages(data: dict[str, Any], path: str) -> list[Any]:
     value = lookup(data, path)
-    if value is None:
-        raise InputError(f"{path!r} is null", field=path, remedy="give it a list of messages", code="null")
+    if is_empty(value):
+        raise InputError(f"{path!r} is empty", field=path, remedy="give it a list of messages", code="null")
     value = parse_cell(value, path)
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
         remedy = 'give it [{"role": "user", "content": "..."}]'

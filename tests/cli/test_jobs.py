@@ -337,3 +337,16 @@ def test_a_broken_quote_costs_one_record(prefold, tmp_path, lines):
     write(tmp_path / "lost.csv", ["id;text", '1;"some', "lines", 'more" of it', "2;x"])
     done = prefold("embed", "lost.csv", "-o", "lost.jsonl", "--delimiter", ";", "--dimensions", "1")
     assert "2 lines of the input are no records" in done.stderr and len(lines("lost.jsonl")) == 2
+
+
+def test_kept_columns_add_up(prefold, tmp_path, lines):
+    write(tmp_path / "in.csv", ["text,gold,stars,label", "yes,1,2,3", ",4,5,6"])
+    run = ["classify", "in.csv", "--labels", "yes,no", "-o"]
+    options = ["--keep", "gold", "--keep", "s=stars,gold"]
+    assert prefold(*run, "a.jsonl", *options).exit_code == 3
+    first, second = sorted(lines("a.jsonl"), key=lambda line: line["record"])
+    assert (first["gold"], first["s"]) == ("1", "2") and "stars" not in first
+    assert second["error"]["code"] == "empty" and second["error"]["field"] == "text"
+    assert prefold(*run, "b.jsonl", "--keep", "*", "--empty", "keep").exit_code == 0
+    first, second = sorted(lines("b.jsonl"), key=lambda line: line["record"])
+    assert (first["gold"], first["stars"], first["input_label"], second["text"]) == ("1", "2", "3", "")

@@ -45,7 +45,8 @@ def test_score_continuations_and_rolling():
     assert line == {"record": 1, "results": [{"logprob": -1.0}, {"logprob": -2.0}]}
     single = read(adapter, {"p": "a", "choices": ["x"]})
     assert adapter.line(1, single.meta, [{"logprob": -1.0}])["results"] == [{"logprob": -1.0}]
-    assert read(adapter, {"p": "", "choices": "x"}).items == [{"prompt": "", "continuation": "x"}]
+    kept = TableAdapter("score", Columns(prompt=t("p"), continuation=t("choices")), keep_empty=True)
+    assert read(kept, {"p": "", "choices": "x"}).items == [{"prompt": "", "continuation": "x"}]
     rolling = TableAdapter("score", Columns(prompt=t("p")))
     assert read(rolling, {"p": "a"}).items == [{"text": "a"}]
 
@@ -96,12 +97,12 @@ def test_bad_columns_are_the_records_error(data, field, code):
 def test_errors_of_tasks_name_the_column():
     adapter = TableAdapter("rerank", Columns(query=t("q"), document=t("passages.text"), id="k"))
     meta = read(adapter, {"q": "a", "passages": [{"text": "b"}], "k": "id7"}).meta
-    error = InputError("too long", field="documents[3]", remedy="shorten it", code="too_long")
+    error = InputError("'documents[3]' is too long", field="documents[3]", remedy="shorten it", code="too_long")
     out = adapter.error_line(9, meta, error)
     assert out["record"] == 9 and out["id"] == "id7"
     assert out["error"] == {
         "code": "too_long",
-        "message": "too long",
+        "message": "'passages.text[3]' is too long",
         "field": "passages.text[3]",
         "remedy": "shorten it",
     }
@@ -136,3 +137,45 @@ def test_columns_are_checked_against_a_known_header():
     renamed = TableAdapter("embed", Columns(prompt=t("text"), keep={"mine": "record"}))
     parsed = read(renamed, {"text": "x", "record": 77})
     assert renamed.line(1, parsed.meta, [{"embedding": [1.0]}]) == {"record": 1, "mine": 77, "embedding": [1.0]}
+
+
+EMPTY = [(None, "null", "null"), (float("nan"), "NaN", "null"), ("", "empty", "empty")]
+
+
+@pytest.mark.parametrize(("value", "what", "code"), EMPTY)
+@pytest.mark.parametrize("task", ["embed", "classify", "rerank", "score", "generate"])
+def test_an_empty_cell_is_alike_in_all_tasks(task, value, what, code):
+    columns = Columns(query=t("q"), document=t("text")) if task == "rerank" else Columns(prompt=t("text"))
+    data = {"q": "a", "text": value, "texts": ["x", value]}
+    error = read(TableAdapter(task, columns), data).error
+    assert (error.code, error.field) == (code, "text") and f"'text' is {what}" in str(error)
+    assert "--empty keep" in error.remedy
+    kept = read(TableAdapter(task, columns, keep_empty=True), data)
+    assert kept.error is None and "" in kept.items[0].values()
+    template = TableAdapter("embed", Columns(prompt=t("T: {text}")))
+    assert read(template, data).error.code == code
+    assert read(TableAdapter("embed", Columns(prompt=t("T: {text}")), keep_empty=True), data).items == [{"text": "T: "}]
+    assert read(TableAdapter("embed", Columns(prompt=t("texts"))), data).error.field == "texts[1]"
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), ""])
+def test_no_adapter_and_no_tools(value):
+    adapter = TableAdapter("generate", Columns(prompt=t("q"), tools="t", adapter="a"))
+    assert read(adapter, {"q": "x", "t": value, "a": value}).items == [{"prompt": "x", "tools": None, "adapter": None}]
+
+
+def test_dates_and_decimals_are_written_out():
+    from datetime import date, datetime, time
+    from decimal import Decimal
+
+    adapter = TableAdapter("embed", Columns(prompt=t("{a} {b} {c} {d}")))
+    data = {"a": date(2024, 5, 1), "b": datetime(2024, 5, 1, 12, 30), "c": time(1, 2), "d": Decimal("1.50")}
+    assert read(adapter, data).items == [{"text": "2024-05-01 2024-05-01 12:30:00 01:02:00 1.50"}]
+
+
+def test_all_columns_are_kept_and_own_names_are_moved():
+    adapter = TableAdapter("generate", Columns(prompt=t("q"), keep_all=True, keep={"b": "q"}))
+    assert adapter.columns is None
+    parsed = read(adapter, {"q": "x", "text": 1, "id": 2, "other": float("nan")})
+    line = adapter.line(1, parsed.meta, [{"text": "out"}])
+    assert line == {"record": 1, "q": "x", "input_text": 1, "input_id": 2, "other": None, "b": "x", "text": "out"}
