@@ -13,6 +13,7 @@ from .bench import bench
 from .demo import demo
 from .models import models
 from .plan import plan
+from .streams import guarded, say
 from .tasks import classify, embed, generate, rerank, run, score
 from .verify import verify
 
@@ -21,6 +22,10 @@ __all__ = ["main"]
 
 class _Group(click.Group):
     """Keeps the arguments, for the command that resumes, and turns our errors into one message and status 1."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        with guarded():
+            return super().main(*arguments, **options)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["prefold.arguments"] = list(args)
@@ -33,15 +38,11 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except PrefoldError as error:
-            click.echo(f"prefold: {error}", err=True)
+            say(f"prefold: {error}")
             sys.exit(1)
         except KeyboardInterrupt:
-            click.echo("prefold: interrupted", err=True)
+            say("prefold: interrupted")
             sys.exit(130)
-        except BrokenPipeError:
-            # Whoever read our output has gone: nothing to tell, and nothing more to flush.
-            sys.stderr.close()
-            sys.exit(1)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

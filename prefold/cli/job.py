@@ -16,6 +16,7 @@ from ..errors import JobError, RankError
 from .build import load_llm
 from .fingerprint import fingerprint
 from .input import Input, open_input
+from .streams import say
 
 __all__ = ["FAILED_RECORDS", "run_command"]
 
@@ -32,7 +33,7 @@ def run_command(task: str | None, name: str, o: dict[str, Any]) -> None:
         input.tasks[task]  # bad options are refused before the input is read
     job = make_job(task, o, input)
     if getattr(job.output, "resumed", 0) and not job.output.ended and not o["quiet"]:
-        click.echo(f"prefold: resuming {o['output']}: {job.output.resumed:,} records are done", err=True)
+        say(f"prefold: resuming {o['output']}: {job.output.resumed:,} records are done")
     try:
         summary = run_job(job, open_progress(False if o["quiet"] else None))
     except Interrupted as error:
@@ -43,7 +44,7 @@ def run_command(task: str | None, name: str, o: dict[str, Any]) -> None:
         raise
     if not o["quiet"]:
         notes = [f"  note      {note}" for note in job.output.notes]
-        click.echo("\n".join([*summary_lines(summary, o, input.adapter), *notes]), err=True)
+        say("\n".join([*summary_lines(summary, o, input.adapter), *notes]))
     if o["report"]:
         report(summary, task, input, o)
     if summary.errors:
@@ -120,7 +121,7 @@ def _check_place(path: Path) -> None:
 
 def _say_how_to_resume(what: str, o: dict[str, Any], job: Any) -> None:
     if o["output"] in (None, "-"):
-        click.echo(f"\nprefold: {what}; output to a file (-o FILE) could be resumed", err=True)
+        say(f"\nprefold: {what}; output to a file (-o FILE) could be resumed")
         return
     context = click.get_current_context()
     arguments = context.find_root().meta.get("prefold.arguments", [])
@@ -129,7 +130,7 @@ def _say_how_to_resume(what: str, o: dict[str, Any], job: Any) -> None:
     command = f"prefold {shlex.join(arguments)}"
     if job.source.name == "-":
         command = f"... | {command}     (standard input once more, from its beginning)"
-    click.echo(f"\nprefold: {what}; what is done is written. To go on:\n  {command}", err=True)
+    say(f"\nprefold: {what}; what is done is written. To go on:\n  {command}")
 
 
 def summary_lines(summary: Any, o: dict[str, Any], adapter: Any) -> list[str]:
@@ -254,4 +255,4 @@ def report(summary: Any, task: str | None, input: Input, o: dict[str, Any]) -> N
     )
     write_report(page, Path(o["report"]))
     if not o["quiet"]:
-        click.echo(f"  report    {o['report']}", err=True)
+        say(f"  report    {o['report']}")

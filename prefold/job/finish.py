@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import os
 from array import array
 from collections.abc import Callable, Iterator
 from io import TextIOWrapper
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO, TextIO
 import numpy as np
 
 from ..errors import JobError
+from ..files import replacing
 from .columns import TableForm, cell
 from .parquet import need_pyarrow, write_parquet
 
@@ -52,16 +52,8 @@ def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> F
         return None
 
     def finish(lines: Path, made: Path) -> list[str]:
-        temporary = made.with_name(made.name + ".tmp")
-        try:
-            with lines.open("rb") as file:
-                notes = write(_Lines(file, keep_order), temporary, made, form or TableForm())
-            with temporary.open("rb+") as file:
-                os.fsync(file.fileno())
-            temporary.replace(made)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with replacing(made) as temporary, lines.open("rb") as file:
+            notes = write(_Lines(file, keep_order), temporary, made, form or TableForm())
         return notes
 
     return finish

@@ -20,6 +20,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -92,8 +93,9 @@ class Journal:
             new.replace(self.path)
         except OSError:
             self._file = old
-            file.close()
             new.unlink(missing_ok=True)
+            with suppress(OSError):  # what could not be written is still held, and fails once more
+                file.close()
             raise
         old.close()
         self.job = job
@@ -147,7 +149,8 @@ class Journal:
             return
         if os.fstat(self._file.fileno()).st_size == 0:
             self.path.unlink(missing_ok=True)
-        self._file.close()
+        with suppress(OSError):  # a full disk has failed the commit already
+            self._file.close()
 
     def _append(self, entry: dict[str, Any]) -> None:
         line, self._crc = _seal(entry, self._crc)

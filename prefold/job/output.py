@@ -6,28 +6,27 @@ records stay cheap; each such group is one commit of the journal.
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from ..errors import JobError
+from ..files import writing
 from ..records.recordset import RecordSet
 from .columns import TableForm
 from .finish import finish_for
 from .journal import Journal, covers, journal_path
 
-__all__ = ["FileOutput", "Output", "OutputOptions", "StreamOutput", "open_output", "writing"]
+__all__ = ["FileOutput", "Output", "OutputOptions", "StreamOutput", "open_output"]
 
 COMMIT_SECONDS = 1.0
 COMMIT_BYTES = 1 << 20
 HELD_BYTES = 16 << 20
+RESUME = "give the same command to resume"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ def open_output(options: OutputOptions, job: dict[str, Any], stream: TextIO | No
         if options.keep_order:
             raise JobError("--keep-order needs an output file: add -o FILE")
         stream = stream or sys.stdout
-        if stream is None:
+        if stream is None or stream.closed:
             raise JobError("standard output is closed; add -o FILE")
         return StreamOutput(stream)
     return FileOutput(options, job)
@@ -91,19 +90,6 @@ def open_output(options: OutputOptions, job: dict[str, Any], stream: TextIO | No
 def partial_path(output: Path) -> Path:
     """Where the lines are that an output is made of in the last pass."""
     return output.with_name(output.name + ".partial")
-
-
-@contextmanager
-def writing(path: Path | str, kept: str) -> Iterator[None]:
-    """Turn an OSError into a JobError that says what could not be written, what is kept, and what to do."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise  # whoever read has gone, which is no failure of this machine
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = f"; {'make room' if full else 'mend that'} and give the same command to resume" if kept else ""
-        raise JobError(f"cannot write {path}: {error.strerror or error}{kept}{remedy}") from error
 
 
 class StreamOutput:
@@ -122,14 +108,14 @@ class StreamOutput:
     def release(self) -> None: ...
 
     def write(self, number: int, line: str, failed: bool) -> None:
-        with self._lock, writing("standard output", ""):
+        with self._lock, writing("standard output"):
             self._stream.write(line + "\n")
             self.done.add(number)
             self.count += 1
             self.errors += failed
 
     def commit(self, *, due_only: bool = False) -> None:
-        with self._lock, writing("standard output", ""):
+        with self._lock, writing("standard output"):
             self._stream.flush()
 
     def finish(self) -> None:
@@ -245,7 +231,7 @@ class FileOutput:
             return
         data = b"".join(self._pending)
         try:
-            with writing(self.lines_path, "; what is written is kept"):
+            with writing(self.lines_path, "what is written is kept", RESUME):
                 self._begin()
                 written = 0
                 while written < len(data):
@@ -263,7 +249,7 @@ class FileOutput:
             return
         self.release()
         self.commit()
-        with writing(self.path, "; all its records are done and kept"):
+        with writing(self.path, "the records are done and kept", RESUME):
             self._begin()  # where there was nothing to commit
             if self._finish is not None:
                 self.notes = self._finish(self.lines_path, self.path)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -141,14 +143,19 @@ class _Run:
             if not self.hard:
                 self.output.commit()
             raise Interrupted(self.signal or signal.SIGINT) from None
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(JobError):
                 self.output.commit()  # what came before the failure is done
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                place = tempfile.gettempdir()
+                message = f"no room for temporary files in {place} ({error.strerror}); what is done is kept: "
+                raise JobError(message + "name another folder in TMPDIR and give the same command to resume") from error
             raise
         finally:
             self.reader.close()
             self.output.close()
-            self.progress.close(self._count())
+            with contextlib.suppress(OSError):
+                self.progress.close(self._count())
         self.summary.records, self.summary.errors = self.output.count, self.output.errors
         self.summary.lost_lines = self.job.source.lost_lines
         self.summary.seconds = time.perf_counter() - started
@@ -234,7 +241,8 @@ class _Run:
 
         def tick() -> None:
             while not stop.wait(TICK_SECONDS):
-                self.progress.tick(self._count())
+                with contextlib.suppress(OSError):  # a terminal that is gone
+                    self.progress.tick(self._count())
                 try:
                     self.output.commit(due_only=True)
                 except JobError:

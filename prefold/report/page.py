@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..files import replacing, writing
 from .icicle import StreamShape, icicle, to_data
 
 __all__ = ["Report", "StepLog", "machine", "write_report"]
@@ -118,13 +119,12 @@ class Report:
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write the page; it appears under its name only when it is whole."""
+    """Write the page; it appears under its name only when it is whole. Raises JobError."""
     page = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
     # "<" inside the data could end the script element.
     data = json.dumps(report.data(), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(page.replace("/*DATA*/", data), encoding="utf-8", errors="replace")
-    temporary.replace(path)
+    with writing(f"the report {path}"), replacing(path) as temporary:
+        temporary.write_text(page.replace("/*DATA*/", data), encoding="utf-8", errors="replace")
 
 
 def machine() -> list[tuple[str, str]]:

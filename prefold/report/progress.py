@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -38,8 +39,8 @@ class Counts:
 
     @property
     def saved(self) -> float | None:
-        """Share of the tokens done that was not computed."""
-        return max(0.0, 1 - self.rows / self.tokens_done) if self.tokens_done and self.rows else None
+        """Share of the tokens done that was not computed; None while more rows are computed than tokens are done."""
+        return 1 - self.rows / self.tokens_done if self.tokens_done > self.rows > 0 else None
 
     @property
     def share_done(self) -> float:
@@ -103,14 +104,15 @@ class PlainProgress(Progress):
         self._next = self.started + 5
 
     def note(self, text: str) -> None:
-        print(f"prefold: {text}", file=self._stream, flush=True)
+        with suppress(OSError):  # a log that is full is no reason to end a job
+            print(f"prefold: {text}", file=self._stream, flush=True)
 
     def tick(self, counts: Counts) -> None:
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + min(60.0, max(5.0, 0.05 * (now - self.started)))
-        print(f"prefold: {self.text(counts)}", file=self._stream, flush=True)
+        self.note(self.text(counts))
 
 
 class LiveProgress(Progress):
