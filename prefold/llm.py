@@ -116,7 +116,7 @@ class LLM(Numbers, Texts):
             sharing="full" if sharing == "auto" else sharing,
             max_batch_rows=max_batch_rows,
             generation=generation,
-            eos_ids=tuple(generation_settings(self.checkpoint, self.tokenizer)[0]),
+            eos_ids=generation_settings(self.checkpoint, self.tokenizer, self.config.vocab_size)[0],
             cache_prefill=cache_prefill,
         )
         self.engine = Engine(self._team or worker, options)

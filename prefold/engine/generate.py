@@ -307,7 +307,9 @@ class Generator:
         Where somebody who is told of a text raises an error, that text ends, all others get their tokens, and then the
         error is raised."""
         ended, failure = self._take(step, readers, choice)
-        done, tokens = self._tell_ended(self.scheduler.commit(step, [token or 0 for token in choice.ids], ended))
+        done, tokens = self._tell_ended(
+            self.scheduler.commit(step, [max(token or 0, 0) for token in choice.ids], ended)
+        )
         self._account(step)
         if self._on_step is not None:
             self._on_step(step, max(started, self._finished), done, tokens)

@@ -152,10 +152,11 @@ class Inputs:
             kind = type(value).__name__
             message = f"{field!r} is of type {kind}, neither a text nor a list of whole numbers"
             raise InputError(message, field=field, remedy=remedy, code="wrong_type")
-        self._in_vocabulary(ids, field)
+        self.check_ids(ids, field)
         return ids.astype(np.int32)
 
-    def _in_vocabulary(self, ids: np.ndarray, field: str) -> None:
+    def check_ids(self, ids: np.ndarray, field: str) -> None:
+        """Raises InputError where an id is not one of the model's vocabulary."""
         limit = self.vocab_size if self.vocab_size is not None else 2**31
         if ids.size and (ids.min() < 0 or ids.max() >= limit):
             worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
@@ -208,9 +209,9 @@ class Inputs:
                 remedy=remedy or f"shorten it, or have it cut with {TRUNCATE}",
                 code="too_long",
             )
-        self._in_vocabulary(tokens, field)
+        self.check_ids(tokens, field)
         if targets is not None:
-            self._in_vocabulary(targets, field)
+            self.check_ids(targets, field)
         return Request(tokens, targets)
 
 

@@ -156,13 +156,13 @@ def _gguf_pooling(checkpoint: Checkpoint) -> Pooling:
 
 
 def generation_settings(
-    checkpoint: Checkpoint, tokenizer: Tokenizer | None
+    checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int | None = None
 ) -> tuple[tuple[int, ...], dict[str, int | float]]:
     """(ids that end a text, {field of Sampling: value} that the checkpoint recommends).
 
     The ids are those of generation_config.json, config.json, the tokenizer and a GGUF file's metadata, and what
-    the chat template ends a message with. Recommended is what generation_config.json sets; nothing where it does
-    not ask for sampling.
+    the chat template ends a message with. Ids from `vocab_size` on, of which the model has no logits, are left out.
+    Recommended is what generation_config.json sets; nothing where it does not ask for sampling.
     """
     config = checkpoint.read_json("generation_config.json") or {}
     ids = [*_ids(config.get("eos_token_id")), *_ids(checkpoint.config.get("eos_token_id"))]
@@ -175,7 +175,7 @@ def generation_settings(
     recommended = {name: config[name] for name in ("repetition_penalty",) if config.get(name) is not None}
     if config.get("do_sample"):
         recommended |= {"temperature": 1.0} | {name: config[name] for name in SAMPLED if config.get(name) is not None}
-    return tuple(sorted(set(ids))), recommended
+    return tuple(sorted(i for i in set(ids) if vocab_size is None or i < vocab_size)), recommended
 
 
 def _ids(value: Any) -> list[int]:

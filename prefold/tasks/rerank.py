@@ -82,7 +82,7 @@ class RerankTask:
         self.suffix = inputs.tokenizer.encode(self.prompt.suffix, special=False)
         self.raw_scores = raw_scores
         self.truncate = truncate
-        self.readout = Readout("head") if head else Readout("logits", word_ids(inputs.tokenizer, words))
+        self.readout = Readout("head") if head else Readout("logits", word_ids(inputs, words))
 
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
         return prepare_each(self.inputs.tokenizer, items, self._plan)
@@ -175,13 +175,15 @@ def word_id(tokenizer: Tokenizer, word: str) -> int:
     return int(ids[0])
 
 
-def word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[int, int]:
+def word_ids(inputs: Inputs, words: Sequence[str]) -> tuple[int, int]:
     if isinstance(words, str) or len(words) != 2 or not all(isinstance(word, str) for word in words):
         raise InputError(f"words is {words!r}", field="words", remedy='give two words, like ("yes", "no")')
-    yes, no = (word_id(tokenizer, word) for word in words)
+    assert inputs.tokenizer is not None
+    yes, no = (word_id(inputs.tokenizer, word) for word in words)
     if yes == no:
         message = f"the words {words[0]!r} and {words[1]!r} are the same token"
         raise InputError(message, field="words", remedy="give two different ones")
+    inputs.check_ids(np.array((yes, no)), "words")
     return yes, no
 
 

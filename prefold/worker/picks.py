@@ -29,7 +29,7 @@ Reader = Sample | Probe | None
 class Flight:
     """A step that the device was given, and the tokens that come of it.
 
-    ids      int64 [reads], on the device; -1: none
+    ids      int64 [reads], on the device; -1: none, or NOT_FINITE
     came     the same, on its way to the host
     readers  of its reads
     started  when its planning began
@@ -44,7 +44,7 @@ class Flight:
     def choice(self) -> Choice:
         """Waits for the device."""
         ids = self.came.result().values.tolist()
-        return Choice([None if token < 0 else token for token in ids], [None] * len(ids))
+        return Choice([None if token == -1 else token for token in ids], [None] * len(ids))
 
 
 def can_start(device: torch.device, readers: Iterable[Reader]) -> bool:
@@ -55,7 +55,8 @@ def can_start(device: torch.device, readers: Iterable[Reader]) -> bool:
 
 @torch.inference_mode()
 def start(model: CausalLM, sampler: Sampler, hidden: Tensor, step: GenerateStep, readers: Sequence[Reader]) -> Tensor:
-    """hidden [rows that are read, hidden] -> tokens int64 [reads] on the device, not waited for; -1: none."""
+    """hidden [rows that are read, hidden] -> tokens int64 [reads] on the device, not waited for; -1: none, or
+    NOT_FINITE."""
     ids = torch.empty(len(readers), dtype=torch.int64, device=hidden.device)
     for block, reads in _by_block(step, len(hidden)):
         samples: list[Any] = [readers[i] for i in reads]

@@ -28,16 +28,32 @@ from ..types import Sampling, TokenLogprobs
 from .draw import WORK_SIZE, draw, draw_on_device
 from .noise import make_key, make_stream
 
-__all__ = ["Choice", "Sampler", "SamplerState", "greedy"]
+__all__ = ["NOT_FINITE", "Choice", "Sampler", "SamplerState", "greedy"]
 
 # A temperature this small divides logits into numbers that float32 cannot tell apart.
 GREEDY_BELOW = 1e-5
+# In place of a token: the logits are no finite numbers, so that no token follows from them.
+NOT_FINITE = -2
 
 
 def greedy(logits: Tensor) -> np.ndarray:
     """The most likely id of each row [r, vocab], int64 [r]; the first of equals."""
     # NumPy's arg-max is a tenth of the work of torch's.
     return logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1).cpu().numpy()
+
+
+def _greedy_checked(logits: Tensor) -> np.ndarray:
+    """`greedy`, with NOT_FINITE where the largest logit is infinite or any logit is NaN (which arg-max then finds)."""
+    if logits.device.type != "cpu":
+        return _start_greedy(logits).cpu().numpy()
+    ids = greedy(logits)
+    return np.where(np.isfinite(logits.numpy()[np.arange(len(ids)), ids]), ids, NOT_FINITE)
+
+
+def _start_greedy(logits: Tensor) -> Tensor:
+    """`_greedy_checked` on the logits' device, without waiting for it."""
+    ids = logits.argmax(-1)
+    return torch.where(logits.gather(-1, ids[:, None])[:, 0].isfinite(), ids, NOT_FINITE)
 
 
 class SamplerState:
@@ -123,7 +139,8 @@ class SamplerState:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The next token of each sample; None: it may have none, and ends. `logprobs` where they were asked for."""
+    """The next token of each sample; None: it may have none, and ends; NOT_FINITE: the logits are no finite numbers.
+    `logprobs` where they were asked for."""
 
     ids: list[int | None]
     logprobs: list[TokenLogprobs | None]
@@ -136,9 +153,9 @@ class Sampler:
     def choose(self, logits: Tensor, states: Sequence[SamplerState], rows: Sequence[int] | None = None) -> Choice:
         """logits float32 [r, vocab]; `rows[i]` is the row of states[i], by default i. Rows may be shared."""
         places = np.arange(len(states)) if rows is None else np.asarray(rows, np.int64)
-        ids: list[int | None] = greedy(logits)[places].tolist()
+        ids: list[int | None] = _greedy_checked(logits)[places].tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(states)
-        other = [i for i, state in enumerate(states) if not state.plain()]
+        other = [i for i, state in enumerate(states) if ids[i] != NOT_FINITE and not state.plain()]
         at_once = max(1, WORK_SIZE // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(states))
         for first in range(0, len(other), at_once):
             part = other[first : first + at_once]
@@ -157,12 +174,13 @@ class Sampler:
     def start(
         self, logits: Tensor, states: Sequence[SamplerState], rows: Sequence[int], ahead: Sequence[int]
     ) -> Tensor:
-        """`choose`, without waiting for the device: int64 [states] on it, -1 where there is no token.
+        """`choose`, without waiting for the device: int64 [states] on it, -1 where there is no token, or NOT_FINITE.
 
         ahead: how many tokens of a sample its state has not been told of yet.
         """
         device, places = logits.device, np.asarray(rows, np.int64)
-        ids = logits.argmax(-1)[send(places, device)]
+        likely = _start_greedy(logits)[send(places, device)]
+        ids = likely.clone()
         at = [i for i, (state, n) in enumerate(zip(states, ahead, strict=True)) if not state.plain(n)]
         if not at:
             return ids
@@ -180,7 +198,7 @@ class Sampler:
             keys = [other[i].key(later[i]) for i in drawn]
             places = send(np.array([at[i] for i in drawn]), device)
             ids[places] = draw_on_device(work, [rows[i] for i in drawn], options, keys)
-        return ids
+        return torch.where(likely == NOT_FINITE, NOT_FINITE, ids)
 
 
 def _choose(work: Tensor, states: list[SamplerState]) -> Choice:
@@ -191,9 +209,8 @@ def _choose(work: Tensor, states: list[SamplerState]) -> Choice:
     _mask(work, states)
     _penalise(work, states)
     _ban(work, states, [0] * len(states))
-    ids: list[int | None] = greedy(work).tolist()
-    some = (work.amax(-1) > -torch.inf).tolist()
-    ids = [token if any_left else None for token, any_left in zip(ids, some, strict=True)]
+    # Of finite logits nothing is left only where all tokens are forbidden.
+    ids: list[int | None] = [None if token == NOT_FINITE else token for token in _greedy_checked(work).tolist()]
     drawn = [i for i, state in enumerate(states) if not state.greedy and ids[i] is not None]
     if drawn:
         chosen = draw(work, drawn, [states[i].sampling for i in drawn], [states[i].key() for i in drawn])

@@ -10,7 +10,7 @@ from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import Matcher
 from ..types import Generated, GenerateRequest, TokenLogprobs
-from .sampler import SamplerState
+from .sampler import NOT_FINITE, SamplerState
 
 __all__ = ["Sample"]
 
@@ -58,7 +58,13 @@ class Sample:
         )
 
     def take(self, token: int | None, logprobs: TokenLogprobs | None) -> bool:
-        """The next token, None where no token is allowed any more; whether the sample has ended."""
+        """The next token, None where no token is allowed any more, NOT_FINITE where the logits were no finite numbers;
+        returns whether the sample has ended."""
+        if token == NOT_FINITE:
+            message = f"the logits after {len(self.tokens)} tokens are not finite numbers"
+            remedy = 'try dtype="float32" (--dtype float32); if it stays, the weights are damaged'
+            self.error = InputError(message, remedy=remedy, code="not_finite")
+            return self._end("stop")
         if token is None:
             self._check_grammar()
             return self._end("stop")

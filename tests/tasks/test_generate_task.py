@@ -305,6 +305,7 @@ def test_what_ends_a_text():
     checkpoint = FakeCheckpoint({"eos_token_id": 7}, {"generation_config.json": {"eos_token_id": [4, 9]}})
     assert generation_settings(checkpoint, None) == ((4, 7, 9), {})
     assert generation_settings(checkpoint, tokenizer())[0] == (2, 4, 7, 9)  # the tokenizer's EOS
+    assert generation_settings(checkpoint, None, 9)[0] == (4, 7)  # the model has no logit for id 9
     unnamed = PrefoldTokenizer(tokenizer().backend, chat_templates={"default": CHAT})
     assert generation_settings(FakeCheckpoint(), unnamed)[0] == (2,)  # what the template ends messages with
     gguf = FakeGguf({"tokenizer.ggml.eos_token_id": 3, "tokenizer.ggml.eot_token_id": 106})

@@ -66,6 +66,26 @@ def test_values_that_are_neither(value, code):
     assert caught.value.remedy
 
 
+def test_no_id_of_a_tokenizer_leaves_a_smaller_vocabulary_of_the_model():
+    """Prompts, labels, and the words whose logits are compared."""
+    small = FakeCheckpoint({"vocab_size": TOK.token_id("ab")})
+    for name, options, item in (
+        ("embed", {}, "xab"),
+        ("rerank", {}, ("xab", "x")),
+        ("classify", {"labels": ["x", "y"], "template": "{text}: {label}"}, "xab"),
+        ("classify", {"labels": ["x", "xab"], "template": "{text}: {label}"}, "y"),
+        ("score", {}, ("x", "xab")),
+        ("generate", {}, "xab"),
+    ):
+        (found,) = make_task(name, small, TOK, **options).prepare([item])
+        assert isinstance(found, InputError), name
+        assert found.code == "token_out_of_range"
+        assert str(TOK.token_id("ab")) in str(found)
+    with pytest.raises(InputError, match="'words' holds the token id") as caught:
+        make_task("rerank", small, TOK, words=("y", "ab"))
+    assert caught.value.field == "words"
+
+
 def test_without_a_vocabulary_size_only_impossible_ids_are_refused():
     assert Inputs(None).text([10**9], "f").tolist() == [10**9]
     with pytest.raises(InputError, match="2147483648"):

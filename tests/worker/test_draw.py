@@ -10,7 +10,7 @@ from tritons import on_triton  # noqa: F401 (a fixture)
 from prefold.types import Sampling
 from prefold.worker import draw as module
 from prefold.worker.draw import draw, draw_on_device, kept
-from prefold.worker.sampler import Sampler, SamplerState
+from prefold.worker.sampler import NOT_FINITE, Sampler, SamplerState
 
 OPTIONS = [
     Sampling(temperature=1.0),
@@ -131,6 +131,18 @@ def test_where_nothing_may_follow_there_is_no_token(on_triton):  # noqa: F811
     logits[0, 4] = 1.0
     banned = [SamplerState(Sampling(temperature=t, min_tokens=9), seed=0, end_ids=[4]) for t in (0.0, 1.0)]
     assert Sampler().start(logits.to(on_triton), banned, [0, 0], [0, 0]).tolist() == [-1, -1]
+
+
+def test_logits_that_are_not_finite_give_no_token(on_triton):  # noqa: F811
+    """On the device and on the host, whatever is asked of them; the rows beside them are as they were."""
+    logits = torch.randn(6, 90, generator=torch.Generator().manual_seed(4))
+    logits[1], logits[2, 7], logits[3, 8], logits[4] = torch.nan, torch.nan, torch.inf, -torch.inf
+    for options in (Sampling(), Sampling(logit_bias=((7, -50.0),)), OPTIONS[0], OPTIONS[8]):
+        some = [SamplerState(options, seed=i) for i in range(6)]
+        found = Sampler().start(logits.to(on_triton), some, range(6), [0] * 6).tolist()
+        assert found[1:5] == [NOT_FINITE] * 4
+        assert found == Sampler().choose(logits, some).ids
+        assert found[5] == Sampler().choose(logits[5:], some[5:]).ids[0]
 
 
 def test_what_needs_the_tokens_before_is_not_started(on_triton):  # noqa: F811

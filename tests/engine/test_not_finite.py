@@ -1,0 +1,64 @@
+"""What one request makes of NaN and infinity stays with it: its text ends with an error, and the others go on."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny import tiny_checkpoint
+
+from prefold import LLM, InputError
+
+BAD = 50  # the id of a token whose embedding is poisoned
+
+OPTIONS = {
+    "greedy": {},
+    "drawn": {"temperature": 1.0, "seed": 3},
+    "filtered": {"temperature": 1.0, "top_p": 0.9, "seed": 3},
+    "log-probabilities": {"logprobs": 2},
+    "penalties": {"repetition_penalty": 1.2, "logit_bias": {7: 1.0}, "min_tokens": 2},
+    "samples": {"temperature": 1.0, "n": 3, "seed": 3},
+    "regex": {"grammar": {"regex": "[a-z]+"}},
+}
+PROMPTS = [[60, 61, 62], [60, 61, BAD, 63], [60, 61, 62, 64], [BAD], [90, 91]]
+
+
+def poisoned(folder, value: float, head: float = 0.5) -> LLM:
+    """A model whose embedding of BAD is `value`, and whose head's weights for token 5 are `head`."""
+    path = tiny_checkpoint(folder, "llama", num_hidden_layers=2, tie_word_embeddings=False)
+    weights = path / "model.safetensors"
+    tensors = load_file(weights)
+    (name,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    tensors[name][BAD] = value
+    tensors["lm_head.weight"][5] = head
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return LLM(str(path), dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module", params=[float("nan"), float("inf")], ids=str)
+def llm(request, tmp_path_factory) -> LLM:
+    return poisoned(tmp_path_factory.mktemp("poisoned"), request.param)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_text_without_finite_logits_is_an_error(llm, name):
+    options = {"max_tokens": 5, "ignore_eos": True, "logit_bias": {BAD: -100.0}} | OPTIONS[name]
+    if "grammar" in options:
+        pytest.importorskip("llguidance")
+        del options["ignore_eos"]
+    answers = llm.generate(PROMPTS, errors="return", **options)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        if BAD in prompt:
+            assert isinstance(answer, InputError), name
+            assert answer.code == "not_finite"
+            assert "float32" in str(answer)
+        else:
+            alone = llm.generate(prompt, **options)
+            assert str(answer) == str(alone)
+
+
+def test_one_damaged_logit_is_enough(tmp_path):
+    llm = poisoned(tmp_path, 0.5, head=float("nan"))
+    for options in ({}, {"temperature": 1.0}):
+        with pytest.raises(InputError, match="not finite") as caught:
+            llm.generate([60, 61], **options)
+        assert caught.value.code == "not_finite"
