@@ -1,4 +1,4 @@
-"""The residual stream's norm; linears, with the weight packed where that is faster."""
+"""The residual stream's norm, and linears."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import kernels
-from ..device import computes_bf16
-from .ops import add_layer_norm, add_rms_norm, gelu_mul, silu_mul
+from .ops import add_layer_norm, add_rms_norm
+from .products import GATES, Product, pack
 
-__all__ = ["GATES", "ActivatedLinear", "GatedLinear", "Linear", "Norm", "can_pack", "product_kernels"]
+__all__ = ["ActivatedLinear", "GatedLinear", "Linear", "Norm"]
 
 # By ModelConfig.activation.
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-# Both halves of [rows, 2 * width] to what an MLP goes on with, by ModelConfig.activation.
-GATES = {"silu": silu_mul, "gelu_tanh": gelu_mul}
-LANES = 16  # columns of gate, or of up, that lie side by side in a packed GatedLinear
 
 
 class Norm(nn.Module):
@@ -37,10 +34,11 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x [rows, inputs] -> [rows, outputs]; weight [outputs, inputs], bias [outputs] or None.
+    """x [rows, inputs] -> [rows, outputs].
 
-    `pack` replaces the weight by a copy in the layout of our kernels or of oneDNN (and frees it): the same
-    products and sums, but no reordering in every call. A packed layer has no gradient.
+    weight   a parameter [outputs, inputs]; None once a product has it in a form of its own
+    bias     a parameter [outputs], or None
+    product  who multiplies in place of PyTorch, or None: put there by `use`
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device):
@@ -48,34 +46,30 @@ class Linear(nn.Module):
         self.inputs, self.outputs = inputs, outputs
         self.weight: Tensor | None = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
-        self.packed: Tensor | None = None
-        self.compiled: kernels.Kernels | None = None  # where `packed` is in its layout
+        self.product: Product | None = None
+
+    def use(self, product: Product) -> None:
+        """Multiplies with `product` from now on, and frees the weight."""
+        self.product, self.weight = product, None
 
     def pack(self, pool: kernels.Pool | None = None) -> None:
-        """pool: where the memory of our own layout comes from."""
-        if self.weight is None:
-            return
-        if compiled := product_kernels(self.weight):
-            self.compiled, self.packed = compiled, kernels.pack_words(self._in_packed_order(self.weight), pool)
-        elif can_pack(self.weight):
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
-        else:
-            return
-        self.weight = None
+        """Replaces the weight by a packed copy where that is faster: the same products and sums, but no gradients.
 
-    def _in_packed_order(self, columns: Tensor) -> Tensor:
-        """What has an entry a column, in the order of our own layout."""
-        return columns
+        pool: where the memory of our own layout comes from.
+        """
+        if self.weight is not None and (product := self._packed(self.weight, pool)):
+            self.use(product)
+
+    def _packed(self, weight: Tensor, pool: kernels.Pool | None) -> Product | None:
+        return pack(weight, pool)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.compiled is not None:
-            return self.compiled.linear(x, self.packed, self.outputs, self.bias)
-        if self.weight is not None:
-            return nn.functional.linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        if self.product is not None:
+            return self.product(x, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        return f"{self.inputs} -> {self.outputs}{', packed' if self.packed is not None else ''}"
+        return f"{self.inputs} -> {self.outputs}{f', {type(self.product).__name__}' if self.product else ''}"
 
 
 class ActivatedLinear(Linear):
@@ -93,60 +87,19 @@ class ActivatedLinear(Linear):
 
 
 class GatedLinear(Linear):
-    """The two linears of a gated MLP, gate and up, side by side: x [rows, inputs] -> [rows, 2 * width].
-
-    `activated`, packed in our layout, makes no copy of gate and up in memory.
-    """
+    """The two linears of a gated MLP, gate and up, side by side: x [rows, inputs] -> [rows, 2 * width]."""
 
     def __init__(
         self, inputs: int, width: int, *, activation: str, bias: bool, dtype: torch.dtype, device: torch.device
     ):
         super().__init__(inputs, 2 * width, bias=bias, dtype=dtype, device=device)
-        self.width, self.activation, self.activate = width, activation, GATES[activation]
-        self.mixes = width % LANES == 0  # gate and up can lie in turn
+        self.activation, self.activate = activation, GATES[activation]
 
     def activated(self, x: Tensor) -> Tensor:
         """activation(gate) * up [rows, width]"""
-        if self.compiled is None or not self.mixes:
-            return self.activate(self(x))
-        bias = None if self.bias is None else self._in_packed_order(self.bias)
-        return self.compiled.gated_linear(x, self.packed, self.width, bias, self.activation)
+        if self.product is not None:
+            return self.product.gated(x, self.bias, self.activation)
+        return self.activate(self(x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.compiled is None or not self.mixes:
-            return super().forward(x)
-        out = self.compiled.linear(x, self.packed, self.outputs)
-        out = out.view(len(x), self.width // LANES, 2, LANES).transpose(1, 2).reshape(len(x), self.outputs)
-        return out if self.bias is None else out + self.bias
-
-    def _in_packed_order(self, columns: Tensor) -> Tensor:
-        if not self.mixes:
-            return columns
-        return columns.unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten(0, 2)
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies with such a weight natively on this CPU.
-
-    Measured on two AVX-512 bf16 cores, at 512 and more rows: 2 to 7 % faster in bfloat16, 11 to 25 % in float32;
-    at 1 to 16 rows mostly 1.3 to 3 times.
-    """
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return computes_bf16()
-    return weight.dtype == torch.float32
-
-
-def product_kernels(weight: Tensor) -> kernels.Kernels | None:
-    """Our own kernels where they multiply with such a weight at least as fast as oneDNN.
-
-    On AVX-512, beside oneDNN's packed linears: 2 to 2.3 times at 1 to 4 rows, 1.4 at 16, 1.1 at 64, 1 to 1.05 at
-    256 and more. Not where there is AMX, which oneDNN has for bfloat16 and we have not.
-    """
-    if weight.device.type != "cpu" or not kernels.can_pack_words(weight):
-        return None
-    if weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return None
-    compiled = kernels.load()
-    return compiled if compiled and compiled.has_products(weight.dtype) else None
+    def _packed(self, weight: Tensor, pool: kernels.Pool | None) -> Product | None:
+        return pack(weight, pool, gated=True)

@@ -17,17 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import InputError
 from .config import ModelConfig
-from .head import PackedHead, pack_head
 from .layers import ActivatedLinear, GatedLinear, Linear, Norm
 from .lora import NO_ADAPTERS, RowAdapters
 from .ops import rope, wide
 from .parallel import ALONE, Alone
+from .products import Product, pack_head, wide_product
 from .rotary import RotaryTables
 
 __all__ = ["Attend", "CausalLM"]
-
-# Vocabulary entries of the LM head that are widened to float32 at once.
-HEAD_COLUMNS = 4096
 
 
 class Attend(Protocol):
@@ -176,7 +173,8 @@ class CausalLM(nn.Module):
         self.score = _score_head(config, device=device) if config.num_labels else None
         self.recompute = False  # of each layer, in the backward pass, all but what it began with: to hold less
         self.may_pack = False  # the head, when logits of the whole vocabulary are first wanted; see `load_model`
-        self._packed_head: PackedHead | None = None
+        # Who multiplies with the whole LM head in place of PyTorch; one of your own may be put here.
+        self.head_product: Product | None = None
         self._rotary: RotaryTables | None = None
 
     def forward(
@@ -219,9 +217,9 @@ class CausalLM(nn.Module):
             raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
         weight: Tensor = self.embedding if self.lm_head is None else self.lm_head
         if ids is not None:
-            return self.ranks.sum(_wide_product(hidden, self.ranks.pick(weight, ids, self.shard.vocab)))
-        packed = self._pack_head(weight, hidden)
-        logits = packed(hidden) if packed is not None else _wide_product(hidden, weight)
+            return self.ranks.sum(wide_product(hidden, self.ranks.pick(weight, ids, self.shard.vocab)))
+        product = self._product_of_head(weight, hidden)
+        logits = wide_product(hidden, weight) if product is None else product.wide(hidden)
         return self.ranks.gather(logits, self.config.vocab_size)
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -245,14 +243,15 @@ class CausalLM(nn.Module):
         """The dtype of the linears' weights, and of hidden states."""
         return self.embedding.dtype
 
-    def _pack_head(self, weight: Tensor, hidden: Tensor) -> PackedHead | None:
-        """The packed LM head where there is one and it may be used: no gradients, and hidden of the model's dtype."""
+    def _product_of_head(self, weight: Tensor, hidden: Tensor) -> Product | None:
+        """The LM head's product where it may be used: without gradients, and with hidden of the model's dtype. The
+        first time, the head is packed for it."""
         if torch.is_grad_enabled() or hidden.dtype != weight.dtype or hidden.device != weight.device:
             return None
         if self.may_pack:
             self.may_pack = False
-            self._packed_head = pack_head(weight)
-        return self._packed_head
+            self.head_product = self.head_product or pack_head(weight)
+        return self.head_product
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.ranks.embed(tokens, self.embedding, self.shard.vocab)
@@ -291,16 +290,6 @@ def _score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:
         return Linear(config.hidden, config.num_labels, bias=False, **place)
     first = Linear(config.hidden, config.hidden, bias=True, **place)
     return nn.Sequential(first, nn.ReLU(), Linear(config.hidden, config.num_labels, bias=True, **place))
-
-
-def _wide_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden [rows, hidden] times weight [columns, hidden], summed and kept in float32 (float64 where both are)."""
-    if hidden.is_cuda and hidden.dtype == weight.dtype != torch.float32 and not torch.is_grad_enabled():
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    hidden = wide(hidden)
-    if weight.dtype == hidden.dtype:
-        return F.linear(hidden, weight)
-    return torch.cat([F.linear(hidden, part.float()) for part in weight.split(HEAD_COLUMNS)], 1)
 
 
 def _again(visit: Callable[[Tensor, None], tuple[Tensor, Tensor]], x: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 from transformers.activations import NewGELUActivation
 
-from prefold.model.layers import GATES, ActivatedLinear, GatedLinear, Norm
+from prefold.model.layers import ActivatedLinear, GatedLinear, Norm
+from prefold.model.products import GATES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

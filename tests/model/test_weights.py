@@ -12,7 +12,8 @@ from prefold import device as devices
 from prefold.checkpoint import GEOMETRIES, Checkpoint, resolve
 from prefold.errors import CheckpointError, InputError, OutOfMemoryError
 from prefold.model import config_from, load_model
-from prefold.model.layers import Linear, can_pack
+from prefold.model.layers import Linear
+from prefold.model.products import packs_with_onednn
 
 TOKENS = torch.tensor([5, 9, 100, 7, 7, 250, 11])
 
@@ -251,7 +252,7 @@ def test_a_packed_linear_computes_the_same(sizes, dtype, bias):
             packed = Linear(*sizes, bias=bias, dtype=dtype, device=torch.device("cpu"))
             packed.load_state_dict(linear.state_dict())
             packed.pack()
-            assert (packed.weight is None) == can_pack(linear.weight)
+            assert (packed.weight is None) == packs_with_onednn(linear.weight)
             tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
             torch.testing.assert_close(packed(x).double(), exact, **tolerance)
             assert packed(x).dtype == dtype
@@ -261,8 +262,8 @@ def test_packing_frees_the_weight(tmp_path):
     model = load(tiny_checkpoint(tmp_path, "llama"))
     linears = [m for m in model.modules() if isinstance(m, Linear)]
     assert len(linears) == 3 * 4 + 1
-    if can_pack(torch.zeros(2, 2)):
-        assert all(m.weight is None and m.packed is not None for m in linears)
+    if packs_with_onednn(torch.zeros(2, 2)):
+        assert all(m.weight is None and m.product is not None for m in linears)
     unpacked = load(tiny_checkpoint(tmp_path, "llama"), pack=False)
     torch.testing.assert_close(hidden(model), hidden(unpacked), rtol=1e-5, atol=1e-5)
 
