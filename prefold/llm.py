@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, Unpack
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .cache import CacheOptions, RadixCache
 from .checkpoint import Checkpoint, resolve
@@ -14,6 +16,7 @@ from .device import choose_device, choose_dtype
 from .engine import Engine, EngineOptions, GenerateOptions
 from .errors import InputError
 from .face.arguments import Prompt
+from .face.keywords import GenerationKeywords
 from .face.numbers import Numbers
 from .face.running import check_process
 from .face.texts import Texts
@@ -71,7 +74,7 @@ class LLM(Numbers, Texts):
         cache_prefill: bool = False,
         adapters: Mapping[str, str] | None = None,
         tensor_parallel: int = 1,
-        load_format: str = "auto",
+        load_format: Literal["auto", "dummy"] = "auto",
         revision: str | None = None,
         seed: int = 0,
     ):
@@ -172,18 +175,18 @@ class LLM(Numbers, Texts):
         """What is kept of earlier calls: `clear` empties it; None when nothing is kept."""
         return self.engine.generator.scheduler.cache
 
-    def pin(self, prompt: Prompt, *, adapter: str | None = None, salt: str = "", **options: Any) -> int:
+    def pin(self, prompt: Prompt, *, adapter: str | None = None, **options: Unpack[GenerationKeywords]) -> int:
         """Keep what has been computed of a prompt until `unpin`, whatever else is asked for meanwhile.
 
         Returns how many of its leading tokens are there and now kept: 0 for a prompt nothing of which has run. The
-        prompt is a text, token ids, or a conversation (options: those of `chat` that write it). Raises InputError
-        where no cache is kept, or the prompt is wrong.
+        prompt is a text, token ids, or a conversation; options: salt, and those of `chat` that write it. Raises
+        InputError where no cache is kept, or the prompt is wrong.
         """
-        return self._cached().pin(*self._place(prompt, adapter, salt, options))
+        return self._cached().pin(*self._place(prompt, adapter, options))
 
-    def unpin(self, prompt: Prompt, *, adapter: str | None = None, salt: str = "", **options: Any) -> int:
+    def unpin(self, prompt: Prompt, *, adapter: str | None = None, **options: Unpack[GenerationKeywords]) -> int:
         """Let go of what `pin` with the same arguments keeps; returns how many leading tokens are there."""
-        return self._cached().unpin(*self._place(prompt, adapter, salt, options))
+        return self._cached().unpin(*self._place(prompt, adapter, options))
 
     def _cached(self) -> RadixCache:
         if self.cache is None:
@@ -191,8 +194,10 @@ class LLM(Numbers, Texts):
             raise InputError("nothing is kept between calls, so nothing can be pinned", field="cache", remedy=remedy)
         return self.cache
 
-    def _place(self, prompt: Prompt, adapter: str | None, salt: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
-        request = self._request(prompt, {"adapter": adapter, "salt": salt, **options})
+    def _place(
+        self, prompt: Prompt, adapter: str | None, options: Mapping[str, object]
+    ) -> tuple[tuple[str | None, str], NDArray[np.int32]]:
+        request = self._request(prompt, None, adapter, options)
         return (request.adapter, request.salt), request.tokens
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InputError
+from ..tasks.sampling import format_grammar
 
 __all__ = ["chat_body", "completion_body", "read_chat", "read_completion", "usage_of"]
 
@@ -120,23 +121,6 @@ def _sampling(body: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------- formats
 
 
-def _response_format(value: Any) -> dict[str, Any] | None:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if value is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return {"json": True}
-    if kind == "json_schema":
-        inner = value.get("json_schema")
-        schema = inner.get("schema") if isinstance(inner, dict) else None
-        if schema is None:
-            remedy = 'give {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
-            raise InputError("response_format has no schema", field="response_format", remedy=remedy)
-        return {"json_schema": schema}
-    remedy = "use text, json_object or json_schema"
-    raise InputError(f"response_format is of type {kind!r}", field="response_format", remedy=remedy, code="unsupported")
-
-
 def _structured_outputs(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
@@ -155,7 +139,7 @@ def _guided(kind: str) -> Callable[[Any], dict[str, Any] | None]:
 
 
 _FORMATS: dict[str, Callable[[Any], dict[str, Any] | None]] = {
-    "response_format": _response_format,
+    "response_format": format_grammar,
     "structured_outputs": _structured_outputs,
     **{name: _guided(kind) for name, kind in _GUIDED.items()},
 }

@@ -75,7 +75,9 @@ def task_settings(task: str, o: Options, checkpoint: Any, tokenizer: Any) -> dic
     """The keyword arguments for make_task: those that were given."""
     from ..records.fields import read_argument
 
-    limits = {name: o[name] for name in ("max_length", "truncate") if o.get(name)}
+    limits = {"max_length": o["max_length"]} if o.get("max_length") else {}
+    if o.get("truncate_side") or o.get("truncate"):
+        limits["truncate"] = o.get("truncate_side") or True
     if task == "generate":
         return generate_settings(o, checkpoint, tokenizer) | limits
     names = {

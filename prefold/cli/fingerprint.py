@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .build import FORMATS, SAMPLING, Options, adapter_folders, read_bytes
+from ..options import OPTIONS, journal_names
+from .build import Options, adapter_folders, read_bytes
 from .input import COLUMN_OPTIONS, Input
 
 __all__ = ["fingerprint"]
@@ -41,12 +42,9 @@ def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) ->
     return json.loads(json.dumps(found))  # as the journal gives it back: lists, not tuples
 
 
-RESULT_OPTIONS = (
-    "pooling", "normalize", "dimensions", "prompt_name", "instruction", "words", "raw_scores", "template",
-    "labels", "labels_file", "instructions", "examples", "normalization", "calibrate", "max_length", "truncate",
-    "chat", "system", "chat_template", "chat_template_kwargs", "max_tokens", *SAMPLING, "logit_bias", "recommended",
-    "stop", "stop_id", "ignore_eos", *FORMATS, "delimiter", "max_cell_lines",
-)  # fmt: skip
+# What the options of the tasks are made of, and what chooses between them; then how the input is read. Of adapters
+# a digest is kept, and the seed has a place of its own.
+RESULT_OPTIONS = (*journal_names(), "chat", "recommended", "delimiter", "max_cell_lines")
 
 
 def model_identity(checkpoint: Any) -> dict[str, Any]:

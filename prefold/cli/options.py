@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 import click
 
+from ..options import doc_of
+
 __all__ = ["DEFAULT_MODEL", "NUMERIC_TASKS", "TASKS", "column_options", "engine_options", "generation_options"]
 __all__ += ["job_options", "limit_options", "machine_options", "model_options", "output_options", "task_options"]
 
@@ -45,6 +47,11 @@ class Device(click.ParamType):
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)) is None:
             self.fail(f"{value!r} is not a device; write auto, cpu, cuda, or cuda:1 for the second GPU", param, ctx)
         return str(value)
+
+
+def _of(task: str, option: str, *flags: str, **settings: Any) -> Decorator:
+    """The option of the command line for one of a task's options, whose help says what that means."""
+    return click.option(*flags, help=doc_of(task, option), **settings)
 
 
 def _all(*decorators: Decorator) -> Decorator:
@@ -90,11 +97,12 @@ generation_options = _all(
 
 limit_options = _all(
     click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N records."),
-    click.option("--max-length", type=click.IntRange(1), metavar="N",
-                 help="Tokens a prompt may have.  [default: what the model takes]"),
+    _of("embed", "max_length", "--max-length", type=click.IntRange(1), metavar="N"),
     click.option("--truncate", is_flag=True,
-                 help="Cut prompts that are too long (rerank: the document; score, generate: the prompt's beginning). "
-                      "Without it they are errors."),
+                 help="Cut what is too long instead of failing: the longest column of a template, the longest content "
+                      "of a conversation, of rerank the document. What is around it stays."),
+    click.option("--truncate-side", type=click.Choice(["left", "right"]),
+                 help="Cut the prompt as a whole, at this end."),
     click.option("--window", type=click.IntRange(1), default=1 << 20, show_default=True, metavar="N",
                  help="Tokens held in memory at once."),
 )  # fmt: skip
@@ -140,52 +148,44 @@ _MESSAGES = click.option("--messages", metavar="COLUMN", help="Chat messages, wr
 
 _TASKS: dict[str, tuple[Decorator, ...]] = {
     "embed": (
-        click.option("--pooling", type=click.Choice(["last", "mean", "first"]),
-                     help="Where the embedding is read.  [default: what the checkpoint says, else last]"),
-        click.option("--normalize/--no-normalize", default=None,
-                     help="Scale it to length 1.  [default: what the checkpoint says, else yes]"),
-        click.option("--dimensions", type=click.IntRange(1), metavar="N", help="Keep the first N values."),
-        click.option("--prompt-name", metavar="NAME", help="One of the checkpoint's own prompts, before every text."),
+        _of("embed", "pooling", "--pooling", type=click.Choice(["last", "mean", "first"])),
+        _of("embed", "normalize", "--normalize/--no-normalize", default=None),
+        _of("embed", "dimensions", "--dimensions", type=click.IntRange(1), metavar="N"),
+        _of("embed", "prompt_name", "--prompt-name", metavar="NAME"),
     ),
     "rerank": (
-        click.option("--words", metavar="YES,NO", help="The two words whose logits are compared.  [default: yes,no]"),
-        click.option("--raw-scores", is_flag=True, help="The difference of the logits, without the sigmoid."),
+        _of("rerank", "words", "--words", metavar="YES,NO"),
+        _of("rerank", "raw_scores", "--raw-scores", is_flag=True),
     ),
     "classify": (
         click.option("--labels", metavar="A,B,...", help="The labels."),
         click.option("--labels-file", metavar="FILE",
                      help='The labels, one a line, or as JSON ["a", ...] or {"label": "how it is written", ...}.'),
-        click.option("--instructions", metavar="TEXT", help="What comes before the examples and the text."),
+        _of("classify", "instructions", "--instructions", metavar="TEXT"),
         click.option("--examples", metavar="FILE", help="JSONL or CSV with the columns text and label."),
-        click.option("--normalization", type=click.Choice(["tokens", "bytes"]),
-                     help="Divide a label's log-likelihood by its length."),
-        click.option("--calibrate", is_flag=True, help="Contextual calibration (Zhao et al. 2021)."),
+        _of("classify", "normalization", "--normalization", type=click.Choice(["tokens", "bytes"])),
+        _of("classify", "calibrate", "--calibrate", is_flag=True),
     ),
     "score": (),
     "generate": (
         click.option("--chat/--raw", default=None,
                      help="Put prompts into the model's chat template, or not.  [default: if it has one]"),
-        click.option("--system", metavar="TEXT", help="A system message before conversations without one."),
-        click.option("--chat-template", metavar="TEXT", help="The name of one of the checkpoint's, or a template."),
+        _of("generate", "system", "--system", metavar="TEXT"),
+        _of("generate", "chat_template", "--chat-template", metavar="TEXT"),
         click.option("--chat-template-kwargs", metavar="JSON", help='Variables of it: {"enable_thinking": false}.'),
-        click.option("--template-seconds", type=click.FloatRange(0, min_open=True), metavar="X",
-                     help="Processor time the chat template may take for a record.  [default: 10]"),
-        click.option("--max-tokens", type=click.IntRange(0), metavar="N",
-                     help="Tokens of an answer, at most; 0: until the model's context is full.  "
-                          "[default: 256, or fewer where the context ends]"),
-        click.option("--min-tokens", type=click.IntRange(0), metavar="N", help="No end before so many."),
-        click.option("--n", type=click.IntRange(1), metavar="N", help="Answers to each prompt."),
+        _of("generate", "template_seconds", "--template-seconds", type=click.FloatRange(0, min_open=True), metavar="X"),
+        _of("generate", "max_tokens", "--max-tokens", type=click.IntRange(0), metavar="N"),
+        _of("generate", "min_tokens", "--min-tokens", type=click.IntRange(0), metavar="N"),
+        _of("generate", "n", "--n", type=click.IntRange(1), metavar="N"),
         click.option("--temperature", type=click.FloatRange(0), metavar="X",
                      help="0: always the most likely token.  [default: 0; batch lines: 1]"),
-        click.option("--top-k", type=click.IntRange(0), metavar="N", help="Only the N most likely tokens."),
-        click.option("--top-p", type=click.FloatRange(0, 1), metavar="X",
-                     help="Only the most likely tokens that together have this probability."),
-        click.option("--min-p", type=click.FloatRange(0, 1), metavar="X",
-                     help="Only tokens this likely, relative to the most likely one."),
-        click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True), metavar="X",
-                     help="Of tokens in prompt or answer.  [default: 1]"),
-        click.option("--presence-penalty", type=float, metavar="X", help="Of tokens in the answer, once."),
-        click.option("--frequency-penalty", type=float, metavar="X", help="Of tokens in the answer, each time."),
+        _of("generate", "top_k", "--top-k", type=click.IntRange(0), metavar="N"),
+        _of("generate", "top_p", "--top-p", type=click.FloatRange(0, 1), metavar="X"),
+        _of("generate", "min_p", "--min-p", type=click.FloatRange(0, 1), metavar="X"),
+        _of("generate", "repetition_penalty", "--repetition-penalty", type=click.FloatRange(0, min_open=True),
+            metavar="X"),
+        _of("generate", "presence_penalty", "--presence-penalty", type=float, metavar="X"),
+        _of("generate", "frequency_penalty", "--frequency-penalty", type=float, metavar="X"),
         click.option("--logit-bias", metavar="ID=X", multiple=True, help="Added to a token's logit. May be repeated."),
         click.option("--recommended", is_flag=True,
                      help="Where an option is not given, sample as the checkpoint's generation_config.json says."),
@@ -193,9 +193,8 @@ _TASKS: dict[str, tuple[Decorator, ...]] = {
                      help="Of sampling; each record's own is made of it.  [default: drawn, and kept in the journal]"),
         click.option("--stop", metavar="TEXT", multiple=True, help="A text that ends the answer. May be repeated."),
         click.option("--stop-id", type=click.IntRange(0), metavar="ID", multiple=True, help="The same, a token id."),
-        click.option("--ignore-eos", is_flag=True, help="Go on after the model's end of text."),
-        click.option("--logprobs", type=click.IntRange(0), metavar="K",
-                     help="Each token's log-probability, and those of the K most likely."),
+        _of("generate", "ignore_eos", "--ignore-eos", is_flag=True),
+        _of("generate", "logprobs", "--logprobs", type=click.IntRange(0), metavar="K"),
         click.option("--json-schema", metavar="FILE|JSON", help="Answers are JSON of this schema."),
         click.option("--json-object", is_flag=True, help="Answers are a JSON object."),
         click.option("--regex", metavar="REGEX", help="Answers match it."),

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import InputError
 
-__all__ = ["Message", "Prompt", "Text"]
+__all__ = ["Ids", "Message", "Prompt", "Text", "Vector"]
 __all__ += ["as_items", "as_prompts", "as_texts", "chats_of", "check_errors", "first_error", "pair_up"]
 
 T = TypeVar("T")
 Message = Mapping[str, object]  # {"role": "user", "content": "..."}
-Text = str | Sequence[int] | np.ndarray  # a text, or its token ids
-Prompt = Text | Sequence[Message] | Mapping[str, object]  # a text, a conversation, or the fields of GenerateItem
+
+
+class TensorLike(Protocol):
+    """A PyTorch tensor, of token ids."""
+
+    def detach(self) -> object: ...
+    def cpu(self) -> object: ...
+
+
+Vector = NDArray[np.float32]
+Ids: TypeAlias = "Sequence[int] | NDArray[np.integer] | TensorLike"
+Text: TypeAlias = "str | Ids"  # a text, or its token ids
+# A text, a conversation, or the fields of GenerateItem.
+Prompt: TypeAlias = "Text | Sequence[Message] | Mapping[str, object]"
 TEXT = "give a text, a list of token ids, or a list of several of them"
 
 

@@ -3,44 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar, Unpack, cast, overload
 
 import numpy as np
 
 from ..errors import InputError
 from ..tasks.run import finish_items
-from .arguments import as_items, as_texts, check_errors, first_error, pair_up
+from .arguments import Ids, Text, Vector, as_items, as_texts, check_errors, first_error, pair_up
+from .keywords import ClassifyKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
 from .results import Classification, Ranking, Score
 from .running import Call, TaskRunner
 
 __all__ = ["Numbers"]
 
+T = TypeVar("T")
+Labels = Sequence[str] | Mapping[str, str] | None
+Errors = Literal["raise", "return"]
+Raise = Literal["raise"]
+Return = Literal["return"]
+
 
 class Numbers(TaskRunner):
-    """embed, rerank, classify, score."""
+    """embed, rerank, classify, score. Three keywords mean the same in all of them:
 
-    def embed(self, texts: Any, *, errors: str = "raise", progress: bool = False, **options: Any) -> Any:
+    errors    "raise": the first bad item raises its InputError, before anything is computed. "return": all others are
+              computed, and each bad item has its InputError in its place
+    progress  show a bar on standard error
+    truncate  cut what is too long for the model, which is an error otherwise; see TaskOptions
+    """
+
+    @overload
+    def embed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        errors: Raise = "raise",
+        progress: bool = False,
+        **options: Unpack[EmbedKeywords],
+    ) -> Vector: ...
+    @overload
+    def embed(  # type: ignore[overload-overlap]  # a str is a Sequence[str] too
+        self, texts: str, *, errors: Return, progress: bool = False, **options: Unpack[EmbedKeywords]
+    ) -> Vector | InputError: ...
+    @overload
+    def embed(
+        self, texts: Sequence[Text], *, errors: Return, progress: bool = False, **options: Unpack[EmbedKeywords]
+    ) -> list[Vector | InputError]: ...
+    def embed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        errors: Errors = "raise",
+        progress: bool = False,
+        **options: Unpack[EmbedKeywords],
+    ) -> Vector | InputError | list[Vector | InputError]:
+        """Returns an embedding a text, float32 [n, dim]; [dim] for one text; with errors="return" a list of them.
+
+        Options are the fields of EmbedOptions: pooling ("last", "mean", "first"), normalize, dimensions, prompt,
+        prompt_name, instruction, max_length, truncate. By default the checkpoint says how it wants to be read;
+        where it says nothing, its last token is read and the vectors have length 1. Token ids are taken as they are.
+
+        Raises InputError naming the text that cannot be embedded.
+        """
         items, single = as_texts(texts, "texts")
-        back = check_errors(errors)
-        records = [item if isinstance(item, InputError) else {"text": item} for item in items]
-        lines = self._lines(self.task("embed", **options), records, Call("texts", single, back, progress))
-        vectors = [line if isinstance(line, InputError) else line["embedding"] for line in lines]
+        call = Call("texts", single, check_errors(errors), progress)
+        lines = self._lines(self.task("embed", **options), _named(items, "text"), call)
+        found: list[Any] = [line if isinstance(line, InputError) else line["embedding"] for line in lines]
         if single:
-            return vectors[0]
-        if back:
-            return vectors
-        return np.stack(vectors) if vectors else np.empty((0, self.config.hidden), np.float32)
+            return cast(Vector, found[0])
+        if call.back:
+            return found
+        return np.stack(found) if found else np.empty((0, options.get("dimensions") or self.config.hidden), np.float32)
 
     def rerank(
         self,
-        query: Any,
-        documents: Any,
+        query: Text,
+        documents: Sequence[Text | Mapping[str, object]],
         *,
         top_n: int | None = None,
-        errors: str = "raise",
+        errors: Errors = "raise",
         progress: bool = False,
-        **options: Any,
+        **options: Unpack[RerankKeywords],
     ) -> Ranking:
+        """Returns how well each document answers the query, and their order.
+
+        Options are the fields of RerankOptions: instruction, template, words, raw_scores, max_length, truncate (of
+        documents only). A causal model answers yes or no after Qwen3-Reranker's prompt; of a checkpoint with a
+        classification head of one label the score is the sigmoid of that. {"text": ...} is taken for a text.
+
+        Raises InputError naming the document that cannot be scored; with errors="return" it is among the `errors` of
+        the Ranking, and its score is NaN.
+        """
         items, single = as_items(documents, "documents")
         if single or not items:
             found = "one text" if single else "empty"
@@ -60,48 +113,154 @@ class Numbers(TaskRunner):
         scores[good] = line["scores"]
         return Ranking(scores, [good[i] for i in line["order"]], bad)
 
+    @overload
+    def classify(  # type: ignore[overload-overlap]  # a str is a Sequence[str] too
+        self,
+        texts: str,
+        labels: Labels = None,
+        *,
+        errors: Raise = "raise",
+        progress: bool = False,
+        **options: Unpack[ClassifyKeywords],
+    ) -> Classification: ...
+    @overload
     def classify(
         self,
-        texts: Any,
-        labels: Sequence[str] | Mapping[str, str] | None = None,
+        texts: Sequence[Text],
+        labels: Labels = None,
         *,
-        errors: str = "raise",
+        errors: Raise = "raise",
         progress: bool = False,
-        **options: Any,
-    ) -> Any:
+        **options: Unpack[ClassifyKeywords],
+    ) -> list[Classification]: ...
+    @overload
+    def classify(
+        self,
+        texts: Sequence[Text],
+        labels: Labels = None,
+        *,
+        errors: Return,
+        progress: bool = False,
+        **options: Unpack[ClassifyKeywords],
+    ) -> list[Classification | InputError]: ...
+    @overload
+    def classify(
+        self,
+        texts: Ids,
+        labels: Labels = None,
+        *,
+        errors: Raise = "raise",
+        progress: bool = False,
+        **options: Unpack[ClassifyKeywords],
+    ) -> Classification: ...
+    def classify(
+        self,
+        texts: Text | Sequence[Text],
+        labels: Labels = None,
+        *,
+        errors: Errors = "raise",
+        progress: bool = False,
+        **options: Unpack[ClassifyKeywords],
+    ) -> Classification | Sequence[Classification | InputError] | InputError:
+        """Returns the label that fits each text best, and the probability of every label.
+
+        By how likely the model finds each label after a prompt that all texts share, or by the checkpoint's
+        classification head. Options are the fields of ClassifyOptions: instructions, examples (pairs of text and
+        label), template, separator, normalization ("tokens", "bytes"), calibrate (contextual calibration, Zhao et al.
+        2021), max_length, truncate.
+
+        Raises InputError naming the text that cannot be classified.
+        """
         items, single = as_texts(texts, "texts")
-        back = check_errors(errors)
-        records = [item if isinstance(item, InputError) else {"text": item} for item in items]
+        call = Call("texts", single, check_errors(errors), progress)
         task = self.task("classify", labels=labels, **options)
-        lines = self._lines(task, records, Call("texts", single, back, progress))
         found = [
             line if isinstance(line, InputError) else Classification(line["label"], line["probabilities"])
-            for line in lines
+            for line in self._lines(task, _named(items, "text"), call)
         ]
-        return found[0] if single else found
+        return _only(found) if single else found
 
+    @overload
+    def score(  # type: ignore[overload-overlap]
+        self,
+        prompts: str,
+        continuations: str | None = None,
+        *,
+        errors: Raise = "raise",
+        progress: bool = False,
+        **options: Unpack[ScoreKeywords],
+    ) -> Score: ...
+    @overload
+    def score(  # type: ignore[overload-overlap]
+        self,
+        prompts: str,
+        continuations: Sequence[Text],
+        *,
+        errors: Raise = "raise",
+        progress: bool = False,
+        **options: Unpack[ScoreKeywords],
+    ) -> list[Score]: ...
+    @overload
+    def score(  # type: ignore[overload-overlap]
+        self,
+        prompts: Sequence[Text],
+        continuations: Sequence[str] | None = None,
+        *,
+        errors: Raise = "raise",
+        progress: bool = False,
+        **options: Unpack[ScoreKeywords],
+    ) -> list[Score]: ...
+    @overload
     def score(
         self,
-        prompts: Any,
-        continuations: Any = None,
+        prompts: Sequence[Text],
+        continuations: Sequence[Sequence[Text]],
         *,
-        errors: str = "raise",
+        errors: Raise = "raise",
         progress: bool = False,
-        **options: Any,
-    ) -> Any:
+        **options: Unpack[ScoreKeywords],
+    ) -> list[list[Score]]: ...
+    @overload
+    def score(
+        self,
+        prompts: Text | Sequence[Text],
+        continuations: Text | Sequence[Text] | Sequence[Sequence[Text]] | None = None,
+        *,
+        errors: Errors = "raise",
+        progress: bool = False,
+        **options: Unpack[ScoreKeywords],
+    ) -> Score | InputError | Sequence[Score | InputError | Sequence[Score | InputError]]: ...
+    def score(
+        self,
+        prompts: Text | Sequence[Text],
+        continuations: Text | Sequence[Text] | Sequence[Sequence[Text]] | None = None,
+        *,
+        errors: Errors = "raise",
+        progress: bool = False,
+        **options: Unpack[ScoreKeywords],
+    ) -> Score | InputError | Sequence[Score | InputError | Sequence[Score | InputError]]:
+        """Returns how likely each continuation is after its prompt; without continuations, how likely each text is.
+
+        One prompt has one continuation or a list of them; of several prompts each has one, or each has a list. Prompt
+        and continuation are encoded together and split after the prompt's own encoding, where white space at the
+        prompt's end belongs to the continuation, as lm-evaluation-harness does it. A whole text is scored in windows
+        as long as the model takes.
+
+        Options are the fields of ScoreOptions: prefix_token, max_length, truncate (of the prompt only). Raises
+        InputError naming the pair or text that cannot be scored.
+        """
         back = check_errors(errors)
         task = self.task("score", **options)
         if continuations is None:
             items, single = as_texts(prompts, "prompts")
-            records = [item if isinstance(item, InputError) else {"text": item} for item in items]
-            found = self._scores(task, records, Call("prompts", single, back, progress))
-            return found[0] if single else found
+            found = self._scores(task, _named(items, "text"), Call("prompts", single, back, progress))
+            return _only(found) if single else found
         lists, single, many = pair_up(prompts, continuations)
         flat = [pair for pairs in lists for pair in pairs]
-        alone = single and not many
-        found = iter(self._scores(task, flat, Call("continuations" if single else "pairs", alone, back, progress)))
-        answers = [[next(found) for _ in pairs] if many else next(found) for pairs in lists]
-        return answers[0] if single else answers
+        call = Call("continuations" if single else "pairs", single and not many, back, progress)
+        each = iter(self._scores(task, flat, call))
+        answers = [[next(each) for _ in pairs] if many else next(each) for pairs in lists]
+        return _only(answers) if single else answers
 
     def _scores(self, task: Any, records: Sequence[Any], call: Call) -> list[Score | InputError]:
         return [
@@ -110,3 +269,14 @@ class Numbers(TaskRunner):
             else Score(line["logprob"], np.asarray(line["logprobs"], np.float32), line["greedy"])
             for line in self._lines(task, records, call)
         ]
+
+
+def _named(items: Sequence[Any], name: str) -> list[Any]:
+    """Items with the one field `name`; what is an InputError already stays one."""
+    return [item if isinstance(item, InputError) else {name: item} for item in items]
+
+
+def _only(found: Sequence[T]) -> T:
+    """The answer of one item."""
+    (one,) = found
+    return one

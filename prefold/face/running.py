@@ -6,16 +6,20 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from ..checkpoint import Checkpoint
 from ..errors import ForkedError, InputError
+from ..model import ModelConfig
 from ..tasks import Task, Work, make_task
 from ..tasks.run import calibrated, finish_items, run_works
 from ..text import Tokenizer
 from .arguments import first_error
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 __all__ = ["Call", "TaskRunner", "check_process"]
 
@@ -54,16 +58,18 @@ class Call:
 
 
 class TaskRunner:
-    """What the methods of LLM are built on. A subclass sets the four attributes.
+    """What the methods of LLM are built on. A subclass sets its attributes.
 
     engine      an Engine
     checkpoint  where the model came from
     tokenizer   None for a model of token ids
+    config      of the model
     """
 
-    engine: Any
+    engine: Engine
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
+    config: ModelConfig
 
     def __init__(self) -> None:
         self._tasks: dict[object, Task] = {}
@@ -88,7 +94,7 @@ class TaskRunner:
 
     def _make_task(self, name: str, options: Mapping[str, Any]) -> Task:
         task = make_task(name, self.checkpoint, self.tokenizer, options, adapters=self.engine.adapters)
-        return self.calibrated(task)
+        return cast(Task, self.calibrated(task))
 
     def calibrated(self, task: Any) -> Any:
         """A classification task that has seen what the model says of content-free texts, if it asks for that."""

@@ -3,56 +3,229 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 
 from ..engine.service import Service
 from ..errors import InputError
 from ..types import Generated, GenerateRequest
-from .arguments import as_prompts, chats_of, check_errors, first_error
+from .arguments import Ids, Message, Prompt, Text, as_prompts, chats_of, check_errors, first_error
+from .keywords import GenerationKeywords
 from .results import Piece
 from .running import Call, TaskRunner
 
 __all__ = ["Texts"]
 
+Item: TypeAlias = "Text | Mapping[str, object]"  # a prompt, or the fields of GenerateItem
+Adapter = str | Sequence[str | None] | None
+Answer = Generated | InputError | list[Generated]
+Errors = Literal["raise", "return"]
+Raise = Literal["raise"]
+Return = Literal["return"]
+
 
 class Texts(TaskRunner):
-    """generate, chat, stream, agenerate, astream."""
+    """generate, chat, stream, agenerate, astream. `errors`, `progress` and `truncate` mean what they mean in Numbers.
 
+    n        answers to each prompt; where it is given, even as 1, a prompt's answer is a list of Generated
+    adapter  the LoRA adapter that answers; for several prompts also a list of one name, or None, a prompt
+    options  the fields of GenerationOptions: max_tokens, temperature, top_p, stop, seed, logprobs, grammar,
+             response_format, system, tools, salt, ... ; greedy and at most 256 tokens by default
+    """
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a str is a Sequence[str] too
+        self,
+        prompts: str | Mapping[str, object],
+        *,
+        n: None = None,
+        adapter: str | None = None,
+        errors: Raise = "raise",
+        progress: bool = False,
+        **options: Unpack[GenerationKeywords],
+    ) -> Generated: ...
+    @overload
     def generate(
-        self, prompts: Any, *, adapter: Any = None, errors: str = "raise", progress: bool = False, **options: Any
-    ) -> Any:
+        self,
+        prompts: Sequence[Item],
+        *,
+        n: None = None,
+        adapter: Adapter = None,
+        errors: Raise = "raise",
+        progress: bool = False,
+        **options: Unpack[GenerationKeywords],
+    ) -> list[Generated]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Ids,
+        *,
+        n: None = None,
+        adapter: str | None = None,
+        errors: Raise = "raise",
+        progress: bool = False,
+        **options: Unpack[GenerationKeywords],
+    ) -> Generated: ...
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompts: str | Mapping[str, object],
+        *,
+        n: int,
+        adapter: str | None = None,
+        errors: Raise = "raise",
+        progress: bool = False,
+        **options: Unpack[GenerationKeywords],
+    ) -> list[Generated]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Item],
+        *,
+        n: int,
+        adapter: Adapter = None,
+        errors: Raise = "raise",
+        progress: bool = False,
+        **options: Unpack[GenerationKeywords],
+    ) -> list[list[Generated]]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Item],
+        *,
+        n: None = None,
+        adapter: Adapter = None,
+        errors: Return,
+        progress: bool = False,
+        **options: Unpack[GenerationKeywords],
+    ) -> list[Generated | InputError]: ...
+    def generate(
+        self,
+        prompts: Item | Sequence[Item],
+        *,
+        n: int | None = None,
+        adapter: Adapter = None,
+        errors: Errors = "raise",
+        progress: bool = False,
+        **options: Unpack[GenerationKeywords],
+    ) -> Answer | Sequence[Answer]:
+        """Returns what follows each prompt: a Generated a prompt, or with `n` a list of them.
+
+        A prompt is a text, token ids, or a mapping of the fields of GenerateItem: {"prompt": ..., "adapter": ...}.
+        Raises InputError naming the prompt that cannot be continued.
+        """
         items, single = as_prompts(prompts, "prompts", adapter)
         call = Call("prompts", single, check_errors(errors), progress)
-        return self._generate(items, call, adapter, options)
+        return self._generate(items, call, n, adapter, options)
 
+    @overload
     def chat(
-        self, messages: Any, *, adapter: Any = None, errors: str = "raise", progress: bool = False, **options: Any
-    ) -> Any:
+        self,
+        messages: Sequence[Message],
+        *,
+        n: None = None,
+        adapter: str | None = None,
+        errors: Raise = "raise",
+        progress: bool = False,
+        **options: Unpack[GenerationKeywords],
+    ) -> Generated: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        *,
+        n: None = None,
+        adapter: Adapter = None,
+        errors: Raise = "raise",
+        progress: bool = False,
+        **options: Unpack[GenerationKeywords],
+    ) -> list[Generated]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        n: int,
+        adapter: str | None = None,
+        errors: Raise = "raise",
+        progress: bool = False,
+        **options: Unpack[GenerationKeywords],
+    ) -> list[Generated]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        *,
+        n: int,
+        adapter: Adapter = None,
+        errors: Raise = "raise",
+        progress: bool = False,
+        **options: Unpack[GenerationKeywords],
+    ) -> list[list[Generated]]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        *,
+        n: None = None,
+        adapter: Adapter = None,
+        errors: Return,
+        progress: bool = False,
+        **options: Unpack[GenerationKeywords],
+    ) -> list[Generated | InputError]: ...
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        n: int | None = None,
+        adapter: Adapter = None,
+        errors: Errors = "raise",
+        progress: bool = False,
+        **options: Unpack[GenerationKeywords],
+    ) -> Answer | Sequence[Answer]:
+        """Returns the model's answer to a conversation, [{"role": ..., "content": ...}, ...], or to each of a list.
+
+        The conversation is written in the checkpoint's chat template, or in the one named by chat_template. Raises
+        InputError naming the conversation that cannot be answered.
+        """
         items, single = chats_of(messages, adapter)
         call = Call("messages", single, check_errors(errors), progress)
-        return self._generate(items, call, adapter, options)
+        return self._generate(items, call, n, adapter, options)
 
-    def _generate(self, items: list[Any], call: Call, adapter: Any, options: Mapping[str, Any]) -> Any:
-        task = self._generate_task(adapter, options)
+    def _generate(
+        self, items: list[Any], call: Call, n: int | None, adapter: Adapter, options: Mapping[str, Any]
+    ) -> Answer | Sequence[Answer]:
+        given = {} if n is None else {"n": n}
+        one = adapter if adapter is None or isinstance(adapter, str) else None
+        task = self.task("generate", adapter=one, **given, **options)
         works, results = self._results(task, items, call)
-        found = [
+        found: list[InputError | list[Generated]] = [
             work if isinstance(work, InputError) else result[0]  # an InputError where it could not run
             for work, result in zip(works, results, strict=True)
         ]
         if not call.back:
             first_error(found, call.argument, single=call.single)
-        many = options.get("n") is not None
-        answers = [one if many or isinstance(one, InputError) or len(one) > 1 else one[0] for one in found]
+        # An item may ask for several samples by itself.
+        answers: list[Answer] = [
+            one if n is not None or isinstance(one, InputError) or len(one) > 1 else one[0] for one in found
+        ]
         return answers[0] if call.single else answers
 
-    def _generate_task(self, adapter: Any, options: Mapping[str, Any]) -> Any:
-        one = None if isinstance(adapter, (list, tuple)) else adapter
-        return self.task("generate", **options, **({} if one is None else {"adapter": one}))
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        n: int | None = None,
+        adapter: str | None = None,
+        **options: Unpack[GenerationKeywords],
+    ) -> Iterator[Piece]:
+        """Returns the text of one prompt, or conversation, piece by piece as it is made.
 
-    def stream(self, prompt: Any, **options: Any) -> Iterator[Piece]:
-        return self._stream(self._request(prompt, options))
+        There is at most one Piece a sample and step; the last of a sample carries its Generated. Left early, the
+        request is cancelled.
+        """
+        return self._stream(self._request(prompt, n, adapter, options))
 
     def _stream(self, request: GenerateRequest) -> Iterator[Piece]:
         generator, pieces = self.engine.generator, deque[Any]()
@@ -74,15 +247,39 @@ class Texts(TaskRunner):
             if key is not None:
                 generator.cancel(key)
 
-    async def agenerate(self, prompt: Any, **options: Any) -> Generated | list[Generated]:
-        request = self._request(prompt, options)
+    @overload
+    async def agenerate(
+        self, prompt: Prompt, *, n: None = None, adapter: str | None = None, **options: Unpack[GenerationKeywords]
+    ) -> Generated: ...
+    @overload
+    async def agenerate(
+        self, prompt: Prompt, *, n: int, adapter: str | None = None, **options: Unpack[GenerationKeywords]
+    ) -> list[Generated]: ...
+    async def agenerate(
+        self,
+        prompt: Prompt,
+        *,
+        n: int | None = None,
+        adapter: str | None = None,
+        **options: Unpack[GenerationKeywords],
+    ) -> Generated | list[Generated]:
+        """Returns what follows one prompt, or conversation, to an event loop. Calls that wait at once run together."""
+        request = self._request(prompt, n, adapter, options)
         async for event in self._service.stream(request, self.tokenizer, text=False):
             if isinstance(event, list):
-                return event if options.get("n") is not None else event[0]
+                return event[0] if n is None and len(event) == 1 else event
         raise AssertionError("a request ended without an answer")
 
-    async def astream(self, prompt: Any, **options: Any) -> AsyncIterator[Piece]:
-        request = self._request(prompt, options)
+    async def astream(
+        self,
+        prompt: Prompt,
+        *,
+        n: int | None = None,
+        adapter: str | None = None,
+        **options: Unpack[GenerationKeywords],
+    ) -> AsyncIterator[Piece]:
+        """Returns the pieces of `stream`, to an event loop."""
+        request = self._request(prompt, n, adapter, options)
         async for event in self._service.stream(request, self.tokenizer):
             if isinstance(event, list):
                 for i, one in enumerate(event):
@@ -94,13 +291,18 @@ class Texts(TaskRunner):
     def _service(self) -> Service:
         return Service(self.engine.generator)
 
-    def _request(self, prompt: Any, options: Mapping[str, Any]) -> GenerateRequest:
+    def _request(
+        self, prompt: Prompt, n: int | None, adapter: str | None, options: Mapping[str, Any]
+    ) -> GenerateRequest:
         """The request of one prompt, conversation, or mapping of the fields of GenerateItem."""
-        (work,) = first_error(self.task("generate", **options).prepare([prompt]), single=True)
-        return work.requests[0]
+        given = {} if n is None else {"n": n}
+        task = self.task("generate", adapter=adapter, **given, **options)
+        (work,) = first_error(task.prepare([prompt]), single=True)
+        return cast(GenerateRequest, work.requests[0])
 
 
 def samples_of(answer: list[Generated] | InputError) -> list[Generated]:
+    """The samples of a request. Raises the InputError of one that could not run."""
     if isinstance(answer, InputError):
         raise answer
     return answer

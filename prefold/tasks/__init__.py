@@ -10,7 +10,7 @@ from .classify import ClassifyHeadTask, ClassifyItem, ClassifyTask
 from .embed import EmbedItem, EmbedTask
 from .facts import EmbedSettings, embed_settings, generation_settings
 from .generate import GenerateItem, GenerateTask
-from .make import TASKS, make_task, task_options
+from .make import TASKS, make_task
 from .rerank import RerankItem, RerankTask
 from .score import ScoreItem, ScoreTask
 
@@ -34,5 +34,4 @@ __all__ = [
     "embed_settings",
     "generation_settings",
     "make_task",
-    "task_options",
 ]

@@ -2,115 +2,84 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, UnsupportedModelError
 from ..model import ModelConfig, config_from
-from ..text import RERANK_INSTRUCTION, FewShotPrompt, RerankPrompt
+from ..options import (
+    ClassifyOptions,
+    EmbedOptions,
+    GenerationOptions,
+    RerankOptions,
+    ScoreOptions,
+    TaskOptions,
+    options_of,
+)
+from ..text import RERANK_INSTRUCTION, FewShotPrompt
 from ..text.chat import TEMPLATE_SECONDS
 from ..types import Sampling
-from .base import Task, check_count
-from .classify import ClassifyHeadTask, ClassifyTask, Normalization
+from .base import Task
+from .classify import ClassifyHeadTask, ClassifyTask
 from .embed import EmbedTask
-from .facts import Pooling, embed_settings, inputs_of, labels_of_head, require_lm_head
+from .facts import embed_settings, inputs_of, labels_of_head, require_lm_head
 from .generate import GenerateTask
 from .rerank import RerankTask
+from .sampling import format_grammar
 from .score import ScoreTask
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..text import Tokenizer
 
-__all__ = ["TASKS", "make_task", "task_options"]
+__all__ = ["TASKS", "make_task"]
 
 
 def make_task(
     name: str,
     checkpoint: Checkpoint,
     tokenizer: Tokenizer | None,
-    options: Mapping[str, Any] | None = None,
+    options: TaskOptions | Mapping[str, Any] | None = None,
     *,
     adapters: Collection[str] = (),
     **given: Any,
 ) -> Task:
-    """The task `name` for a checkpoint. Its options, which `task_options(name)` lists, are given as keywords or as a
-    mapping.
+    """The task `name` for a checkpoint, with the options that `prefold.options` has for it.
 
-    max_length, an option of every task, is the most tokens a prompt may have; None means what the
-    checkpoint says. tokenizer None: token ids only. adapters: the names of the LoRA adapters that are loaded.
+    options    as its dataclass, or as a mapping; or else they are given as keywords
+    tokenizer  None: token ids only
+    adapters   the names of the LoRA adapters that are loaded
+
     Raises InputError for an unknown task or option, and for bad values.
     """
-    known, options = task_options(name), {**(options or {}), **given}
-    for option in options:
-        if option not in known:
-            close = get_close_matches(option, known, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            message = f"{name} has no option {option!r}"
-            remedy = f"{hint}it has: {', '.join(known)}"
-            raise InputError(message, field=option, remedy=remedy, code="unknown_option")
-    if options.get("max_length") is not None:
-        check_count(options["max_length"], "max_length")
-    beside = {"adapters": adapters} if name == "generate" else {}
-    return TASKS[name](checkpoint, config_from(checkpoint.config), tokenizer, **beside, **options)
+    if not isinstance(options, TaskOptions):
+        options = options_of(name, {**(options or {}), **given})
+    place = (checkpoint, config_from(checkpoint.config), tokenizer)
+    if isinstance(options, GenerationOptions):
+        return _generate(*place, options, adapters)
+    return TASKS[name](*place, options)
 
 
-def task_options(name: str) -> dict[str, Any]:
-    """{option: default} of a task. Raises InputError for an unknown task."""
-    if name not in TASKS:
-        raise InputError(f"there is no task {name!r}", field="task", remedy=f"the tasks are {', '.join(TASKS)}")
-    parameters = inspect.signature(TASKS[name]).parameters.values()
-    own = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name != "adapters"}
-    sampling = {field.name: field.default for field in fields(Sampling)} if name == "generate" else {}
-    return sampling | own
-
-
-def _embed(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    tokenizer: Tokenizer | None,
-    *,
-    pooling: Pooling | None = None,
-    normalize: bool | None = None,
-    dimensions: int | None = None,
-    prompt: str | None = None,
-    prompt_name: str | None = None,
-    instruction: str | None = None,
-    max_length: int | None = None,
-    truncate: bool = False,
-) -> Task:
+def _embed(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | None, o: EmbedOptions) -> Task:
     settings = embed_settings(checkpoint)
-    if pooling is not None:
-        settings = replace(settings, pooling=pooling)
-    if normalize is not None:
-        settings = replace(settings, normalize=normalize)
+    if o.pooling is not None:
+        settings = replace(settings, pooling=o.pooling)
+    if o.normalize is not None:
+        settings = replace(settings, normalize=o.normalize)
     return EmbedTask(
-        inputs_of(config, tokenizer, max_length if max_length is not None else settings.max_length),
+        inputs_of(config, tokenizer, settings.max_length if o.max_length is None else o.max_length),
         settings,
-        dimensions=dimensions,
-        prompt=prompt,
-        prompt_name=prompt_name,
-        instruction=instruction,
+        dimensions=o.dimensions,
+        prompt=o.prompt,
+        prompt_name=o.prompt_name,
+        instruction=o.instruction,
         hidden=config.hidden,
-        truncate=truncate,
+        truncate=o.truncate,
     )
 
 
-def _rerank(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    tokenizer: Tokenizer | None,
-    *,
-    instruction: str = RERANK_INSTRUCTION,
-    template: str | RerankPrompt | None = None,
-    words: tuple[str, str] = ("yes", "no"),
-    raw_scores: bool = False,
-    max_length: int | None = None,
-    truncate: bool = False,
-) -> Task:
+def _rerank(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | None, o: RerankOptions) -> Task:
     labels = labels_of_head(config)
     if labels is not None and len(labels) != 1:
         raise UnsupportedModelError(
@@ -119,101 +88,80 @@ def _rerank(
     if labels is None:
         require_lm_head(config, checkpoint, "rerank")
     return RerankTask(
-        inputs_of(config, tokenizer, max_length),
-        instruction=instruction,
-        template=template,
-        words=words,
+        inputs_of(config, tokenizer, o.max_length),
+        instruction=RERANK_INSTRUCTION if o.instruction is None else o.instruction,
+        template=o.template,
+        words=o.words,
         head=labels is not None,
-        raw_scores=raw_scores,
-        truncate=truncate,
+        raw_scores=o.raw_scores,
+        truncate=o.truncate,
     )
 
 
-def _classify(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    tokenizer: Tokenizer | None,
-    *,
-    labels: Sequence[str] | Mapping[str, str] | None = None,
-    instructions: str = "",
-    examples: Sequence[Any] = (),
-    template: str = FewShotPrompt.template,
-    separator: str = FewShotPrompt.separator,
-    normalization: Normalization = None,
-    calibrate: bool = False,
-    max_length: int | None = None,
-    truncate: bool = False,
-) -> Task:
-    inputs = inputs_of(config, tokenizer, max_length)
+def _classify(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | None, o: ClassifyOptions) -> Task:
+    inputs = inputs_of(config, tokenizer, o.max_length)
     head = labels_of_head(config)
-    prompt = {"instructions": instructions, "examples": examples, "template": template, "separator": separator}
-    likelihood = prompt | {"normalization": normalization, "calibrate": calibrate}
     if head is None:
-        if labels is None:
+        if o.labels is None:
             message = "the checkpoint has no classification head, so labels are needed"
             raise InputError(message, field="labels", remedy="give two or more", code="missing_option")
         require_lm_head(config, checkpoint, "classify")
-        return ClassifyTask(inputs, labels, **likelihood, truncate=truncate)
-    if labels is not None and list(labels) != head:
+        return ClassifyTask(
+            inputs,
+            o.labels,
+            instructions=o.instructions,
+            examples=o.examples,
+            template=FewShotPrompt.template if o.template is None else o.template,
+            separator=o.separator,
+            normalization=o.normalization,
+            calibrate=o.calibrate,
+            truncate=o.truncate,
+        )
+    if o.labels is not None and list(o.labels) != head:
         message = f"the checkpoint classifies into {', '.join(head)}"
         raise InputError(message, field="labels", remedy="leave labels out, or use a causal LM for other labels")
-    defaults = task_options("classify")
-    for option, value in likelihood.items():
-        if value and value != defaults[option]:
-            message = f"{option} is for label likelihoods; the checkpoint classifies by its own head"
-            raise InputError(message, field=option, remedy="leave it out, or use a causal LM")
+    for one in fields(o):
+        if one.name not in ("labels", "max_length", "truncate") and getattr(o, one.name) not in (one.default, []):
+            message = f"{one.name} is for label likelihoods; the checkpoint classifies by its own head"
+            raise InputError(message, field=one.name, remedy="leave it out, or use a causal LM")
     multi_label = checkpoint.config.get("problem_type") == "multi_label_classification"
-    return ClassifyHeadTask(inputs, head, multi_label=multi_label, truncate=truncate)
+    return ClassifyHeadTask(inputs, head, multi_label=multi_label, truncate=o.truncate)
 
 
-def _score(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    tokenizer: Tokenizer | None,
-    *,
-    prefix_token: int | None = None,
-    max_length: int | None = None,
-    truncate: bool = False,
-) -> Task:
+def _score(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | None, o: ScoreOptions) -> Task:
     require_lm_head(config, checkpoint, "score")
-    return ScoreTask(inputs_of(config, tokenizer, max_length), prefix_token=prefix_token, truncate=truncate)
+    return ScoreTask(inputs_of(config, tokenizer, o.max_length), prefix_token=o.prefix_token, truncate=o.truncate)
 
 
 def _generate(
     checkpoint: Checkpoint,
     config: ModelConfig,
     tokenizer: Tokenizer | None,
-    *,
-    max_tokens: int | str | None = "auto",
-    system: str | None = None,
-    tools: Any = None,
-    chat_template: str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    template_seconds: float = TEMPLATE_SECONDS,
-    adapter: str | None = None,
+    o: GenerationOptions,
     adapters: Collection[str] = (),
-    salt: str = "",
-    priority: int = 0,
-    max_length: int | None = None,
-    truncate: bool = False,
-    **sampling: Any,
 ) -> Task:
     require_lm_head(config, checkpoint, "generate")
+    sampling = {one.name: getattr(o, one.name) for one in fields(Sampling) if one.name != "max_tokens"}
+    if o.response_format is not None:
+        if o.grammar is not None:
+            message = "grammar and response_format exclude each other"
+            raise InputError(message, field="response_format", remedy="give one of them")
+        sampling["grammar"] = format_grammar(o.response_format)
     return GenerateTask(
-        inputs_of(config, tokenizer, max_length),
+        inputs_of(config, tokenizer, o.max_length),
         context=config.max_positions,
-        max_tokens=max_tokens,
+        max_tokens=o.max_tokens,
         sampling=sampling,
-        system=system,
-        tools=tools,
-        chat_template=chat_template,
-        chat_template_kwargs=chat_template_kwargs,
-        template_seconds=template_seconds,
-        adapter=adapter,
+        system=o.system,
+        tools=o.tools,
+        chat_template=o.chat_template,
+        chat_template_kwargs=o.chat_template_kwargs,
+        template_seconds=TEMPLATE_SECONDS if o.template_seconds is None else o.template_seconds,
+        adapter=o.adapter,
         adapters=adapters,
-        salt=salt,
-        priority=priority,
-        truncate=truncate,
+        salt=o.salt,
+        priority=o.priority,
+        truncate=o.truncate,
     )
 
 

@@ -21,7 +21,7 @@ from ..types import Grammar, Sampling
 if TYPE_CHECKING:
     from ..text import Tokenizer
 
-__all__ = ["grammar_from", "sampling_from"]
+__all__ = ["format_grammar", "grammar_from", "sampling_from"]
 
 NAMES = [field.name for field in fields(Sampling)]
 GRAMMARS = ("json_schema", "json", "regex", "choice", "lark")
@@ -68,8 +68,8 @@ def sampling_from(
 def grammar_from(value: Any, field: str = "grammar") -> Grammar:
     """One of {"json_schema": schema}, {"json": true}, {"regex": text}, {"choice": [text, ...]}, {"lark": text}.
 
-    A schema may be given as its text. Raises InputError, also for what is no schema, expression or grammar;
-    MissingExtraError without the library that grammars need.
+    A schema may be given as its text, or as a pydantic class. Raises InputError, also for what is no schema,
+    expression or grammar; MissingExtraError without the library that grammars need.
     """
     if isinstance(value, Grammar):
         check_grammar(value)
@@ -81,6 +81,26 @@ def grammar_from(value: Any, field: str = "grammar") -> Grammar:
     grammar = Grammar(kind, _GRAMMAR_TEXTS[kind](body, f"{field}.{kind}"))
     check_grammar(grammar)
     return grammar
+
+
+def format_grammar(value: Any) -> dict[str, Any] | None:
+    """What `grammar_from` takes, of a pydantic class, or of OpenAI's `response_format`; None for plain text."""
+    if hasattr(value, "model_json_schema"):
+        return {"json_schema": value}
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if value is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json": True}
+    if kind == "json_schema":
+        inner = value.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, dict) else None
+        if schema is None:
+            remedy = 'give {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+            raise InputError("response_format has no schema", field="response_format", remedy=remedy)
+        return {"json_schema": schema}
+    remedy = "use text, json_object or json_schema"
+    raise InputError(f"response_format is of type {kind!r}", field="response_format", remedy=remedy, code="unsupported")
 
 
 def _wrong(value: Any, field: str, wanted: str, code: str = "wrong_type") -> InputError:
@@ -174,6 +194,8 @@ def _need_tokenizer(tokenizer: Tokenizer | None, field: str, remedy: str) -> Non
 
 
 def _schema(value: Any, field: str) -> str:
+    if hasattr(value, "model_json_schema"):  # a pydantic class
+        value = value.model_json_schema()
     if isinstance(value, str):
         return valid_text(value, field)
     if isinstance(value, Mapping):

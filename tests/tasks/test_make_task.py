@@ -9,7 +9,8 @@ import pytest
 from task_inputs import FakeCheckpoint, tokenizer
 
 from prefold.errors import InputError, UnsupportedModelError
-from prefold.tasks import TASKS, make_task, task_options
+from prefold.options import options_of
+from prefold.tasks import TASKS, make_task
 
 
 def test_unknown_tasks_and_options_list_the_known_ones():
@@ -26,11 +27,11 @@ def test_unknown_tasks_and_options_list_the_known_ones():
 def test_options_of_every_task():
     assert set(TASKS) == {"embed", "rerank", "classify", "score", "generate"}
     for name in TASKS:
-        options = task_options(name)
-        assert options["max_length"] is None
-        assert options["truncate"] is False
         given = {"labels": ["yes", "no"]} if name == "classify" else {}
-        task = make_task(name, FakeCheckpoint(), tokenizer(), **(options | given))
+        options = options_of(name, given)
+        assert options.max_length is None
+        assert options.truncate is False
+        task = make_task(name, FakeCheckpoint(), tokenizer(), options)
         assert task.name == name
         assert task.inputs.max_length == 512
         assert task.inputs.vocab_size == 300

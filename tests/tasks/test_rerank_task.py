@@ -170,7 +170,7 @@ def test_a_classification_head_of_one_label():
         ({"words": ("yes",)}, "words is"),
         ({"template": "{query}"}, "rerank template"),
         ({"template": 5}, "'template' is of type int"),
-        ({"instruction": None}, "'instruction' is null"),
+        ({"instruction": 5}, "instruction is 5"),
     ],
 )
 def test_bad_options(options, message):

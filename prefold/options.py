@@ -1,0 +1,262 @@
+"""The options of the tasks: a dataclass each, read by the methods of LLM, the command line, the journal and the docs.
+
+A field's metadata says what it means (`doc`) and which options of the command line it is made of (`cli`, as their
+parameters are called there; none for what only Python has). Neither torch nor NumPy is imported here.
+"""
+
+# ruff: noqa: RUF009  (a field that is made by a function of ours is a field)
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+from .errors import InputError
+
+if TYPE_CHECKING:
+    from .types import Grammar
+
+__all__ = [
+    "OPTIONS",
+    "ClassifyOptions",
+    "EmbedOptions",
+    "GenerationOptions",
+    "RerankOptions",
+    "ScoreOptions",
+    "TaskOptions",
+    "cli_names",
+    "doc_of",
+    "journal_names",
+    "options_of",
+]
+
+Truncate = bool | Literal["left", "right"]
+Pooling = Literal["last", "mean", "first"]
+Normalization = Literal["tokens", "bytes"]
+
+
+def _option(
+    default: Any,
+    doc: str,
+    *cli: str | None,
+    one_of: tuple[Any, ...] = (),
+    kind: type | None = None,
+    journal: bool = True,
+) -> Any:
+    """A field. cli: parameters of the command line; the field's own name where nothing is given, none for None.
+
+    one_of: the values there are; kind: bool, str or int, where only that is allowed (or the default);
+    journal: whether a job with another value is another job.
+    """
+    metadata = {"doc": doc, "cli": cli, "one_of": one_of, "kind": kind, "journal": journal}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """What all tasks take. Raises InputError for a value that no checkpoint could take."""
+
+    task: ClassVar[str] = ""
+
+    max_length: int | None = _option(None, "Tokens a prompt may have; by default what the model takes.", kind=int)
+    truncate: Truncate = _option(
+        False,
+        "Cut what is too long instead of raising an error: True cuts the longest column of a template, the longest"
+        ' content of a conversation, of rerank the document, and keeps what is around it; "left" and "right" cut the'
+        " prompt as a whole at that end.",
+        "truncate", "truncate_side",
+        one_of=(False, True, "left", "right"),
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value, allowed, kind = getattr(self, one.name), one.metadata["one_of"], one.metadata["kind"]
+            if allowed and not any(type(value) is type(each) and value == each for each in allowed):
+                remedy = f"use one of {', '.join(repr(each) for each in allowed)}"
+                raise InputError(f"{one.name} is {value!r:.80}", field=one.name, remedy=remedy)
+            if kind is not None and not _is_a(kind, value) and not (value is None and one.default is None):
+                remedy = {bool: "give True or False", str: "give a text", int: "give a whole number"}[kind]
+                raise InputError(f"{one.name} is {value!r:.80}", field=one.name, remedy=remedy, code="wrong_type")
+        if self.max_length is not None and self.max_length < 1:
+            raise InputError(f"max_length is {self.max_length}", field="max_length", remedy="give 1 or more")
+
+
+def _is_a(kind: type, value: object) -> bool:
+    """Whether a value is a `kind`; a NumPy integer is a whole number, and True is none."""
+    return hasattr(value, "__index__") and not isinstance(value, bool) if kind is int else isinstance(value, kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedOptions(TaskOptions):
+    """Of `embed`. None everywhere means what the checkpoint says (sentence-transformers' files, or a GGUF file's
+    pooling type); a checkpoint that says nothing is read at the last token, and its vectors have length 1."""
+
+    task = "embed"
+
+    pooling: Pooling | None = _option(
+        None, "Where the embedding is read; by default what the checkpoint says, else last.",
+        one_of=(None, "last", "mean", "first"),
+    )  # fmt: skip
+    normalize: bool | None = _option(
+        None, "Scale it to length 1; by default what the checkpoint says, else yes.", one_of=(None, False, True)
+    )
+    dimensions: int | None = _option(None, "Keep the first so many values (before they are scaled).", kind=int)
+    prompt: str | None = _option(None, "A text before every text.", None, kind=str)
+    prompt_name: str | None = _option(None, "One of the checkpoint's own prompts, before every text.", kind=str)
+    instruction: str | None = _option(
+        None, "What queries are for; written before each text as Qwen3-Embedding wants it.", kind=str
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerankOptions(TaskOptions):
+    """Of `rerank`."""
+
+    task = "rerank"
+
+    instruction: str | None = _option(
+        None, "What is wanted of a document; by default that it answers a web search.", kind=str
+    )
+    template: str | None = _option(
+        None,
+        "The prompt, with {query}, {document} and, if wanted, {instruction}; by default Qwen3-Reranker's, or the bare"
+        " pair for a cross-encoder that was trained on it.",
+    )
+    words: tuple[str, str] = _option(("yes", "no"), "The two words whose logits are compared, one token each.")
+    raw_scores: bool = _option(False, "The difference of the logits, without the sigmoid.", kind=bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyOptions(TaskOptions):
+    """Of `classify`. A checkpoint with a classification head takes none but max_length and truncate."""
+
+    task = "classify"
+
+    labels: Sequence[str] | Mapping[str, str] | None = _option(
+        None, "The labels, or {label: how it is written in the prompt}; by default those of the classification head.",
+        "labels", "labels_file",
+    )  # fmt: skip
+    instructions: str = _option("", "What comes before the examples and the text.", kind=str)
+    examples: Sequence[object] = _option((), 'Pairs (text, label), or {"text": ..., "label": ...}.')
+    template: str | None = _option(
+        None,
+        "How an example is written, with {text} and then {label}; by default two lines, Text: and Label:.",
+        kind=str,
+    )
+    separator: str = _option("\n\n", "What stands between examples; by default an empty line.", None, kind=str)
+    normalization: Normalization | None = _option(
+        None, "Divide a label's log-likelihood by its length in tokens or bytes.", one_of=(None, "tokens", "bytes")
+    )
+    calibrate: bool = _option(False, "Contextual calibration (Zhao et al. 2021).", kind=bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions(TaskOptions):
+    """Of `score`."""
+
+    task = "score"
+
+    prefix_token: int | None = _option(
+        None,
+        "The token id that stands for an empty prompt; by default BOS, or EOS where there is none.",
+        None,
+        kind=int,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions(TaskOptions):
+    """Of `generate`, `chat` and `stream`: the fields of Sampling as users write them, and where the text comes from."""
+
+    task = "generate"
+
+    max_tokens: int | Literal["auto"] | None = _option(
+        "auto",
+        "Tokens of an answer, at most; by default 256, or fewer where the context ends. None (on the command line 0):"
+        " until the model's context is full.",
+    )  # fmt: skip
+    min_tokens: int = _option(0, "No end before so many.")
+    temperature: float = _option(0.0, "0: always the most likely token.")
+    top_k: int = _option(0, "Only so many of the most likely tokens; 0: all.")
+    top_p: float = _option(1.0, "Only the most likely tokens that together have this probability.")
+    min_p: float = _option(0.0, "Only tokens this likely, relative to the most likely one.")
+    repetition_penalty: float = _option(1.0, "Of tokens in prompt or answer; 1: none.")
+    presence_penalty: float = _option(0.0, "Of tokens in the answer, once.")
+    frequency_penalty: float = _option(0.0, "Of tokens in the answer, each time.")
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = _option((), "{token id: added to its logit}.")
+    seed: int | None = _option(None, "Of sampling; by default drawn anew for each call.", None)
+    n: int = _option(1, "Answers to each prompt.")
+    stop: str | Sequence[str] = _option((), "Texts that end the answer; they are cut off.")
+    stop_ids: int | Sequence[int] = _option((), "Token ids that end it.", "stop_id")
+    ignore_eos: bool = _option(False, "Go on after the model's end of text.")
+    logprobs: int | None = _option(None, "Each token's log-probability, and those of so many of the most likely.")
+    grammar: Grammar | Mapping[str, object] | None = _option(
+        None, 'What the text must look like: {"json_schema": ...}, {"json": True}, {"regex": ...}, {"choice": [...]} or'
+        ' {"lark": ...}.',
+        "json_schema", "json_object", "regex", "choice", "grammar",
+    )  # fmt: skip
+    response_format: type | Mapping[str, object] | None = _option(
+        None, "In place of grammar: a pydantic class, or OpenAI's object.", None
+    )
+    system: str | None = _option(None, "A system message before conversations without one.", kind=str)
+    tools: Sequence[object] | None = _option(
+        None, "What the chat template is told of tools: JSON schemas as OpenAI writes them, or Python functions."
+    )
+    chat_template: str | None = _option(
+        None, "The name of one of the checkpoint's chat templates, or a template.", kind=str
+    )
+    chat_template_kwargs: Mapping[str, object] | None = _option(None, "Variables of the chat template.")
+    template_seconds: float | None = _option(
+        None, "Processor time the chat template may take for a conversation; by default 10.", journal=False
+    )
+    adapter: str | None = _option(None, "The LoRA adapter that answers; by default the model itself.", kind=str)
+    salt: str = _option("", "Prompts share what is computed only where it is the same.", None, kind=str)
+    priority: int = _option(0, 'What a larger one computed is kept longer, by the cache policy "priority".', None)
+
+
+OPTIONS: dict[str, type[TaskOptions]] = {
+    kind.task: kind for kind in (EmbedOptions, RerankOptions, ClassifyOptions, ScoreOptions, GenerationOptions)
+}
+
+
+def options_of(task: str, given: Mapping[str, Any]) -> TaskOptions:
+    """The options of a task. Raises InputError for a task or an option there is not, and for bad values."""
+    if task not in OPTIONS:
+        raise InputError(f"there is no task {task!r}", field="task", remedy=f"the tasks are {', '.join(OPTIONS)}")
+    known = [*cli_names(task)]
+    for name in given:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            remedy = f"{hint}it has: {', '.join(known)}"
+            raise InputError(f"{task} has no option {name!r}", field=name, remedy=remedy, code="unknown_option")
+    return OPTIONS[task](**given)
+
+
+def doc_of(task: str, name: str) -> str:
+    """What an option means, in a sentence or two."""
+    return cast(str, next(one.metadata["doc"] for one in fields(OPTIONS[task]) if one.name == name))
+
+
+def cli_names(task: str) -> dict[str, tuple[str, ...]]:
+    """{option: the parameters of the command line it is made of} of a task; what all tasks have comes last."""
+    common = {one.name for one in fields(TaskOptions)}
+    found = {}
+    for one in sorted(fields(OPTIONS[task]), key=lambda one: one.name in common):
+        names = one.metadata["cli"]
+        found[one.name] = () if names == (None,) else names or (one.name,)
+    return found
+
+
+def journal_names() -> tuple[str, ...]:
+    """The parameters of the command line that make a job of a task this one and no other, adapters left out."""
+    names = [
+        name
+        for task, kind in OPTIONS.items()
+        for one in fields(kind)
+        if one.metadata["journal"] and one.name != "adapter"
+        for name in cli_names(task)[one.name]
+    ]
+    return tuple(dict.fromkeys(names))
