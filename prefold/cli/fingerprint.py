@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..options import OPTIONS, journal_names
+from ..options import journal_names
 from .build import Options, adapter_folders, read_bytes
 from .input import COLUMN_OPTIONS, Input
 
