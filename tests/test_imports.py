@@ -15,8 +15,8 @@ PACKAGE = Path(prefold.__file__).parent
 # A module imports only from its own layer and from those above it.
 LAYERS = [
     "errors", "files", "types", "options", "device", "checkpoint", "prefix", "text", "stream", "cache", "schedule",
-    "kernels", "attention", "model", "worker", "engine", "tasks", "face", "llm", "train", "api", "records", "report", "job",
-    "integrations", "cli",
+    "kernels", "attention", "model", "worker", "engine", "tasks", "face", "llm", "train", "api", "records", "report",
+    "job", "integrations", "cli",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "prefix", "text", "checkpoint", "stream", "cache", "schedule", "tasks", "api", "records", "report", "job", "cli",
