@@ -8,11 +8,12 @@ from __future__ import annotations
 from .base import Inputs, Task, Work
 from .classify import ClassifyHeadTask, ClassifyItem, ClassifyTask
 from .embed import EmbedItem, EmbedTask
-from .facts import EmbedSettings, embed_settings, generation_settings
+from .facts import generation_settings
 from .generate import GenerateItem, GenerateTask
 from .make import TASKS, make_task
 from .rerank import RerankItem, RerankTask
 from .score import ScoreItem, ScoreTask
+from .sentence import EmbedSettings, embed_settings
 
 __all__ = [
     "TASKS",

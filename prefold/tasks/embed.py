@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..errors import InputError, UnsupportedModelError
-from ..text import instructed_query
+from ..text import Tokenizer, instructed_query
 from ..text.tokenizer import valid_text
-from ..types import Readout, Result
+from ..types import Readout, Request, Result
 from .base import Inputs, TextBatch, Work, as_item, check_count, prepare_each
-from .facts import POOLING_MODES, EmbedSettings
+from .sentence import POOLING_MODES, ChatSettings, EmbedSettings
 
 __all__ = ["EmbedItem", "EmbedTask"]
 
@@ -70,7 +71,11 @@ class EmbedTask:
         self.dimensions = None if dimensions is None else self._dimensions(dimensions)
         self.truncate = truncate
         self.before, self.instructed = self._prompt(prompt, prompt_name, instruction)
-        if (self.before or self.instructed) and not settings.pool_prompt and settings.pooling != "last":
+        if settings.chat is not None and self.instructed:
+            message = "the checkpoint's texts are chat messages, which Qwen3-Embedding's instruction is not for"
+            raise InputError(message, field="instruction", remedy="give prompt: it becomes the system message")
+        left_out = not settings.pool_prompt and settings.chat is None and settings.pooling != "last"
+        if (self.before or self.instructed) and left_out:
             raise UnsupportedModelError(
                 f"the checkpoint leaves its prompt out of {settings.pooling} pooling (include_prompt is false),"
                 " which prefold does not do; embed without a prompt"
@@ -108,10 +113,8 @@ class EmbedTask:
         many = is_list_of_texts(item.text)
         texts = list(item.text) if many else [item.text]
         names = [f"text[{i}]" for i in range(len(texts))] if many else ["text"]
-        makers = [
-            self.inputs.plan_whole(text, name, batch, truncate=self.truncate, change=self._prompted)
-            for text, name in zip(texts, names, strict=True)
-        ]
+        plan = self._plan_text if self.settings.chat is None else self._plan_message
+        makers = [plan(text, name, batch) for text, name in zip(texts, names, strict=True)]
 
         def make() -> Work:
             requests = [maker() for maker in makers]
@@ -119,6 +122,46 @@ class EmbedTask:
             return Work(requests, {"many": many, "dimensions": dimensions, "tokens": num_tokens})
 
         return make
+
+    def _plan_text(self, text: Any, field: str, batch: TextBatch) -> Callable[[], Request]:
+        return self.inputs.plan_whole(text, field, batch, truncate=self.truncate, change=self._prompted)
+
+    def _plan_message(self, text: Any, field: str, batch: TextBatch) -> Callable[[], Request]:
+        """A request of a text in the chat template, as sentence-transformers makes it. Token ids stay as they are."""
+        chat, tokenizer, text = self.settings.chat, self.inputs.tokenizer, self.inputs.text(text, field)
+        if not isinstance(text, str) or tokenizer is None or chat is None:
+            return self._plan_text(text, field, batch)
+        get = batch.add(self._in_template(text, chat, tokenizer))
+
+        def make() -> Request:
+            ids = get()
+            over = self.inputs.over(ids.size)
+            if over and self.truncate:
+                ids = ids[over:] if tokenizer.truncation_side == "left" else ids[: ids.size - over]
+            if ids.size == self.inputs.max_length and chat.restore_suffix:
+                suffix = self._suffix[-ids.size :]
+                ids = np.concatenate((ids[: ids.size - suffix.size], suffix))
+            return self.inputs.request(ids, field)
+
+        return make
+
+    def _in_template(self, text: str, chat: ChatSettings, tokenizer: Tokenizer) -> str:
+        messages = [("system", self.before), ("user", text)] if self.before else [("user", text)]
+        contents = ([{"type": "text", "text": part}] if chat.parts else part for _, part in messages)
+        conversation = [{"role": role, "content": c} for (role, _), c in zip(messages, contents, strict=True)]
+        return tokenizer.render_chat(conversation, **chat.options)
+
+    @cached_property
+    def _suffix(self) -> np.ndarray:
+        """The token ids that the template writes after every text, int32 [n]: what two different texts end with."""
+        chat, tokenizer = self.settings.chat, self.inputs.tokenizer
+        assert chat is not None and tokenizer is not None
+        texts = [self._in_template(text, chat, tokenizer) for text in ("0", "1 2 3 4")]
+        one, other = (tokenizer.encode(text, special=False) for text in texts)
+        shorter = min(one.size, other.size)
+        same = one[one.size - shorter :] == other[other.size - shorter :]
+        count = shorter if same.all() else int(np.argmin(same[::-1]))
+        return one[one.size - count :] if count < shorter else one[:0]
 
     def _prompted(self, text: str) -> str:
         text = instructed_query(self.instructed, text) if self.instructed else self.before + text

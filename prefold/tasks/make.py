@@ -23,11 +23,12 @@ from ..types import Sampling
 from .base import Task
 from .classify import ClassifyHeadTask, ClassifyTask
 from .embed import EmbedTask
-from .facts import embed_settings, inputs_of, labels_of_head, require_lm_head
+from .facts import inputs_of, labels_of_head, require_lm_head
 from .generate import GenerateTask
 from .rerank import RerankTask
 from .sampling import format_grammar
 from .score import ScoreTask
+from .sentence import embed_settings
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint

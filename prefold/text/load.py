@@ -12,7 +12,7 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
-__all__ = ["load_tokenizer", "tokenizer_or_none"]
+__all__ = ["folder_templates", "load_tokenizer", "tokenizer_or_none"]
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -47,7 +47,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         backend,
         special_tokens={name: _content(token) for name, token in named.items()},
         special_ids=_configured_ids(checkpoint, config),
-        chat_templates=_folder_templates(checkpoint, config),
+        chat_templates=folder_templates(checkpoint, config),
         max_length=_max_length(config),
         truncation_side=config.get("truncation_side", "right"),
     )
@@ -129,8 +129,12 @@ def _max_length(config: dict) -> int | None:
     return int(value) if isinstance(value, (int, float)) and 0 < value < 1e12 else None
 
 
-def _folder_templates(checkpoint: Checkpoint, config: dict) -> dict[str, str]:
-    """Template files go before tokenizer_config.json's chat_template: a text, or a list of named texts."""
+def folder_templates(checkpoint: Checkpoint, config: dict | None = None) -> dict[str, str]:
+    """{name: chat template} of a checkpoint's folder; config: its tokenizer_config.json, where that was read.
+
+    Template files go before tokenizer_config.json's chat_template, which is a text or a list of named texts.
+    """
+    config = checkpoint.read_json("tokenizer_config.json") or {} if config is None else config
     files: dict[str, str] = {}
     path = checkpoint.file("chat_template.jinja")
     if path is not None:

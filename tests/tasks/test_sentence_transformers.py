@@ -6,11 +6,13 @@ The hidden states come from the transformers model, run on the tokens the task a
 from __future__ import annotations
 
 import json
+import logging
 
 import numpy as np
 import pytest
 from task_inputs import backend
 
+from prefold.errors import InputError, UnsupportedModelError
 from prefold.tasks import make_task
 from prefold.text import load_tokenizer
 from prefold.types import Result
@@ -85,3 +87,94 @@ def test_embeddings_equal_sentence_transformers(model_folder, tmp_path, pooling,
             out = task.finish(work.note, [Result(READ[task.readout.kind](hidden).numpy())])
             expected = theirs.encode(text, **options)
             np.testing.assert_allclose(out["embedding"], expected, atol=2e-6)
+
+
+SIMPLE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{{ ending }}"
+)
+PARTS = (
+    "{% for m in messages %}{% for part in m['content'] %}{% if part.type == 'text' %}{{ m.role }}: {{ part.text }}"
+    "{% endif %}{% endfor %}\n{% endfor %}{{ eos_token }}"
+)
+LONG = [*TEXTS, "one two three four five six seven", "Zz" * 40, "the 1 2 3 4\n" * 5]
+
+
+def chat_folder(model_folder, tmp_path, template, pooling, max_length, processing=None):
+    """(the folder that sentence-transformers saves of a decoder with a chat template, its model)"""
+    from transformers import AutoTokenizer
+
+    start, saved = tmp_path / "start", tmp_path / "saved"
+    start.mkdir()
+    for file in model_folder.iterdir():
+        (start / file.name).write_bytes(file.read_bytes())
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(start)
+    theirs = build(start, pooling, True, max_length)
+    theirs.save(str(saved), create_model_card=False)
+    path = saved / "sentence_bert_config.json"
+    config = json.loads(path.read_text())
+    assert "message" in config["modality_config"]
+    path.write_text(json.dumps(config | ({"processing_kwargs": processing} if processing else {})))
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("template", "pooling", "max_length", "processing"),
+    [
+        (SIMPLE, "lasttoken", 64, None),
+        (CHATML, "lasttoken", 20, None),
+        (CHATML, "mean", 33, {"chat_template": {"add_generation_prompt": True, "ending": "!"}}),
+        (CHATML, "lasttoken", 24, {"chat_template": {"add_generation_prompt": True, "restore_suffix": False}}),
+        (PARTS, "cls", 16, None),
+        (PARTS, "lasttoken", 12, None),
+    ],
+)
+def test_chat_messages_equal_sentence_transformers(model_folder, tmp_path, template, pooling, max_length, processing):
+    from sentence_transformers import SentenceTransformer
+
+    saved = chat_folder(model_folder, tmp_path, template, pooling, max_length, processing)
+    logging.disable(logging.WARNING)
+    theirs = SentenceTransformer(str(saved), device="cpu")
+    checkpoint = Folder(saved)
+    tokenizer = load_tokenizer(checkpoint)
+    model = theirs[0].model.eval()
+    for name in (None, "query", "document"):
+        options = {} if name is None else {"prompt_name": name}
+        task = make_task("embed", checkpoint, tokenizer, truncate=True, **options)
+        for text, work in zip(LONG, task.prepare(LONG), strict=True):
+            prompt = theirs.prompts[name] if name else None
+            expected = theirs[0].preprocess([text], prompt=prompt)["input_ids"][0].tolist()
+            assert work.requests[0].tokens.tolist() == expected
+            with torch.no_grad():
+                hidden = model(input_ids=torch.tensor([expected])).last_hidden_state[0]
+            out = task.finish(work.note, [Result(READ[task.readout.kind](hidden).numpy())])
+            np.testing.assert_allclose(out["embedding"], theirs.encode(text, **options), atol=2e-6)
+    logging.disable(logging.NOTSET)
+
+
+def test_chat_messages_too_long_are_refused_unless_they_may_be_cut(model_folder, tmp_path):
+    checkpoint = Folder(chat_folder(model_folder, tmp_path, CHATML, "lasttoken", 20))
+    (bad,) = make_task("embed", checkpoint, load_tokenizer(checkpoint)).prepare(["Zz" * 40])
+    assert isinstance(bad, InputError) and bad.code == "too_long"
+    with pytest.raises(InputError, match="give prompt: it becomes the system message"):
+        make_task("embed", checkpoint, load_tokenizer(checkpoint), instruction="find")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"modality_config": {"text": {"method": "get_text_features", "method_output_name": "x"}}}, "own method"),
+        ({"processing_kwargs": {"text": {"max_length": 5}}}, "processing_kwargs"),
+        ({"processing_kwargs": {"chat_template": {"max_length": 5}}}, "processing_kwargs"),
+        ({"do_lower_case": True}, "lower-cases chat messages"),
+    ],
+)
+def test_what_is_not_followed_is_refused(model_folder, tmp_path, change, message):
+    saved = chat_folder(model_folder, tmp_path, CHATML, "lasttoken", 20)
+    path = saved / "sentence_bert_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UnsupportedModelError, match=message):
+        make_task("embed", Folder(saved), None)

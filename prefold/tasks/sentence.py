@@ -1,0 +1,177 @@
+"""How a checkpoint wants to embed: what sentence-transformers' files in its folder say, or a GGUF file's metadata."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import CheckpointError, UnsupportedModelError
+from ..text.load import folder_templates
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+
+__all__ = ["POOLING_MODES", "ChatSettings", "EmbedSettings", "Pooling", "embed_settings"]
+
+Pooling = Literal["last", "mean", "first"]
+
+# Names of sentence-transformers' pooling modes; the ones not here are refused.
+POOLING_MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "first"}
+# {architecture}.pooling_type of GGUF files.
+GGUF_POOLING: dict[int, Pooling] = {1: "mean", 2: "first", 3: "last"}
+# Arguments of a tokenizer's call, which a folder may set for the chat template. They would change what is cut.
+_CALL_OPTIONS = {"padding", "truncation", "max_length", "return_tensors", "tokenize", "return_dict"}
+_SIGNS_OF_PARTS = ("content[0]", ".type", "'type'", '"type"', "message.content[")
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """How texts become messages.
+
+    parts           a content is a list of parts, [{"type": "text", "text": "..."}], not a text
+    options         what the chat template is given beside the messages
+    restore_suffix  where a text was cut, what the template writes after every text stands at the end all the same
+    """
+
+    parts: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    restore_suffix: bool = True
+
+
+@dataclass(frozen=True)
+class EmbedSettings:
+    """How an embedding checkpoint wants to be used.
+
+    pooling      where the embedding is read
+    normalize    scale it to length 1
+    max_length   tokens a text may have, None for what the model takes
+    prompts      {name: text put before the input}
+    default_prompt_name   the prompt used when none is asked for, None for none
+    lower_case   texts are lower-cased first
+    pool_prompt  the prompt's tokens take part in pooling
+    chat         a text is written as a user's message by the chat template, a prompt as a system message before it;
+                 None: texts are taken as they are
+    """
+
+    pooling: Pooling = "last"
+    normalize: bool = True
+    max_length: int | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    lower_case: bool = False
+    pool_prompt: bool = True
+    chat: ChatSettings | None = None
+
+
+def embed_settings(checkpoint: Checkpoint) -> EmbedSettings:
+    """From sentence-transformers' files (modules.json), or a GGUF file's pooling type.
+
+    Without either: the last token, normalised, as Qwen3-Embedding and most embedding models made of
+    causal transformers do. Raises UnsupportedModelError for modules and pooling modes prefold lacks.
+    """
+    modules = checkpoint.read_json("modules.json")
+    if not modules:
+        return EmbedSettings(pooling=_gguf_pooling(checkpoint))
+    steps = [(str(module["type"]).rsplit(".", 1)[-1], module.get("path") or "") for module in modules]
+    kinds = [kind for kind, _ in steps]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise UnsupportedModelError(
+            f"{checkpoint.name} has the sentence-transformers modules {', '.join(kinds)}; prefold knows Transformer,"
+            " Pooling and then, if wanted, Normalize"
+        )
+    if steps[0][1]:
+        where = steps[0][1]
+        raise UnsupportedModelError(f"{checkpoint.name} keeps its transformer in the folder {where!r}, not in its root")
+    transformer = _transformer_config(checkpoint)
+    pooling = checkpoint.read_json(f"{steps[1][1]}/config.json")
+    if pooling is None:
+        raise CheckpointError(f"{checkpoint.name} has no {steps[1][1]}/config.json, which says how it pools")
+    prompts = checkpoint.read_json("config_sentence_transformers.json") or {}
+    return EmbedSettings(
+        pooling=_pooling_mode(checkpoint, pooling),
+        normalize=kinds[-1] == "Normalize",
+        max_length=_max_length(checkpoint, transformer),
+        prompts={name: text or "" for name, text in (prompts.get("prompts") or {}).items()},
+        default_prompt_name=prompts.get("default_prompt_name"),
+        lower_case=bool(transformer.get("do_lower_case")),
+        pool_prompt=bool(pooling.get("include_prompt", True)),
+        chat=_chat_settings(checkpoint, transformer),
+    )
+
+
+def _transformer_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = checkpoint.read_json("sentence_bert_config.json") or {}
+    task = config.get("transformer_task") or "feature-extraction"
+    if task != "feature-extraction":
+        raise UnsupportedModelError(f"sentence-transformers uses {checkpoint.name} for {task}, not for embedding")
+    return config
+
+
+def _chat_settings(checkpoint: Checkpoint, transformer: Mapping[str, Any]) -> ChatSettings | None:
+    """How sentence-transformers (6 and later) makes messages of texts; None where it takes texts as they are.
+
+    It does so for every folder whose `modality_config` has "message": that of a decoder with a chat template.
+    """
+    modalities = transformer.get("modality_config") or {}
+    for name in {"text", "message"} & modalities.keys():
+        if [modalities[name].get(key) for key in ("method", "method_output_name")] != ["forward", "last_hidden_state"]:
+            raise UnsupportedModelError(
+                f"{checkpoint.name} embeds by its own method ({name} of modality_config in sentence_bert_config.json);"
+                " prefold knows forward and last_hidden_state"
+            )
+    processing = {name: values for name, values in (transformer.get("processing_kwargs") or {}).items() if values}
+    known = {"chat_template"} if "message" in modalities else set()
+    if set(processing) - known or _CALL_OPTIONS & processing.get("chat_template", {}).keys():
+        raise UnsupportedModelError(
+            f"{checkpoint.name} has processing_kwargs in sentence_bert_config.json that prefold does not know:"
+            f" {json.dumps(processing)[:200]}"
+        )
+    if "message" not in modalities:
+        return None
+    if transformer.get("do_lower_case"):
+        raise UnsupportedModelError(f"{checkpoint.name} lower-cases chat messages, which prefold does not do")
+    options = dict(processing.get("chat_template", {}))
+    restore = bool(options.pop("restore_suffix", True))
+    if "chat_template" in options:
+        options["template"] = options.pop("chat_template")
+    return ChatSettings(_takes_parts(checkpoint, modalities["message"].get("format", "auto")), options, restore)
+
+
+def _takes_parts(checkpoint: Checkpoint, form: str) -> bool:
+    """Whether the chat template wants a list of parts; "auto" looks for signs of it, as sentence-transformers does."""
+    if form != "auto":
+        return form == "structured"
+    source = folder_templates(checkpoint).get("default", "")
+    return not source or any(sign in source for sign in _SIGNS_OF_PARTS)
+
+
+def _max_length(checkpoint: Checkpoint, transformer: Mapping[str, Any]) -> int | None:
+    limits = [transformer.get("max_seq_length")]
+    if limits[0] is None:
+        # As sentence-transformers does: the tokenizer's own limit counts when the model sets none.
+        limits = [(checkpoint.read_json("tokenizer_config.json") or {}).get("model_max_length")]
+    limits.append(checkpoint.config.get("max_position_embeddings"))
+    known = [int(limit) for limit in limits if limit is not None and 0 < limit < 1e12]
+    return min(known) if known else None
+
+
+def _pooling_mode(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Pooling:
+    modes = config.get("pooling_mode")
+    if modes is None:
+        prefix = "pooling_mode_"
+        named = [key.removeprefix(prefix) for key, on in config.items() if key.startswith(prefix) and on is True]
+        modes = [{"cls_token": "cls", "mean_tokens": "mean"}.get(name, name) for name in named] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else list(modes)
+    if len(modes) != 1 or modes[0] not in POOLING_MODES:
+        known = ", ".join(POOLING_MODES)
+        raise UnsupportedModelError(f"{checkpoint.name} pools by {' and '.join(modes)}; prefold knows one of {known}")
+    return POOLING_MODES[modes[0]]
+
+
+def _gguf_pooling(checkpoint: Checkpoint) -> Pooling:
+    if checkpoint.gguf is None:
+        return "last"
+    kind = checkpoint.metadata(f"{checkpoint.metadata('general.architecture')}.pooling_type")
+    return GGUF_POOLING.get(kind, "last")
