@@ -19,7 +19,7 @@ MODES = ("full", "mlp", "off")
 
 
 @click.command(short_help="Time sharing full, mlp and off.")
-@click.argument("input", metavar="[INPUT]", required=False)
+@click.argument("input", metavar="[INPUT]...", nargs=-1)
 @click.option("--task", type=click.Choice(TASKS), help="As for `prefold run`.")
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Runs of each mode.")
 @model_options
@@ -60,7 +60,7 @@ def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, tuple[A
     from .demo import demo_items
     from .input import draw, open_input
 
-    if o["input"] is None:
+    if not o["input"]:
         model = open_model(o)
         tasks = LazyTasks(("rerank",), o, *model)
         return tasks, {"rerank": tasks["rerank"].prepare(demo_items())}, "reranking the demo's passages", model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,28 @@ _JOB_ONLY = ("output", "report", "resume", "overwrite", "keep_order", "stream", 
              "delimiter", "max_cell_lines", "empty")  # fmt: skip
 
 
-def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any]) -> None:
-    """Run a task on the texts of the arguments and print what it gives."""
-    given = [name for name in _JOB_ONLY if o.get(name)]
-    if given:
-        option = given[0].removesuffix("_column").removeprefix("input_").replace("_", "-")
-        raise click.UsageError(f"--{option} is for jobs; give one input file, or leave it out")
+def job_options_of(o: dict[str, Any]) -> list[str]:
+    """The options that were given and that only jobs have."""
+    given = [name for name in _JOB_ONLY if o.get(name) not in (None, False, ())]
+    return [f"--{name.removesuffix('_column').removeprefix('input_').replace('_', '-')}" for name in given]
+
+
+def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: Iterable[bytes] | None = None) -> None:
+    """Run a task on the texts of the arguments and print what it gives.
+
+    piped: the lines of standard input, where they are not to be read from there.
+    """
+    for option in job_options_of(o)[:1]:
+        raise click.UsageError(f"{option} is for jobs; give an input file, or leave it out")
     from ..records.lines import dumps
     from ..tasks.run import calibrated, finish_items, run_works
 
     if o.get("tools") and not o["tools"].startswith("@"):
         raise click.UsageError("--tools COLUMN is for jobs; give @FILE")
-    texts = [text for argument in arguments for text in expand(argument)]
+    texts = [text for argument in arguments for text in expand(argument, piped)]
+    # An empty prompt has a meaning of its own where something behind it is scored.
+    if not texts or not all(texts[1:] if task == "score" and len(texts) > 1 else texts):
+        raise JobError("a text is empty; give one" if texts else "there is no text; give one")
     checkpoint, tokenizer = open_model(o)
     items, shown = make_items(task, texts, chat=task == "generate" and uses_chat(o, tokenizer))
     made = LazyTasks((task,), o, checkpoint, tokenizer)[task]
@@ -56,10 +66,15 @@ def _checked(found: list[Any]) -> list[Any]:
     return found
 
 
-def expand(argument: str) -> list[str]:
-    """A text as it is; @FILE and - stand for the lines of a file, and of standard input."""
+def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
+    """A text as it is; @FILE and - stand for the lines of a file, and of standard input (`piped`, if given)."""
     if argument == "-":
-        lines = sys.stdin.read().splitlines()
+        from ..records.source import standard_input
+
+        try:
+            lines = b"".join(standard_input() if piped is None else piped).decode("utf-8").splitlines()
+        except UnicodeDecodeError:
+            raise JobError("standard input is not valid UTF-8") from None
     elif argument.startswith("@"):
         try:
             lines = Path(argument[1:]).read_text(encoding="utf-8").splitlines()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,12 @@ COLUMN_OPTIONS = (
 
 @dataclass(frozen=True)
 class Input:
-    """What a command works on: records, how they are read, and the model and tasks they are for."""
+    """What a command works on: records, how they are read, and the model and tasks they are for.
 
+    names: the input's files, patterns and folders, as the user wrote them.
+    """
+
+    names: Sequence[str]
     source: Any
     adapter: Any
     tasks: LazyTasks
@@ -31,15 +35,19 @@ class Input:
     tokenizer: Any
 
 
-def open_input(task: str | None, name: str, o: Options) -> Input:
-    """Open the input `name`. task None: told from the input, which must be OpenAI batch lines."""
-    from ..records import TableOptions, open_source
+def open_input(task: str | None, names: Sequence[str], o: Options, *, stdin: Iterable[bytes] | None = None) -> Input:
+    """Open the files, patterns and folders `names` as one input.
+
+    task    None: told from the input, which must be OpenAI batch lines
+    stdin   the lines of standard input, where they are not to be read from there
+    """
+    from ..records import TableOptions, open_sources
 
     given = {name: o[name] for name in ("delimiter", "max_cell_lines") if o.get(name) is not None}
-    source = open_source(name, o["input_format"], TableOptions(**given))
+    source = open_sources(names, o["input_format"], TableOptions(**given), stdin=stdin)
     checkpoint, tokenizer = open_model(o)
-    adapter, names = make_adapter(task, o, source, checkpoint, tokenizer)
-    return Input(source, adapter, LazyTasks(names, o, checkpoint, tokenizer), checkpoint, tokenizer)
+    adapter, tasks = make_adapter(task, o, source, checkpoint, tokenizer)
+    return Input(names, source, adapter, LazyTasks(tasks, o, checkpoint, tokenizer), checkpoint, tokenizer)
 
 
 def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> tuple[dict[str, list[Any]], int]:

@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,17 @@ __all__ = ["FAILED_RECORDS", "run_command"]
 FAILED_RECORDS = 3
 
 
-def run_command(task: str | None, name: str, o: dict[str, Any]) -> None:
-    """Run the job that the options describe; ends the process with the status the help promises."""
+def run_command(
+    task: str | None, names: Sequence[str], o: dict[str, Any], *, stdin: Iterable[bytes] | None = None
+) -> None:
+    """Run the job that the options describe; ends the process with the status the help promises.
+
+    names   files, patterns and folders; stdin: the lines of standard input, where they are not to be read from there
+    """
     from ..job import Interrupted, run_job
     from ..report import open_progress
 
-    input = open_input(task, name, o)
+    input = open_input(task, names, o, stdin=stdin)
     if task is not None:
         input.tasks[task]  # bad options are refused before the input is read
     job = make_job(task, o, input)
@@ -56,7 +62,7 @@ def make_job(task: str | None, o: dict[str, Any], input: Input) -> Any:
     from ..tasks.run import calibrated
 
     path = None if o["output"] in (None, "-") else Path(o["output"])
-    _check_paths(path, input.source.name, o)
+    _check_paths(path, input, o)
     tasks = input.tasks
     seed = _seed(o, path) if "generate" in tasks else None
 
@@ -94,12 +100,15 @@ def _seed(o: dict[str, Any], path: Path | None) -> int:
     return recorded if isinstance(recorded, int) else draw_seed()
 
 
-def _check_paths(path: Path | None, source: str, o: dict[str, Any]) -> None:
+def _check_paths(path: Path | None, input: Input, o: dict[str, Any]) -> None:
     if path is None and (o["resume"] or o["overwrite"]):
         raise click.UsageError("--resume and --overwrite need an output file: add -o FILE")
     if o["resume"] and o["overwrite"]:
         raise click.UsageError("--resume and --overwrite exclude each other")
-    used = {Path(source).resolve(): "input"} if source != "-" else {}
+    used = {path.resolve(): "input" for path in input.source.paths}
+    for folder in (Path(name).resolve() for name in input.names if Path(name).is_dir()):
+        if path is not None and path.resolve().is_relative_to(folder):
+            raise JobError(f"the output {path} would become part of the input {folder.name}; write it elsewhere")
     for name, what in ((path, "output"), (o["report"], "report")):
         if name is not None and used.setdefault(Path(name).resolve(), what) != what:
             raise JobError(f"the {what} {name} would replace the {used[Path(name).resolve()]}; give another name")

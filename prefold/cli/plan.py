@@ -16,7 +16,7 @@ __all__ = ["plan"]
 
 
 @click.command(short_help="What a job would share and cost; computes nothing.")
-@click.argument("input", metavar="INPUT")
+@click.argument("input", metavar="INPUT...", nargs=-1, required=True)
 @click.option("--task", type=click.Choice(TASKS), help="As for `prefold run`.")
 @model_options
 @column_options(*TASKS)

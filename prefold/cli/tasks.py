@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +13,27 @@ from .options import TASKS, job_options
 
 __all__ = ["classify", "embed", "generate", "rerank", "run", "score"]
 
-_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".gz")
-
 json_option = click.option("--json", "as_json", is_flag=True, help="Answer texts in JSON lines.")
 
 
 def is_input(arguments: tuple[str, ...]) -> bool:
     """Whether the arguments name a job's input rather than being texts themselves."""
+    from ..records.files import holds_records
+
     if len(arguments) != 1:
-        return False
+        return all(map(holds_records, arguments))
     name = arguments[0]
-    return name == "-" or name.lower().endswith(_SUFFIXES) or (len(name) < 4096 and Path(name).is_file())
+    return name == "-" or holds_records(name) or (len(name) < 4096 and Path(name).is_file())
 
 
 @click.command(short_help="Run a job: OpenAI batch lines, or a table.")
-@click.argument("input", metavar="INPUT")
+@click.argument("input", metavar="INPUT...", nargs=-1, required=True)
 @click.option("--task", type=click.Choice(TASKS), help="What to do with a table. OpenAI batch lines say it themselves.")
 @job_options(*TASKS)
 def run(**o: Any) -> None:
     """Run a job: INPUT is a file of OpenAI batch lines, or a table (.jsonl, .csv, .tsv, .parquet, .gz, or -).
+
+    Several files, patterns ('data/*.parquet') and folders are read one after the other, as one input.
 
     \b
     prefold run batch.jsonl -o out.jsonl -m Qwen/Qwen3-Embedding-0.6B
@@ -120,10 +124,24 @@ def generate(input: tuple[str, ...], **o: Any) -> None:
 
 
 def _start(task: str, arguments: tuple[str, ...], o: dict[str, Any]) -> None:
+    from .direct import answer, job_options_of
+
+    piped = None
+    if arguments == ("-",) and not job_options_of(o):
+        piped, is_job = _peek()
+        if not is_job:
+            return answer(task, arguments, o, piped=piped)
     if is_input(arguments):
         from .job import run_command
 
-        return run_command(task, arguments[0], o)
-    from .direct import answer
-
+        return run_command(task, arguments, o, stdin=piped)
     return answer(task, arguments, o)
+
+
+def _peek() -> tuple[Iterator[bytes], bool]:
+    """(the lines of standard input, whether they are JSON objects rather than texts)."""
+    from ..records.source import lines_of, standard_input
+
+    lines = lines_of(standard_input())
+    head = next(lines, b"")
+    return chain([head] if head else [], lines), not head or head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{"

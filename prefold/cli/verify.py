@@ -16,7 +16,7 @@ __all__ = ["verify"]
 
 
 @click.command(short_help="Measure what sharing and precision do to results.")
-@click.argument("input", metavar="INPUT")
+@click.argument("input", metavar="INPUT...", nargs=-1, required=True)
 @click.option("--task", type=click.Choice(TASKS), help="As for `prefold run`.")
 @click.option(
     "--sample",

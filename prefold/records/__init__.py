@@ -9,6 +9,7 @@ from __future__ import annotations
 from .adapter import Parsed, RecordAdapter
 from .batch import OpenAIBatch
 from .fields import Template
+from .files import open_sources
 from .record import FORMATS, Record, Source
 from .source import TableOptions, open_source
 from .tables import Columns, TableAdapter
@@ -25,4 +26,5 @@ __all__ = [
     "TableOptions",
     "Template",
     "open_source",
+    "open_sources",
 ]

@@ -36,6 +36,7 @@ class ParquetSource(Source):
 
         assert self.columns is not None
         names = self.columns if columns is None else [name for name in self.columns if name in columns]
+        names = names or self.columns[:1]  # rows without any column could not be counted
         number = 0
         try:
             with pq.ParquetFile(self._path) as file:

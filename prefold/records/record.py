@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
@@ -36,9 +37,11 @@ class Source:
     types     {column: Arrow type} of a Parquet file; of other formats nothing is known
     identity  what tells this input from another: its size and a digest (of a very large file: of
               blocks all over it; of standard input: of the first line)
+    paths     its files; none of standard input
     lost_lines  lines of the last pass that a broken quote took along and that became no records of their own
     """
 
+    paths: tuple[Path, ...] = ()
     lost_lines = 0
 
     def __init__(self, name: str, format: str, identity: dict[str, Any], columns: list[str] | None):

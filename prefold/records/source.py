@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -27,9 +27,9 @@ from .fields import check_depth
 from .parquet import ParquetSource
 from .record import FORMATS, Record, Source
 
-__all__ = ["TableOptions", "open_source"]
+__all__ = ["SUFFIXES", "TableOptions", "lines_of", "open_source", "standard_input"]
 
-_SUFFIXES = {".ndjson": "jsonl", ".json": "jsonl"} | {f".{format}": format for format in FORMATS}
+SUFFIXES = {".ndjson": "jsonl", ".json": "jsonl"} | {f".{format}": format for format in FORMATS}
 _WHOLE_DIGEST = 256 << 20  # bytes up to which a file's digest is of all of it ...
 _DIGEST_BLOCKS, _DIGEST_BYTES = 512, 1 << 16  # ... and of these blocks, evenly spread, of a larger one
 _BOM = b"\xef\xbb\xbf"
@@ -48,19 +48,22 @@ class TableOptions:
 
 
 def open_source(
-    name: str, format: str | None = None, options: TableOptions = TableOptions(), *, stdin: BinaryIO | None = None
+    name: str,
+    format: str | None = None,
+    options: TableOptions | None = None,
+    *,
+    stdin: Iterable[bytes] | None = None,
 ) -> Source:
     """The source of the records in `name`, a path or "-" for standard input. The suffix tells the format if none is
     given.
 
     Raises JobError when there is no such file, its format cannot be told, or its header cannot be used.
     """
+    options = options or TableOptions()
     if format is not None and format not in FORMATS:
         raise JobError(f"unknown input format {format!r}; known: {', '.join(FORMATS)}")
     if name == "-":
-        if stdin is None and sys.stdin is None:
-            raise JobError("standard input is closed; give a file, or pipe something into it")
-        return _open_stdin(format or "jsonl", stdin or sys.stdin.buffer, options)
+        return _open_stdin(format or "jsonl", standard_input() if stdin is None else stdin, options)
     path = Path(name)
     if not path.exists():
         raise JobError(f"no such input file: {name}")
@@ -70,16 +73,20 @@ def open_source(
     _delimiter(format, options.delimiter)
     identity = _file_identity(path)
     if format == "parquet":
-        return ParquetSource(name, path, identity)
+        source: Source = ParquetSource(name, path, identity)
+        source.paths = (path,)
+        return source
     opener = gzip.open if _is_gzip(path) else open
     with _broken(name, 0), opener(path, "rb") as file:
         head = file.readline()
-    return _LineSource.make(name, format, identity, head, lambda: opener(path, "rb"), options)
+    source = _LineSource.make(name, format, identity, head, lambda: opener(path, "rb"), options)
+    source.paths = (path,)
+    return source
 
 
 def _format_of(path: Path) -> str:
     suffixes = [s.lower() for s in path.suffixes if s.lower() != ".gz"]
-    format = _SUFFIXES.get(suffixes[-1]) if suffixes else None
+    format = SUFFIXES.get(suffixes[-1]) if suffixes else None
     if format is None:
         raise JobError(f"cannot tell the format of {path.name} from its name; add --format ({', '.join(FORMATS)})")
     return format
@@ -267,10 +274,10 @@ class _DelimitedSource(_LineSource):
             yield Record(self._number, data, row.error, row.size)
 
 
-def _open_stdin(format: str, stream: BinaryIO, options: TableOptions) -> Source:
+def _open_stdin(format: str, stream: Iterable[bytes], options: TableOptions) -> Source:
     if format == "parquet":
         raise JobError("a Parquet file cannot be read from standard input; give its path")
-    lines = _lines_of(stream)
+    lines = lines_of(stream)
     with _broken("standard input", 0):
         head = next(lines, b"")
     if head[:2] == b"\x1f\x8b":
@@ -296,14 +303,21 @@ def _open_stdin(format: str, stream: BinaryIO, options: TableOptions) -> Source:
     return _LineSource.make("-", format, identity, head, opener, options)
 
 
-def _lines_of(stream: BinaryIO) -> Iterator[bytes]:
+def standard_input() -> BinaryIO:
+    """Standard input as bytes. Raises JobError where it is closed."""
+    if sys.stdin is None:
+        raise JobError("standard input is closed; give a file, or pipe something into it")
+    return sys.stdin.buffer
+
+
+def lines_of(stream: Iterable[bytes]) -> Iterator[bytes]:
     """The lines of a stream, read from its file descriptor if it has one.
 
     A thread that waits for input in sys.stdin's own buffer holds a lock that Python wants when the process ends, and
     Python aborts when it cannot have it. A thread that waits in os.read holds nothing.
     """
     try:
-        number = stream.fileno()
+        number = stream.fileno()  # type: ignore[attr-defined]
     except (AttributeError, OSError):
         yield from stream
         return

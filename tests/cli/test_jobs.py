@@ -350,3 +350,38 @@ def test_kept_columns_add_up(prefold, tmp_path, lines):
     assert prefold(*run, "b.jsonl", "--keep", "*", "--empty", "keep").exit_code == 0
     first, second = sorted(lines("b.jsonl"), key=lambda line: line["record"])
     assert (first["gold"], first["stars"], first["input_label"], second["text"]) == ("1", "2", "3", "")
+
+
+def test_several_inputs(prefold, tmp_path, lines):
+    (tmp_path / "data").mkdir()
+    for name, texts in (("a", "yes no"), ("b", "abc")):
+        write(tmp_path / f"data/{name}.jsonl", [json.dumps({"text": text}) for text in texts.split()])
+    options = ["--dimensions", "1", "-o"]
+    for inputs in (["data"], ["data/*.jsonl"], ["data/a.jsonl", "data/b.jsonl"]):
+        assert prefold("embed", *inputs, *options, "out.jsonl", "--overwrite").exit_code == 0
+        assert sorted(line["record"] for line in lines("out.jsonl")) == [1, 2, 3]
+    again = prefold("embed", "data", *options, "out.jsonl")
+    assert again.exit_code == 0 and "nothing left to do" in again.stderr
+    write(tmp_path / "data/c.jsonl", ['{"text": "new"}'])
+    assert "another job" in prefold("embed", "data", *options, "out.jsonl").stderr
+    inside = prefold("embed", "data", *options, "data/out.jsonl")
+    assert inside.exit_code == 1 and "would become part of the input" in inside.stderr
+    assert prefold("run", "data", "--task", "embed", *options, "run.jsonl").exit_code == 0
+    assert "4 records, 4 prompts" in prefold("plan", "data/*.jsonl", "--task", "embed").stdout
+
+
+def test_standard_input_is_texts_or_json_lines(prefold, tmp_path):
+    options = ["--max-tokens", "1", "--json"]
+    done = prefold("generate", "-", *options, input="hello\n\nyou\n")
+    assert done.exit_code == 0 and [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["hello", "you"]
+    done = prefold("generate", "-", *options[:2], input='{"text": "hello"}\n')
+    assert done.exit_code == 0 and json.loads(done.stdout)["record"] == 1
+    done = prefold("generate", "-", "--format", "csv", *options[:2], input="text\nhello\n")
+    assert done.exit_code == 0 and json.loads(done.stdout)["record"] == 1
+
+
+@pytest.mark.parametrize("task", ["generate", "embed", "classify", "rerank"])
+def test_an_empty_text_is_an_error(prefold, task):
+    options = {"classify": ["--labels", "a,b"], "rerank": ["x"]}.get(task, [])
+    done = prefold(task, "", *options)
+    assert done.exit_code == 1 and "a text is empty" in done.stderr

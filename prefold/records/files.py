@@ -1,0 +1,121 @@
+"""Several files as one input: names, patterns and folders become files, and their records are numbered on."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, JobError
+from .record import Record, Source
+from .source import SUFFIXES, TableOptions, open_source
+
+__all__ = ["expand_names", "holds_records", "open_sources"]
+
+
+def open_sources(
+    names: Sequence[str],
+    format: str | None = None,
+    options: TableOptions | None = None,
+    *,
+    stdin: Iterable[bytes] | None = None,
+) -> Source:
+    """The source of the records of all these files, patterns ("data/*.jsonl") and folders, in this order.
+
+    Raises JobError when one of them cannot be opened, or when they are not all of one format.
+    """
+    files = expand_names(names)
+    if len(files) == 1:
+        return open_source(files[0], format, options, stdin=stdin)
+    if "-" in files:
+        raise JobError("standard input goes with no other input; give files only")
+    sources = [open_source(name, format, options) for name in files]
+    other = next((source for source in sources if source.format != sources[0].format), None)
+    if other is not None:
+        raise JobError(
+            f"{sources[0].name} is {sources[0].format} and {other.name} is {other.format}; give files of one format"
+        )
+    return _Files(sources)
+
+
+def expand_names(names: Sequence[str]) -> list[str]:
+    """The files that names stand for: themselves, those a pattern matches, those in a folder; sorted within each.
+
+    In a folder those are taken whose name says a format, in its subfolders too, and no hidden ones. Raises JobError
+    for a pattern that matches nothing and for a folder without any.
+    """
+    out: list[str] = []
+    for name in names:
+        path = Path(name)
+        if name != "-" and path.is_dir():
+            found = sorted(str(file) for file in path.rglob("*") if file.is_file() and _is_input(file, path))
+            if not found:
+                raise JobError(f"the folder {name} holds no file that ends in {', '.join(SUFFIXES)}")
+            out += found
+        elif name != "-" and glob.has_magic(name) and not path.exists():
+            found = sorted(file for file in glob.glob(name, recursive=True) if Path(file).is_file())
+            if not found:
+                raise JobError(f"no file matches {name}")
+            out += found
+        else:
+            out.append(name)
+    return out
+
+
+def holds_records(name: str) -> bool:
+    """Whether a name is that of a folder with files to read, or ends as theirs do."""
+    path = Path(name)
+    if len(name) > 4096 or "\0" in name:
+        return False
+    if _has_suffix(path):
+        return True
+    return path.is_dir() and any(file.is_file() and _is_input(file, path) for file in path.rglob("*"))
+
+
+def _is_input(file: Path, folder: Path) -> bool:
+    hidden = any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+    return not hidden and _has_suffix(file)
+
+
+def _has_suffix(path: Path) -> bool:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return bool(suffixes) and (suffixes[-1] in SUFFIXES or (suffixes[-1] == ".gz" and bool({*suffixes} & {*SUFFIXES})))
+
+
+class _Files(Source):
+    """The records of several sources of one format, numbered on from one to the next."""
+
+    def __init__(self, sources: list[Source]):
+        known = [source.columns for source in sources]
+        columns = None if None in known else list(dict.fromkeys(name for names in known for name in names or ()))
+        name = f"{sources[0].name} and {len(sources) - 1} more"
+        super().__init__(name, sources[0].format, {"files": [source.identity for source in sources]}, columns)
+        self._sources = sources
+        self.paths = tuple(path for source in sources for path in source.paths)
+        self.types = self._common_types()
+
+    def _common_types(self) -> dict[str, Any]:
+        """The types of the columns that have the same one in all files that have them."""
+        found: dict[str, list[Any]] = {}
+        for source in self._sources:
+            for name, type in source.types.items():
+                found.setdefault(name, []).append(type)
+        return {name: types[0] for name, types in found.items() if all(type == types[0] for type in types)}
+
+    def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
+        before = self.lost_lines = 0
+        for source in self._sources:
+            number = lost = 0
+            for record in source.records(columns):
+                number, error = record.number, record.error
+                if error is not None:
+                    message = f"{source.name}: {error.message}"
+                    error = InputError(message, field=error.field, remedy=error.remedy, code=error.code)
+                self.lost_lines += source.lost_lines - lost
+                lost = source.lost_lines
+                yield Record(before + number, record.data, error, record.size)
+            before += number
+
+    def peek(self) -> dict[str, Any] | None:
+        return next((found for source in self._sources if (found := source.peek()) is not None), None)
