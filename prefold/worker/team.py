@@ -82,6 +82,31 @@ class Start:
         return Ranks()
 
 
+class Meeting:
+    """The file by which ranks find each other.
+
+    On Linux it has no name and lies in memory, so that nothing of it stays, however this process ends; ranks inherit
+    it. Elsewhere it lies in a temporary folder.
+    """
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if hasattr(os, "memfd_create"):
+            self.fds = [os.memfd_create("prefold-ranks")]
+            self.path = f"/proc/self/fd/{self.fds[0]}"
+        else:
+            self._folder = tempfile.TemporaryDirectory(prefix="prefold-ranks-")
+            self.path = str(Path(self._folder.name) / "meeting")
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
 class Team(Worker):
     """A worker made of `size` ranks on this machine, this process among them: it gives each message to all of them.
 
@@ -112,20 +137,20 @@ class Team(Worker):
                 field="tensor_parallel",
                 remedy="end what uses it (close() of another LLM), or use a process of its own",
             )
-        self._folder = tempfile.TemporaryDirectory(prefix="prefold-ranks-")
+        self._meeting = Meeting()
         self._turn = threading.RLock()
         self._forgotten: deque[int] = deque()
         self._failure: BaseException | None = None
         starts = [
             Start(
-                rank, size, str(Path(self._folder.name) / "meeting"), TIMEOUT_SECONDS, replace(checkpoint), config,
+                rank, size, self._meeting.path, TIMEOUT_SECONDS, replace(checkpoint), config,
                 dtype, torch.device("cuda", rank) if device.type == "cuda" else device, threads, seed, dict(adapters),
             )
             for rank in range(size)
         ]  # fmt: skip
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
-        self._end = weakref.finalize(self, _end, self._processes, self._pipes, self._folder)
+        self._end = weakref.finalize(self, _end, self._processes, self._pipes, self._meeting)
         try:
             for start in starts[1:]:
                 self._launch(start)
@@ -196,7 +221,11 @@ class Team(Worker):
         with theirs:
             # Results may go to standard output: no rank writes there.
             process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL, env=environment, close_fds=True
+                command,
+                pass_fds=[theirs.fileno(), *self._meeting.fds],
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                close_fds=True,
             )
         self._processes.append(process)
         self._pipes.append(ours)
@@ -273,7 +302,7 @@ def _check_devices(device: torch.device, size: int) -> None:
         )
 
 
-def _end(processes: list[subprocess.Popen[bytes]], pipes: list[Connection], folder: Any) -> None:
+def _end(processes: list[subprocess.Popen[bytes]], pipes: list[Connection], meeting: Meeting) -> None:
     """Ranks end when their pipe does; those that do not are made to."""
     for pipe in pipes:
         pipe.close()
@@ -286,4 +315,4 @@ def _end(processes: list[subprocess.Popen[bytes]], pipes: list[Connection], fold
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    folder.cleanup()
+    meeting.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -124,3 +126,19 @@ def test_a_checkpoint_that_does_not_load(tmp_path):
     (folder / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises((CheckpointError, RankError), match="cannot be read as safetensors"):
         LLM(str(folder), **PLACE, tensor_parallel=2)
+
+
+HUNG_UP = """
+import os, signal, sys
+from prefold import LLM
+llm = LLM(sys.argv[1], dtype="float32", device="cpu", tensor_parallel=2)
+assert len(llm.embed(["some text"]))
+os.kill(os.getpid(), signal.SIGHUP)
+"""
+
+
+def test_nothing_stays_of_a_process_that_was_hung_up_on(folder, tmp_path):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    found = subprocess.run([sys.executable, "-c", HUNG_UP, folder], env=environment, check=False)
+    assert found.returncode == -signal.SIGHUP
+    assert not list(tmp_path.iterdir())
