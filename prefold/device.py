@@ -5,8 +5,10 @@ Knows nothing of models, plans or steps.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -31,6 +33,7 @@ __all__ = [
     "compile_seconds",
     "computes_bf16",
     "free_cached",
+    "give_back",
     "has_triton",
     "on",
     "runs_triton",
@@ -46,6 +49,7 @@ TRITON_DEVICES = ("cuda",)
 # What our Triton kernels compute with; sums are float32 in each.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CGROUP = Path("/sys/fs/cgroup")
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 # Arrays that are uploaded together begin at multiples of so many int32 numbers: 16 bytes.
 ALIGNMENT = 4
 
@@ -117,6 +121,12 @@ def free_cached(device: torch.device) -> None:
     """Gives back the memory that torch keeps for later, after memory has run out."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def give_back() -> None:
+    """Gives memory that is free back to the system: glibc keeps what was freed in small pieces for later."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

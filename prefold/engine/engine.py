@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -140,8 +140,9 @@ class Engine:
             sharing=self.sharing == "full",
             max_batch_rows=self.max_batch_rows,
             eos_ids=self.options.eos_ids,
-            stats=lambda: self.stats,
-            on_step=self._tell,
+            # Of the engine itself nothing: a circle would keep the model until the garbage collector comes by.
+            stats=partial(getattr, self.meter, "stats"),
+            on_step=partial(_tell, self.meter),
         )
 
     def generate(
@@ -220,11 +221,12 @@ class Engine:
                 requests.append((tag, decode_options(window.options[i], tokens)))
             yield requests
 
-    def _tell(self, step: GenerateStep, started: float, requests: int, tokens: int) -> None:
-        self.meter.add(tokens=tokens)
-        seconds = time.perf_counter() - started
-        path_rows = int(step.run_count.sum()) - step.num_rows
-        self.meter.tell(StepInfo(step.num_rows, path_rows, requests, tokens, started, seconds, step.decode_rows))
+
+def _tell(meter: Meter, step: GenerateStep, started: float, requests: int, tokens: int) -> None:
+    meter.add(tokens=tokens)
+    seconds = time.perf_counter() - started
+    path_rows = int(step.run_count.sum()) - step.num_rows
+    meter.tell(StepInfo(step.num_rows, path_rows, requests, tokens, started, seconds, step.decode_rows))
 
 
 def _check_sharing(sharing: Sharing) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..attention import KVStore
-from ..device import compile_seconds, free_cached, on, runs_triton
+from ..device import compile_seconds, free_cached, give_back, on, runs_triton
 from ..errors import OutOfMemoryError
 from ..model import Adapter, CausalLM
 from ..schedule.steps import EndStream, MakeStore, Message, SlotStep, StepResult, StreamStep
@@ -52,6 +52,8 @@ class LocalWorker(Worker):
         # No RLock: `forget` may be called by the garbage collector within `start`, and must notice.
         self._lock = threading.Lock()
         self.compile_seconds()  # from here on they are this worker's
+        give_back()  # what loading needed beside the weights
+        self._last = _Last()
 
     def prepare(self, message: Message) -> Batch | None:
         if not isinstance(message, StreamStep):
@@ -116,6 +118,13 @@ class LocalWorker(Worker):
         for rows in head_blocks(len(hidden) if step.head else 0):
             self.model.logits(hidden[rows])
         return Nothing()
+
+
+class _Last:
+    """The last field of a worker: when it goes the model has gone, and the memory that was the model's goes back."""
+
+    def __del__(self) -> None:
+        give_back()
 
 
 class Nothing:
