@@ -13,6 +13,7 @@ from ..attention import Heads, RowPlan, place_rows, plan_rows
 from ..device import send
 from ..model.config import Plane
 from ..schedule.steps import StreamStep
+from .pool import PoolPlan, plan_pool
 
 __all__ = ["Batch", "prepare"]
 
@@ -26,6 +27,7 @@ class Batch:
     read_order       sharing "mlp": sorts the read rows by the stream row that stands for each; else None
     keep_path        which rows of the carried path stay, keep_new which of the new stream rows join it
     reads, targets   of the step, int64
+    pool             for readout "mean", where something is read
     """
 
     step: StreamStep
@@ -41,6 +43,7 @@ class Batch:
     keep_new: Tensor
     reads: Tensor
     targets: Tensor
+    pool: PoolPlan | None = None
 
 
 def prepare(step: StreamStep, planes: Sequence[Plane], device: torch.device, heads: Heads | None = None) -> Batch:
@@ -73,6 +76,7 @@ def prepare(step: StreamStep, planes: Sequence[Plane], device: torch.device, hea
         return None if array is None else send(array, device)
 
     old = step.keep < step.path
+    averages = step.readout.kind == "mean" and len(step.reads) > 0
     return Batch(
         step=step,
         tokens=send(step.tokens, device),
@@ -87,4 +91,5 @@ def prepare(step: StreamStep, planes: Sequence[Plane], device: torch.device, hea
         keep_new=send(step.keep[~old] - step.path, device),
         reads=send(step.reads, device),
         targets=send(step.targets, device),
+        pool=plan_pool(step.end, step.key_positions, step.reads, device) if averages else None,
     )

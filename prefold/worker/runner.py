@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..device import send
 from ..model import CausalLM
 from ..model.ops import log_sum_exp
 from ..schedule.steps import StepResult
 from .attend import Path, StepAttend, join
 from .batch import Batch
+from .pool import mean_of_paths
 
 __all__ = ["Reads", "head_blocks", "run"]
 
@@ -93,22 +93,8 @@ def _logprobs(model: CausalLM, hidden: Tensor, batch: Batch) -> Reads:
 
 
 def mean_pool(hidden: Tensor, batch: Batch, path: Path) -> tuple[Tensor, Tensor]:
-    """Mean over the path down to each key in `reads`, and the hidden states of the next path.
-
-    The sum over a path is the sum over the keys its last row sees. A key adds its hidden state
-    to every row from itself to its end, so all sums are one running sum of differences; in float64,
-    where adding and later subtracting loses nothing that float32 would show.
-    """
-    step = batch.step
+    """Mean over the path down to each key in `reads`, and the hidden states of the next path."""
     new = hidden.float() if batch.scatter is None else hidden.float().index_select(0, batch.scatter)
     keys = new if path.hidden is None else torch.cat((path.hidden, new))
-    if len(step.reads):
-        end = send(step.end, hidden.device)
-        sums = torch.zeros(len(keys) + 1, keys.shape[1], dtype=torch.float64, device=hidden.device)
-        sums[:-1] = keys
-        sums.index_add_(0, end, -keys.double())
-        lengths = send(step.key_positions[step.reads] + 1, hidden.device)
-        means = (sums.cumsum(0)[batch.reads] / lengths[:, None]).float()
-    else:
-        means = keys.new_empty(0, keys.shape[1])
+    means = keys.new_empty(0, keys.shape[1]) if batch.pool is None else mean_of_paths(keys, batch.pool)
     return means, join(path.hidden, new, batch)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from running import as_request, run
 from safetensors.torch import load_file, save_file
 from tiny import tiny_checkpoint
 
 from prefold import LLM, InputError
+from prefold.types import Readout
 
 BAD = 50  # the id of a token whose embedding is poisoned
 
@@ -54,6 +57,18 @@ def test_a_text_without_finite_logits_is_an_error(llm, name):
         else:
             alone = llm.generate(prompt, **options)
             assert str(answer) == str(alone)
+
+
+@pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
+@pytest.mark.parametrize("rows", [4096, 5, 1])
+def test_means_of_other_texts_are_what_they_are_alone(llm, sharing, rows):
+    found = run(llm, [as_request(prompt) for prompt in PROMPTS], Readout("mean"), sharing=sharing, rows=rows)
+    for prompt, result in zip(PROMPTS, found, strict=True):
+        if BAD in prompt:
+            assert not np.isfinite(result.values).all()
+        else:
+            (alone,) = run(llm, [as_request(prompt)], Readout("mean"), sharing="off", rows=4096)
+            np.testing.assert_allclose(result.values, alone.values, atol=1e-5)
 
 
 def test_one_damaged_logit_is_enough(tmp_path):

@@ -1,0 +1,94 @@
+"""Mean pooling over the paths of a step of the row stream.
+
+Nothing is added that is not on the path: where one request's hidden states are NaN, infinite or huge, those of the
+others do not show it. The keys of a step fall into runs that every path contains whole or not at all; each is summed
+once, and a path's sum is that of its runs, which are found by doubling: after n rounds a run has the sum of itself and
+the 2^n - 1 runs above it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..device import send
+
+__all__ = ["PoolPlan", "mean_of_paths", "plan_pool"]
+
+# Keys that are summed in float32; sums of these are made in float64, so that long paths lose nothing.
+RUN_KEYS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """Which keys are summed, and what the sums are added to. Of r runs, and a last one of no keys that ends each path:
+
+    keys      int64 [keys], 0 and up
+    starts    int64 [r + 1]: the first key of each run; of the last one, the number of keys
+    above     int64 [rounds, r + 1]: the run that is 1, 2, 4, ... above each
+    last      int64 [reads]: the run with which each path ends
+    lengths   float64 [reads, 1]: keys of each path
+    """
+
+    keys: Tensor
+    starts: Tensor
+    above: Tensor
+    last: Tensor
+    lengths: Tensor
+
+
+def plan_pool(end: np.ndarray, positions: np.ndarray, reads: np.ndarray, device: torch.device) -> PoolPlan:
+    """The plan for the paths down to the keys `reads`, ascending; end, positions [keys] as in a StreamStep."""
+    starts = run_starts(end, reads)
+    above = _above(end, starts)
+    rounds = [above]
+    while (above := above[above]).min(initial=len(starts)) < len(starts):
+        rounds.append(above)
+    return PoolPlan(
+        keys=send(np.arange(len(end)), device),
+        starts=send(np.append(starts, len(end)), device),
+        above=send(np.stack(rounds), device),
+        last=send(np.searchsorted(starts, reads, side="right") - 1, device),
+        lengths=send((positions[reads] + 1.0)[:, None], device),
+    )
+
+
+def run_starts(end: np.ndarray, reads: np.ndarray) -> np.ndarray:
+    """The first keys of runs: neighbours of which each is the child of the one before, and none is read but the last,
+    and that are seen by the same reads."""
+    key = np.arange(len(end))
+    seen = np.searchsorted(reads, end)  # reads before the end of each key's subtree
+    begins = np.ones(len(end), bool)
+    begins[1:] = (end[:-1] <= key[1:]) | (seen[:-1] != seen[1:])
+    begins[reads[reads + 1 < len(end)] + 1] = True
+    starts = np.flatnonzero(begins)
+    sizes = np.diff(np.append(starts, len(end)))
+    parts = -(-sizes // RUN_KEYS)
+    within = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+    return np.repeat(starts, parts) + within * RUN_KEYS
+
+
+def _above(end: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """The run that each run's first key follows on its path, [r + 1]: r where there is none."""
+    none = len(starts)
+    found, path = np.full(none + 1, none), []
+    stops = end[np.append(starts[1:], len(end)) - 1].tolist() if none else []
+    for run, start in enumerate(starts.tolist()):
+        while path and stops[path[-1]] <= start:
+            path.pop()
+        if path:
+            found[run] = path[-1]
+        path.append(run)
+    return found
+
+
+def mean_of_paths(hidden: Tensor, plan: PoolPlan) -> Tensor:
+    """The mean over each path that is read, float32 [reads, hidden]; hidden float32 [keys, hidden]."""
+    # Bags of neighbouring rows. The last one is empty: its sum is 0.
+    sums = torch.nn.functional.embedding_bag(plan.keys, hidden, plan.starts, mode="sum").double()
+    for above in plan.above:
+        sums = sums + sums.index_select(0, above)
+    return (sums.index_select(0, plan.last) / plan.lengths).float()
