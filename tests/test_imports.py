@@ -19,8 +19,8 @@ LAYERS = [
     "job", "integrations", "cli",
 ]  # fmt: skip
 WITHOUT_TORCH = [
-    "prefix", "text", "checkpoint", "stream", "cache", "schedule", "tasks", "api", "records", "report", "job", "cli",
-    "model",
+    "prefix", "text", "checkpoint", "stream", "cache", "schedule", "engine", "tasks", "api", "records", "report", "job",
+    "cli", "model",
 ]  # fmt: skip
 
 
@@ -48,6 +48,73 @@ def test_imports_only_from_above(path):
     assert layer in LAYERS, f"{layer} has no place in the order"
     allowed = {*LAYERS[: LAYERS.index(layer) + 1], "__version__"}
     assert imported_layers(path) <= allowed, imported_layers(path) - allowed
+
+
+def imported_files(path: Path) -> set[Path]:
+    """The files of prefold that a file imports when it runs, anywhere in it; not those it needs for its types only."""
+    found = set()
+    stack: list[ast.AST] = [ast.parse(path.read_text())]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            stack.extend(node.orelse)
+            continue
+        stack.extend(ast.iter_child_nodes(node))
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if node.level:
+            base = path.parents[node.level - 1]
+        elif (node.module or "").split(".")[0] == "prefold":
+            base = PACKAGE.parent
+        else:
+            continue
+        base = base.joinpath(*(node.module or "").split(".")) if node.module else base
+        for alias in node.names:
+            places = (base / f"{alias.name}.py", base / alias.name / "__init__.py", base.with_suffix(".py"))
+            found.add(next((place for place in places if place.is_file()), base / "__init__.py"))
+    return found - {path}
+
+
+def circles(graph: dict[Path, set[Path]]) -> list[list[Path]]:
+    """Groups of files that import each other, directly or by way of others: strongly connected (Tarjan 1972)."""
+    index: dict[Path, int] = {}
+    low: dict[Path, int] = {}
+    stack: list[Path] = []
+    found = []
+
+    def visit(path: Path) -> None:
+        index[path] = low[path] = len(index)
+        stack.append(path)
+        for other in graph.get(path, ()):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[path] = min(low[path], low[other])
+        if low[path] == index[path]:
+            group = stack[stack.index(path) :]
+            del stack[stack.index(path) :]
+            if len(group) > 1:
+                found.append(group)
+
+    for path in graph:
+        if path not in index:
+            visit(path)
+    return found
+
+
+def test_no_files_import_each_other_in_a_circle():
+    found = circles({path: imported_files(path) for path in PACKAGE.rglob("*.py")})
+    assert not found, [[str(path.relative_to(PACKAGE)) for path in group] for group in found]
+
+
+@pytest.mark.parametrize("layer", ["schedule"])
+def test_no_file_imports_torch(layer):
+    """Not even where it is needed: whatever needs torch is a worker's."""
+    for path in (PACKAGE / layer).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert "torch" not in {name.split(".")[0] for name in names}, path
 
 
 @pytest.mark.parametrize("layer", WITHOUT_TORCH)
