@@ -35,6 +35,7 @@ __all__ = [
 Truncate = bool | Literal["left", "right"]
 Pooling = Literal["last", "mean", "first"]
 Normalization = Literal["tokens", "bytes"]
+JsonSpace = Literal["compact", "free"]
 
 
 def _option(
@@ -197,6 +198,12 @@ class GenerationOptions(TaskOptions):
         ' {"lark": ...}.',
         "json_schema", "json_object", "regex", "choice", "grammar",
     )  # fmt: skip
+    json_space: JsonSpace = _option(
+        "compact",
+        "White space in JSON answers: compact (the default), one blank after a comma or colon at most; free, up to 64"
+        " blanks and line ends in a row.",
+        one_of=("compact", "free"),
+    )
     response_format: type | Mapping[str, object] | None = _option(
         None, "In place of grammar: a pydantic class, or OpenAI's object.", None
     )

@@ -95,12 +95,15 @@ class Result:
 class Grammar:
     """What generated text must look like.
 
-    kind   "json_schema" (text: the schema as JSON), "json" (any JSON object), "regex", "choice" (text: a JSON
-           list of strings), "lark" (text: a grammar in Lark's syntax)
+    kind     "json_schema" (text: the schema as JSON), "json" (any JSON object), "regex", "choice" (text: a JSON
+             list of strings), "lark" (text: a grammar in Lark's syntax)
+    compact  of JSON: no white space between its parts but one blank after a comma or colon. False: up to 64
+             blanks and line ends, as the model likes. A schema's own "x-guidance" goes before it
     """
 
     kind: Literal["json_schema", "json", "regex", "choice", "lark"]
     text: str = ""
+    compact: bool = True
 
 
 @dataclass(frozen=True, slots=True)

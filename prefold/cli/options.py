@@ -197,6 +197,7 @@ _TASKS: dict[str, tuple[Decorator, ...]] = {
         _of("generate", "logprobs", "--logprobs", type=click.IntRange(0), metavar="K"),
         click.option("--json-schema", metavar="FILE|JSON", help="Answers are JSON of this schema."),
         click.option("--json-object", is_flag=True, help="Answers are a JSON object."),
+        _of("generate", "json_space", "--json-space", type=click.Choice(["compact", "free"])),
         click.option("--regex", metavar="REGEX", help="Answers match it."),
         click.option("--choice", metavar="TEXT", multiple=True, help="Answers are one of these texts. Repeated."),
         click.option("--grammar", metavar="TEXT", help="Answers follow a grammar in Lark's syntax; @FILE reads it."),

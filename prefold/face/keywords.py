@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
-from ..options import Normalization, Pooling, Truncate
+from ..options import JsonSpace, Normalization, Pooling, Truncate
 from ..types import Grammar
 
 __all__ = ["ClassifyKeywords", "EmbedKeywords", "GenerationKeywords", "RerankKeywords", "ScoreKeywords"]
@@ -66,6 +66,7 @@ class GenerationKeywords(TaskKeywords, total=False):
     ignore_eos: bool
     logprobs: int | None
     grammar: Grammar | Mapping[str, object] | None
+    json_space: JsonSpace
     response_format: type | Mapping[str, object] | None
     system: str | None
     tools: Sequence[object] | None

@@ -34,7 +34,7 @@ def _encode(sampling: Sampling, adapter: str | None, salt: str, priority: int) -
     values: dict[str, Any] = {name: getattr(sampling, name) for name in _SAMPLING}
     values = {name: value for name, value in values.items() if value != _SAMPLING[name]}
     if sampling.grammar is not None:
-        values["grammar"] = [sampling.grammar.kind, sampling.grammar.text]
+        values["grammar"] = [sampling.grammar.kind, sampling.grammar.text, sampling.grammar.compact]
     beside = {"adapter": adapter, "salt": salt, "priority": priority}
     values |= {name: value for name, value in beside.items() if value != _BESIDE[name]}
     return json.dumps(values, separators=(",", ":")).encode() if values else b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,7 @@ class GenerateTask:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         template_seconds: float = TEMPLATE_SECONDS,
+        json_space: str = "compact",
         adapter: str | None = None,
         adapters: Collection[str] = (),
         salt: str = "",
@@ -94,11 +95,13 @@ class GenerateTask:
         sampling    {field of Sampling: value}; the others are Sampling's defaults, so greedy
         system      a system message before conversations without one
         template_seconds   processor time the chat template may take for one conversation
+        json_space  white space in answers that a grammar makes JSON: "compact", or "free" (see `Grammar.compact`)
         adapter     the adapter of items that name none; adapters: those there are
         truncate    cut a prompt that leaves no room for the output at its beginning
         """
         self.inputs = inputs
         self.context = context
+        self.compact = json_space == "compact"
         self.auto_max_tokens = max_tokens == "auto"
         given = {**(sampling or {}), "max_tokens": AUTO_MAX_TOKENS if self.auto_max_tokens else max_tokens}
         self.sampling = self._sampling(given, Sampling())
@@ -137,7 +140,10 @@ class GenerateTask:
 
     def _sampling(self, given: Mapping[str, Any], defaults: Sampling) -> Sampling:
         tokenizer, vocab_size = self.inputs.tokenizer, self.inputs.vocab_size
-        return sampling_from(given, vocab_size=vocab_size, tokenizer=tokenizer, defaults=defaults)
+        made = sampling_from(given, vocab_size=vocab_size, tokenizer=tokenizer, defaults=defaults)
+        if made.grammar is None or self.compact:
+            return made
+        return replace(made, grammar=replace(made.grammar, compact=False))
 
     def _adapter(self, name: str | None) -> str | None:
         if name is not None and name not in self.adapters:

@@ -158,6 +158,7 @@ def _generate(
         chat_template=o.chat_template,
         chat_template_kwargs=o.chat_template_kwargs,
         template_seconds=TEMPLATE_SECONDS if o.template_seconds is None else o.template_seconds,
+        json_space=o.json_space,
         adapter=o.adapter,
         adapters=adapters,
         salt=o.salt,

@@ -26,8 +26,10 @@ __all__ = ["GrammarCompiler", "Matcher", "check_grammar"]
 
 # Compiled grammars kept; those of a job are mostly one, or one a row.
 CACHED = 256
-# Between two parts of a JSON text. With no bound a small model may write spaces until its context is full.
-JSON_SPACE = r"[ \t\n\r]{0,64}"
+# White space between two parts of a JSON text. Where a grammar allows more than it needs, a small model may write
+# blanks until its context is full, and each costs a step.
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+FREE = {"whitespace_pattern": r"[ \t\n\r]{0,64}"}
 REMEDIES = {
     "json_schema": "give a JSON schema; what of the standard is known: "
     "https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md",
@@ -132,9 +134,10 @@ def _source(grammar: Grammar) -> str:
     try:
         if grammar.kind in ("json_schema", "json"):
             schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
-            return make.grammar_from_json_schema(schema, defaults={"whitespace_pattern": JSON_SPACE})
+            return make.grammar_from_json_schema(schema, defaults=COMPACT if grammar.compact else FREE)
         if grammar.kind == "choice":
-            return make.grammar_from_lark("start: " + " | ".join(_quoted(grammar.text)))
+            # One terminal, which is an automaton: as many rules of a grammar would be too many for 50,000.
+            return make.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(_quoted(grammar.text)))
     except ValueError as error:
         raise _refused(grammar, error) from None
     if grammar.kind == "regex":

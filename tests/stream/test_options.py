@@ -13,7 +13,7 @@ from prefold.types import GenerateRequest, Grammar, Request, Sampling
 
 texts = st.text(max_size=5)
 counts = st.integers(0, 2**53)
-grammars = st.builds(Grammar, st.sampled_from(["json_schema", "json", "regex", "choice", "lark"]), texts)
+grammars = st.builds(Grammar, st.sampled_from(["json_schema", "json", "regex", "choice", "lark"]), texts, st.booleans())
 samplings = st.builds(
     Sampling,
     max_tokens=st.none() | counts,

@@ -105,6 +105,16 @@ def test_sampling_of_the_task_and_of_the_item():
     assert bad.field == "temperature" and good.requests
 
 
+def test_white_space_of_json():
+    schema = {"grammar": {"json": True}}
+    assert request(task(**schema), "a").sampling.grammar == Grammar("json", compact=True)
+    free = task(json_space="free", **schema)
+    assert request(free, "a").sampling.grammar == Grammar("json", compact=False)
+    assert request(free, {"prompt": "a", "sampling": schema}).sampling.grammar == Grammar("json", compact=False)
+    with pytest.raises(InputError, match="json_space is 'none'; use one of 'compact', 'free'"):
+        task(json_space="none")
+
+
 def test_adapter_salt_and_priority():
     made = task(adapter="fr", adapters=["fr", "de"], salt="s", priority=2)
     found = request(made, "a")

@@ -96,27 +96,73 @@ def test_random_texts_fit(compiler, kind):
     assert len(texts) > 2
 
 
-def test_any_object(compiler):
-    matcher = compiler.matcher(Grammar("json"))
-    ids = compiler.tokenizer.encode('{"a": [1, {"é": null}],\n "b": {}}', special=False).tolist()
+def fits(compiler, grammar: Grammar, text: str) -> bool:
+    """Whether the whole text is one that the grammar describes."""
+    matcher = compiler.matcher(grammar)
+    ids = compiler.tokenizer.encode(text, special=False).tolist()
     for token in ids[ids[0] == compiler.tokenizer.token_id("▁") :]:
-        assert matcher.mask()[token]
+        if not matcher.mask()[token]:
+            return False
         matcher.accept(token)
-    assert matcher.is_complete
+    return matcher.is_complete
+
+
+def test_any_object(compiler):
+    assert fits(compiler, Grammar("json"), '{"a": [1, {"é": null}],"b":{}}')
+    assert fits(compiler, Grammar("json", compact=False), '{"a": [1, {"é": null}],\n "b": {}}')
     first = np.flatnonzero(compiler.matcher(Grammar("json")).mask()).tolist()
     assert all(compiler.tokenizer.decode([token]).startswith("{") for token in first)
 
 
+ANY = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 9}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "compact"),
+    [
+        ('{"a": 7, "b": [1, 2]}', True),
+        ('{"a":7,"b":[1,2]}', True),
+        ('{"a": 7}', True),
+        ('{ "a": 7}', False),
+        ('{"a":  7}', False),
+        ('{"a":\n7}', False),
+        ('{"a": 7 }', False),
+        ('{"a": 7, "b": [ ]}', False),
+        ('{"a" : 7}', False),
+    ],
+)
+def test_json_is_compact_unless_white_space_is_free(compiler, text, compact):
+    schema = json.dumps(ANY)
+    assert fits(compiler, Grammar("json_schema", schema), text) == compact
+    assert fits(compiler, Grammar("json_schema", schema, compact=False), text)
+    own = json.dumps(ANY | {"x-guidance": {"whitespace_flexible": True}})
+    assert fits(compiler, Grammar("json_schema", own), text)
+
+
 def test_blanks_in_json_have_an_end(compiler):
-    matcher = compiler.matcher(Grammar("json"))
     token_id = compiler.tokenizer.token_id
-    matcher.accept(token_id("{"))
-    blank = next(token for name in ("Ġ", "▁") if (token := token_id(name)) is not None)
-    count = 0
-    while matcher.mask()[blank]:
-        matcher.accept(blank)
-        count += 1
-    assert 60 < count < 70
+    blanks = [token for name in ("Ġ", "▁", "Ċ") if (token := token_id(name)) is not None]
+    for compact, most in ((True, 1), (False, 66)):
+        matcher = compiler.matcher(Grammar("json_schema", json.dumps(ANY), compact=compact))
+        for token in compiler.tokenizer.encode('{"a":', special=False).tolist():
+            if matcher.mask()[token]:
+                matcher.accept(token)
+        count = 0
+        while matcher.mask()[blanks].any():
+            matcher.accept(next(token for token in blanks if matcher.mask()[token]))
+            count += 1
+        assert count <= most and (compact or count > 60)
+
+
+def test_a_choice_of_50_000_texts(tokenizers):
+    rng = random.Random(0)
+    texts = ["".join(rng.choice("abcdefgh é日") for _ in range(rng.randint(5, 25))) for _ in range(50_000)]
+    compiler = GrammarCompiler(tokenizers["gpt-2"], tokenizers["gpt-2"].vocab_size, [EOS])
+    compiler.tokenizer = tokenizers["gpt-2"]
+    grammar = Grammar("choice", json.dumps(texts))
+    assert all(fits(compiler, grammar, text) for text in rng.sample(texts, 20))
+    assert not fits(compiler, grammar, texts[0] + "x")
+    assert compiler.tokenizer.decode(write(compiler.matcher(grammar), rng)) in texts
 
 
 def test_masks_never_allow_special_tokens_or_ids_without_a_token(compiler):
