@@ -21,7 +21,7 @@ def sections() -> list[tuple[str, list[str]]]:
     from ..checkpoint import BUILT_IN, GEOMETRIES
     from ..kernels import status
     from ..model import supported_architectures
-    from ..model.families import ROPE_SETTINGS
+    from ..model.families import ROPE_KINDS
 
     formats = [
         "a Hugging Face folder or hub id, with safetensors (sentence-transformers folders too)",
@@ -31,7 +31,7 @@ def sections() -> list[tuple[str, list[str]]]:
     return [
         ("Built-in models (--model NAME)", [f"{name:<14}{model.about}" for name, model in BUILT_IN.items()]),
         ("Architectures", supported_architectures()),
-        ("RoPE types", [", ".join(ROPE_SETTINGS)]),
+        ("RoPE types", [", ".join(ROPE_KINDS)]),
         ("Formats", formats),
         ("Shapes for --load-format dummy, besides any model", [", ".join(GEOMETRIES)]),
         ("CPU kernels", [status()]),
