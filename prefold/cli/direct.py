@@ -13,7 +13,7 @@ from .build import LazyTasks, load_llm, open_model, uses_chat
 
 __all__ = ["answer"]
 
-_JOB_ONLY = ("output", "report", "resume", "overwrite", "keep_order", "stream", "limit", "id_column", "keep",
+_JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
              "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format",
              "delimiter", "max_cell_lines", "empty")  # fmt: skip
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def run_command(
 
 def make_job(task: str | None, o: dict[str, Any], input: Input) -> Any:
     from ..job import Job, OutputOptions, TableForm, open_output
+    from ..records.grown import check_grown
     from ..tasks.run import calibrated
 
     path = None if o["output"] in (None, "-") else Path(o["output"])
@@ -79,6 +81,7 @@ def make_job(task: str | None, o: dict[str, Any], input: Input) -> Any:
             overwrite=o["overwrite"],
             only_resume=o["resume"],
             limit=o["limit"],
+            grown=partial(check_grown, input.source) if o["grown"] else None,
             form=TableForm.of(input.adapter, input.source),
         ),
         fingerprint(task, o, input, seed),
@@ -101,8 +104,8 @@ def _seed(o: dict[str, Any], path: Path | None) -> int:
 
 
 def _check_paths(path: Path | None, input: Input, o: dict[str, Any]) -> None:
-    if path is None and (o["resume"] or o["overwrite"]):
-        raise click.UsageError("--resume and --overwrite need an output file: add -o FILE")
+    if path is None and (o["resume"] or o["overwrite"] or o["grown"]):
+        raise click.UsageError("--resume, --overwrite and --grown need an output file: add -o FILE")
     if o["resume"] and o["overwrite"]:
         raise click.UsageError("--resume and --overwrite exclude each other")
     used = {path.resolve(): "input" for path in input.source.paths}

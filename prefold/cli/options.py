@@ -115,6 +115,8 @@ output_options = _all(
     click.option("--resume", is_flag=True,
                  help="Go on with an interrupted job, and fail if there is none. (A job whose journal is there "
                       "is resumed without it.)"),
+    click.option("--grown", is_flag=True,
+                 help="The input may have become longer since: go on with the records behind those that are done."),
     click.option("--report", metavar="FILE", help="Write an HTML page about the job: its trie, its batches."),
     click.option("--stream", is_flag=True,
                  help="Run each window as it fills, instead of sorting the whole input first: for input without end. "

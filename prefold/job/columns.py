@@ -13,7 +13,7 @@ from typing import Any
 from ..records.adapter import RecordAdapter
 from ..records.forms import type_at
 from ..records.record import Source
-from ..records.tables import TableAdapter
+from ..records.tables import TableAdapter, reserved_names
 
 __all__ = ["Kind", "TableForm", "cell"]
 
@@ -29,12 +29,12 @@ class TableForm:
     """What is known of a table's columns before its lines are.
 
     head    columns that come first, and are there though no line is
-    users   columns whose values are the user's (kept ones, fields of JSON answers), not a task's
+    made    columns that a task makes; the others' values are the user's. None: all
     types   {column: Arrow type} of those that a Parquet input gives
     """
 
     head: tuple[str, ...] = ("record",)
-    users: Collection[str] = ()
+    made: Collection[str] | None = None
     types: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -45,11 +45,15 @@ class TableForm:
         kept = adapter.columns_used.repeated()
         found = {name: type_at(source.types, path) for name, path in kept.items()}
         types = {name: type for name, type in found.items() if type is not None}
-        return cls(("record", *kept), frozenset(kept), types)
+        return cls(("record", *kept), reserved_names(adapter.task), types)
+
+    def is_made(self, name: str) -> bool:
+        """Whether a task makes the column of this name."""
+        return self.made is None or name in self.made
 
     def kind(self, name: str) -> Kind:
         """A Kind that has seen nothing yet, for a column of this name."""
-        return Kind(name not in self.users and name in _REAL, name not in self.users)
+        return Kind(self.is_made(name) and name in _REAL, self.is_made(name))
 
 
 class NoType(Exception):

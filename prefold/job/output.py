@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -31,13 +32,20 @@ RESUME = "give the same command to resume"
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """path None: standard output. only_resume: there must be something to resume. form: of a table's columns."""
+    """Where the lines go, and what may be there before.
+
+    path         None: standard output
+    only_resume  there must be something to resume
+    grown        the input may have become longer since: raises JobError for an identity that is not its beginning's
+    form         of a table's columns
+    """
 
     path: Path | None
     keep_order: bool = False
     overwrite: bool = False
     only_resume: bool = False
     limit: int | None = None
+    grown: Callable[[dict[str, Any]], None] | None = None
     form: TableForm = field(default_factory=TableForm)
 
 
@@ -152,7 +160,8 @@ class FileOutput:
         self._broken: JobError | None = None
         self.notes: list[str] = []
         self._file: Any = None
-        self._held = self.begun = False
+        self._held = self.begun = self._grew = False
+        self._keeps_lines = options.grown is not None or options.limit is not None
         self._replaces = options.overwrite and self.path.exists()
         self.journal = Journal(journal_path(self.path))
         try:
@@ -170,7 +179,13 @@ class FileOutput:
         if self.journal.job is not None:
             size = self.lines_path.stat().st_size if self.lines_path.exists() else 0
             made = self._finish is not None and self.path.exists()
+            if options.grown is not None and self.journal.job["input"] != self._job["input"]:
+                options.grown(self.journal.job["input"])
+                self.journal.job["input"] = self._job["input"]
+                self._grew = True
             self.journal.resume(self._job, size, options.limit, made=made)
+            if self._grew:
+                self._check_lines(size)
             return True
         if self.path.exists() and self.path.stat().st_size:
             raise JobError(
@@ -182,6 +197,15 @@ class FileOutput:
                 f"there is nothing to resume: {self.journal.path} does not exist; leave out --resume to start the job"
             )
         return False
+
+    def _check_lines(self, size: int) -> None:
+        """A job that had ended goes on only where its lines are still there."""
+        self.journal.ended = None
+        if size < self.journal.offset:
+            raise JobError(
+                f"{self.path} was made without --grown, and its lines are not kept; "
+                "--overwrite with --grown starts again, and goes on from there the next time"
+            )
 
     def hold(self) -> None:
         self._held = True
@@ -195,6 +219,8 @@ class FileOutput:
             return
         if self._resumes:
             self.journal.cut()
+            if self._grew:
+                self.journal.grow(self._job["input"])
         else:
             self.journal.start(self._job)
             if self._replaces and self._finish is None:
@@ -254,8 +280,8 @@ class FileOutput:
             if self._finish is not None:
                 self.notes = self._finish(self.lines_path, self.path)
             self.journal.finish(self.limit)
-            # What a job with a --limit has written is the beginning of one without.
-            if self._finish is not None and self.limit is None:
+            # With --limit or --grown, what is written is the beginning of what comes.
+            if self._finish is not None and not self._keeps_lines:
                 self.lines_path.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ def _column_types(pa: Any, lines: Iterable[bytes], form: TableForm) -> tuple[dic
                     kinds[name] = form.kind(name)
                     if name == "error":
                         types[name] = pa.string()
-                    elif name not in form.users and (known := single(pa, name)) is not None:
+                    elif form.is_made(name) and (known := single(pa, name)) is not None:
                         types[name] = known
                 kinds[name].add(value)
             except NoType as error:

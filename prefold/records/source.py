@@ -27,7 +27,7 @@ from .fields import check_depth
 from .parquet import ParquetSource
 from .record import FORMATS, Record, Source
 
-__all__ = ["SUFFIXES", "TableOptions", "lines_of", "open_source", "standard_input"]
+__all__ = ["SUFFIXES", "TableOptions", "file_identity", "is_gzip", "lines_of", "open_source", "standard_input"]
 
 SUFFIXES = {".ndjson": "jsonl", ".json": "jsonl"} | {f".{format}": format for format in FORMATS}
 _WHOLE_DIGEST = 256 << 20  # bytes up to which a file's digest is of all of it ...
@@ -71,12 +71,12 @@ def open_source(
         raise JobError(f"the input {name} is not a file")
     format = format or _format_of(path)
     _delimiter(format, options.delimiter)
-    identity = _file_identity(path)
+    identity = file_identity(path)
     if format == "parquet":
         source: Source = ParquetSource(name, path, identity)
         source.paths = (path,)
         return source
-    opener = gzip.open if _is_gzip(path) else open
+    opener = gzip.open if is_gzip(path) else open
     with _broken(name, 0), opener(path, "rb") as file:
         head = file.readline()
     source = _LineSource.make(name, format, identity, head, lambda: opener(path, "rb"), options)
@@ -92,18 +92,21 @@ def _format_of(path: Path) -> str:
     return format
 
 
-def _is_gzip(path: Path) -> bool:
+def is_gzip(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(2) == b"\x1f\x8b"
 
 
-def _file_identity(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
+def file_identity(path: Path, size: int | None = None) -> dict[str, Any]:
+    """The identity of a file, or of its first `size` bytes."""
+    size = path.stat().st_size if size is None else size
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         if size <= _WHOLE_DIGEST:
-            while block := file.read(1 << 20):
+            left = size
+            while block := file.read(min(left, 1 << 20)):
                 digest.update(block)
+                left -= len(block)
         else:
             for i in range(_DIGEST_BLOCKS):
                 file.seek((size - _DIGEST_BYTES) * i // (_DIGEST_BLOCKS - 1))

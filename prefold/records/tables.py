@@ -13,7 +13,7 @@ from .forms import plain
 from .lines import error_object
 from .record import Record
 
-__all__ = ["Columns", "TableAdapter", "default_columns"]
+__all__ = ["Columns", "TableAdapter", "default_columns", "reserved_names"]
 
 # What lines have of their own, and what the tasks put into them.
 _RESERVED = {
@@ -31,6 +31,11 @@ _USUAL = {
     "score": {"prompt": ("prompt", "context"), "continuation": ("continuation", "continuations")},
     "generate": {"prompt": ("prompt", "question", "instruction", "text", "input")},
 }
+
+
+def reserved_names(task: str) -> frozenset[str]:
+    """The names of what a line of this task has of its own, which nothing that is kept may have."""
+    return frozenset(_RESERVED[""] | _RESERVED[task])
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ TEXTS += ["'", '""', "\\"]
 
 def make(path, lines, form=None, **options):
     """The output of these lines, and the notes on it."""
-    users = tuple({name: None for line in lines for name in line if name not in ("record", "error")})
-    out = open_output(OutputOptions(path, form=form or TableForm(users=users), **options), JOB)
+    out = open_output(OutputOptions(path, form=form or TableForm(made=("record", "error")), **options), JOB)
     for number, line in enumerate(lines, 1):
         out.write(number, dumps({"record": number} | line), "error" in line)
     out.finish()
@@ -172,7 +171,7 @@ def test_made_columns_have_the_types_of_what_they_are(tmp_path):
 
 
 def test_an_empty_table_has_its_columns(tmp_path):
-    form = TableForm(("record", "id", "when"), ("id", "when"), {"when": pa.timestamp("us")})
+    form = TableForm(("record", "id", "when"), (), {"when": pa.timestamp("us")})
     make(tmp_path / "out.csv", [], form)
     assert (tmp_path / "out.csv").read_text() == "record,id,when\n"
     make(tmp_path / "out.parquet", [], form)
@@ -181,7 +180,7 @@ def test_an_empty_table_has_its_columns(tmp_path):
 
 
 def test_a_value_that_does_not_fit_its_known_type_makes_text_not_a_failure(tmp_path):
-    form = TableForm(("record", "k"), ("k",), {"k": pa.int8()})
+    form = TableForm(("record", "k"), (), {"k": pa.int8()})
     (note,) = make(tmp_path / "out.parquet", [{"k": 1}, {"k": 1000}], form)
     assert "'k'" in note and pq.read_table(tmp_path / "out.parquet")["k"].to_pylist() == ["1", "1000"]
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from prefold.job.output import OutputOptions, StreamOutput, open_output
 from prefold.job.run import Interrupted, Job, run_job
 from prefold.records.batch import OpenAIBatch
 from prefold.records.fields import Template
+from prefold.records.files import open_sources
+from prefold.records.grown import check_grown
 from prefold.records.source import open_source
 from prefold.records.tables import Columns, TableAdapter
 from prefold.report.progress import Progress
@@ -384,3 +387,92 @@ def test_killed_at_random_moments_every_record_has_one_line(tmp_path, streaming)
             break
     assert rest == "end\n" and kills >= 3
     check_complete(source, out)
+
+
+def grown_job(source, out, **options):
+    adapter = TableAdapter("embed", Columns(prompt=Template("text", "--prompt"), id="k"))
+    opened = open_source(str(source))
+    fingerprint = {"task": "embed", "input": opened.identity}
+    output = open_output(OutputOptions(out, grown=partial(check_grown, opened), **options), fingerprint)
+    return Job(opened, adapter, {"embed": FakeTask()}, fake_llm, output)
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.jsonl.gz"])
+def test_an_input_that_has_grown_goes_on_where_it_was(tmp_path, name):
+    source, out = tmp_path / "in.jsonl", tmp_path / name
+    write_records(source, 30, bad={3})
+    lines = source.read_bytes().splitlines(keepends=True)
+    for count in (10, 11, 30):
+        source.write_bytes(b"".join(lines[:count]))
+        job = grown_job(source, out)
+        before = job.output.resumed
+        summary = run_job(job, Progress())
+        assert (before, summary.records, summary.errors) == ({10: 0, 11: 10, 30: 11}[count], count, 1)
+        assert job.tasks["embed"].prepared == count - before - (before < 3)
+    again = run_job(grown_job(source, out), Progress())
+    assert again.records == again.resumed == 30
+    if name == "out.jsonl":
+        check_complete(source, out)
+    # Without the option the job is of the input as it is now.
+    fingerprint = {"task": "embed", "input": open_source(str(source)).identity}
+    assert open_output(OutputOptions(out), fingerprint).ended
+
+
+def test_an_input_that_is_another_has_not_grown(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 10)
+    whole = source.read_bytes()
+    run_job(grown_job(source, out), Progress())
+    kept = out.read_bytes(), (tmp_path / "out.jsonl.journal").read_bytes()
+    for changed in (whole[:-20], whole.replace(b"common", b"Common", 1) + whole[-60:]):
+        source.write_bytes(changed)
+        with pytest.raises(JobError, match="has not just grown"):
+            grown_job(source, out)
+    for made in ("torn.jsonl", "torn.csv"):
+        source.write_bytes(whole.rstrip())
+        run_job(grown_job(source, tmp_path / made), Progress())
+        source.write_bytes(whole.rstrip() + b" \n" + whole)
+        with pytest.raises(JobError, match=r"the last record .* has become longer"):
+            grown_job(source, tmp_path / made)
+        source.write_bytes(whole + whole)
+        assert run_job(grown_job(source, tmp_path / made), Progress()).records == 20
+    assert (out.read_bytes(), (tmp_path / "out.jsonl.journal").read_bytes()) == kept
+
+
+def test_a_folder_that_has_got_another_file_has_grown(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_records(folder / "b.jsonl", 10)
+    lines = (folder / "b.jsonl").read_text().splitlines(keepends=True)
+
+    def run():
+        opened = open_sources([str(folder)])
+        adapter = TableAdapter("embed", Columns(prompt=Template("text", "--prompt"), id="k"))
+        options = OutputOptions(tmp_path / "out.jsonl", grown=partial(check_grown, opened))
+        output = open_output(options, {"task": "embed", "input": opened.identity})
+        summary = run_job(Job(opened, adapter, {"embed": FakeTask()}, fake_llm, output), Progress())
+        return summary.resumed, summary.records
+
+    assert run() == (0, 10)
+    (folder / "c.jsonl").write_text("".join(lines[:5]))
+    assert run() == (10, 15)
+    (folder / "c.jsonl").write_text("".join(lines))
+    (folder / "d.jsonl").write_text("".join(lines))
+    assert run() == (15, 30)
+    for change in (lambda: (folder / "a.jsonl").write_text(lines[0]), lambda: (folder / "d.jsonl").unlink()):
+        change()
+        with pytest.raises(JobError, match="has not just grown"):
+            run()
+        (folder / "a.jsonl").unlink(missing_ok=True)
+
+
+def test_a_table_whose_lines_are_gone_cannot_grow(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.csv"
+    write_records(source, 10)
+    opened = open_source(str(source))
+    adapter = TableAdapter("embed", Columns(prompt=Template("text", "--prompt"), id="k"))
+    output = open_output(OutputOptions(out), {"task": "embed", "input": opened.identity})
+    run_job(Job(opened, adapter, {"embed": FakeTask()}, fake_llm, output), Progress())
+    source.write_bytes(source.read_bytes() * 2)
+    with pytest.raises(JobError, match="made without --grown"):
+        grown_job(source, out)

@@ -1,0 +1,51 @@
+"""Whether an input is what it was and more: longer, or with more files behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import JobError
+from .record import Source
+from .source import file_identity, is_gzip
+
+__all__ = ["check_grown"]
+
+
+def check_grown(source: Source, before: dict[str, Any]) -> None:
+    """Refuse an input that does not begin with all it was when it had the identity `before`.
+
+    The last file of then may be longer now, where its records are lines, and further files may follow; the numbers of
+    the records that were there are then what they were. Raises JobError.
+    """
+    if not source.paths:
+        raise JobError("what comes from standard input cannot be told to have grown; --grown is for files")
+    then, now = (identity.get("files", [identity]) for identity in (before, source.identity))
+    for place, old in enumerate(then):
+        if place < len(now) and now[place] == old:
+            continue
+        if place == len(then) - 1 and place < len(now) and source.format != "parquet":
+            _check_longer(source.paths[place], old)
+            continue
+        raise _other(source.name)
+
+
+def _other(name: Path | str) -> JobError:
+    return JobError(
+        f"{name} does not begin with what it was, so it has not just grown; "
+        "--overwrite starts the job again, -o NAME writes elsewhere"
+    )
+
+
+def _check_longer(path: Path, old: dict[str, Any]) -> None:
+    size = old.get("bytes")
+    if not isinstance(size, int) or size > path.stat().st_size or file_identity(path, size) != old:
+        raise _other(path)
+    with path.open("rb") as file:
+        file.seek(max(0, size - 1))
+        last, new = file.read(1), file.read(2)
+    if size and not (new == b"\x1f\x8b" if is_gzip(path) else last == b"\n" or new[:1] in b"\r\n"):
+        raise JobError(
+            f"the last record of {path} has become longer: it had no line end when the job was run; "
+            "--overwrite starts the job again"
+        )
