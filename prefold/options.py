@@ -193,6 +193,10 @@ class GenerationOptions(TaskOptions):
     stop_ids: int | Sequence[int] = _option((), "Token ids that end it.", "stop_id")
     ignore_eos: bool = _option(False, "Go on after the model's end of text.")
     logprobs: int | None = _option(None, "Each token's log-probability, and those of so many of the most likely.")
+    max_n: int = _option(128, "Answers that a prompt's own options may ask for, where n says no more.", kind=int)
+    max_logprobs: int = _option(
+        20, "Log-probabilities that a prompt's own options may ask for, where logprobs says no more.", kind=int
+    )
     grammar: Grammar | Mapping[str, object] | None = _option(
         None, 'What the text must look like: {"json_schema": ...}, {"json": True}, {"regex": ...}, {"choice": [...]} or'
         ' {"lark": ...}.',

@@ -197,6 +197,8 @@ _TASKS: dict[str, tuple[Decorator, ...]] = {
         click.option("--stop-id", type=click.IntRange(0), metavar="ID", multiple=True, help="The same, a token id."),
         _of("generate", "ignore_eos", "--ignore-eos", is_flag=True),
         _of("generate", "logprobs", "--logprobs", type=click.IntRange(0), metavar="K"),
+        _of("generate", "max_n", "--max-n", type=click.IntRange(1), metavar="N"),
+        _of("generate", "max_logprobs", "--max-logprobs", type=click.IntRange(0), metavar="N"),
         click.option("--json-schema", metavar="FILE|JSON", help="Answers are JSON of this schema."),
         click.option("--json-object", is_flag=True, help="Answers are a JSON object."),
         _of("generate", "json_space", "--json-space", type=click.Choice(["compact", "free"])),

@@ -65,6 +65,8 @@ class GenerationKeywords(TaskKeywords, total=False):
     stop_ids: int | Sequence[int]
     ignore_eos: bool
     logprobs: int | None
+    max_n: int
+    max_logprobs: int
     grammar: Grammar | Mapping[str, object] | None
     json_space: JsonSpace
     response_format: type | Mapping[str, object] | None

@@ -83,6 +83,8 @@ class GenerateTask:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         template_seconds: float = TEMPLATE_SECONDS,
         json_space: str = "compact",
+        max_n: int = 128,
+        max_logprobs: int = 20,
         adapter: str | None = None,
         adapters: Collection[str] = (),
         salt: str = "",
@@ -96,6 +98,7 @@ class GenerateTask:
         system      a system message before conversations without one
         template_seconds   processor time the chat template may take for one conversation
         json_space  white space in answers that a grammar makes JSON: "compact", or "free" (see `Grammar.compact`)
+        max_n, max_logprobs   what an item's own sampling may ask for, unless `sampling` itself says more
         adapter     the adapter of items that name none; adapters: those there are
         truncate    cut a prompt that leaves no room for the output at its beginning
         """
@@ -110,6 +113,7 @@ class GenerateTask:
         self.chat_template = chat_template
         self.chat_template_kwargs = chat_template_kwargs
         self.template_seconds = template_seconds
+        self.bounds = {"n": max(max_n, self.sampling.n), "logprobs": max(max_logprobs, self.sampling.logprobs or 0)}
         self.adapters = frozenset(adapters)
         self.adapter = self._adapter(adapter)
         self.salt = salt
@@ -122,7 +126,7 @@ class GenerateTask:
 
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
         item = as_item(GenerateItem, _named(item))
-        sampling = self._sampling(item.sampling, self.sampling) if item.sampling else self.sampling
+        sampling = self._items_sampling(item.sampling) if item.sampling else self.sampling
         # A number that nobody asked for never makes a prompt too long.
         asked = not self.auto_max_tokens or "max_tokens" in (item.sampling or {})
         beside = {
@@ -144,6 +148,16 @@ class GenerateTask:
         if made.grammar is None or self.compact:
             return made
         return replace(made, grammar=replace(made.grammar, compact=False))
+
+    def _items_sampling(self, given: Mapping[str, Any]) -> Sampling:
+        """The sampling of an item that has options of its own, which may not ask for any amount."""
+        sampling = self._sampling(given, self.sampling)
+        for name, most in self.bounds.items():
+            value = getattr(sampling, name)
+            if value is not None and value > most:
+                remedy = f"give at most {most}, or allow more with max_{name} (--max-{name})"
+                raise InputError(f"{name!r} is {value}", field=name, remedy=remedy, code="out_of_range")
+        return sampling
 
     def _adapter(self, name: str | None) -> str | None:
         if name is not None and name not in self.adapters:

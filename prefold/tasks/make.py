@@ -159,6 +159,8 @@ def _generate(
         chat_template_kwargs=o.chat_template_kwargs,
         template_seconds=TEMPLATE_SECONDS if o.template_seconds is None else o.template_seconds,
         json_space=o.json_space,
+        max_n=o.max_n,
+        max_logprobs=o.max_logprobs,
         adapter=o.adapter,
         adapters=adapters,
         salt=o.salt,

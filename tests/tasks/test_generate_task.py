@@ -331,3 +331,17 @@ def test_how_a_checkpoint_wants_to_sample():
     assert generation_settings(FakeCheckpoint(files=files), None)[1] == wanted
     files["generation_config.json"] = {"do_sample": False, "temperature": 0.6}
     assert generation_settings(FakeCheckpoint(files=files), None)[1] == {}
+
+
+def test_an_item_may_not_ask_for_any_amount():
+    def error(made, **sampling):
+        (work,) = made.prepare([{"prompt": "yes", "sampling": sampling}])
+        return work if isinstance(work, InputError) else None
+
+    for name, most in (("n", 128), ("logprobs", 20)):
+        assert error(task(), **{name: most}) is None
+        found = error(task(), **{name: 200_000_000})
+        assert (found.field, found.code) == (name, "out_of_range") and f"--max-{name}" in found.remedy
+        assert error(task(**{f"max_{name}": 300}), **{name: 300}) is None
+        assert error(task(**{name: 200}), **{name: 200}) is None
+    assert error(task(), n=None, logprobs=None) is None
