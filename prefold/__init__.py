@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from .face.results import Classification, Piece, Ranking, Score
     from .llm import LLM
+    from .text.filled import Filled
     from .types import Generated, GenerationStats, Grammar, Sampling, Stats, TokenLogprobs
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Classification",
+    "Filled",
     "ForkedError",
     "Generated",
     "GenerationStats",
@@ -50,7 +52,7 @@ __all__ = [
     "__version__",
 ]
 
-_MODULES = {"LLM": "llm", "CacheOptions": "cache", "Checkpoint": "checkpoint"}
+_MODULES = {"LLM": "llm", "CacheOptions": "cache", "Checkpoint": "checkpoint", "Filled": "text.filled"}
 _MODULES |= dict.fromkeys(("Classification", "Piece", "Ranking", "Score"), "face.results")
 _MODULES |= dict.fromkeys(("Generated", "GenerationStats", "Grammar", "Sampling", "Stats", "TokenLogprobs"), "types")
 

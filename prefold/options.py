@@ -66,7 +66,7 @@ class TaskOptions:
         False,
         "Cut what is too long instead of raising an error: True cuts the longest column of a template, the longest"
         ' content of a conversation, of rerank the document, and keeps what is around it; "left" and "right" cut the'
-        " prompt as a whole at that end.",
+        " prompt as a whole at that end (of rerank the document, of classify the text).",
         "truncate", "truncate_side",
         one_of=(False, True, "left", "right"),
     )  # fmt: skip

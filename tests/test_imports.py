@@ -126,7 +126,7 @@ def test_never_imports_torch(layer):
 def test_public_names():
     """What a user names is at the root; this list is a promise."""
     assert prefold.__all__ == [
-        "LLM", "CacheOptions", "Checkpoint", "CheckpointError", "Classification", "ForkedError", "Generated",
+        "LLM", "CacheOptions", "Checkpoint", "CheckpointError", "Classification", "Filled", "ForkedError", "Generated",
         "GenerationStats", "Grammar", "InputError", "JobError", "MissingExtraError", "OutOfMemoryError", "Piece",
         "PrefoldError", "RankError", "Ranking", "Sampling", "Score", "Stats", "TokenLogprobs", "UnsupportedModelError",
         "__version__",

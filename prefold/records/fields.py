@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, JobError
+from ..text.filled import Filled
 
 __all__ = ["Template", "as_text", "as_texts", "check_depth", "check_utf8", "is_empty", "lookup", "parse_cell"]
 __all__ += ["read_argument"]
@@ -151,15 +152,17 @@ class Template:
         return list(dict.fromkeys(path for _, path in self._parts if path is not None))
 
     def render(self, data: dict[str, Any], keep_empty: bool = False) -> str:
-        """The text it makes of one record. Raises InputError. keep_empty: see `as_text`."""
+        """The text it makes of one record, which knows its columns (see Filled). Raises InputError.
+
+        keep_empty: see `as_text`."""
         if self.column is not None:
             return as_text(lookup(data, self.column), self.column, keep_empty)
-        out: list[str] = []
+        out: list[tuple[str, bool]] = []
         for literal, path in self._parts:
-            out.append(literal)
+            out.append((literal, False))
             if path is not None:
-                out.append(as_text(lookup(data, path), path, keep_empty))
-        return "".join(out)
+                out.append((as_text(lookup(data, path), path, keep_empty), True))
+        return Filled(out)
 
     def render_many(self, data: dict[str, Any], keep_empty: bool = False) -> str | list[str]:
         """What `render` makes of a record; of a bare column that holds a list the list of its texts."""

@@ -19,9 +19,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ..errors import InputError, record_error
-from ..text import Tokenizer
+from ..options import Truncate
+from ..text import Filled, Tokenizer
 from ..text.tokenizer import valid_text
 from ..types import Generated, GenerateRequest, Readout, Request, Result
+from .cut import columns_of, cut_columns
 
 __all__ = ["TRUNCATE", "Inputs", "Task", "TextBatch", "Work", "as_item", "attempt", "check_count", "prepare_each"]
 
@@ -113,6 +115,11 @@ class TextBatch:
             return getters[0]
         return lambda: np.concatenate([np.empty(0, np.int32), *(get() for get in getters)])
 
+    def now(self, text: str) -> np.ndarray:
+        """The ids of one text, at once."""
+        assert self._tokenizer is not None
+        return self._tokenizer.encode(text, special=False)
+
     def encode(self) -> None:
         if not self._texts or self._tokenizer is None:
             return
@@ -168,13 +175,20 @@ class Inputs:
             )
 
     def plan_whole(
-        self, value: Any, field: str, batch: TextBatch, *, truncate: bool = False, change: Callable[[str], str] = str
+        self,
+        value: Any,
+        field: str,
+        batch: TextBatch,
+        *,
+        truncate: Truncate = False,
+        change: Callable[[str], str] = str,
     ) -> Callable[[], Request]:
         """A request of a whole text: `change` applied, the tokenizer's special tokens around it.
 
-        Token ids are taken as they are. truncate: cut what is too long, keeping the special tokens.
+        Token ids are taken as they are. truncate: cut what is too long, keeping the special tokens: of a text made of
+        a template the longest column, of another one the end that the tokenizer says, or "left" or "right".
         """
-        text = self.text(value, field)
+        whole = text = self.text(value, field)
         nothing = np.empty(0, np.int32)
         before = after = nothing
         if isinstance(text, str):
@@ -183,15 +197,37 @@ class Inputs:
                 before, after = self.tokenizer.prefix_ids, self.tokenizer.suffix_ids
         get = batch.add(text)
         left = self.tokenizer is not None and self.tokenizer.truncation_side == "left"
+        left = left if truncate is True else truncate == "left"
+        # The tokenizer's end is that of the whole; what is put before a text must not be cut for it.
+        by_column = truncate is True and (isinstance(whole, Filled) or (left and whole != text))
 
         def make() -> Request:
             ids = get()
-            over = self.over(before.size + ids.size + after.size)
-            if over and truncate and over < ids.size:
+            around = before.size + after.size
+            over = self.over(around + ids.size)
+            if over and by_column:
+                ids = self.cut(whole, lambda cut: batch.now(change(cut)), self.max_length - around, ids, left=left)
+            elif over and truncate and over < ids.size:
                 ids = ids[over:] if left else ids[: ids.size - over]
             return self.request(np.concatenate((before, ids, after)), field)
 
         return make
+
+    def cut(
+        self,
+        text: str,
+        make: Callable[[str], np.ndarray],
+        room: int,
+        ids: np.ndarray,
+        *,
+        left: bool = False,
+    ) -> np.ndarray:
+        """The ids that `make` gives for the text with its longest column cut, at most `room`; `ids` where nothing of it
+        would be left."""
+        assert self.tokenizer is not None
+        columns, filled = columns_of(text)
+        cut = cut_columns(self.tokenizer, columns, lambda values: make(filled(values)), len, room, left=left)
+        return ids if cut is None else cut
 
     def over(self, num_tokens: int) -> int:
         """By how many tokens a request of `num_tokens` rows is too long."""

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import InputError
-from ..text import FewShotPrompt
+from ..options import Truncate
+from ..text import FewShotPrompt, Filled
 from ..text.prompts import CONTENT_FREE
 from ..text.tokenizer import valid_text
 from ..types import Readout, Result
@@ -63,7 +64,7 @@ class ClassifyTask:
         separator: str = FewShotPrompt.separator,
         normalization: Normalization = None,
         calibrate: bool = False,
-        truncate: bool = False,
+        truncate: Truncate = False,
     ):
         """
         labels         the labels, or {label: how it is written in the prompt}
@@ -71,7 +72,8 @@ class ClassifyTask:
                        pairs or {"text": ..., "label": ...}
         normalization  divide a label's log-likelihood by its number of "tokens" or of UTF-8 "bytes"
         calibrate      ask for contextual calibration, with `calibration_items`
-        truncate       cut texts that make a prompt too long; such a text is encoded by itself
+        truncate       cut texts that make a prompt too long: True the longest column of one made of a template, else
+                       the end; "left" the beginning. Such a text is encoded by itself
         """
         if normalization not in (None, "tokens", "bytes"):
             message = f"normalization is {normalization!r}"
@@ -138,17 +140,22 @@ class ClassifyTask:
 
     def _work(self, text: str, pairs: list[PairOfIds]) -> Work:
         ids = [pair() for pair in pairs]
-        if self.truncate and self._over(ids):
-            assert self.inputs.tokenizer is not None
-            return self._work_of_ids(self.inputs.tokenizer.encode(text, special=False))
-        return self._finish_work(ids)
+        if not self.truncate or not self._over(ids):
+            return self._finish_work(ids)
+        assert self.inputs.tokenizer is not None
+        encode = partial(self.inputs.tokenizer.encode, special=False)
+        whole = encode(text)
+        over = self._over(self._pairs_around(whole))
+        if self.truncate is True and over and isinstance(text, Filled):
+            whole = self.inputs.cut(text, encode, whole.size - over, whole)
+        return self._work_of_ids(whole)
 
     def _work_of_ids(self, text: np.ndarray) -> Work:
         """The prompt with its parts encoded apart, the text cut if it must be."""
         ids = self._pairs_around(text)
         over = self._over(ids)
         if over and self.truncate and over < text.size:
-            ids = self._pairs_around(text[: text.size - over])
+            ids = self._pairs_around(text[over:] if self.truncate == "left" else text[: text.size - over])
         return self._finish_work(ids)
 
     @cached_property
@@ -212,7 +219,7 @@ class ClassifyHeadTask:
     name = "classify"
     item_type = ClassifyItem
 
-    def __init__(self, inputs: Inputs, labels: Sequence[str], *, multi_label: bool = False, truncate: bool = False):
+    def __init__(self, inputs: Inputs, labels: Sequence[str], *, multi_label: bool = False, truncate: Truncate = False):
         self.inputs = inputs
         self.labels = list(labels)
         self.multi_label = multi_label or len(self.labels) == 1

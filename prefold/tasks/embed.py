@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, UnsupportedModelError
-from ..text import Tokenizer, instructed_query
+from ..options import Truncate
+from ..text import Filled, Tokenizer, instructed_query
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
 from .base import Inputs, TextBatch, Work, as_item, check_count, prepare_each
@@ -51,7 +52,7 @@ class EmbedTask:
         prompt_name: str | None = None,
         instruction: str | None = None,
         hidden: int | None = None,
-        truncate: bool = False,
+        truncate: Truncate = False,
     ):
         """
         dimensions   keep this many leading values, before normalising (Matryoshka models)
@@ -59,7 +60,7 @@ class EmbedTask:
         prompt_name  the checkpoint's prompt of that name
         instruction  what the queries are for, in Qwen3-Embedding's format; documents go without
         hidden       the model's width, to refuse larger `dimensions`; None when unknown
-        truncate     cut texts that are too long, keeping the special tokens around them
+        truncate     cut texts that are too long, keeping the special tokens around them; see Inputs.plan_whole
         """
         self.inputs = inputs
         self.settings = settings = settings or EmbedSettings()
@@ -136,8 +137,13 @@ class EmbedTask:
         def make() -> Request:
             ids = get()
             over = self.inputs.over(ids.size)
-            if over and self.truncate:
-                ids = ids[over:] if tokenizer.truncation_side == "left" else ids[: ids.size - over]
+            side = tokenizer.truncation_side if self.truncate is True else self.truncate
+            if over and self.truncate is True and isinstance(text, Filled):
+                ids = self.inputs.cut(
+                    text, lambda cut: batch.now(self._in_template(cut, chat, tokenizer)), ids.size - over, ids
+                )
+            elif over and self.truncate:
+                ids = ids[over:] if side == "left" else ids[: ids.size - over]
             if ids.size == self.inputs.max_length and chat.restore_suffix:
                 suffix = self._suffix[-ids.size :]
                 ids = np.concatenate((ids[: ids.size - suffix.size], suffix))

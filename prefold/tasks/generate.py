@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..errors import InputError
+from ..options import Truncate
+from ..text import Filled
 from ..text.chat import TEMPLATE_SECONDS
 from ..types import Generated, GenerateRequest, Readout, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each
+from .cut import columns_of, cut_columns
 from .sampling import sampling_from
 from .score import leading_ids
 
@@ -89,7 +93,7 @@ class GenerateTask:
         adapters: Collection[str] = (),
         salt: str = "",
         priority: int = 0,
-        truncate: bool = False,
+        truncate: Truncate = False,
     ):
         """
         context     tokens of prompt and output together, None for any number
@@ -100,7 +104,8 @@ class GenerateTask:
         json_space  white space in answers that a grammar makes JSON: "compact", or "free" (see `Grammar.compact`)
         max_n, max_logprobs   what an item's own sampling may ask for, unless `sampling` itself says more
         adapter     the adapter of items that name none; adapters: those there are
-        truncate    cut a prompt that leaves no room for the output at its beginning
+        truncate    cut a prompt that leaves no room for the output: True its longest column or content, where it has
+                    any, else its beginning; "left", "right": the whole prompt at that end
         """
         self.inputs = inputs
         self.context = context
@@ -135,9 +140,10 @@ class GenerateTask:
             "priority": _checked(self.priority if item.priority is None else item.priority, "priority", int),
         }
         before, get, field = self._prompt(item, batch)
+        cut = partial(self._cut, item, batch, before.size) if self.truncate is True else None
 
         def make() -> Work:
-            tokens = self._fit(before, get(), field, sampling.max_tokens if asked else None)
+            tokens = self._fit(before, get(), field, sampling.max_tokens if asked else None, cut)
             return Work([GenerateRequest(tokens, sampling, **beside)], {"tokens": tokens.size})
 
         return make
@@ -204,15 +210,55 @@ class GenerateTask:
             **variables,
         )
 
-    def _fit(self, before: np.ndarray, ids: np.ndarray, field: str, max_tokens: int | None) -> np.ndarray:
-        """The prompt's tokens, if there is room behind them for max_tokens, or one when that is None."""
+    def _fit(
+        self,
+        before: np.ndarray,
+        ids: np.ndarray,
+        field: str,
+        max_tokens: int | None,
+        cut: Callable[[int], np.ndarray | None] | None,
+    ) -> np.ndarray:
+        """The prompt's tokens, if there is room behind them for max_tokens, or one when that is None.
+
+        cut: what gives the prompt's ids with its longest column cut; where it cannot, the whole prompt is, at the end
+        that was asked for, else at its beginning: the text goes on where it ends."""
         room = self.inputs.max_length
         if self.context is not None:
             room = min(self.context if room is None else room, self.context - (max_tokens or 1))
-        over = 0 if room is None else before.size + ids.size - room
-        if over > 0 and not (self.truncate and over < ids.size):
-            raise self._too_long(before.size + ids.size, field, max_tokens, room)
-        return self.inputs.request(np.concatenate((before, ids[max(0, over) :])), field).tokens
+        size = before.size + ids.size
+        over = 0 if room is None else size - room
+        if over > 0 and room is not None:
+            shorter = cut(room) if cut is not None and room > 0 else None
+            if shorter is not None:
+                ids = shorter
+            elif not self.truncate or over >= ids.size or (field == "messages" and self.truncate is True):
+                raise self._too_long(size, field, max_tokens, room)
+            else:
+                ids = ids[: ids.size - over] if self.truncate == "right" else ids[over:]
+        return self.inputs.request(np.concatenate((before, ids)), field).tokens
+
+    def _cut(self, item: GenerateItem, batch: TextBatch, before: int, room: int) -> np.ndarray | None:
+        """The ids of an item's prompt with its longest column cut, at most `room` with the `before` tokens that come
+        first; None where nothing can be cut so. Of a conversation, contents are columns, but for system messages."""
+        tokenizer = self.inputs.tokenizer
+        if tokenizer is None:
+            return None
+        if item.messages is None:
+            if not isinstance(item.prompt, Filled):
+                return None
+            columns, filled = columns_of(item.prompt)
+            return cut_columns(tokenizer, columns, lambda values: batch.now(filled(values)), len, room - before)
+        messages = [_message(message, i) for i, message in enumerate(item.messages)]
+        parts = {i: columns_of(m["content"]) for i, m in enumerate(messages) if _is_cut(m)}
+
+        def make(values: Sequence[str]) -> np.ndarray:
+            left, chat = iter(values), list(messages)
+            for i, (columns, filled) in parts.items():
+                chat[i] = {**chat[i], "content": filled([next(left) for _ in columns])}
+            return batch.now(self._render(replace(item, messages=chat)))
+
+        every = [column for columns, _ in parts.values() for column in columns]
+        return cut_columns(tokenizer, every, make, len, room) if every else None
 
     def _too_long(self, size: int, field: str, max_tokens: int | None, room: int) -> InputError:
         message, remedy = f"{field!r} makes a prompt of {size} tokens; ", f"shorten it, or have it cut with {TRUNCATE}"
@@ -220,6 +266,8 @@ class GenerateTask:
             remedy = "give a smaller max_tokens"
         elif max_tokens:
             remedy = f"shorten it, give a smaller max_tokens, or have it cut with {TRUNCATE}"
+        if self.truncate and room >= 1:
+            remedy = "what is around its columns and contents leaves no room; shorten that"
         if room == self.inputs.max_length:
             message += f"it may have {room}"
         else:
@@ -298,6 +346,12 @@ def _tool_call(call: Any, field: str) -> Any:
         remedy = "write them as a JSON object"
         raise InputError(f"the arguments of {field!r} are not JSON", field=field, remedy=remedy) from None
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _is_cut(message: Mapping[str, Any]) -> bool:
+    """Whether a message's content is cut when a conversation is too long."""
+    content = message.get("content")
+    return isinstance(content, str) and bool(content) and message.get("role") not in ("system", "developer")
 
 
 def _objects(values: Any, field: str, example: str) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..text import RERANK_INSTRUCTION, RerankPrompt, Tokenizer, rerank_prompt
+from ..options import Truncate
+from ..text import RERANK_INSTRUCTION, Filled, RerankPrompt, Tokenizer, rerank_prompt
 from ..text.prompts import fields_of, fill
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
@@ -62,14 +63,15 @@ class RerankTask:
         words: tuple[str, str] = ("yes", "no"),
         head: bool = False,
         raw_scores: bool = False,
-        truncate: bool = False,
+        truncate: Truncate = False,
     ):
         """
         instruction  what is wanted of a document
         template     a prompt with {query}, {document} and, if wanted, {instruction}; None for Qwen3-Reranker's
         words        the two words whose logits are compared; each must be one token
         head         score by the checkpoint's classification head instead
-        truncate     cut documents that make a prompt too long
+        truncate     cut documents that make a prompt too long: True the longest column of one made of a template,
+                     else the end; "left" the beginning
         """
         if inputs.tokenizer is None:
             raise InputError("reranking needs a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
@@ -125,9 +127,26 @@ class RerankTask:
         over = self.inputs.over(self.prefix.size + body.size + self.suffix.size)
         if over and self.truncate:
             self._check_room_for_document(fields, name)
-            body = body[: body.size - over]
+            document = fields["document"]
+            if isinstance(document, str) and (self.truncate == "left" or isinstance(document, Filled)):
+                room = body.size - over
+                body = self.inputs.cut(
+                    document if self.truncate is True else str.__str__(document),
+                    lambda cut: self._encode_body({**fields, "document": cut}),
+                    room,
+                    body[:room],
+                    left=self.truncate == "left",
+                )
+            else:
+                body = body[: body.size - over]
         tokens = np.concatenate((self.prefix, body, self.suffix))
         return self.inputs.request(tokens, name, remedy=f"shorten it, or have documents cut with {TRUNCATE}")
+
+    def _encode_body(self, fields: Mapping[str, Text]) -> np.ndarray:
+        batch = TextBatch(self.inputs.tokenizer)
+        get = batch.add_pieces(_pieces(self.prompt.body, fields))
+        batch.encode()
+        return get()
 
     def _check_room_for_document(self, fields: Mapping[str, Text], name: str) -> None:
         """Raises InputError when truncation would have to cut more than the document."""

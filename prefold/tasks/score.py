@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..text import Tokenizer
+from ..options import Truncate
+from ..text import Filled, Tokenizer
 from ..types import Readout, Request, Result
 from .base import Inputs, Text, TextBatch, Work, as_item, check_count, prepare_each
+from .cut import columns_of, cut_columns
 
 __all__ = ["ScoreItem", "ScoreTask", "add_joint", "add_pair", "leading_ids", "rolling_windows"]
 
@@ -53,10 +55,11 @@ class ScoreTask:
     name = "score"
     item_type = ScoreItem
 
-    def __init__(self, inputs: Inputs, *, prefix_token: int | None = None, truncate: bool = False):
+    def __init__(self, inputs: Inputs, *, prefix_token: int | None = None, truncate: Truncate = False):
         """
         prefix_token  token id that stands for an empty prompt; None: the tokenizer's BOS, else EOS
-        truncate      cut prompts that are too long at their beginning
+        truncate      cut prompts that are too long: True the longest column of one made of a template, else the
+                      beginning; "right" the end
         """
         self.inputs = inputs
         self.truncate = truncate
@@ -86,7 +89,31 @@ class ScoreTask:
         prompt = "" if empty else self.inputs.text(prompt, "prompt")
         continuation = self.inputs.text(item.continuation, "continuation")
         pair = add_pair(batch, self.inputs, prompt, continuation)
-        return lambda: Work([self._pair(*pair())])
+        if self.truncate is not True or not isinstance(prompt, Filled) or not isinstance(continuation, str):
+            return lambda: Work([self._pair(*pair())])
+        return lambda: Work([self._pair(*self._cut(prompt, continuation, pair()))])
+
+    def _cut(
+        self, prompt: Filled, continuation: str, ids: tuple[np.ndarray, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a prompt, with its longest column cut where it is too long, and of its continuation."""
+        tokenizer = self.inputs.tokenizer
+
+        def size(pair: tuple[np.ndarray, np.ndarray]) -> int:
+            return pair[0].size + pair[1].size - 1
+
+        if not self.inputs.over(size(ids)) or tokenizer is None:
+            return ids
+        columns, filled = columns_of(prompt)
+
+        def make(values: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+            batch = TextBatch(tokenizer)
+            pair = add_pair(batch, self.inputs, filled(values), continuation)
+            batch.encode()
+            return pair()
+
+        room = size(ids) - self.inputs.over(size(ids))
+        return cut_columns(tokenizer, columns, make, size, room) or ids
 
     def _pair(self, prompt: np.ndarray, continuation: np.ndarray) -> Request:
         if continuation.size == 0:
@@ -111,7 +138,12 @@ class ScoreTask:
                     remedy="shorten it; truncation cuts the prompt only",
                     code="too_long",
                 )
-            tokens = tokens[over:]
+            kept = tokens.size - over
+            tokens = (
+                np.concatenate((prompt[: prompt.size - over], continuation[:-1]))
+                if self.truncate == "right" and prompt.size > over
+                else tokens[-kept:]
+            )
         return self.inputs.request(tokens, "prompt", continuation)
 
     def _prefix(self, field: str) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .chat import ChatTemplates
+from .filled import Filled
 from .load import load_tokenizer, tokenizer_or_none
 from .prompts import EMBED_INSTRUCTION, RERANK_INSTRUCTION, FewShotPrompt, RerankPrompt, instructed_query, rerank_prompt
 from .tokenizer import Tokenizer
@@ -12,6 +13,7 @@ __all__ = [
     "RERANK_INSTRUCTION",
     "ChatTemplates",
     "FewShotPrompt",
+    "Filled",
     "RerankPrompt",
     "Tokenizer",
     "instructed_query",

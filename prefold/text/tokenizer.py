@@ -82,6 +82,11 @@ class Tokenizer:
         """The text of token ids. Ids the vocabulary does not have are skipped."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where each token of a text begins and ends in it, in characters; no special tokens are added."""
+        spans: list[tuple[int, int]] = self.backend.encode(text, add_special_tokens=False).offsets
+        return spans
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its exact name in the vocabulary ("<|im_end|>", "Ġthe"), None when there is none."""
         return self.backend.token_to_id(token)
