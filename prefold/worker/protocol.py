@@ -3,9 +3,9 @@
     ticket = worker.start(message)      gives the step to the device; on a CPU it has been computed when this returns
     ticket.result()                     waits for it: NumPy arrays
 
-At most `Facts.depth` steps are in flight: a step is started when no more than depth - 1 tickets before it have not been
-asked for their results, and results are asked for in the order of the steps. `start` may be called from any thread;
-one step at a time is begun.
+Of each stream, and of what runs in slots, at most `Facts.depth` steps are in flight: a step is started when no more
+than depth - 1 tickets before it have not been asked for their results, and results are asked for in the order of the
+steps. `start` may be called from any thread; steps are begun one at a time.
 
 What a worker keeps between steps it keeps by the numbers in the messages: the path of each stream
 (`StreamStep.stream`, until `forget`), and the KV store that `MakeStore` made (rows of a `SlotStep` lie there until
@@ -31,7 +31,7 @@ __all__ = ["Facts", "Ticket", "Worker"]
 class Facts:
     """What the host decides by.
 
-    depth          steps that may be in flight; 1: a step is over when it has been started
+    depth          steps of a stream that may be in flight; 1: a step is over when it has been started
     max_rows       rows of a step that the device affords, where nobody says how many there may be
     max_positions  tokens of the model's context
     vocab_size     of the model

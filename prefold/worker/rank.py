@@ -17,7 +17,7 @@ from ..errors import PrefoldError
 from ..model import load_adapter, load_model
 from ..model.parallel import CollectiveError
 from .local import LocalWorker
-from .team import LEFT_ALONE, Start
+from .meeting import LEFT_ALONE, Start
 
 __all__ = ["main"]
 

@@ -14,18 +14,15 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -34,77 +31,20 @@ from torch import distributed as dist
 from ..checkpoint import Checkpoint
 from ..errors import InputError, OutOfMemoryError, RankError
 from ..model import ModelConfig
-from ..model.parallel import CollectiveError, Ranks, Shard
+from ..model.parallel import CollectiveError, Shard
 from ..schedule.steps import EndStream, Message
 from .local import LocalWorker
+from .meeting import LEFT_ALONE, Meeting, Start
 from .protocol import Ticket, Worker
 
-__all__ = ["LEFT_ALONE", "Team"]
+__all__ = ["Team"]
 
 # A rank that has not answered for so long, within a step or between two, is taken for dead.
 TIMEOUT_SECONDS = 300
 # How long ranks have to come up: the imports of all at once, on a busy machine.
 START_SECONDS = 300
-# With what a rank ends that another one has left alone in a collective.
-LEFT_ALONE = 75
 # After a failure: how long the rank that caused it may take to say so.
 LAST_WORD_SECONDS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What a rank is told first. config: as rank 0 understands the checkpoint (families may be the caller's own)."""
-
-    rank: int
-    size: int
-    meeting: str
-    timeout: float
-    checkpoint: Checkpoint
-    config: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
-    threads: int
-    seed: int
-    adapters: dict[str, str]
-
-    def join(self) -> Ranks:
-        """Meet the other ranks in the default process group of torch.distributed."""
-        for name in ("lo", "lo0"):  # all ranks are on this machine; its name may lead anywhere
-            if name in (interface for _, interface in socket.if_nameindex()):
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        dist.init_process_group(
-            "nccl" if self.device.type == "cuda" else "gloo",
-            store=dist.FileStore(self.meeting, self.size),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timedelta(seconds=self.timeout),
-        )
-        return Ranks()
-
-
-class Meeting:
-    """The file by which ranks find each other.
-
-    On Linux it has no name and lies in memory, so that nothing of it stays, however this process ends; ranks inherit
-    it. Elsewhere it lies in a temporary folder.
-    """
-
-    def __init__(self) -> None:
-        self.fds: list[int] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        if hasattr(os, "memfd_create"):
-            self.fds = [os.memfd_create("prefold-ranks")]
-            self.path = f"/proc/self/fd/{self.fds[0]}"
-        else:
-            self._folder = tempfile.TemporaryDirectory(prefix="prefold-ranks-")
-            self.path = str(Path(self._folder.name) / "meeting")
-
-    def close(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-        self.fds.clear()
-        if self._folder is not None:
-            self._folder.cleanup()
 
 
 class Team(Worker):

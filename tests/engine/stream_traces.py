@@ -56,7 +56,7 @@ class HashWorker(Worker):
         self.most = most  # rows of a step for which there is memory
         self.rng = rng
         self.paths: dict[int, list[tuple[int, ...]]] = {}
-        self.in_flight: deque[HashTicket] = deque()
+        self.in_flight: dict[int, deque[HashTicket]] = {}
         self.steps: list[StreamStep] = []
         self.fails_at: int | None = None  # the step that ends in an error
         self.threads: set[int] = set()
@@ -67,7 +67,8 @@ class HashWorker(Worker):
 
     def start(self, message: StreamStep, prepared: object = None) -> HashTicket:
         assert prepared is None or prepared[1] is message
-        assert len(self.in_flight) < self.facts.depth, "more steps are in flight than the worker takes"
+        begun = self.in_flight.setdefault(message.stream, deque())
+        assert len(begun) < self.facts.depth, "more steps are in flight than the worker takes"
         if len(self.steps) == self.fails_at:
             self.fails_at = None
             raise RuntimeError("the device is gone")
@@ -76,11 +77,12 @@ class HashWorker(Worker):
         keys, self.paths[message.stream] = run(message, self.paths.get(message.stream, []))
         self.steps.append(message)
         ticket = HashTicket(self, message, keys)
-        self.in_flight.append(ticket)
+        begun.append(ticket)
         return ticket
 
     def forget(self, stream: int) -> None:
         self.paths.pop(stream, None)
+        self.in_flight.pop(stream, None)
 
 
 class HashTicket:
@@ -88,7 +90,9 @@ class HashTicket:
         self.worker, self.message, self.keys = worker, message, keys
 
     def result(self) -> StepResult:
-        assert self.worker.in_flight.popleft() is self, "results are asked for in the order of the steps"
+        assert self.worker.in_flight[self.message.stream].popleft() is self, (
+            "results are asked for in the order of the steps"
+        )
         step, readout = self.message, self.message.readout
         if readout.kind == "mean":
             return StepResult(rows_of([mean(self.keys[key]) for key in step.reads]))
@@ -187,7 +191,7 @@ def trace(seed: int) -> None:
     worker = HashWorker(rng.choice([1, 2]), rng.choice([1, 2, 7, 1000, 1000]), rng)
     engine = Engine(worker, EngineOptions(max_batch_rows=rng.choice([None, 4, 1000])))
     runs = [Run(engine, rng)]
-    if worker.facts.depth == 1 and rng.random() < 0.5:  # steps of two runs take turns
+    if rng.random() < 0.5:  # steps of two runs take turns
         runs.append(Run(engine, rng))
     if rng.random() < 0.2:
         worker.fails_at = rng.randint(0, 5)
@@ -204,7 +208,6 @@ def trace(seed: int) -> None:
         if not goes_on:
             runs.remove(current)
             current.spool.close()
-            worker.in_flight.clear()
     assert not worker.paths, "a run that has ended leaves no path"
     alone(engine, worker, rng)
 
