@@ -77,10 +77,13 @@ class Request:
     targets  int32 [m], m <= n, for readout "logprobs" only: targets[t] is the token whose
              log-probability is wanted at the row of position n - m + t. A continuation's last
              token is a target and no row: score(P, C) is tokens = P + C[:-1], targets = C.
+    adapter  the LoRA adapter it runs with, None: the base model. Requests of two adapters share
+             nothing.
     """
 
     tokens: np.ndarray
     targets: np.ndarray | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

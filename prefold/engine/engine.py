@@ -107,7 +107,7 @@ class Engine:
             for number in range(window.num_requests):
                 tokens = window.tokens[window.offsets[number] : window.offsets[number + 1]]
                 targets = window.targets[window.target_offsets[number] : window.target_offsets[number + 1]]
-                request = Request(tokens, targets if len(targets) else None)
+                request = Request(tokens, targets if len(targets) else None, window.adapter)
                 key = generator.add_probe(request, readout, lambda result, n=number: finished.append((n, result)))
                 if key is not None:
                     running[number] = key

@@ -178,7 +178,7 @@ class Generator:
         with self._lock:
             key = next(self._keys)
             try:
-                self.scheduler.submit(key, request.tokens, limit=1, namespace=(None, ""))
+                self.scheduler.submit(key, request.tokens, limit=1, namespace=(request.adapter, ""))
             except InputError as error:
                 on_done(error)
                 return None

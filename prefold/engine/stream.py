@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..errors import InputError
 from ..prefix import common_prefix_lengths, lexsort_sequences
 from ..schedule.prefill import PlannedStep, PrefillScheduler
 from ..schedule.steps import StepResult
@@ -95,6 +96,7 @@ class _StreamRun:
                 max_batch_rows=self._budget.rows,
                 follows=follows,
                 stream=self.number,
+                adapter=self._number_of(window.adapter),
             )
             follows = True
             results = _WindowResults(window, self._readout, lengths)
@@ -105,6 +107,15 @@ class _StreamRun:
                 self._meter.add(seconds={"plan": time.perf_counter() - started})
                 yield _Work(scheduler, results, planned, prepared)
                 started = time.perf_counter()
+
+    def _number_of(self, adapter: str | None) -> int | None:
+        """The number by which the worker knows an adapter. Raises InputError for one that it has not."""
+        known = self._worker.facts.adapters
+        if adapter is not None and adapter not in known:
+            remedy = f"those loaded: {', '.join(known) or 'none'}"
+            message = f"there is no adapter {adapter!r}"
+            raise InputError(message, field="adapter", remedy=remedy, code="unknown_adapter")
+        return None if adapter is None else known.index(adapter)
 
     def begin(self, work: _Work) -> Iterator[_Begun]:
         """Start a step; where memory is too small for it, its halves one after the other."""

@@ -47,6 +47,7 @@ class PrefillScheduler:
     follows  whether the worker holds the path that the window before left behind: then the stream goes on from
              there, and else it begins at the window's first row
     stream   its number, for the messages
+    adapter  the number of the window's LoRA adapter, for the messages
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class PrefillScheduler:
         max_batch_rows: int,
         follows: bool = False,
         stream: int = 0,
+        adapter: int | None = None,
     ):
         self.window = window
         self.readout = readout
         self.sharing = sharing
         self.max_batch_rows = max_batch_rows
         self.stream = stream
+        self.adapter = adapter
         self._position = 0
         if sharing == "full":
             shared = window.shared if window.is_sorted else None
@@ -136,6 +139,7 @@ class PrefillScheduler:
             reads=reads,
             targets=self.window.targets[targets] if len(targets) else NOTHING,
             stream=self.stream,
+            adapter=self.adapter,
         )
         return PlannedStep(start, stop, message, self._order[first:last], done_reads, targets)
 

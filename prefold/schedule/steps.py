@@ -49,6 +49,7 @@ class StreamStep:
                        paths are averaged; else nothing
     targets            int32 [p]: "logprobs": the token whose log-probability is wanted at each of `reads`
     stream             number of the stream
+    adapter            number of the LoRA adapter of all rows, in the order of `Facts.adapters`; None: none
 
     Its result has a row for each of `reads`, or of `read_rows` where the readout has no `reads`.
     """
@@ -65,6 +66,7 @@ class StreamStep:
     reads: np.ndarray = field(default_factory=lambda: NOTHING)
     targets: np.ndarray = field(default_factory=lambda: NOTHING)
     stream: int = 0
+    adapter: int | None = None
 
     @property
     def num_rows(self) -> int:

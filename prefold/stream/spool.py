@@ -28,7 +28,8 @@ from .window import SpooledRequest, Window, cut_into_windows
 
 __all__ = ["Spool"]
 
-_HEADER = struct.Struct("<QIiII")  # number, tokens, targets (-1: none), bytes of the tag, bytes of the options
+# Number, tokens, targets (-1: none), and bytes of the tag, of the options and of the adapter's name.
+_HEADER = struct.Struct("<QIiIII")
 _REQUEST_OVERHEAD = 256  # bytes a request takes in memory besides its contents
 _FAN_IN = 64  # runs merged at once: each is an open file
 _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20  # bytes of a run's read buffer
@@ -52,6 +53,7 @@ class Spool:
         self._folder: TemporaryDirectory[str] | None = None
         self._held: list[SpooledRequest] = []
         self._held_bytes = 0
+        self._adapters: set[str] = set()
         self._runs: list[Path] = []  # sorted; each holds a consecutive range of arrivals
         self._merged: list[Path] | None = None  # the same requests in at most _FAN_IN runs
         self._state = "adding"
@@ -81,11 +83,13 @@ class Spool:
         targets than tokens. RuntimeError once windows have been read.
         """
         key = _ids(request.tokens, "tokens", ">i4")
-        options, targets = b"", None
+        options, targets, adapter = b"", None, ""
         if isinstance(request, GenerateRequest):
             options = encode_options(request)
-        elif request.targets is not None:
-            targets = _ids(request.targets, "targets", "=i4")
+        else:
+            adapter = request.adapter or ""
+            if request.targets is not None:
+                targets = _ids(request.targets, "targets", "=i4")
         if not key:
             raise InputError("tokens is empty", field="tokens", remedy="a request has at least one token")
         if targets is not None and len(targets) > len(key):
@@ -95,7 +99,8 @@ class Spool:
         with self._lock:
             if self._state != "adding":
                 raise RuntimeError(f"a request was added to a spool that is {self._state}")
-            self._held.append(SpooledRequest(key, self.num_requests, targets, bytes(tag), options))
+            self._held.append(SpooledRequest(adapter, key, self.num_requests, targets, bytes(tag), options))
+            self._adapters.add(adapter)
             self.num_requests += 1
             self.num_tokens += len(key) // 4
             self._held_bytes += size
@@ -112,13 +117,14 @@ class Spool:
                 if self._runs and self._held:
                     self._spill()
                 else:
-                    self._held.sort(key=attrgetter("key"))
+                    self._sort_held()
 
     def windows(self, *, max_tokens: int, share: bool = True) -> Iterator[Window]:
         """The job as windows of at most `max_tokens` tokens each (a longer request has a window of its own).
 
-        share=True: in lexicographic order over the whole job, equal requests as they came, and every window ends
-        where little is shared with the next. share=False: in order of arrival.
+        Requests of one LoRA adapter come together, and no window has those of two. share=True: in lexicographic order
+        over the whole job, equal requests as they came, and every window ends where little is shared with the next.
+        share=False: in order of arrival.
         """
         if max_tokens < 1:
             raise InputError(f"max_tokens is {max_tokens}", field="max_tokens", remedy="give 1 or more")
@@ -130,8 +136,12 @@ class Spool:
         """Rows of the job's stream: its tokens, each shared prefix counted once. Reads the job once."""
         return sum(w.unique_tokens for w in self.windows(max_tokens=1 << 20))
 
+    def _sort_held(self) -> None:
+        # Stable: equal requests stay in order of arrival.
+        self._held.sort(key=attrgetter("adapter", "key") if len(self._adapters) > 1 else attrgetter("key"))
+
     def _spill(self) -> None:
-        self._held.sort(key=attrgetter("key"))  # stable: equal requests stay in order of arrival
+        self._sort_held()
         self._runs.append(self._write_run(f"{len(self._runs)}.run", self._held))
         self._held, self._held_bytes = [], 0
 
@@ -140,13 +150,14 @@ class Spool:
             self._folder = TemporaryDirectory(prefix="prefold-spool-", dir=self._directory)
         path = Path(self._folder.name, name)
         with open(path, "wb", buffering=_MAX_BUFFER) as file:
-            for key, number, targets, tag, options in requests:
-                num_targets = -1 if targets is None else len(targets) // 4
-                file.write(_HEADER.pack(number, len(key) // 4, num_targets, len(tag), len(options)))
+            for adapter, key, number, targets, tag, options in requests:
+                num_targets, name = -1 if targets is None else len(targets) // 4, adapter.encode()
+                file.write(_HEADER.pack(number, len(key) // 4, num_targets, len(tag), len(options), len(name)))
                 file.write(key)
                 file.write(targets or b"")
                 file.write(tag)
                 file.write(options)
+                file.write(name)
         return path
 
     def _sorted_requests(self) -> Iterator[SpooledRequest]:
@@ -176,8 +187,10 @@ class Spool:
             yield from heapq.merge(*(_read_run(file) for file in files))
 
     def _arrived_requests(self) -> Iterator[SpooledRequest]:
-        yield from chain.from_iterable(_by_arrival(_read_run_at(path)) for path in self._runs)
-        yield from _by_arrival(self._held)
+        for adapter in sorted(self._adapters):
+            parts = chain((_read_run_at(path) for path in self._runs), [self._held])
+            for part in parts:
+                yield from _by_arrival(request for request in part if request.adapter == adapter)
 
 
 def _ids(array: Any, name: str, dtype: str) -> bytes:
@@ -205,7 +218,8 @@ def _read_run_at(path: Path) -> Iterator[SpooledRequest]:
 
 def _read_run(file: Any) -> Iterator[SpooledRequest]:
     while header := file.read(_HEADER.size):
-        number, num_tokens, num_targets, num_tag, num_options = _HEADER.unpack(header)
+        number, num_tokens, num_targets, num_tag, num_options, num_name = _HEADER.unpack(header)
         key = file.read(4 * num_tokens)
         targets = None if num_targets < 0 else file.read(4 * num_targets)
-        yield SpooledRequest(key, number, targets, file.read(num_tag), file.read(num_options))
+        tag, options = file.read(num_tag), file.read(num_options)
+        yield SpooledRequest(file.read(num_name).decode(), key, number, targets, tag, options)

@@ -20,8 +20,9 @@ _LATEST_SHARE = 4  # a window may end anywhere in its last 1/4
 
 
 class SpooledRequest(NamedTuple):
-    """One request as the spool holds it. Compares as (tokens, arrival)."""
+    """One request as the spool holds it. Compares as (adapter, tokens, arrival)."""
 
+    adapter: str  # of a Request; "": none
     key: bytes  # the token ids as big-endian int32: byte order is token order
     number: int  # of arrival
     targets: bytes | None  # int32, native
@@ -46,6 +47,8 @@ class Window:
     common                         leading tokens of the first request that the last one of the window before has
                                    too; 0 in the first window, and in all when not sorted
     options         [B]            how each request is to be continued (see `options.py`)
+    adapter                        the LoRA adapter that all requests run with, None: the base model. (Of requests to be
+                                   continued, `options` has each one's)
     """
 
     tokens: np.ndarray
@@ -56,6 +59,7 @@ class Window:
     is_sorted: bool
     common: int
     options: list[bytes] = field(default_factory=list)
+    adapter: str | None = None
 
     def generate_request(self, number: int) -> GenerateRequest:
         """A request of the window, as it was added; its tokens are a view."""
@@ -68,7 +72,7 @@ class Window:
         targets, target_offsets = _taken(self.targets, self.target_offsets, numbers)
         options = [self.options[i] for i in numbers] if self.options else []
         tags = [self.tags[i] for i in numbers]
-        return Window(tokens, offsets, targets, target_offsets, tags, self.is_sorted, 0, options)
+        return Window(tokens, offsets, targets, target_offsets, tags, self.is_sorted, 0, options, self.adapter)
 
     @property
     def num_requests(self) -> int:
@@ -99,7 +103,7 @@ def _shared_with_previous(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray
 
 
 def cut_into_windows(requests: Iterable[SpooledRequest], *, max_tokens: int, is_sorted: bool) -> Iterator[Window]:
-    """Windows of at most `max_tokens` tokens, or of one request that is longer.
+    """Windows of at most `max_tokens` tokens, or of one request that is longer; each of requests of one adapter.
 
     Sorted requests are cut where the fewest leading tokens are shared across the cut, in the last quarter of the
     window; others as late as possible.
@@ -108,6 +112,9 @@ def cut_into_windows(requests: Iterable[SpooledRequest], *, max_tokens: int, is_
     tokens = 0
     last: bytes | None = None
     for request in requests:
+        if held and request.adapter != held[0].adapter:
+            yield _make_window(held, last if is_sorted else None, is_sorted)
+            held, tokens, last = [], 0, None
         while held and tokens + request.num_tokens > max_tokens:
             cut = _best_cut([*held, request], max_tokens) if is_sorted else len(held)
             yield _make_window(held[:cut], last if is_sorted else None, is_sorted)
@@ -157,4 +164,5 @@ def _make_window(requests: Sequence[SpooledRequest], last: bytes | None, is_sort
         is_sorted=is_sorted,
         common=common,
         options=[r.options for r in requests],
+        adapter=requests[0].adapter or None,
     )

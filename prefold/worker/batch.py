@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..attention import Heads, RowPlan, place_rows, plan_rows
 from ..device import send
+from ..model import NO_ADAPTERS, Adapter, RowAdapters
 from ..model.config import Plane
 from ..schedule.steps import StreamStep
 from .pool import PoolPlan, plan_pool
@@ -28,6 +29,7 @@ class Batch:
     keep_path        which rows of the carried path stay, keep_new which of the new stream rows join it
     reads, targets   of the step, int64
     pool             for readout "mean", where something is read
+    adapters         which rows have a LoRA adapter
     """
 
     step: StreamStep
@@ -44,12 +46,20 @@ class Batch:
     reads: Tensor
     targets: Tensor
     pool: PoolPlan | None = None
+    adapters: RowAdapters = NO_ADAPTERS
 
 
-def prepare(step: StreamStep, planes: Sequence[Plane], device: torch.device, heads: Heads | None = None) -> Batch:
+def prepare(
+    step: StreamStep,
+    planes: Sequence[Plane],
+    device: torch.device,
+    heads: Heads | None = None,
+    adapters: Sequence[Adapter] = (),
+) -> Batch:
     """Build everything the forward pass of `step` needs; runs on the host, ahead of the device.
 
     heads: the model's, so that what a GPU's kernels read of the plans is made ahead too, and not in the first layer.
+    adapters: those that steps number.
     """
     new_keys = step.path + np.arange(len(step.end) - step.path, dtype=np.int64)
     windows = {plane.window for plane in planes}
@@ -76,6 +86,9 @@ def prepare(step: StreamStep, planes: Sequence[Plane], device: torch.device, hea
         return None if array is None else send(array, device)
 
     old = step.keep < step.path
+    row_adapters = NO_ADAPTERS
+    if step.adapter is not None:
+        row_adapters = RowAdapters(adapters, np.full(step.num_rows, step.adapter, np.int64), step.read_rows)
     averages = step.readout.kind == "mean" and len(step.reads) > 0
     return Batch(
         step=step,
@@ -92,4 +105,5 @@ def prepare(step: StreamStep, planes: Sequence[Plane], device: torch.device, hea
         reads=send(step.reads, device),
         targets=send(step.targets, device),
         pool=plan_pool(step.end, step.key_positions, step.reads, device) if averages else None,
+        adapters=row_adapters,
     )

@@ -58,7 +58,8 @@ class LocalWorker(Worker):
     def prepare(self, message: Message) -> Batch | None:
         if not isinstance(message, StreamStep):
             return None
-        return prepare(message, self.model.config.planes, self.model.device, heads_of(self.model))
+        adapters = tuple(self.adapters.values())
+        return prepare(message, self.model.config.planes, self.model.device, heads_of(self.model), adapters)
 
     def start(self, message: Message, prepared: Batch | None = None) -> Ticket:
         with self._lock, on(self.model.device), torch.inference_mode():

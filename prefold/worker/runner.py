@@ -60,7 +60,7 @@ def run(model: CausalLM, batch: Batch, path: Path) -> tuple[Reads, Path]:
     """
     config, readout = model.config, batch.step.readout
     attend = StepAttend(batch, path, config.planes, config.scale)
-    hidden = model(batch.tokens, batch.positions, attend, batch.read_rows)
+    hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
     if readout.kind == "mean":
         values, kept = mean_pool(hidden, batch, path)
         return Reads(values), attend.next_path(kept)

@@ -61,6 +61,27 @@ def test_windows_hold_the_job_in_order(job, memory_bytes, max_tokens):
         assert contents(filled.windows(max_tokens=max_tokens)) == in_order  # once more
 
 
+@settings(deadline=None)
+@given(requests, st.sampled_from([1, 700, 1 << 20]), st.integers(1, 50), st.randoms())
+def test_requests_of_one_adapter_come_together(job, memory_bytes, max_tokens, random):
+    """Sorted within each adapter, and nothing is said to be shared between two."""
+    names = [random.choice([None, "b", "ä"]) for _ in job]
+    with Spool(memory_bytes=memory_bytes) as filled:
+        for (tokens, num_targets, tag), name in zip(job, names, strict=True):
+            targets = None if num_targets is None else np.arange(min(num_targets, len(tokens)))
+            filled.add(Request(np.array(tokens), targets, name), tag)
+        for share in (True, False):
+            windows = list(filled.windows(max_tokens=max_tokens, share=share))
+            assert [w.adapter for w in windows] == sorted((w.adapter for w in windows), key=lambda name: name or "")
+            for name in (None, "b", "ä"):
+                some = [record for record, other in zip(expected(job), names, strict=True) if other == name]
+                own = [w for w in windows if w.adapter == name]
+                assert contents(own) == (sorted(some, key=lambda r: r[0]) if share else some)
+                assert not own or own[0].common == 0
+                unique = {tuple(tokens[: i + 1]) for tokens, _, _ in some for i in range(len(tokens))}
+                assert not share or sum(w.unique_tokens for w in own) == len(unique)
+
+
 def test_more_runs_than_can_be_merged_at_once(monkeypatch):
     monkeypatch.setattr(spool, "_FAN_IN", 3)
     rng = np.random.default_rng(0)
