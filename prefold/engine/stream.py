@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,8 @@ def run_stream(
     prepared by the worker, in a thread while others run.
     """
     run = _StreamRun(worker, readout, sharing, budget, meter)
+    # Wherever Ctrl-C comes: at the latest when nobody holds the run any more.
+    end = weakref.finalize(run, worker.forget, run.number)
     begun: deque[_Begun] = deque()
     try:
         for work in _ahead(run.work(windows)):
@@ -48,7 +51,7 @@ def run_stream(
         while begun:
             yield from run.finish(begun.popleft())
     finally:
-        worker.forget(run.number)
+        end()
 
 
 @dataclass(frozen=True, slots=True)

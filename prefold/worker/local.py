@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -48,8 +47,6 @@ class LocalWorker(Worker):
         )
         self.store: KVStore | None = None
         self._paths: dict[int, Path] = {}
-        self._forgotten: deque[int] = deque()
-        # No RLock: `forget` may be called by the garbage collector within `start`, and must notice.
         self._lock = threading.Lock()
         self.compile_seconds()  # from here on they are this worker's
         give_back()  # what loading needed beside the weights
@@ -63,7 +60,6 @@ class LocalWorker(Worker):
 
     def start(self, message: Message, prepared: Batch | None = None) -> Ticket:
         with self._lock, on(self.model.device), torch.inference_mode():
-            self._drop_forgotten()
             try:
                 return self._start(message, prepared)
             except torch.OutOfMemoryError as error:
@@ -73,12 +69,8 @@ class LocalWorker(Worker):
         raise OutOfMemoryError(f"memory is too small for a step of the model: {why}")
 
     def forget(self, stream: int) -> None:
-        self._forgotten.append(stream)
-        if self._lock.acquire(blocking=False):  # else whoever holds it, or comes next, does it
-            try:
-                self._drop_forgotten()
-            finally:
-                self._lock.release()
+        # Without the lock: the garbage collector may call this within `start`, whose stream is another one.
+        self._paths.pop(stream, None)
 
     def turn(self, message: Any) -> AbstractContextManager[None]:
         """What a Team does around a message that this rank does not get by `start`. Nothing: there is no other rank."""
@@ -86,10 +78,6 @@ class LocalWorker(Worker):
 
     def compile_seconds(self) -> float:
         return compile_seconds() if runs_triton(self.model.device) else 0.0
-
-    def _drop_forgotten(self) -> None:
-        while self._forgotten:
-            self._paths.pop(self._forgotten.popleft(), None)
 
     def _start(self, message: Message, prepared: Batch | None) -> Ticket:
         if isinstance(message, StreamStep):
@@ -105,7 +93,7 @@ class LocalWorker(Worker):
         if isinstance(message, MakeStore):
             self.store = make_store(self.model, message.slots)
         elif isinstance(message, EndStream):
-            self._paths.pop(message.stream, None)
+            self.forget(message.stream)
         else:
             raise TypeError(f"{type(message).__name__} is no message to a worker")
         return Nothing()

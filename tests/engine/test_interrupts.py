@@ -1,0 +1,42 @@
+"""Ctrl-C within a numeric run, wherever it falls: the next call works, and nothing of the run is left."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import numpy as np
+import pytest
+from tiny import tiny_checkpoint
+
+from prefold import LLM
+
+TEXTS = ["a common start, and one", "a common start, and two", "another", "a common"]
+
+
+@pytest.mark.parametrize("interrupts", [100, pytest.param(5000, marks=pytest.mark.slow)])
+def test_the_call_after_an_interrupt_works(tmp_path, interrupts):
+    llm = LLM(str(tiny_checkpoint(tmp_path, "llama")), dtype="float32", device="cpu", max_batch_rows=9)
+    expected = llm.embed(TEXTS)
+    rng = random.Random(0)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    hit = tries = 0
+    try:
+        while hit < interrupts:
+            tries += 1
+            assert tries < 50 * interrupts, "nothing is interrupted"
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, 8e-3))
+                llm.embed(TEXTS)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                hit += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if tries % 10 == 0:
+                np.testing.assert_allclose(llm.embed(TEXTS), expected, atol=1e-5)
+                assert not llm.engine.worker._paths and not llm.engine.meter.is_heard
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    np.testing.assert_allclose(llm.embed(TEXTS), expected, atol=1e-5)
+    assert not llm.engine.worker._paths
