@@ -22,7 +22,7 @@ from common import machine, median, spread, table, visible_pairs, write_json
 from prefold import kernels
 from prefold.attention import RowPlan, interval_attention, plan_rows
 from prefold.attention.row_torch import blocked_attention
-from prefold.model import ops
+from prefold.model.ops import PYTORCH, choose_ops
 
 
 @dataclass(frozen=True)
@@ -122,26 +122,18 @@ def measure_elementwise(shape: Shape, dtype: torch.dtype, repeats: int) -> list[
     cos_sin = torch.cat((half, half * 0), 1)
     gate_up = torch.randn(rows, 2 * shape.intermediate).to(dtype)
     operations = {
-        "add + RMSNorm": lambda: ops.add_rms_norm(x, delta, weight, 1e-5),
-        "RoPE of q and k": lambda: (ops.rope(q, cos_sin), ops.rope(k, cos_sin)),
-        "SiLU x up": lambda: ops.silu_mul(gate_up),
+        "add + RMSNorm": lambda ops: ops.add_rms_norm(x, delta, weight, 1e-5),
+        "RoPE of q and k": lambda ops: (ops.rope(q, cos_sin), ops.rope(k, cos_sin)),
+        "SiLU x up": lambda ops: ops.gate(gate_up, "silu"),
     }
     found = []
     for name, run in operations.items():
-        systems = {"pytorch": lambda run=run: in_pytorch(run)}
+        systems = {"pytorch": lambda run=run: run(PYTORCH)}
         if kernels.load():
-            systems["compiled"] = run
+            systems["compiled"] = lambda run=run: run(choose_ops(dtype, x.device))
         for system, seconds in alternate(systems, repeats).items():
             found.append(figure(name, system, dtype, seconds, rows=rows))
     return found
-
-
-def in_pytorch(run: Callable[[], object]) -> object:
-    load, kernels.load = kernels.load, lambda: None
-    try:
-        return run()
-    finally:
-        kernels.load = load
 
 
 def measure_planning(repeats: int) -> list[dict]:

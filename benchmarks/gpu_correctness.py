@@ -24,7 +24,8 @@ from prefold.attention import (
 )
 from prefold.checkpoint.geometries import GEOMETRIES
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.model import CausalLM, ops
+from prefold.model import CausalLM
+from prefold.model.ops import choose_ops
 from prefold.prefix import Trie
 from prefold.types import GenerateRequest, Readout, Request, Sampling
 from prefold.worker.draw import draw
@@ -91,17 +92,18 @@ def check_ops(report: Report, bench: Bench, dtype: torch.dtype) -> None:
     angles = torch.rand(rows, 64, generator=generator) * 6
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
     calls = {
-        "add_rms_norm": (lambda x, d, w: ops.add_rms_norm(x, d, w, 1e-6)[1], (x, delta, weight)),
-        "rope": (lambda h, c, n: ops.rope(h, c, n, 1e-6), (heads, cos_sin, norm)),
-        "rope, no norm": (lambda h, c: ops.rope(h, c), (heads, cos_sin)),
-        "silu_mul": (ops.silu_mul, (x,)),
-        "gelu_mul": (ops.gelu_mul, (x,)),
+        "add_rms_norm": (lambda ops, x, d, w: ops.add_rms_norm(x, d, w, 1e-6)[1], (x, delta, weight)),
+        "rope": (lambda ops, h, c, n: ops.rope(h, c, n, 1e-6), (heads, cos_sin, norm)),
+        "rope, no norm": (lambda ops, h, c: ops.rope(h, c), (heads, cos_sin)),
+        "silu_mul": (lambda ops, x: ops.gate(x, "silu"), (x,)),
+        "gelu_mul": (lambda ops, x: ops.gate(x, "gelu_tanh"), (x,)),
     }
     for name, (call, tensors) in calls.items():
 
         def both(call=call, tensors=tensors):
             with torch.inference_mode():
-                return call(*(t.to(bench.device, copy=True) for t in tensors)), call(*(t.float() for t in tensors))
+                found = call(choose_ops(dtype, bench.device), *(t.to(bench.device, copy=True) for t in tensors))
+                return found, call(choose_ops(torch.float32, x.device), *(t.float() for t in tensors))
 
         report.check(name, dtype, LIMITS[dtype], both)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from prefold.attention import KeyRuns, KVStore, interval_attention, plan_rows, plan_slots
 from prefold.attention.row_tiles import row_tiles
 from prefold.device import runs_triton
-from prefold.model import ops
+from prefold.model.ops import PYTORCH, Ops, choose_ops
 from prefold.types import Sampling
 from prefold.worker.draw import draw_on_device
 
@@ -250,18 +250,18 @@ def position_wise(bench: Bench) -> None:
     cos_sin = torch.randn(rows_, dim, device=bench.device)
     size = bench.dtype.itemsize
     calls = {
-        "add_rms_norm": (lambda: ops.add_rms_norm(x, delta, weight, 1e-6), 4 * x.numel() * size),
-        "rope with norm": (lambda: ops.rope(q, cos_sin, norm, 1e-6), 2 * q.numel() * size + cos_sin.nbytes),
-        "silu_mul": (lambda: ops.silu_mul(gate_up), 3 * rows_ * width * size),
+        "add_rms_norm": (lambda ops: ops.add_rms_norm(x, delta, weight, 1e-6), 4 * x.numel() * size),
+        "rope with norm": (lambda ops: ops.rope(q, cos_sin, norm, 1e-6), 2 * q.numel() * size + cos_sin.nbytes),
+        "silu_mul": (lambda ops: ops.gate(gate_up, "silu"), 3 * rows_ * width * size),
     }
     found = []
     for name, (call, moved) in calls.items():
-        fused = bench.attempt(f"kernels {name}", lambda call=call: inferring(bench, call))
-        kept, ops._fused = ops._fused, lambda *a, **k: None
-        try:
-            eager = bench.attempt(f"kernels {name}, eager", lambda call=call: inferring(bench, call))
-        finally:
-            ops._fused = kept
+
+        def run(ops: Ops | None, call=call):
+            return inferring(bench, lambda: call(ops or choose_ops(bench.dtype, bench.device)))
+
+        fused = bench.attempt(f"kernels {name}", lambda run=run: run(None))
+        eager = bench.attempt(f"kernels {name}, eager", lambda run=run: run(PYTORCH))
         if fused and eager:
             found.append([name, f"{1e6 * fused:.0f}", f"{moved / fused / 1e12:.2f}", f"{1e6 * eager:.0f}"])
     bench.show("kernels_ops", ["operation", "us", "TB/s", "eager us"], found)

@@ -10,7 +10,7 @@ from nests import chains
 from prefold import device, kernels
 from prefold.attention import KeyRuns, KVStore, interval_attention, plan_rows, plan_slots, slot_triton
 from prefold.attention.slot_tiles import MOST_ROWS
-from prefold.model import ops
+from prefold.model.ops import choose_ops
 from prefold.worker import draw_triton
 
 device.TRITON_DEVICES = ("cpu",)
@@ -65,12 +65,13 @@ def operations(heads: int, kv_heads: int, dim: int, dtype: str, window: int | No
     fused = torch.zeros(8, heads + 2 * kv_heads, dim, dtype=number)
     angles = torch.zeros(8, dim)
     with aot.Recorder() as recorder, torch.inference_mode():
+        ops = choose_ops(number, x.device)
         ops.add_rms_norm(x, x, weight, 1e-6)
         ops.add_rms_norm(x, None, weight.to(number), 1e-6)
         ops.rope(fused[:, :heads], angles, norm, 1e-6)
         ops.rope(fused[:, heads:], angles)
-        ops.silu_mul(x)
-        ops.gelu_mul(x)
+        ops.gate(x, "silu")
+        ops.gate(x, "gelu_tanh")
         draw_triton.draw(torch.zeros(4, 151_936), torch.zeros(4, draw_triton.FIELDS, dtype=torch.float64))
     return list(recorder.launches.values())
 

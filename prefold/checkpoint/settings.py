@@ -68,7 +68,7 @@ class Settings(dict[str, Any]):
             raise self.wrong(key, f"a number, at most {MOST_NUMBER:g}")
         if value < 0 or (value == 0 and not zero):
             raise self.wrong(key, "0 or more" if zero else "more than 0")
-        return value
+        return value if abs(value) < 2**53 else float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """The truth value `key`; 0 and 1 are taken for false and true."""

@@ -7,11 +7,12 @@ has a PyTorch form elsewhere. `status()` says which, and why.
 from __future__ import annotations
 
 from .calls import RowLists, SlotLists, SlotPlane
-from .library import MAX_HEAD_DIM, Kernels
+from .library import DTYPES, MAX_HEAD_DIM, Kernels
 from .loader import load, status
 from .panels import Pool, can_pack_words, pack_words
 
 __all__ = [
+    "DTYPES",
     "MAX_HEAD_DIM",
     "Kernels",
     "Pool",

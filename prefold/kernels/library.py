@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .calls import AttentionCall, RowLists, SlotCall, SlotLists, SlotPlane, TileCall, WriteCall
 
-__all__ = ["MAX_HEAD_DIM", "Kernels"]
+__all__ = ["DTYPES", "MAX_HEAD_DIM", "Kernels"]
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MAX_HEAD_DIM = 256
@@ -53,8 +53,11 @@ class Kernels:
         self._attention.argtypes = [POINTER(AttentionCall), c_int32]
         self._add_rms_norm = _normed(library, "add_rms_norm", [c_void_p] * 4 + [c_int64] * 4 + [c_float, c_int32])
         self._rope = _normed(library, "rope", [c_void_p] * 3 + [c_int64] * 5 + [c_float, c_int32])
-        self._silu_mul = _by_dtype(library, "silu_mul", [c_void_p] * 2 + [c_int64] * 3 + [c_int32])
-        self._gelu_mul = _by_dtype(library, "gelu_mul", [c_void_p] * 2 + [c_int64] * 3 + [c_int32])
+        gate = [c_void_p] * 2 + [c_int64] * 3 + [c_int32]
+        self._gate_mul = {
+            "silu": _by_dtype(library, "silu_mul", gate),
+            "gelu_tanh": _by_dtype(library, "gelu_mul", gate),
+        }
         self._products = {
             given: _product(library, name)
             for given, name in (
@@ -222,21 +225,18 @@ class Kernels:
             raise MemoryError("attention workspace")
         return out
 
-    def can_compute(self, x: Tensor, delta: Tensor | None = None, weight: Tensor | None = None) -> bool:
-        """Whether the element-wise functions take these tensors: on the CPU, of one known dtype, rows contiguous.
-
-        They write into x: its rows must not be views of each other. weight: of a norm, of that dtype or float32.
-        """
-        dtype, strides = x.dtype, x.stride()
-        if not x.is_cpu or dtype not in DTYPES or strides[-1] != 1 or 0 in strides:
-            return False
-        if delta is not None and not (delta.is_cpu and delta.dtype == dtype and delta.stride()[-1] == 1):
-            return False
-        return weight is None or (weight.is_cpu and weight.dtype in (dtype, torch.float32) and weight.stride()[-1] == 1)
+    def can_log_sum_exp(self, x: Tensor) -> bool:
+        """Whether `log_sum_exp` takes this tensor: float32 on the CPU, its rows contiguous."""
+        return x.is_cpu and x.dtype == torch.float32 and x.dim() == 2 and x.stride()[-1] == 1
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """x += delta in place, and its norm; x, delta [rows, width]."""
+        """x += delta in place, and its norm; x, delta [rows, width], each row contiguous.
+
+        weight [width], of x's dtype or float32. Raises ValueError where the shapes do not fit.
+        """
         rows, width = x.shape
+        if weight.shape[0] != width or (delta is not None and delta.shape != x.shape) or x.stride()[1] != 1 < width:
+            raise ValueError(f"x {list(x.shape)}, delta and weight {list(weight.shape)} do not fit together")
         out = torch.empty((rows, width), dtype=x.dtype)
         self._add_rms_norm[x.dtype, weight.dtype](
             x.data_ptr(),
@@ -253,7 +253,13 @@ class Kernels:
         return out
 
     def rope(self, x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> None:
-        """x [rows, heads, dim] rotated in place, normed before where there is a weight; cos_sin float32 [rows, dim]."""
+        """Rotates x [rows, heads, dim] in place, normed before where there is a weight; cos_sin float32 [rows, dim].
+
+        Raises ValueError where the shapes do not fit.
+        """
+        rows, _, dim = x.shape
+        if cos_sin.shape != (rows, dim) or dim % 2 or (norm_weight is not None and norm_weight.shape[0] != dim):
+            raise ValueError(f"x {list(x.shape)} and cos_sin {list(cos_sin.shape)} do not fit together")
         self._rope[x.dtype, x.dtype if norm_weight is None else norm_weight.dtype](
             x.data_ptr(),
             cos_sin.data_ptr(),
@@ -264,13 +270,9 @@ class Kernels:
             torch.get_num_threads(),
         )
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of gate_up [rows, 2 * width]."""
-        return _gate_mul(self._silu_mul, gate_up)
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """gelu(gate) * up, with the approximation by tanh, of gate_up [rows, 2 * width]."""
-        return _gate_mul(self._gelu_mul, gate_up)
+    def gate_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up of gate_up [rows, 2 * width]; activation "silu" or "gelu_tanh"."""
+        return _gate_mul(self._gate_mul[activation], gate_up)
 
     def use_own_threads(self, own: bool) -> None:
         """Run parallel loops on threads of the kernels' own (`src/pool.h`), or on OpenMP's, which torch uses too."""
@@ -399,6 +401,8 @@ def _function(library: ctypes.CDLL, name: str, argtypes: list) -> ctypes._CFuncP
 
 def _gate_mul(functions: dict[torch.dtype, ctypes._CFuncPtr], gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape
+    if width % 2:
+        raise ValueError(f"gate and up have {width} columns together, an odd number")
     out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
     threads = torch.get_num_threads()
     functions[gate_up.dtype](gate_up.data_ptr(), out.data_ptr(), rows, width // 2, gate_up.stride()[0], threads)

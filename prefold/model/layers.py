@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import kernels
-from .ops import add_layer_norm, add_rms_norm
-from .products import GATES, Product, pack
+from .ops import ACTIVATIONS, Ops
+from .products import Product, pack
 
 __all__ = ["ActivatedLinear", "GatedLinear", "Linear", "Norm"]
-
-# By ModelConfig.activation.
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 class Norm(nn.Module):
@@ -27,10 +22,10 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device)) if kind == "layer" else None
 
-    def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, delta: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
         if self.bias is None:
-            return add_rms_norm(x, delta, self.weight, self.eps)
-        return add_layer_norm(x, delta, self.weight, self.bias, self.eps)
+            return ops.add_rms_norm(x, delta, self.weight, self.eps)
+        return ops.add_layer_norm(x, delta, self.weight, self.bias, self.eps)
 
 
 class Linear(nn.Module):
@@ -79,11 +74,15 @@ class ActivatedLinear(Linear):
         self, inputs: int, width: int, *, activation: str, bias: bool, dtype: torch.dtype, device: torch.device
     ):
         super().__init__(inputs, width, bias=bias, dtype=dtype, device=device)
-        self.activate = ACTIVATIONS[activation]
+        self.activation = activation
 
-    def activated(self, x: Tensor) -> Tensor:
-        """activation(up) [rows, width]"""
-        return self.activate(self(x))
+    def activate(self, up: Tensor, ops: Ops) -> Tensor:
+        """activation(up), shaped as up [rows, width]"""
+        return ACTIVATIONS[self.activation](up)
+
+    def activated(self, x: Tensor, ops: Ops) -> Tensor:
+        """activation(up) of x [rows, inputs]: [rows, width]"""
+        return self.activate(self(x), ops)
 
 
 class GatedLinear(Linear):
@@ -93,13 +92,19 @@ class GatedLinear(Linear):
         self, inputs: int, width: int, *, activation: str, bias: bool, dtype: torch.dtype, device: torch.device
     ):
         super().__init__(inputs, 2 * width, bias=bias, dtype=dtype, device=device)
-        self.activation, self.activate = activation, GATES[activation]
+        self.activation = activation
 
-    def activated(self, x: Tensor) -> Tensor:
-        """activation(gate) * up [rows, width]"""
+    def activate(self, gate_up: Tensor, ops: Ops) -> Tensor:
+        """activation(gate) * up of gate_up [rows, 2 * width]: [rows, width]"""
+        return ops.gate(gate_up, self.activation)
+
+    def activated(self, x: Tensor, ops: Ops) -> Tensor:
+        """activation(gate) * up of x [rows, inputs]: [rows, width]"""
         if self.product is not None:
-            return self.product.gated(x, self.bias, self.activation)
-        return self.activate(self(x))
+            out = self.product.gated(x, self.bias, self.activation)
+            if out is not None:
+                return out
+        return self.activate(self(x), ops)
 
     def _packed(self, weight: Tensor, pool: kernels.Pool | None) -> Product | None:
         return pack(weight, pool, gated=True)

@@ -7,14 +7,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "gelu_mul", "rope", "silu_mul"]
+from .ops import Ops
+
+__all__ = ["TritonOps", "add_rms_norm", "gate", "rope"]
 
 HEADS = 16  # worked on at once
 WIDTH = 1024
 
 
+class TritonOps(Ops):
+    """The operations by Triton's kernels, on a GPU. No gradients."""
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, delta, weight, eps)
+
+    def rope(self, x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        if not cos_sin.shape[1]:
+            return super().rope(x, cos_sin, norm_weight, eps)
+        return rope(x, cos_sin, norm_weight, eps)
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        return gate(gate_up, activation)
+
+
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `ops.add_rms_norm`; writes x + delta into x."""
+    """As `Ops.add_rms_norm`; writes x + delta into x."""
     rows, hidden = x.shape
     out = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     if rows:
@@ -27,7 +44,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
 
 
 def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
-    """As `ops.rope`; writes into x."""
+    """As `Ops.rope`; writes into x."""
     rows, heads, dim = x.shape
     block = min(HEADS, triton.next_power_of_2(heads))
     if rows:
@@ -39,21 +56,14 @@ def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> 
     return x
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    return _gated(gate_up, silu=True)
-
-
-def gelu_mul(gate_up: Tensor) -> Tensor:
-    return _gated(gate_up, silu=False)
-
-
-def _gated(gate_up: Tensor, *, silu: bool) -> Tensor:
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """As `Ops.gate`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         size = min(WIDTH, triton.next_power_of_2(width))
         _gate[(rows, triton.cdiv(width, size))](
-            gate_up, out, gate_up.stride(0), width, SIZE=size, SILU=silu, num_warps=4
+            gate_up, out, gate_up.stride(0), width, SIZE=size, SILU=activation == "silu", num_warps=4
         )
     return out
 

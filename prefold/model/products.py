@@ -15,10 +15,9 @@ from torch.nn import functional as F
 
 from .. import kernels
 from ..device import available_memory, computes_bf16
-from .ops import gelu_mul, silu_mul, wide
+from .ops import wide
 
 __all__ = [
-    "GATES",
     "GatePanels",
     "OneDNN",
     "Panels",
@@ -30,8 +29,6 @@ __all__ = [
     "wide_product",
 ]
 
-# Both halves of [rows, 2 * width] to what an MLP goes on with, by ModelConfig.activation.
-GATES = {"silu": silu_mul, "gelu_tanh": gelu_mul}
 LANES = 16  # columns of gate, or of up, that lie side by side in GatePanels
 # Vocabulary entries of an LM head that are widened to float32 at once.
 HEAD_COLUMNS = 4096
@@ -48,9 +45,10 @@ class Product:
         """x [rows, inputs] times the matrix in float32, as logits are wanted: the sums are best not rounded before."""
         return self(x).float()
 
-    def gated(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        """activation(gate) * up [rows, outputs / 2], where the first half of the outputs is gate, the other one up."""
-        return GATES[activation](self(x, bias))
+    def gated(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor | None:
+        """activation(gate) * up [rows, outputs / 2], where the first half of the outputs is gate, the other one up; or
+        None: there is no faster way to it than by the whole product."""
+        return None
 
 
 class OneDNN(Product):

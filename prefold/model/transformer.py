@@ -19,7 +19,7 @@ from ..errors import InputError
 from .config import ModelConfig
 from .layers import ActivatedLinear, GatedLinear, Linear, Norm
 from .lora import NO_ADAPTERS, RowAdapters
-from .ops import rope, wide
+from .ops import Ops, choose_ops, wide
 from .parallel import ALONE, Alone
 from .products import Product, pack_head, wide_product
 from .rotary import RotaryTables
@@ -89,24 +89,26 @@ class Layer(nn.Module):
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
         read: Tensor | None,
         adapters: RowAdapters,
+        ops: Ops,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream x + delta [rows, hidden] after this layer, as its x and delta; may write into x.
 
-        cos_sin  of the rows' positions, as for `ops.rope`
+        cos_sin  of the rows' positions, as for `Ops.rope`
         attend   q, k, v -> o, shaped as q
         read     int64: the rows whose result is wanted; None: all
+        ops      who computes the position-wise operations
         """
-        x, q, k, v = self._project(x, delta, cos_sin, read, adapters)
+        x, q, k, v = self._project(x, delta, cos_sin, read, adapters, ops)
         o = attend(q, k, v)
         del q, k, v, delta  # so that the MLP, where most memory is held, does not run beside them
-        return self._finish(x, o, adapters if read is None else adapters.read)
+        return self._finish(x, o, adapters if read is None else adapters.read, ops)
 
     def _project(
-        self, x: Tensor, delta: Tensor | None, cos_sin: Tensor, read: Tensor | None, adapters: RowAdapters
+        self, x: Tensor, delta: Tensor | None, cos_sin: Tensor, read: Tensor | None, adapters: RowAdapters, ops: Ops
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The residual stream x + delta of the rows in `read`, q of these rows, and k and v of all."""
         config = self.config
-        x, h = self.input_norm(x, delta)
+        x, h = self.input_norm(x, delta, ops)
         if self.splits_q:
             kv = adapters.add(self.kv(h), h, self.number, "kv")
             k, v = kv.unflatten(-1, (2 * config.kv_heads, config.head_dim)).split(config.kv_heads, 1)
@@ -114,30 +116,30 @@ class Layer(nn.Module):
             if read is not None:
                 x, h, q_cos_sin, adapters = x[read], h[read], cos_sin[read], adapters.read
             q = adapters.add(self.q(h), h, self.number, "q").unflatten(-1, (config.heads, config.head_dim))
-            q = rope(q, q_cos_sin, self.q_norm, config.norm_eps)
-            return x, q, rope(k, cos_sin, self.k_norm, config.norm_eps), v
+            q = ops.rope(q, q_cos_sin, self.q_norm, config.norm_eps)
+            return x, q, ops.rope(k, cos_sin, self.k_norm, config.norm_eps), v
         qkv = adapters.add(self.qkv(h), h, self.number, "qkv")
         qkv = qkv.unflatten(-1, (config.heads + 2 * config.kv_heads, config.head_dim))
         if self.q_norm is None:  # q and k lie side by side: rotated in one call
             qk, v = qkv.split((config.heads + config.kv_heads, config.kv_heads), 1)
-            q, k = rope(qk, cos_sin).split((config.heads, config.kv_heads), 1)
+            q, k = ops.rope(qk, cos_sin).split((config.heads, config.kv_heads), 1)
         else:
             q, k, v = qkv.split((config.heads, config.kv_heads, config.kv_heads), 1)
-            q = rope(q, cos_sin, self.q_norm, config.norm_eps)
-            k = rope(k, cos_sin, self.k_norm, config.norm_eps)
+            q = ops.rope(q, cos_sin, self.q_norm, config.norm_eps)
+            k = ops.rope(k, cos_sin, self.k_norm, config.norm_eps)
         return (x, q, k, v) if read is None else (x[read], q[read], k, v)
 
-    def _finish(self, x: Tensor, o: Tensor, adapters: RowAdapters) -> tuple[Tensor, Tensor]:
+    def _finish(self, x: Tensor, o: Tensor, adapters: RowAdapters, ops: Ops) -> tuple[Tensor, Tensor]:
         """The residual stream after attention's o [rows, heads, dim], and what is still to be added to it."""
         o = o.flatten(1)
         delta = self.sum(adapters.add(self.o(o), o, self.number, "o"))
-        x, h = self.post_norm(x, delta if self.o_norm is None else self.o_norm(delta)[1])
+        x, h = self.post_norm(x, delta if self.o_norm is None else self.o_norm(delta, None, ops)[1], ops)
         if adapters.adapters:
-            h = self.gate_up.activate(adapters.add(self.gate_up(h), h, self.number, "gate_up"))
+            h = self.gate_up.activate(adapters.add(self.gate_up(h), h, self.number, "gate_up"), ops)
         else:
-            h = self.gate_up.activated(h)
+            h = self.gate_up.activated(h, ops)
         delta = self.sum(adapters.add(self.down(h), h, self.number, "down"))
-        return x, delta if self.down_norm is None else self.down_norm(delta)[1]
+        return x, delta if self.down_norm is None else self.down_norm(delta, None, ops)[1]
 
 
 class CausalLM(nn.Module):
@@ -196,15 +198,17 @@ class CausalLM(nn.Module):
             raise ValueError("adapters must know the same read_rows as the model is given")
         recompute = self.recompute and torch.is_grad_enabled()
         x, delta = self._embed(tokens, positions), None
-        visits = self.visits
+        visits, ops = self.visits, choose_ops(self.dtype, self.device)
         for plane, (layer, cos_sin) in enumerate(zip(visits, self._cos_sin(positions), strict=True)):
             read = read_rows if plane == len(visits) - 1 else None
-            visit = partial(layer, cos_sin=cos_sin, attend=partial(attend, plane), read=read, adapters=adapters)
+            visit = partial(
+                layer, cos_sin=cos_sin, attend=partial(attend, plane), read=read, adapters=adapters, ops=ops
+            )
             if recompute:
                 x, delta = _again(visit, x), None
             else:
                 x, delta = visit(x, delta)
-        return self.norm(x, delta)[1]
+        return self.norm(x, delta, ops)[1]
 
     def logits(self, hidden: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
         """float32 logits [rows, vocabulary], or [rows, len(ids)] of the ids given; hidden as from `forward`.
@@ -297,8 +301,6 @@ def _again(visit: Callable[[Tensor, None], tuple[Tensor, Tensor]], x: Tensor) ->
     for it (Chen et al. 2016)."""
 
     def whole(x: Tensor) -> Tensor:
-        if not x.requires_grad:
-            x = x.clone()  # compiled operations write into what has no gradient, and this runs twice
         x, delta = visit(x, None)
         return x + delta
 

@@ -40,7 +40,7 @@ def products(seed: int) -> list[torch.Tensor]:
     logits = torch.randn(64, 5000, generator=noise)
     gated = torch.randn(300, 1024, generator=noise)
     linear = loaded.linear(x, kernels.pack_words(weight), 1024)
-    return [linear, *loaded.log_sum_exp(logits), loaded.silu_mul(gated)]
+    return [linear, *loaded.log_sum_exp(logits), loaded.gate_mul(gated, "silu")]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])

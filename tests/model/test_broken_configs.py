@@ -175,7 +175,7 @@ def broken_gguf(rng: random.Random) -> bytes:
         tensors["rope_freqs.weight"] = ((4,), 0)
     extra = ["rope.scaling.type", "rope.scaling.factor", "attention.key_length", "expert_count", "attention.causal"]
     for _ in range(rng.choice([1, 2, 3])):
-        if rng.random() < 0.25:
+        if tensors and rng.random() < 0.25:
             name = rng.choice(list(tensors))
             shape = rng.choice([(), (0,), (32,), (2**63, 2**63), (0, 2**62), (1,) * 70, (32, 50, 2)])
             tensors[name] = (shape, rng.choice([0, 1, 2, 14, 39, 999]))

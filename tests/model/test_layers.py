@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.activations import NewGELUActivation
 
 from prefold.model.layers import ActivatedLinear, GatedLinear, Norm
-from prefold.model.products import GATES
+from prefold.model.ops import PYTORCH
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,9 +32,9 @@ def test_gated_linear(dtype, activation, width, bias):
             x = torch.randn(rows, 36).to(dtype)
             plain = layer(x)
             torch.testing.assert_close(packed(x), plain, **tolerance)
-            expected = GATES[activation](plain.float())
-            torch.testing.assert_close(packed.activated(x).float(), expected, **tolerance)
-            torch.testing.assert_close(layer.activated(x).float(), expected, **tolerance)
+            expected = PYTORCH.gate(plain.float(), activation)
+            torch.testing.assert_close(packed.activated(x, PYTORCH).float(), expected, **tolerance)
+            torch.testing.assert_close(layer.activated(x, PYTORCH).float(), expected, **tolerance)
 
 
 @pytest.mark.parametrize(("activation", "function"), [("silu", F.silu), ("gelu_tanh", NewGELUActivation())])
@@ -48,11 +48,11 @@ def test_a_linear_without_a_gate(dtype, activation, function):
     tolerance = {"atol": 2e-5, "rtol": 2e-5} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
     x = torch.randn(7, 36).to(dtype)
     expected = function(x.float() @ layer.weight.float().T + layer.bias.float())
-    torch.testing.assert_close(layer.activated(x).float(), expected, **tolerance)
+    torch.testing.assert_close(layer.activated(x, PYTORCH).float(), expected, **tolerance)
     layer.pack()
     with torch.inference_mode():
-        torch.testing.assert_close(layer.activated(x).float(), expected, **tolerance)
-        torch.testing.assert_close(layer.activate(layer(x)), layer.activated(x))
+        torch.testing.assert_close(layer.activated(x, PYTORCH).float(), expected, **tolerance)
+        torch.testing.assert_close(layer.activate(layer(x), PYTORCH), layer.activated(x, PYTORCH))
 
 
 @pytest.mark.parametrize("delta", [True, False])
@@ -64,7 +64,7 @@ def test_layer_norm_is_pytorchs(delta):
         for ours, other in zip(norm.parameters(), theirs.parameters(), strict=True):
             other.copy_(ours.normal_())
     x, d = torch.randn(2, 5, 36)
-    stream, normed = norm(x.clone(), d if delta else None)
+    stream, normed = norm(x.clone(), d if delta else None, PYTORCH)
     torch.testing.assert_close(stream, x + d if delta else x)
     torch.testing.assert_close(normed, theirs(stream))
     assert Norm(36, kind="rms", eps=1e-3, dtype=torch.float32, device=torch.device("cpu")).bias is None
