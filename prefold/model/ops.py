@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from .. import kernels
 from ..device import TRITON_DTYPES, runs_triton
 
-__all__ = ["ACTIVATIONS", "PYTORCH", "CompiledOps", "Ops", "choose_ops", "log_sum_exp", "wide"]
+__all__ = ["ACTIVATIONS", "PYTORCH", "CompiledOps", "Ops", "TritonOps", "choose_ops", "log_sum_exp", "wide"]
 
 # By ModelConfig.activation.
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -83,6 +83,26 @@ class CompiledOps(Ops):
         return self._compiled.gate_mul(gate_up, activation)
 
 
+class TritonOps(Ops):
+    """The operations by Triton's kernels, on a GPU. No gradients."""
+
+    def __init__(self) -> None:
+        from . import ops_triton
+
+        self._fused = ops_triton
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return self._fused.add_rms_norm(x, delta, weight, eps)
+
+    def rope(self, x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        if not cos_sin.shape[1]:
+            return super().rope(x, cos_sin, norm_weight, eps)
+        return self._fused.rope(x, cos_sin, norm_weight, eps)
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        return self._fused.gate(gate_up, activation)
+
+
 PYTORCH = Ops()
 
 
@@ -93,8 +113,6 @@ def choose_ops(dtype: torch.dtype, device: torch.device) -> Ops:
     if device.type == "cpu" and dtype in kernels.DTYPES and (compiled := kernels.load()):
         return CompiledOps(compiled)
     if runs_triton(device) and dtype in TRITON_DTYPES:
-        from .ops_triton import TritonOps
-
         return TritonOps()
     return PYTORCH
 

@@ -7,27 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .ops import Ops
-
-__all__ = ["TritonOps", "add_rms_norm", "gate", "rope"]
+__all__ = ["add_rms_norm", "gate", "rope"]
 
 HEADS = 16  # worked on at once
 WIDTH = 1024
-
-
-class TritonOps(Ops):
-    """The operations by Triton's kernels, on a GPU. No gradients."""
-
-    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, delta, weight, eps)
-
-    def rope(self, x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        if not cos_sin.shape[1]:
-            return super().rope(x, cos_sin, norm_weight, eps)
-        return rope(x, cos_sin, norm_weight, eps)
-
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        return gate(gate_up, activation)
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
