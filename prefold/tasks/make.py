@@ -28,7 +28,7 @@ from .generate import GenerateTask
 from .rerank import RerankTask
 from .sampling import format_grammar
 from .score import ScoreTask
-from .sentence import embed_settings
+from .sentence import PairSettings, embed_settings, pair_settings
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -88,13 +88,19 @@ def _rerank(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | 
         )
     if labels is None:
         require_lm_head(config, checkpoint, "rerank")
+    own = PairSettings() if labels is None or o.template is not None else pair_settings(checkpoint, tokenizer)
+    pair = labels is not None and o.template is None and own.prompt is None
+    if pair and o.instruction is not None:
+        message = f"{checkpoint.name} reads query and document as they are, without an instruction"
+        raise InputError(message, field="instruction", remedy="leave it out, or give a template that has {instruction}")
     return RerankTask(
         inputs_of(config, tokenizer, o.max_length),
         instruction=RERANK_INSTRUCTION if o.instruction is None else o.instruction,
-        template=o.template,
+        template=o.template or own.prompt,
         words=o.words,
         head=labels is not None,
-        raw_scores=o.raw_scores,
+        pair=pair,
+        raw_scores=o.raw_scores or own.raw,
         truncate=o.truncate,
     )
 

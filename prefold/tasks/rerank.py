@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,8 @@ from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
 from .base import TRUNCATE, Inputs, Text, TextBatch, Work, as_item, check_count, prepare_each
 from .embed import is_list_of_texts
+
+PAIR = RerankPrompt("", "{query}{document}", "")
 
 __all__ = ["RerankItem", "RerankTask", "sigmoid", "word_id"]
 
@@ -46,6 +48,7 @@ class RerankTask:
     "order": [index], best first, equal ones in the order given, `top_n` of them at most}, and with
     return_documents also {"documents": [text] in that order}. Both have "num_tokens".
 
+    The prompt is Qwen3-Reranker's, a template, or the bare pair (see `__init__`).
     The score is sigmoid(logit of "yes" - logit of "no") at the prompt's last token, or of a
     checkpoint with a classification head of one label the sigmoid of that; `raw_scores` leaves the
     sigmoid out.
@@ -62,6 +65,7 @@ class RerankTask:
         template: str | RerankPrompt | None = None,
         words: tuple[str, str] = ("yes", "no"),
         head: bool = False,
+        pair: bool = False,
         raw_scores: bool = False,
         truncate: Truncate = False,
     ):
@@ -70,6 +74,7 @@ class RerankTask:
         template     a prompt with {query}, {document} and, if wanted, {instruction}; None for Qwen3-Reranker's
         words        the two words whose logits are compared; each must be one token
         head         score by the checkpoint's classification head instead
+        pair         without a template: no prompt, but query and document with the special tokens of a pair
         truncate     cut documents that make a prompt too long: True the longest column of one made of a template,
                      else the end; "left" the beginning
         """
@@ -79,9 +84,13 @@ class RerankTask:
         self.instruction = valid_text(instruction, "instruction")
         if not isinstance(template, (RerankPrompt, type(None))):
             template = RerankPrompt.from_template(valid_text(template, "template"))
-        self.prompt = template or rerank_prompt(inputs.tokenizer)
-        self.prefix = inputs.tokenizer.encode(self.prompt.prefix, special=False)
-        self.suffix = inputs.tokenizer.encode(self.prompt.suffix, special=False)
+        self.pair = pair and template is None
+        self.prompt = template or (PAIR if self.pair else rerank_prompt(inputs.tokenizer))
+        if self.pair:
+            self.prefix, self.between, self.suffix = inputs.tokenizer.pair_ids()
+        else:
+            self.prefix = inputs.tokenizer.encode(self.prompt.prefix, special=False)
+            self.suffix = inputs.tokenizer.encode(self.prompt.suffix, special=False)
         self.raw_scores = raw_scores
         self.truncate = truncate
         self.readout = Readout("head") if head else Readout("logits", word_ids(inputs, words))
@@ -94,13 +103,16 @@ class RerankTask:
         query = self.inputs.text(item.query, "query")
         wanted = self.instruction if item.instruction is None else item.instruction
         instruction = self.inputs.text(wanted, "instruction")
+        if self.pair and item.instruction is not None:
+            message = "the checkpoint reads query and document as they are, without an instruction"
+            raise InputError(message, field="instruction", remedy="leave it out, or give a template")
         top_n = None if item.top_n is None else check_count(item.top_n, "top_n")
         documents, names = _documents(item)
         makers = []
         for value, name in zip(documents, names, strict=True):
             document = self.inputs.text(_text_of(value), name)
             fields = {"instruction": instruction, "query": query, "document": document}
-            get = batch.add_pieces(_pieces(self.prompt.body, fields))
+            get = self._add_body(batch, fields)
             makers.append(partial(self._request, get, fields, name))
 
         def make() -> Work:
@@ -144,17 +156,20 @@ class RerankTask:
 
     def _encode_body(self, fields: Mapping[str, Text]) -> np.ndarray:
         batch = TextBatch(self.inputs.tokenizer)
-        get = batch.add_pieces(_pieces(self.prompt.body, fields))
+        get = self._add_body(batch, fields)
         batch.encode()
         return get()
 
+    def _add_body(self, batch: TextBatch, fields: Mapping[str, Text]) -> Callable[[], np.ndarray]:
+        if not self.pair:
+            return batch.add_pieces(_pieces(self.prompt.body, fields))
+        query, document = batch.add(fields["query"]), batch.add(fields["document"])  # encoded apart, as tokenizers do
+        return lambda: np.concatenate((query(), self.between, document()))
+
     def _check_room_for_document(self, fields: Mapping[str, Text], name: str) -> None:
         """Raises InputError when truncation would have to cut more than the document."""
-        batch = TextBatch(self.inputs.tokenizer)
-        before = self.prompt.body[: self.prompt.body.rindex("{document}")]
-        get = batch.add_pieces(_pieces(before, fields))
-        batch.encode()
-        if self.inputs.over(self.prefix.size + get().size + 1 + self.suffix.size):
+        before = self._encode_body({**fields, "document": ""})
+        if self.inputs.over(self.prefix.size + before.size + 1 + self.suffix.size):
             raise InputError(
                 f"the prompt leaves no room for {name!r} in the {self.inputs.max_length} tokens the model takes",
                 field="query",

@@ -1,4 +1,5 @@
-"""How a checkpoint wants to embed: what sentence-transformers' files in its folder say, or a GGUF file's metadata."""
+"""How a checkpoint wants to embed, or to score pairs: what sentence-transformers' files in its folder say, or a GGUF
+file's metadata."""
 
 from __future__ import annotations
 
@@ -8,12 +9,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import CheckpointError, UnsupportedModelError
+from ..text import RerankPrompt, rerank_prompt
 from ..text.load import folder_templates
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
+    from ..text import Tokenizer
 
-__all__ = ["POOLING_MODES", "ChatSettings", "EmbedSettings", "Pooling", "embed_settings"]
+__all__ = [
+    "POOLING_MODES",
+    "ChatSettings",
+    "EmbedSettings",
+    "PairSettings",
+    "Pooling",
+    "embed_settings",
+    "pair_settings",
+]
 
 Pooling = Literal["last", "mean", "first"]
 
@@ -175,3 +186,40 @@ def _gguf_pooling(checkpoint: Checkpoint) -> Pooling:
         return "last"
     kind = checkpoint.metadata(f"{checkpoint.metadata('general.architecture')}.pooling_type")
     return GGUF_POOLING.get(kind, "last")
+
+
+@dataclass(frozen=True)
+class PairSettings:
+    """How a reranker with a classification head wants its pairs.
+
+    prompt   None: query and document as they are, with the special tokens of a pair
+    raw      the score is the head's logit itself, not its sigmoid
+    """
+
+    prompt: RerankPrompt | None = None
+    raw: bool = False
+
+
+def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSettings:
+    """From what sentence-transformers' CrossEncoder writes of itself; else by the tokenizer.
+
+    A CrossEncoder joins the pair plainly, or writes it as messages of the roles query and document where its
+    `modality_config` has "message". What says nothing and has Qwen3's thinking tokens is taken for Qwen3-Reranker
+    turned into a classifier, which keeps its prompt. Any other classifier reads the pair as its tokenizer writes one.
+    """
+    saved = checkpoint.read_json("config_sentence_transformers.json") or {}
+    own = checkpoint.config.get("sentence_transformers")
+    activation = saved.get("activation_fn") or (own or {}).get("activation_fn") or ""
+    if saved.get("model_type") == "CrossEncoder" or own is not None:
+        module = checkpoint.read_json("sentence_bert_config.json") or {}
+        as_messages = "message" in (module.get("modality_config") or {})
+        prompt = _pair_of_messages(tokenizer) if as_messages and tokenizer is not None else None
+        return PairSettings(prompt, raw=str(activation).endswith("Identity"))
+    if tokenizer is None or None in (tokenizer.token_id("<think>"), tokenizer.token_id("<|im_start|>")):
+        return PairSettings()
+    return PairSettings(rerank_prompt(tokenizer))
+
+
+def _pair_of_messages(tokenizer: Tokenizer) -> RerankPrompt:
+    pair = [{"role": name, "content": f"{{{name}}}"} for name in ("query", "document")]
+    return RerankPrompt.from_template(tokenizer.render_chat(pair))

@@ -87,6 +87,16 @@ class Tokenizer:
         spans: list[tuple[int, int]] = self.backend.encode(text, add_special_tokens=False).offsets
         return spans
 
+    def pair_ids(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What the checkpoint's post-processor puts before, between and after the two texts of a pair, int32 each."""
+        probe = self.backend.encode("a", "a", add_special_tokens=True)
+        body = self.backend.encode("a", add_special_tokens=False).ids
+        special = np.array(probe.special_tokens_mask, dtype=bool)
+        ids = np.array(probe.ids, dtype=np.int32)
+        first = int(np.argmin(special))
+        second = first + len(body) + int(np.argmin(special[first + len(body) :]))
+        return ids[:first], ids[first + len(body) : second], ids[second + len(body) :]
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its exact name in the vocabulary ("<|im_end|>", "Ġthe"), None when there is none."""
         return self.backend.token_to_id(token)

@@ -8,7 +8,9 @@ import math
 import numpy as np
 import pytest
 from task_inputs import FakeCheckpoint, ids, result, tokenizer
+from tiny import tiny_checkpoint
 
+from prefold import LLM
 from prefold.errors import InputError, UnsupportedModelError
 from prefold.tasks import RerankItem, make_task
 from prefold.tasks.rerank import sigmoid
@@ -158,6 +160,44 @@ def test_a_classification_head_of_one_label():
     assert task.finish(work.note, [result(1.5)])["score"] == pytest.approx(sigmoid(1.5))
     with pytest.raises(UnsupportedModelError, match="2 labels"):
         rerank(config={"architectures": ["Qwen3ForSequenceClassification"]})
+
+
+ONE_LABEL = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+
+
+def test_a_cross_encoder_gets_the_pair_it_was_trained_on():
+    thinks = tokenizer(think=True)
+
+    def text(config, tok=thinks, **options):
+        (work,) = rerank(tok, ONE_LABEL | config, **options).prepare([("yes", "no")])
+        return tok.decode(work.requests[0].tokens)
+
+    assert text({}).startswith("<|im_start|>system")  # Qwen3-Reranker, turned into a classifier
+    assert text({"sentence_transformers": {"version": "5.0"}}) == "yesno"
+    assert text({"architectures": ["LlamaForSequenceClassification"]}, tokenizer()) == "yesno"
+    assert text({"sentence_transformers": {}}, template="{query}|{document}") == "yes|no"
+    config = ONE_LABEL | {"sentence_transformers": {}}
+    with pytest.raises(InputError, match="without an instruction"):
+        rerank(thinks, config, instruction="Say.")
+    (error,) = rerank(thinks, config).prepare([{"query": "q", "document": "d", "instruction": "Say."}])
+    assert "without an instruction" in str(error)
+    (work,) = rerank(thinks, config, truncate=True).prepare([("yes", "no" * 600)])
+    assert work.requests[0].tokens.size == 512
+
+
+@pytest.mark.slow
+def test_a_cross_encoder_scores_as_sentence_transformers_does(tmp_path):
+    cross = pytest.importorskip("sentence_transformers").CrossEncoder
+    folder = tiny_checkpoint(tmp_path, "qwen3", head="classifier", num_labels=1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": 0}))
+    saved = tmp_path / "saved"
+    model = cross(str(folder), device="cpu")
+    model.save_pretrained(str(saved))
+    pairs = [("the cat", "no"), ("the cat", "yes yes the"), ("the cat", "perhaps")]
+    expected = [float(model.predict([pair])[0]) for pair in pairs]
+    llm = LLM(str(saved), dtype="float32", device="cpu")
+    np.testing.assert_allclose(llm.rerank("the cat", [d for _, d in pairs]).scores, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
