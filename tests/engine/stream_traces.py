@@ -23,6 +23,7 @@ from prefold.types import Readout, Request
 from prefold.worker.protocol import Facts, Worker
 
 WIDTH = 3
+ADAPTERS = ("first", "second")
 KINDS = ("last", "first", "mean", "head", "logits", "logprobs")
 
 
@@ -31,31 +32,33 @@ def given(path: tuple[int, ...], salt: str = "") -> np.ndarray:
     return np.array([zlib.crc32(repr((path, salt, i)).encode()) / 2**32 for i in range(WIDTH)], np.float32)
 
 
-def expected(readout: Readout, tokens: list[int], targets: list[int]) -> tuple[np.ndarray, np.ndarray | None]:
-    path = tuple(tokens)
+def expected(readout: Readout, request: Request) -> tuple[np.ndarray, np.ndarray | None]:
+    path, targets = tuple(request.tokens.tolist()), [] if request.targets is None else request.targets.tolist()
+    adapter = "" if request.adapter is None else request.adapter
     if readout.kind == "first":
-        return given(path[:1]), None
+        return given(path[:1], adapter), None
     if readout.kind == "mean":
-        return mean(path), None
+        return mean(path, adapter), None
     if readout.kind == "logprobs":
         first = len(path) - len(targets)
-        found = [given(path[: first + t + 1], str(token)) for t, token in enumerate(targets)]
+        found = [given(path[: first + t + 1], adapter + str(token)) for t, token in enumerate(targets)]
         return np.array([f[0] for f in found], np.float32), np.array([f[1] > 0.5 for f in found], bool)
-    return given(path, str(readout.ids) if readout.kind == "logits" else ""), None
+    return given(path, adapter + (str(readout.ids) if readout.kind == "logits" else "")), None
 
 
-def mean(path: tuple[int, ...]) -> np.ndarray:
-    return np.mean([given(path[: i + 1]) for i in range(len(path))], axis=0, dtype=np.float32)
+def mean(path: tuple[int, ...], adapter: str) -> np.ndarray:
+    return np.mean([given(path[: i + 1], adapter) for i in range(len(path))], axis=0, dtype=np.float32)
 
 
 class HashWorker(Worker):
     """Keeps of each stream the path, as tuples; of a step that does not fit nothing changes."""
 
     def __init__(self, depth: int, most: int, rng: random.Random):
-        self.facts = Facts(depth=depth, max_rows=1 << 20)
+        self.facts = Facts(depth=depth, max_rows=1 << 20, adapters=ADAPTERS)
         self.most = most  # rows of a step for which there is memory
         self.rng = rng
         self.paths: dict[int, list[tuple[int, ...]]] = {}
+        self.adapter: dict[int, int | None] = {}  # that the path of each stream was computed with
         self.in_flight: dict[int, deque[HashTicket]] = {}
         self.steps: list[StreamStep] = []
         self.fails_at: int | None = None  # the step that ends in an error
@@ -74,6 +77,8 @@ class HashWorker(Worker):
             raise RuntimeError("the device is gone")
         if len(message.end) - message.path > self.most:
             raise OutOfMemoryError("no more")
+        assert not message.path or message.adapter == self.adapter[message.stream]
+        self.adapter[message.stream] = message.adapter
         keys, self.paths[message.stream] = run(message, self.paths.get(message.stream, []))
         self.steps.append(message)
         ticket = HashTicket(self, message, keys)
@@ -94,14 +99,16 @@ class HashTicket:
             "results are asked for in the order of the steps"
         )
         step, readout = self.message, self.message.readout
+        adapter = "" if step.adapter is None else ADAPTERS[step.adapter]
         if readout.kind == "mean":
-            return StepResult(rows_of([mean(self.keys[key]) for key in step.reads]))
+            return StepResult(rows_of([mean(self.keys[key], adapter) for key in step.reads]))
         stream_rows = step.read_rows if step.fold is None else step.fold.gather[step.read_rows]
         read = [self.keys[step.path + row] for row in stream_rows]
         if readout.kind == "logprobs":
-            found = [given(read[r], str(t)) for r, t in zip(step.reads, step.targets.tolist(), strict=True)]
+            found = [given(read[r], adapter + str(t)) for r, t in zip(step.reads, step.targets.tolist(), strict=True)]
             return StepResult(np.array([f[0] for f in found], np.float32), np.array([f[1] > 0.5 for f in found], bool))
-        return StepResult(rows_of([given(path, str(readout.ids) if readout.kind == "logits" else "") for path in read]))
+        salt = adapter + (str(readout.ids) if readout.kind == "logits" else "")
+        return StepResult(rows_of([given(path, salt) for path in read]))
 
 
 def rows_of(found: list[np.ndarray]) -> np.ndarray:
@@ -129,6 +136,7 @@ def run(step: StreamStep, path: list[tuple[int, ...]]) -> tuple[list[tuple[int, 
 def random_requests(rng: random.Random, readout: Readout) -> list[Request]:
     found: list[list[int]] = []
     requests = []
+    adapters = [None, None, *ADAPTERS] if rng.random() < 0.3 else [None]
     for _ in range(rng.randint(1, 25)):
         stem = rng.choice(found) if found and rng.random() < 0.8 else []
         tokens = stem[: rng.randint(0, len(stem))] + [rng.randrange(4) for _ in range(rng.randint(0, 7))]
@@ -137,13 +145,12 @@ def random_requests(rng: random.Random, readout: Readout) -> list[Request]:
         targets = None
         if readout.kind == "logprobs" and rng.random() < 0.9:
             targets = np.array([rng.randrange(9) for _ in range(rng.randint(1, len(tokens)))], np.int32)
-        requests.append(Request(np.array(tokens, np.int32), targets))
+        requests.append(Request(np.array(tokens, np.int32), targets, rng.choice(adapters)))
     return requests
 
 
 def check(readout: Readout, request: Request, result) -> None:
-    targets = [] if request.targets is None else request.targets.tolist()
-    values, greedy = expected(readout, request.tokens.tolist(), targets)
+    values, greedy = expected(readout, request)
     np.testing.assert_allclose(result.values, values, atol=1e-6)
     assert (result.greedy is None) == (greedy is None)
     assert greedy is None or np.array_equal(result.greedy, greedy)
@@ -220,14 +227,14 @@ def alone(engine: Engine, worker: HashWorker, rng: random.Random) -> None:
     while run.advance():
         pass
     stats, steps = engine.stats, worker.steps[steps:]
-    prompts = [tuple(request.tokens.tolist()) for request in run.requests]
-    assert stats.requests == len(prompts) and stats.tokens == sum(map(len, prompts))
+    prompts = [(request.adapter, *request.tokens.tolist()) for request in run.requests]
+    assert stats.requests == len(prompts) and stats.tokens == sum(len(prompt) - 1 for prompt in prompts)
     assert stats.steps == len(steps) == len(run.told)
     assert stats.rows_computed == sum(step.num_rows for step in steps) == sum(info.rows for info in run.told)
     assert sum(info.requests_done for info in run.told) == stats.requests
     assert sum(info.tokens_done for info in run.told) == stats.tokens
     if run.readout.kind != "first" and run.sharing == "full":
-        unique = len({prompt[: i + 1] for prompt in prompts for i in range(len(prompt))})
+        unique = len({prompt[: i + 1] for prompt in prompts for i in range(1, len(prompt))})
         assert stats.unique_tokens == unique <= stats.rows_computed
         if run.max_tokens == 1 << 20:
             assert stats.rows_computed == unique, "every unique token is computed once, in halves too"
