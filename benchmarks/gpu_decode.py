@@ -180,9 +180,9 @@ def job(bench: Bench, name: str) -> None:
             continue
         asked = prompts[: max(2, int(count * mode.part))]
         options = GenerateOptions(kv_memory=(1 << 24) if bench.smoke else None, max_running=256, graphs=mode.graphs)
-        rows = 64 if bench.smoke else 4096
+        most = 64 if bench.smoke else 4096
         engine = Engine(
-            LocalWorker(model), EngineOptions(sharing=mode.sharing, max_batch_rows=rows, generation=options)
+            LocalWorker(model), EngineOptions(sharing=mode.sharing, max_batch_rows=most, generation=options)
         )
         engine.generator._looks_ahead &= mode.ahead
         sampling = replace(mode.sampling, max_tokens=new, ignore_eos=True)
