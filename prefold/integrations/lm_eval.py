@@ -8,18 +8,24 @@ others, so the module that adds one must be imported first. In Python that impor
     import prefold.integrations.lm_eval
     lm_eval.simple_evaluate(model="prefold", model_args={"pretrained": "smollm2-135m"}, tasks=["..."])
 
+As with the harness's own model, `--device` names a device and a GPU that is not there is replaced by the CPU.
+
 Texts become token ids, are cut and are scored as the harness's own "hf" model does it, so the scores are the same.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from ..errors import InputError, MissingExtraError
+from ..errors import InputError, MissingExtraError, PrefoldError
 from ..llm import LLM
 from ..tasks import ScoreItem
 from ..tasks.score import leading_ids
@@ -52,14 +58,18 @@ class PrefoldLM(LM):
     prefix_token_id      stands for an empty context; None: BOS, else EOS
     enable_thinking      passed to the chat template, unless None
     think_end_token      text that ends a model's reasoning; the answer is what follows it
-    options              of `LLM`: dtype, device, threads, revision, sharing, ...
+    device               "auto", "cpu", "cuda", ...; the harness names a GPU where nobody did, and where there is none
+                         the CPU is used, as by its own model
+    options              further ones of `LLM`: dtype, threads, revision, sharing, ...
+
+    Raises InputError without `pretrained`, and for an option there is not.
 
     batch_size and max_batch_size are not needed, and no code of a checkpoint is ever run: ignored.
     """
 
     def __init__(
         self,
-        pretrained: str | LLM,
+        pretrained: str | LLM | None = None,
         *,
         max_length: int | None = None,
         max_gen_toks: int = 256,
@@ -69,10 +79,14 @@ class PrefoldLM(LM):
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         trust_remote_code: bool = False,
+        device: str | None = None,
         **options: Any,
     ):
         super().__init__()
-        self.llm = pretrained if isinstance(pretrained, LLM) else LLM(str(pretrained), **options)
+        _check_options(pretrained, options)
+        self.llm = pretrained
+        if not isinstance(pretrained, LLM):
+            self.llm = LLM(str(pretrained), device=device_or_cpu(device), **options)
         if self.llm.tokenizer is None:
             name = self.llm.checkpoint.name
             raise InputError(f"{name} has no tokenizer", field="pretrained", remedy="give a model that has one")
@@ -184,6 +198,33 @@ class PrefoldLM(LM):
         }
 
 
+def device_or_cpu(name: str | None) -> str:
+    """The device to load on: the named one; where it is not there "cpu", and a line on standard error says so."""
+    if name is None:
+        return "auto"
+    kind = str(name).partition(":")[0]
+    there = {"cuda": torch.cuda.is_available(), "mps": False, "npu": False, "xpu": False}
+    if there.get(kind, True):
+        return str(name)
+    print(f"prefold: there is no device {name} here; using cpu", file=sys.stderr)
+    return "cpu"
+
+
+def _check_options(pretrained: object, options: Mapping[str, object]) -> None:
+    """Raises InputError where the model is not named, or an option is not one of LLM's."""
+    if pretrained is None:
+        remedy = "add --model_args pretrained=NAME (a hub id, a folder, a .gguf file, or a built-in name)"
+        raise InputError("the model is not named", field="pretrained", remedy=remedy, code="missing_option")
+    known = [name for name in inspect.signature(LLM).parameters if name not in ("model", "tokenizer")]
+    known += [name for name in inspect.signature(PrefoldLM).parameters if name not in ("options", "device")]
+    for name in options:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            message, remedy = f"the model has no option {name!r}", f"{hint}it has: {', '.join(sorted(known))}"
+            raise InputError(message, field=name, remedy=remedy, code="unknown_option")
+
+
 def _sampling(wanted: dict[str, Any]) -> dict[str, Any]:
     """The options of `LLM.generate` in what is left of a task's generation_kwargs. Raises InputError for others."""
     sampled = wanted.pop("do_sample")
@@ -199,10 +240,13 @@ def _sampling(wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The harness's own command line."""
+    """The harness's own command line. What is wrong with the model is one line and exit status 1."""
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except PrefoldError as error:
+        sys.exit(f"prefold: {error}")
 
 
 # By its path, not as a class: `python -m` runs this file under another name than the one it is imported by.

@@ -208,3 +208,33 @@ def test_the_command_line(folders, tmp_path):
     manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
     expected = simple_evaluate(model=theirs, tasks=["tiny_choice"], task_manager=manager, bootstrap_iters=0)
     assert score == expected["results"]["tiny_choice"]["acc,none"]
+
+
+def test_a_gpu_that_is_not_there_is_replaced_by_the_cpu(folders, capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", "cuda:0", "mps", None):
+        made = get_model("prefold").create_from_arg_obj({"pretrained": str(folders["plain"])}, {"device": device})
+        assert made.llm.device.type == "cpu"
+        assert ("using cpu" in capsys.readouterr().err) == (device is not None)
+
+
+def test_wrong_arguments_are_named():
+    make = get_model("prefold").create_from_arg_obj
+    with pytest.raises(InputError, match=r"not named; add --model_args pretrained=NAME"):
+        make({}, {"device": "cpu"})
+    with pytest.raises(InputError, match=r"no option 'treads'; did you mean threads\? it has: .*dtype"):
+        make({"pretrained": "x", "treads": 2}, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "the model is not named"), (["--model_args", "pretrained=no/such/folder"], "there is no model")],
+)
+def test_what_is_wrong_with_the_model_is_one_line(arguments, message, tmp_path):
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    command = [sys.executable, "-m", "prefold.integrations.lm_eval", "--model", "prefold", "--tasks", "wikitext"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"prefold: {message}" in done.stderr.splitlines()[-1]
