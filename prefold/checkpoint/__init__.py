@@ -1,8 +1,8 @@
 """Where a model comes from: local folders, GGUF files, built-in names, hub ids. Never imports torch."""
 
 from .builtin import BUILT_IN, BuiltIn, cache_folder
-from .checkpoint import Checkpoint, resolve
+from .checkpoint import Checkpoint, read_object, resolve
 from .geometries import GEOMETRIES
 from .gguf import GGUFFile
 
-__all__ = ["BUILT_IN", "GEOMETRIES", "BuiltIn", "Checkpoint", "GGUFFile", "cache_folder", "resolve"]
+__all__ = ["BUILT_IN", "GEOMETRIES", "BuiltIn", "Checkpoint", "GGUFFile", "cache_folder", "read_object", "resolve"]

