@@ -96,8 +96,8 @@ def fetch(built_in: BuiltIn, notify: Callable[[str], None] = lambda line: None) 
         _put_together(built_in, files, target, notify)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write {error.filename or target}: {error.strerror or error}; set PREFOLD_CACHE to a folder that can"
-            f" be written and has room for {built_in.size / 1e6:.0f} MB"
+            f"cannot write {error.filename or target}: {error.strerror or error}; set PREFOLD_CACHE to a folder that"
+            f" can be written and has room for {built_in.size / 1e6:.0f} MB"
         ) from None
     return target
 
