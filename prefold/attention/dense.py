@@ -15,7 +15,8 @@ def visibility(
     positions: np.ndarray | None = None,
     window: int | None = None,
 ) -> np.ndarray:
-    """Which keys each query sees, bool [queries, keys]: j <= i < end[j], and nearer than `window` positions.
+    """Which keys each query sees, bool [queries, keys]: j <= i < end[j], and nearer than `window` positions
+    (the sliding window; None: at any distance).
 
     end int64 [keys]; query_rows int64 [queries], the key row of each query; positions int64 [keys].
     """

@@ -53,7 +53,7 @@ def can_attend(*tensors: Tensor | None) -> bool:
 
 
 def place_rows(plan: RowPlan, path_rows: int, heads: Heads, device: torch.device) -> RowTables:
-    """What the kernel reads of a plan, made once: called ahead of a step, so that its layers find it there."""
+    """What the kernel reads of a plan, made once: called ahead of a step, so that its planes find it there."""
     from .row_triton import row_tables, tile_size
 
     key = ("rows", path_rows, heads.group, heads.head_dim, heads.dtype, device)
@@ -96,7 +96,7 @@ def write_slots(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tenso
 
 
 def place_slots(plan: SlotPlan, heads: Heads, device: torch.device) -> SlotTables:
-    """As `place_rows`, for attention over slots."""
+    """What the kernel reads of a plan over slots, made once: called ahead of a step, and its planes find it there."""
     from .slot_triton import slot_tables
 
     key = ("slots", heads.group, heads.head_dim, heads.dtype, device)
@@ -137,5 +137,5 @@ def attend_fixed(
 
 
 def dense(x: Tensor) -> Tensor:
-    """With the numbers of a head side by side."""
+    """x, or a copy of it, with the numbers of a head side by side in memory."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -16,7 +16,7 @@ PAGE = 4096
 
 
 def can_pack(head_dim: int, dtype: torch.dtype, device: torch.device) -> kernels.Kernels | None:
-    """The kernels, where they are there and work on such K/V."""
+    """The compiled kernels where they are there and work on such K/V, else None."""
     fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and 1 <= head_dim <= kernels.MAX_HEAD_DIM
     return kernels.load() if fits else None
 
@@ -48,11 +48,11 @@ class PackedLayout:
 
     @property
     def pair_bytes(self) -> int:
-        """Of a pair of slots, keys and values of all heads, and what is known of them."""
+        """Bytes of a pair of slots: keys and values of all heads, and a byte a head about them."""
         return self.kv_heads * (4 * self.padded_dim * self.stored.itemsize + 1)
 
     def plane_bytes(self, slots: int) -> int:
-        """Whole pages, and a byte about all pairs."""
+        """Bytes of a plane of so many slots, in whole pages, with one more byte about all of its pairs."""
         return -(-((slots + 1) // 2 * self.pair_bytes + 1) // PAGE) * PAGE
 
 

@@ -35,12 +35,12 @@ class KeyBlock:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """What attention needs to know about a step, for one window size. Made by `plan_rows`; never changed.
+    """What attention needs to know about a step, for one sliding window (or none). Made by `plan_rows`; never changed.
 
     end         int64 [keys]: key j is visible to the query at key row i exactly when j <= i < end[j]
     query_rows  int64 [queries], ascending: the key row of each query
-    positions   int64 [keys] when there is a window, else None
-    window      a key must also be fewer than this many positions before the query; None: no limit
+    positions   int64 [keys] with a sliding window, else None
+    window      the sliding window: a key must also be fewer than this many positions before the query; None: no limit
     lists       what the compiled kernel reads; None where there is none
     """
 
@@ -83,7 +83,7 @@ def plan_rows(
 
     end         int64 [keys], end[j] > j, intervals [j, end[j]) nested as in any trie
     query_rows  int64 [queries], ascending, within [0, keys)
-    positions   int64 [keys], ascending along every path; needed with a window only
+    positions   int64 [keys], ascending along every path; needed with a sliding window only
     compiled    whether to make what the compiled CPU kernel reads
 
     Work of the host without a tensor: it may run in another thread while the step before computes.
@@ -94,7 +94,7 @@ def plan_rows(
     if window is not None:
         if window < 1 or positions is None or len(positions) != len(end):
             raise InputError(
-                "a window needs the position of every key, and at least one position",
+                "a sliding window needs the position of every key, and at least one position",
                 field="window",
                 remedy="pass positions [keys] and window >= 1",
             )
@@ -141,7 +141,7 @@ def key_blocks(plan: RowPlan) -> list[KeyBlock]:
 
 
 def runs_of(keys: np.ndarray) -> np.ndarray:
-    """Ascending keys as runs of consecutive ones, int64 [runs, 2] of (first, past last)."""
+    """The runs of consecutive keys among ascending ones, int64 [runs, 2] of (first, past last)."""
     breaks = np.flatnonzero(np.diff(keys) != 1)
     first = keys[np.concatenate(([0], breaks + 1))]
     last = keys[np.concatenate((breaks, [len(keys) - 1]))]

@@ -37,7 +37,7 @@ class RowTiles:
 
 @dataclass(frozen=True, slots=True)
 class KeyTiles:
-    """The same from the keys' side, for their gradients.
+    """Which tiles of queries see each key block: what gradients of keys and values are summed over.
 
     bounds int32 [2, blocks + 1]: the tiles that see key block b whole, tiles[bounds[0, b] : bounds[0, b + 1]], and
            those that see it in part
@@ -51,7 +51,7 @@ class KeyTiles:
 
 
 def row_tiles(plan: RowPlan, path_rows: int, block_q: int, block_k: int) -> RowTiles:
-    """path_rows: how many of the plan's keys are the carried path's."""
+    """The key blocks that each tile of a plan visits. path_rows: how many of the plan's keys are the carried path's."""
     seen = _Seen(plan, block_q)
     num_tiles = len(seen.first)
     parts = []
@@ -65,7 +65,7 @@ def row_tiles(plan: RowPlan, path_rows: int, block_q: int, block_k: int) -> RowT
 
 
 def key_tiles(plan: RowPlan, block_q: int, block_k: int) -> KeyTiles:
-    """For a plan whose keys all lie together."""
+    """The tiles that see each key block, of a plan whose keys all lie together."""
     tile, block, whole = _Seen(plan, block_q).blocks(0, plan.num_keys, block_k)
     bounds, tiles = _lists([(block[whole], tile[whole]), (block[~whole], tile[~whole])], -(-plan.num_keys // block_k))
     return KeyTiles(bounds, tiles, _most_first(bounds))

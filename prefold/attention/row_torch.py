@@ -61,7 +61,7 @@ class _Blocked(torch.autograd.Function):
 
 
 def _blocks(plan: RowPlan, device: torch.device) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
-    """Of each block of queries: its place, the keys that any of them sees, bool [queries, keys]: which sees which."""
+    """Blocks of queries: each one's place, the keys that any of them sees, and bool [queries, keys] who sees which."""
     end = torch.from_numpy(plan.end).to(device)
     rows = torch.from_numpy(plan.query_rows).to(device)
     positions = None if plan.window is None else torch.from_numpy(plan.positions).to(device)

@@ -55,13 +55,13 @@ def padded(head_dim: int) -> int:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Of products: float32 is to be float32, not TF32."""
+    """The precision of products, as Triton names it: float32 is to be float32, not TF32."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @dataclass(frozen=True, slots=True)
 class RowTables:
-    """A plan's tiles on the device, int32; see RowTiles. positions: of every key; with a window only."""
+    """A plan's tiles on the device, int32; see RowTiles. positions: of every key; with a sliding window only."""
 
     size: TileSize
     block_q: int
@@ -74,7 +74,7 @@ class RowTables:
 
 
 def row_tables(plan: RowPlan, path_rows: int, group: int, size: TileSize, device: torch.device) -> RowTables:
-    """group: query heads that share a KV head."""
+    """What the kernel reads of a plan, on the device. group: query heads that share a KV head."""
     size = fitting(size, group)
     block_q = size.rows // group
     tiles = row_tiles(plan, path_rows, block_q, size.keys)

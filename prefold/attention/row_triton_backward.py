@@ -104,7 +104,7 @@ def gradients(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v; out, sums: what `attend_rows` gave; grad: of out, shaped as it."""
+    """The gradients of q, k and v. out, sums: what `attend_rows` gave; grad: the gradient of out, shaped as it."""
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]
     grad = grad.contiguous()

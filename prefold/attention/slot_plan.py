@@ -38,12 +38,14 @@ class KeyRuns:
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """What attention over slots needs to know about a step, for one window size. Made by `plan_slots`; never changed.
+    """What attention over slots needs to know about a step, for one sliding window (or none).
+
+    Made by `plan_slots`; never changed.
 
     runs             who sees which slots
     num_queries      rows of the step
-    query_positions  int64 [queries] when there is a window, else None
-    window           a key must also be fewer than this many positions before the query; None: no limit
+    query_positions  int64 [queries] with a sliding window, else None
+    window           the sliding window: a key is fewer than this many positions before the query; None: no limit
     slots_needed     one more than the last slot of a run
     lists            what the compiled kernel reads; None where there is none
     """
@@ -74,7 +76,7 @@ def plan_slots(
 ) -> SlotPlan:
     """Plan attention of queries 0 to num_queries - 1 over the keys of `runs`.
 
-    query_positions  int64 [queries]; needed with a window only
+    query_positions  int64 [queries]; needed with a sliding window only
     group            query heads that share a KV head: a hint, the plan is right for any number
     compiled         whether to make what the compiled CPU kernel reads
 
@@ -90,7 +92,7 @@ def plan_slots(
     if window is not None:
         if window < 1 or query_positions is None or len(query_positions) != num_queries:
             raise InputError(
-                "a window needs the position of every query, and at least one position",
+                "a sliding window needs the position of every query, and at least one position",
                 field="window",
                 remedy="pass query_positions [queries] and window >= 1",
             )
@@ -113,7 +115,7 @@ def plan_slots(
 
 
 def seen_by_query(runs: KeyRuns, num_queries: int) -> np.ndarray:
-    """How many keys each query sees, windows aside; int64 [queries]."""
+    """How many keys each query sees, sliding windows aside; int64 [queries]."""
     change = np.zeros(num_queries + 1, np.int64)
     np.add.at(change, runs.first, runs.count)
     np.subtract.at(change, runs.last, runs.count)

@@ -52,7 +52,7 @@ class SlotTables:
 
     keys             [4, num_keys]: of every entry of the lists its slot, the first query that sees it, the one past
                      the last, and its position
-    query_positions  with a window only
+    query_positions  with a sliding window only
     """
 
     rows: int
@@ -69,7 +69,10 @@ class SlotTables:
 
 
 def slot_tables(plan: SlotPlan, group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> SlotTables:
-    """group: query heads that share a KV head. Part of it runs on the device, behind what runs there."""
+    """What the kernel reads of a plan, on the device. group: query heads that share a KV head.
+
+    A part of it is computed on the device, behind what runs there.
+    """
     block = BLOCK_SIZES[dtype.itemsize, padded(head_dim)]
     joined = stretches(plan.runs)
     rows = pick_rows(joined, group, dtype.itemsize)
@@ -97,7 +100,7 @@ class FixedTables:
     group, head_dim, dtype  as for `slot_tables`
     rows                    of the tiles
     keys                    entries the lists have at most
-    windowed                whether plans have a window
+    windowed                whether plans have a sliding window
     """
 
     def __init__(

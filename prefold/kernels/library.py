@@ -142,7 +142,8 @@ class Kernels:
         path_k: Tensor | None = None,
         path_v: Tensor | None = None,
     ) -> Tensor:
-        """As `prefold.attention.interval_attention`, for tensors that `can_attend` accepts and tiles of their plan."""
+        """softmax(q k^T * scale) v over the keys that `tiles` lists; arguments and result as of
+        `prefold.attention.interval_attention`, for tensors that `can_attend` accepts."""
         out = torch.empty(q.shape, dtype=q.dtype)
         call = AttentionCall(rows=len(k), path=0 if path_k is None else len(path_k))
         _fill(call.tiles, q, out, kv_heads=k.shape[1], scale=scale)
@@ -304,7 +305,7 @@ class Kernels:
         return _multiply(self._gated_products.get((x.dtype, activation)), x, packed, width, bias, out)
 
     def log_sum_exp(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each row of float32 logits [rows, columns]: log sum exp, and the place of the largest (the first, int64).
+        """The log-sum-exp of each row of float32 logits [rows, columns], and the place of its largest (int64).
 
         A NaN makes the sum NaN and is not the largest.
         """
@@ -343,7 +344,7 @@ class Kernels:
 
 
 def _fill(call: TileCall, q: Tensor, out: Tensor, *, kv_heads: int, scale: float) -> None:
-    """All but the lists."""
+    """Sets all fields of a call but those of the lists."""
     call.q, call.out = q.data_ptr(), out.data_ptr()
     call.q_row, call.q_head, _ = q.stride()
     call.queries, call.heads, call.dim = q.shape
@@ -353,7 +354,7 @@ def _fill(call: TileCall, q: Tensor, out: Tensor, *, kv_heads: int, scale: float
 def _multiply(
     function: ctypes._CFuncPtr | None, x: Tensor, packed: Tensor, columns: int, bias: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Call a product: `columns` as it wants them, out [rows, columns]."""
+    """Calls a product and returns out [rows, columns]; columns: as the function counts them."""
     dtype, (rows, size) = x.dtype, x.shape
     if function is None or not x.is_cpu or size * x.itemsize != packed.shape[1] * 4:
         raise ValueError(f"no product of {dtype} {list(x.shape)} on {x.device} with {list(packed.shape)} words")
@@ -380,7 +381,7 @@ def _by_dtype(library: ctypes.CDLL, name: str, argtypes: list) -> dict[torch.dty
 
 
 def _normed(library: ctypes.CDLL, name: str, argtypes: list) -> dict[tuple[torch.dtype, torch.dtype], ctypes._CFuncPtr]:
-    """By the dtypes of the numbers and of the norm's weight."""
+    """The C functions `name` by the dtypes of the numbers and of the norm's weight."""
     functions = {(dtype, dtype): function for dtype, function in _by_dtype(library, name, argtypes).items()}
     mixed = _function(library, f"prefold_{name}_bfloat16_float32", argtypes)
     return functions | {(torch.bfloat16, torch.float32): mixed}

@@ -27,7 +27,7 @@ class RopeConfig:
 class Plane:
     """One KV layer.
 
-    window  a key is visible while position(query) - position(key) < window; None: always
+    window  the sliding window: a key is visible while position(query) - position(key) < window; None: always
     rope    the rotary settings of this layer; None: the model's
     """
 

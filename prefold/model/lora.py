@@ -119,7 +119,7 @@ class RowAdapters:
 
     @cached_property
     def read(self) -> RowAdapters:
-        """Those of the rows that are read."""
+        """The adapters of the rows that are read."""
         return self if self.read_rows is None or not self.adapters else self._of(self.numbers[self.read_rows])
 
     def _of(self, numbers: np.ndarray, read_rows: np.ndarray | None = None) -> RowAdapters:
@@ -275,7 +275,7 @@ def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -
 
 
 def _linears(config: ModelConfig, *, last: bool) -> dict[str, list[tuple[str, slice, int]]]:
-    """Of each linear of a layer the modules fused in it: (module, columns of the result, inputs)."""
+    """The modules that are fused in each linear of a layer, as (module, columns of the result, inputs)."""
     q, kv, mlp, hidden = config.q_size, config.kv_size, config.intermediate, config.hidden
     qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
     linears = {

@@ -118,9 +118,9 @@ def choose_ops(dtype: torch.dtype, device: torch.device) -> Ops:
 
 
 def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of logits [rows, columns]: log sum exp [rows], and the place of the largest, int64 [rows].
+    """The log-sum-exp of each row of logits [rows, columns], [rows], and the place of its largest number, int64 [rows].
 
-    The first of equals on a CPU.
+    Of several largest ones a CPU gives the first.
     """
     if logits.is_cpu and not (torch.is_grad_enabled() and logits.requires_grad):
         compiled = kernels.load()

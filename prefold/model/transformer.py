@@ -282,12 +282,12 @@ def _head_norm(config: ModelConfig, *, dtype: torch.dtype, device: torch.device)
 
 
 def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-    """Of the weights. float32 where they are stored less one: 1 + w would lose the last bits of w."""
+    """The dtype of norm weights: float32 where they are stored less one, for 1 + w would lose the last bits of w."""
     return torch.float32 if config.norm_offset else dtype
 
 
 def _score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:
-    """In float32 whatever the model is in: it costs next to nothing, and scores are compared."""
+    """The classification head, always in float32: it costs next to nothing, and scores are compared."""
     place: dict[str, Any] = {"dtype": torch.float32, "device": device}
     assert config.num_labels is not None
     if config.head_layers == 1:
