@@ -14,7 +14,7 @@ from gpu_rerank import time_shares
 
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.model import CausalLM
-from prefold.schedule.generate_step import GenerateStep
+from prefold.schedule.steps import SlotStep
 from prefold.types import GenerateRequest, Sampling
 from prefold.worker.attend import heads_of
 from prefold.worker.local import LocalWorker
@@ -30,7 +30,7 @@ def run(bench: Bench) -> None:
         bench.attempt(f"decode job {name}", lambda name=name: job(bench, name))
 
 
-def decode_step(batch: int, shared: int, own: int, *, grouped: bool) -> GenerateStep:
+def decode_step(batch: int, shared: int, own: int, *, grouped: bool) -> SlotStep:
     """Every sequence: the shared rows, and `own` of its own, the last of which is new. Not grouped: the shared rows are
     a run a sequence, as though nobody knew that they are the same."""
     query = np.arange(batch)
@@ -46,18 +46,12 @@ def decode_step(batch: int, shared: int, own: int, *, grouped: bool) -> Generate
     order = np.lexsort((position, first))
     runs = dict(zip(("run_start", "run_count", "run_position", "run_first", "run_last"),
                     (x[order] for x in (start, count, position, first, last)), strict=True))  # fmt: skip
-    return GenerateStep(
+    return SlotStep(
         tokens=(query % 500).astype(np.int32),
         positions=np.full(batch, shared + own - 1, np.int32),
         slots=tails + own - 1,
         **runs,
         read_rows=query,
-        reads=[],
-        tokens_before=[0] * batch,
-        version=0,
-        spans=[],
-        takes=[],
-        decode_rows=batch,
     )
 
 
@@ -179,12 +173,10 @@ def job(bench: Bench, name: str) -> None:
         if mode.graphs and not bench.on_gpu:
             continue
         asked = prompts[: max(2, int(count * mode.part))]
-        options = GenerateOptions(kv_memory=(1 << 24) if bench.smoke else None, max_running=256, graphs=mode.graphs)
+        options = GenerateOptions(kv_memory=(1 << 24) if bench.smoke else None, max_running=256)
         most = 64 if bench.smoke else 4096
-        engine = Engine(
-            LocalWorker(model), EngineOptions(sharing=mode.sharing, max_batch_rows=most, generation=options)
-        )
-        engine.generator._looks_ahead &= mode.ahead
+        worker = LocalWorker(model, depth=None if mode.ahead else 1, graphs=mode.graphs)
+        engine = Engine(worker, EngineOptions(sharing=mode.sharing, max_batch_rows=most, generation=options))
         sampling = replace(mode.sampling, max_tokens=new, ignore_eos=True)
 
         def once(engine=engine, asked=asked, sampling=sampling) -> None:

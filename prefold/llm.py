@@ -148,7 +148,7 @@ class LLM(Numbers, Texts):
         """End the processes that hold parts of a split model; this object cannot be used any more. Else nothing.
 
         `with LLM(...) as llm:` closes it at its end."""
-        self.engine.worker.close()
+        self.engine.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -27,8 +27,8 @@ ASKED = [
 def generated(llm: LLM, some: list[Sampling], *, ahead: bool, **options) -> tuple[list, Engine]:
     """(tokens, finish_reason, stop) of each sample of each request; and the engine that made them."""
     generation = GenerateOptions(**{"kv_memory": 1 << 20} | options)
-    engine = Engine(LocalWorker(llm.model), EngineOptions(max_batch_rows=24, generation=generation))
-    engine.generator._looks_ahead = ahead
+    worker = LocalWorker(llm.model, depth=2 if ahead else 1)
+    engine = Engine(worker, EngineOptions(max_batch_rows=24, generation=generation))
     found: dict[int, list] = {}
     for number, sampling in enumerate(some):
         prompt = prompts(4, count=10)[number]

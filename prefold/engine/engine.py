@@ -5,32 +5,28 @@ Numeric runs are in `stream.py`; here is what they share with text that is gener
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import closing
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from ..errors import InputError
-from ..schedule.generate_step import GenerateStep
 from ..stream import Window
 from ..stream.options import decode_options
 from ..text import Tokenizer
-from ..types import Generated, GenerateRequest, Readout, Request, Result, Sharing, Stats
+from ..types import GenerateRequest, Readout, Request, Result, Sharing, Stats
 from ..worker.protocol import Worker
+from .calls import TextPiece, serve
+from .generate import Generator
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
+from .requests import Answer
+from .service import Service
 from .stream import run_stream
 
-if TYPE_CHECKING:
-    from .generate import Generator
-
 __all__ = ["Engine"]
-
-Answer = list[Generated] | InputError
-T = TypeVar("T")
 
 
 class Engine:
@@ -98,31 +94,19 @@ class Engine:
 
     def _run_probes(self, window: Window, readout: Readout) -> Iterator[tuple[bytes, Result]]:
         """`run` one window among what is generated, in the slots of its KV store."""
-        generator = self.generator
         self.meter.add(requests=window.num_requests)
-        finished: deque[tuple[int, Result | InputError]] = deque()
-        running: dict[int, int] = {}  # request to key
-        too_large: list[int] = []
-        try:
-            for number in range(window.num_requests):
-                tokens = window.tokens[window.offsets[number] : window.offsets[number + 1]]
-                targets = window.targets[window.target_offsets[number] : window.target_offsets[number + 1]]
-                request = Request(tokens, targets if len(targets) else None, window.adapter)
-                key = generator.add_probe(request, readout, lambda result, n=number: finished.append((n, result)))
-                if key is not None:
-                    running[number] = key
-            while running or finished:
-                for number, result in _drain(finished):
-                    running.pop(number, None)
-                    if isinstance(result, InputError):
-                        too_large.append(number)
-                    else:
-                        yield window.tags[number], result
-                if running and not generator.step() and not finished:
-                    raise AssertionError("requests wait, and no step can be made")
-        finally:
-            for key in running.values():
-                generator.cancel(key)
+        requests = []
+        for number in range(window.num_requests):
+            tokens = window.tokens[window.offsets[number] : window.offsets[number + 1]]
+            targets = window.targets[window.target_offsets[number] : window.target_offsets[number + 1]]
+            requests.append((number, Request(tokens, targets if len(targets) else None, window.adapter)))
+        too_large = []
+        with closing(serve(self.generator, [requests], readout=readout, sharing=True)) as answers:
+            for number, result in answers:
+                if isinstance(result, Result):
+                    yield window.tags[number], result
+                else:
+                    too_large.append(number)
         if too_large:
             self.meter.add(requests=-len(too_large))
             windows = [window.take(np.array(sorted(too_large)))]
@@ -132,18 +116,25 @@ class Engine:
     def generator(self) -> Generator:
         """What generates text; it holds the KV store, and is made when first asked for."""
         _check_sharing(self.sharing)
-        from .generate import Generator  # it still needs torch
-
         return Generator(
             self.worker,
             self.options.generation,
             sharing=self.sharing == "full",
-            max_batch_rows=self.max_batch_rows,
+            budget=self._budget,
             eos_ids=self.options.eos_ids,
-            # Of the engine itself nothing: a circle would keep the model until the garbage collector comes by.
-            stats=partial(getattr, self.meter, "stats"),
-            on_step=partial(_tell, self.meter),
+            meter=self.meter,
         )
+
+    @cached_property
+    def service(self) -> Service:
+        """What steps the generator for callers that wait in an event loop; made when first asked for."""
+        return Service(self.generator)
+
+    def close(self) -> None:
+        """End what runs beside the caller's threads. Nothing can be run afterwards on a model that is split."""
+        if "service" in self.__dict__:
+            self.service.close()
+        self.worker.close()
 
     def generate(
         self,
@@ -161,56 +152,17 @@ class Engine:
         on_step   called after every step of the engine, until the run ends
         stopping  asked after every step: once it says so, the run ends, having yielded what is done
         """
-        with self.meter.heard_by(on_step):
-            yield from self._generate(windows, tokenizer, sharing or self.sharing, stopping)
-
-    def _generate(
-        self, windows: Iterable[Window], tokenizer: Tokenizer | None, sharing: Sharing, stopping: Callable[[], bool]
-    ) -> Iterator[tuple[bytes, Answer]]:
+        sharing = sharing or self.sharing
         _check_sharing(sharing)
-        generator, shares = self.generator, sharing == "full"
-        finished: deque[tuple[bytes, Answer]] = deque()
-        running: set[int] = set()
-        requests = self._requests(windows)
-        more = True
-        try:
-            while more or running or finished:
-                # Others' requests may wait too: ours must not wait for theirs.
-                while more and (not running or generator.num_waiting <= generator.options.max_running):
-                    found = next(requests, None)
-                    more = found is not None
-                    if found is not None:
-                        for tag, request in found:
-                            self._add(generator, request, tokenizer, shares, tag, running, finished)
-                yield from _drain(finished)
-                if stopping():
-                    return
-                if running and not generator.step() and not finished:
-                    raise AssertionError("requests wait, and no step can be made")
-        finally:
-            for key in list(running):
-                generator.cancel(key)
+        requests, shares = self._requests(windows), sharing == "full"
+        with self.meter.heard_by(on_step):
+            yield from serve(self.generator, requests, tokenizer, stopping=stopping, sharing=shares)  # type: ignore[misc]
 
-    @staticmethod
-    def _add(
-        generator: Generator,
-        request: GenerateRequest,
-        tokenizer: Tokenizer | None,
-        shares: bool,
-        tag: bytes,
-        running: set[int],
-        finished: deque[tuple[bytes, Answer]],
-    ) -> None:
-        keys: list[int] = []
-
-        def done(answer: Answer) -> None:
-            running.difference_update(keys)
-            finished.append((tag, answer))
-
-        key = generator.add(request, tokenizer, done, sharing=shares)
-        if key is not None:
-            keys.append(key)
-            running.add(key)
+    def stream(self, request: GenerateRequest, tokenizer: Tokenizer | None) -> Iterator[TextPiece | Answer]:
+        """Yield (sample, piece of its text) of one request as they come, and last its answer."""
+        with closing(serve(self.generator, [[(0, request)]], tokenizer, text=True)) as events:
+            for _, event in events:
+                yield event
 
     def _requests(self, windows: Iterable[Window]) -> Iterator[list[tuple[bytes, GenerateRequest]]]:
         for window in windows:
@@ -222,21 +174,9 @@ class Engine:
             yield requests
 
 
-def _tell(meter: Meter, step: GenerateStep, started: float, requests: int, tokens: int) -> None:
-    meter.add(tokens=tokens)
-    seconds = time.perf_counter() - started
-    path_rows = int(step.run_count.sum()) - step.num_rows
-    meter.tell(StepInfo(step.num_rows, path_rows, requests, tokens, started, seconds, step.decode_rows))
-
-
 def _check_sharing(sharing: Sharing) -> None:
     if sharing == "mlp":
         raise InputError("text is generated with sharing full or off", field="sharing", remedy="use one of them")
-
-
-def _drain(items: deque[T]) -> Iterator[T]:
-    while items:
-        yield items.popleft()
 
 
 def can_probe(window: Window, readout: Readout) -> bool:

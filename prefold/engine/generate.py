@@ -1,411 +1,391 @@
-"""Generation: requests in, samples out, one step at a time."""
+"""Requests in the slots of a KV store: text that is generated, and numbers read beside it, a step at a time. No torch.
+
+Any thread may add a request, end one, or take a turn at stepping; a step serves all requests, whoever asked for them.
+`plan`, `start`, `begin`, `land` are a step's stations. An exception may break off any of them (Ctrl-C falls anywhere):
+what a station does it may do again, so that the next step goes on where the last one was broken off.
+"""
 
 from __future__ import annotations
 
 import itertools
-import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ..cache import SlotPool
-from ..device import free_cached, on
 from ..errors import InputError
 from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import GenerateStep, Running
-from ..schedule.steps import MakeStore
+from ..schedule.steps import MakeStore, Numbers, SlotResult, SlotStep
 from ..text import Tokenizer
-from ..text.detokenize import Detokenizer
-from ..text.grammar import GrammarCompiler
-from ..types import Generated, GenerateRequest, GenerationStats, Readout, Request, Result, Stats
-from ..worker.attend import heads_of
-from ..worker.budget import count_compiling, kv_bytes, slot_bytes
-from ..worker.graphs import DecodeGraphs
-from ..worker.local import LocalWorker
-from ..worker.picks import Flight, Reader, can_start, choose, start
-from ..worker.probes import Probe
-from ..worker.runner import Reads
-from ..worker.sampler import Choice, Sampler
-from ..worker.samples import Sample
-from ..worker.slots import SlotAttend, make_store, prepare_slots, slot_step
-from ..worker.team import Team
+from ..types import GenerateRequest, GenerationStats, Readout, Request, Result
+from ..worker.protocol import Ticket, Worker
+from .meter import Meter, StepBudget, StepInfo
 from .options import GenerateOptions
+from .requests import Answer, Job, Maker, NumberReader, Reader
+from .samples import Sample
+from .sampling import drawing_of
 
 __all__ = ["Generator"]
 
-Answer = list[Generated] | InputError
-
 
 @dataclass(eq=False, slots=True)
-class _Job:
-    """A request on its way."""
+class _Flight:
+    """A step that the worker was given.
 
-    request: GenerateRequest
-    samples: list[Sample]
-    on_done: Callable[[Answer], None]
-    missing: int
-    cached_tokens: int = 0
+    readers  of its reads; None: who has ended meanwhile
+    ended    of the reads that were taken, whether their sequences end there
+    """
+
+    step: GenerateStep
+    message: SlotStep
+    readers: list[Reader | None]
+    ticket: Ticket
+    started: float
+    ended: list[bool] = field(default_factory=list)
+    failure: Exception | None = None
 
 
 class Generator:
     """Continuous batching of any requests, as they are added, from any thread.
 
-    sharing   whether requests share rows
-    worker    whose model, adapters and KV store are used; requests of two adapters share nothing
-    stats     what to add to
-    on_step   called with (step, when it began, requests it ended, rows they would have had alone)
+    worker   whose KV store is used; requests of two of its adapters share nothing
+    sharing  whether requests share rows where they do not say
+    budget   rows of a step
     """
 
     def __init__(
         self,
-        worker: LocalWorker | Team,
+        worker: Worker,
         options: GenerateOptions,
         *,
         sharing: bool,
-        max_batch_rows: int,
+        budget: StepBudget,
         eos_ids: Sequence[int],
-        stats: Callable[[], Stats],
-        on_step: Callable[[GenerateStep, float, int, int], None] | None = None,
+        meter: Meter,
     ):
-        local = worker.local if isinstance(worker, Team) else worker
-        self.model = model = local.model
-        self.options = options
-        self._sharing = sharing
-        self.eos_ids = tuple(eos_ids)
-        self.adapters = adapters = local.adapters
         self.worker = worker
-        self.slot_bytes = slot_bytes(model)
-        slots = max(1, kv_bytes(options.kv_memory, model.device, model.ranks.size) // self.slot_bytes - 1)
-        with worker.turn(MakeStore(slots + 1)):
-            self.store = make_store(model, slots + 1)
+        self.options = options
+        self.sharing = sharing
+        slots = worker.kv_slots(options.kv_memory)
+        worker.start(MakeStore(slots + 1)).result()
         self.scheduler = GenerateScheduler(
-            SlotPool(slots),
-            max_batch_rows=max_batch_rows,
-            max_running=options.max_running,
-            cache=options.cache,
+            SlotPool(slots), max_batch_rows=budget.rows, max_running=options.max_running, cache=options.cache
         )
-        alone_on_gpu = model.device.type == "cuda" and model.ranks.size == 1 and not adapters
-        self._graphs = DecodeGraphs(model, self.store) if options.graphs and alone_on_gpu else None
-        self._stats = stats
-        self._on_step = on_step
-        self._sampler = Sampler()
-        # A step is planned while the one before runs, and its tokens are still on the device.
-        self._looks_ahead = model.device.type == "cuda" and model.ranks.size == 1
-        self._flights: deque[Flight] = deque()  # at most two, and two within a step only
+        self.depth = worker.facts.slot_depth
+        self._budget, self._meter = budget, meter
+        self._maker = Maker(worker.facts, eos_ids, reserve=options.reserve_output)
+        self._adapters = {name: i for i, name in enumerate(worker.facts.adapters)}
+        self._jobs: dict[int, Job] = {}
+        self._new: deque[Job] = deque()
+        self._left: deque[int] = deque()
+        self._keys = itertools.count()
+        self._flights: deque[_Flight] = deque()
+        self._is_broken = False  # or a step is being made
         self._finished = 0.0  # when the last step was
         self._again = 0  # rows counted that had been computed before, or were in vain
-        self._jobs: dict[int, _Job | Probe] = {}
-        self._keys = itertools.count()
-        self._texts: _Texts | None = None
-        self._lock = threading.RLock()
+        # Who steps. Others wait until something has come to their inbox, or it is free.
+        self.turn = threading.RLock()
+        self.inboxes: dict[Any, None] = {}
+
+    # ------------------------------------------------------------------------------------------- what is asked
+
+    def new_key(self) -> int:
+        return next(self._keys)
 
     def add(
         self,
-        request: GenerateRequest,
+        request: GenerateRequest | Request,
         tokenizer: Tokenizer | None,
         on_done: Callable[[Answer], None],
         on_text: Callable[[int, str], None] | None = None,
         *,
+        readout: Readout | None = None,
         sharing: bool | None = None,
-    ) -> int | None:
-        """Take a request; returns its key. on_done is called once, from `step` or from here, with a Generated a
-        sample, or with what is wrong with the request. on_text is called with (sample, piece of its text). sharing:
-        whether it shares rows with others; None: as the generator does."""
-        with self._lock:
-            return self._add(request, tokenizer, on_done, on_text, self._sharing if sharing is None else sharing)
+        key: int | None = None,
+    ) -> int:
+        """Take a request; returns its key. on_done is called from a step, or from here, with a Generated a sample, with
+        the Result of a `readout`, or with what is wrong with the request; where a step is broken off perhaps twice.
+        on_text is called with (sample, piece of its text).
 
-    def _add(
-        self,
-        request: GenerateRequest,
-        tokenizer: Tokenizer | None,
-        on_done: Callable[[Answer], None],
-        on_text: Callable[[int, str], None] | None,
-        sharing: bool,
-    ) -> int | None:
-        key = next(self._keys)
-        sampling = request.sampling
+        readout  numbers are read at the request's last row; None: text is generated
+        sharing  whether it shares rows with others; None: as the generator does
+        key      from `new_key`; None: a new one
+        """
+        key = self.new_key() if key is None else key
+        shares = self.sharing if sharing is None else sharing
         try:
-            room = self.model.config.max_positions - len(request.tokens)
-            limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-            if limit < 1:
-                raise InputError(
-                    f"the prompt has {len(request.tokens)} tokens, the context {self.model.config.max_positions}",
-                    field="prompt",
-                    remedy="shorten it",
-                    code="too_long",
-                )
-            if request.adapter is not None and request.adapter not in self.adapters:
-                known = ", ".join(self.adapters) or "none"
-                message = f"there is no adapter {request.adapter!r}"
-                raise InputError(message, field="adapter", remedy=f"those loaded: {known}", code="unknown_adapter")
-            texts = self._texts_of(tokenizer, request)
-            matcher = None if sampling.grammar is None else texts.grammars.matcher(sampling.grammar)
-            seed = secrets.randbits(53) if sampling.seed is None else sampling.seed
-            samples = [
-                Sample(
-                    request, number, seed=seed, limit=limit, eos_ids=self.eos_ids, tokenizer=tokenizer,
-                    detokenizer=None if tokenizer is None else texts.detokenizer,
-                    matcher=matcher if matcher is None or number == 0 else matcher.copy(), on_text=on_text,
-                )
-                for number in range(sampling.n)
-            ]  # fmt: skip
-            self.scheduler.submit(
-                key,
-                request.tokens,
-                limit=limit,
-                samples=sampling.n,
-                reserve=self.options.reserve_output and sampling.max_tokens is not None,
-                namespace=(request.adapter, request.salt, *(() if sharing else (key,))),
-                priority=request.priority,
-            )
+            if isinstance(request, Request):
+                assert readout is not None
+                job = self._maker.numbers(key, request, readout, on_done, sharing=shares)
+            else:
+                job = self._maker.samples(key, request, tokenizer, on_done, on_text, sharing=shares)
         except InputError as error:
             on_done(error)
-            return None
-        self._jobs[key] = _Job(request, samples, on_done, len(samples))
+        else:
+            self._new.append(job)
         return key
 
-    def add_probe(
-        self, request: Request, readout: Readout, on_done: Callable[[Result | InputError], None]
-    ) -> int | None:
-        """Take a prompt whose last row is read; returns its key. on_done is called once, from `step` or from here."""
-        with self._lock:
-            key = next(self._keys)
+    def cancel(self, *keys: int) -> None:
+        """End requests, where they are still there; samples come as they are, with finish_reason "cancelled". Done at
+        once, or before the next step where another thread is making one."""
+        self._left.extend(keys)
+        if self.turn.acquire(blocking=False):
             try:
-                self.scheduler.submit(key, request.tokens, limit=1, namespace=(request.adapter, ""))
-            except InputError as error:
-                on_done(error)
-                return None
-            self._jobs[key] = Probe(request, readout, on_done)
-            return key
+                self._take_in()
+            finally:
+                self.turn.release()
 
-    def cancel(self, key: int) -> None:
-        """End a request; its samples come as they are, with finish_reason "cancelled". Of a probe nothing comes."""
-        with self._lock:
-            job = self._jobs.pop(key, None)
-            if job is None:
-                return
-            self.scheduler.cancel(key)
-            if isinstance(job, Probe):
-                return
-            for sample in job.samples:
-                sample.cancel()
-        job.on_done([sample.result(job.cached_tokens) for sample in job.samples])
+    def wake_another(self, inbox: Any) -> None:
+        """Wake somebody else who may wait for a turn."""
+        with suppress(RuntimeError):  # somebody comes or goes in this moment, and will step
+            for other in self.inboxes:
+                if other is not inbox and not other.woken.is_set():
+                    other.woken.set()
+                    return
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return bool(self._new) or self.scheduler.has_work
 
     @property
     def num_waiting(self) -> int:
-        return self.scheduler.num_waiting
+        return len(self._new) + self.scheduler.num_waiting
+
+    def _take_in(self) -> None:
+        """Enter the requests that came, and end those that were left."""
+        while self._new:
+            job = self._new[0]
+            self._jobs[job.key] = job
+            request = job.request
+            try:
+                self.scheduler.submit(
+                    job.key,
+                    request.tokens,
+                    limit=job.limit,
+                    samples=len(job.readers),
+                    reserve=job.reserve,
+                    # What does not share is in a namespace of its own.
+                    namespace=(request.adapter, request.salt, *(() if job.sharing else (job.key,))),
+                    priority=request.priority,
+                )
+            except InputError as error:
+                self._tell(job, error)
+            self._new.popleft()
+        left = tuple(self._left)
+        if left:
+            self.scheduler.cancel(*left)
+        for key in left:
+            job = self._jobs.get(key)
+            if job is not None:
+                for reader in job.readers:
+                    reader.cancel()
+                if job.is_done:  # of numbers nothing comes
+                    self._tell(job, job.answer())
+                self._jobs.pop(key, None)
+            if self._left and self._left[0] == key:
+                self._left.popleft()
+
+    def _tell(self, job: Job, answer: Answer) -> None:
+        """Tell of the end of a request. When that is interrupted, the job is still there and will be told again."""
+        if job.is_telling:  # who is told ends the request once more
+            return
+        job.is_telling = True
+        try:
+            job.on_done(answer)
+        except Exception:
+            self._jobs.pop(job.key, None)
+            raise
+        finally:
+            job.is_telling = False
+        self._jobs.pop(job.key, None)
+
+    # --------------------------------------------------------------------------------------------------- a step
 
     def step(self) -> bool:
         """Run one step, and tell of what it ended; False when there was nothing to run."""
-        with self._lock, on(self.model.device):
+        with self.turn:
             return self._step()
 
     def _step(self) -> bool:
-        scheduler, stats = self.scheduler, self._stats()
-        if stats.generation is None:
-            stats.generation = scheduler.stats = GenerationStats()
-            scheduler.rows_held_peak = scheduler.rows_unshared_peak = self._again = 0
-        if len(self._flights) > 1:  # when the first was to be landed, Ctrl-C came
+        was_broken, self._is_broken = self._is_broken, True
+        self._attach_stats()
+        while self._flights and (was_broken or len(self._flights) >= max(2, self.depth)):
             self._land()
         started = time.perf_counter()
-        self._tell_failed(scheduler.admit())
-        step = scheduler.plan()
-        if self._flights and (step is None or not self._can_start(step)):
+        self._take_in()
+        for key, error in self.scheduler.admit():
+            if key in self._jobs:
+                self._tell(self._jobs[key], error)  # type: ignore[index]
+            self.scheduler.cancel(key)
+        step = self.scheduler.plan()
+        moved = bool(self._flights) or step is not None
+        if self._flights and (step is None or not self._is_known(step)):
             self._land()  # to be planned anew, with the tokens that it cannot do without
-            return True
-        if step is None:
-            return False
-        tell = None
-        try:
-            tell = self._run(step, started)
-        except torch.OutOfMemoryError:
-            if not self._shrink(step):
-                raise
-        if tell is None:  # not while the error is handled: it holds what the failed step made
-            free_cached(self.model.device)
-            return True
-        tell()
-        if self._flights and not scheduler.can_plan:  # nobody may come to ask for its tokens
-            self._land()
-        return True
+        elif step is not None:
+            self._start(step, started)
+        self._is_broken = False
+        return moved
 
-    def _run(self, step: GenerateStep, started: float) -> Callable[[], object]:
-        """Give a step to the device. Returns what tells of its tokens, or of those of the step before."""
-        stats, before = self._stats(), self._flights[-1] if self._flights else None
-        forward = self._forward(step, None if before is None else before.ids)
-        planned = time.perf_counter()
-        stats.add_seconds("plan", planned - started)
+    def _start(self, step: GenerateStep, started: float) -> None:
         readers = [self._reader(running) for running, _ in step.reads]
-        head = any(reader is not None and reader.needs_logits for reader in readers)
-        with self.worker.turn(slot_step(step, self.adapters, head)):
-            with torch.inference_mode():
-                hidden = forward()
-            if self._can_start(step):
-                ids = start(self.model, self._sampler, hidden, step, readers)
-                flight = Flight(step, ids, Reads(ids), readers, started)
-                self.scheduler.begin(step)
-                self._flights.append(flight)
-                stats.add_seconds("model", time.perf_counter() - planned)
-                return self._land if before is not None else lambda: None
-            choice, seconds = choose(self.model, self._sampler, hidden, step, readers, head=head)
-        stats.add_seconds("model", time.perf_counter() - planned - seconds)
-        stats.add_seconds("sample", seconds)
+        message = self._message(step, readers)
+        planned = time.perf_counter()
+        ticket = self._budget.start(self.worker, message, step.num_rows)
+        if ticket is None:
+            self.scheduler.max_batch_rows = min(self.scheduler.max_batch_rows, self._budget.rows)
+            return
+        self._meter.add(seconds={"plan": planned - started, "model": time.perf_counter() - planned})
+        # Noted before it is booked: if that is broken off, `awaits` says whether it was.
+        self._flights.append(_Flight(step, message, readers, ticket, started))
         self.scheduler.begin(step)
-        return partial(self._finish, step, readers, choice, started)
+        # The last one is landed at once where nobody may come to ask for its tokens.
+        while len(self._flights) >= self.depth or (self._flights and not self.scheduler.can_plan):
+            self._land()
 
-    def _shrink(self, step: GenerateStep) -> bool:
-        """Memory has run out in a step: later ones have at most half of its rows. False where nothing can be halved."""
-        if step.num_rows < 2 or self.model.ranks.size > 1:
-            return False
-        self.scheduler.max_batch_rows = step.num_rows // 2
+    def _reader(self, running: Running) -> Reader | None:
+        job = self._jobs.get(running.key)  # type: ignore[call-overload]
+        return None if job is None or running.state == "ended" else job.readers[running.sample]
+
+    def _is_known(self, step: GenerateStep) -> bool:
+        """Whether nothing in the choice of the step's tokens depends on tokens that are on their way."""
+        for running, _ in step.reads:
+            reader = self._reader(running) if running.unknown else None
+            if isinstance(reader, Sample) and not reader.state.independent:
+                return False
         return True
 
-    def _forward(self, step: GenerateStep, given: Tensor | None) -> Callable[[], Tensor]:
-        """What gives the hidden states of the rows that are read. given: tokens of the step before, on the device,
-        where they are not known yet."""
-        if self._graphs is not None and self._graphs.takes(step):
-            return partial(self._graphs.run, step, given)
-        config, device = self.model.config, self.model.device
-        batch = prepare_slots(step, config.planes, heads_of(self.model), device, self.adapters, given)
-        attend = SlotAttend(self.store, batch, config.planes, config.scale)
-        return partial(self.model, batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
+    def _message(self, step: GenerateStep, readers: Sequence[Reader | None]) -> SlotStep:
+        states = [reader.state if isinstance(reader, Sample) else None for reader in readers]
+        drawing = drawing_of(states, [running.unknown for running, _ in step.reads])
+        adapters = None
+        if self._adapters:
+            adapters = np.full(step.num_rows, -1, np.int64)
+            for namespace, first, stop in step.spans:
+                adapters[first:stop] = self._adapters.get(namespace[0], -1)  # type: ignore[index]
+        return SlotStep(
+            step.tokens, step.positions, step.slots, step.run_start, step.run_count, step.run_position, step.run_first,
+            step.run_last, step.read_rows, np.array([row for _, row in step.reads], np.int64), drawing,
+            _numbers_of(readers), adapters,
+        )  # fmt: skip
 
-    def _reader(self, running: Running) -> Reader:
-        job = self._jobs.get(running.key)
-        if job is None or running.state == "ended":
-            return None
-        return job if isinstance(job, Probe) else job.samples[running.sample]
-
-    def _can_start(self, step: GenerateStep) -> bool:
-        readers = (self._reader(running) for running, _ in step.reads)
-        return self._looks_ahead and can_start(self.model.device, readers)
+    # ------------------------------------------------------------------------------------------- what it brings
 
     def _land(self) -> None:
-        """Give the tokens of the step that has been in flight longest to their samples."""
-        started = time.perf_counter()
-        flight = self._flights[0]
-        choice = flight.choice()
-        self._flights.popleft()
-        self._stats().add_seconds("model", time.perf_counter() - started)
-        self._finish(flight.step, flight.readers, choice, flight.started)
-
-    def _finish(self, step: GenerateStep, readers: list[Reader], choice: Choice, started: float) -> None:
-        """Give the tokens to their samples, and count. started: when the step was; it counts from the end of the one
-        before, if that came later.
+        """Give what the step that has been in flight longest has read to who reads it, and tell of what ends.
 
         Where somebody who is told of a text raises an error, that text ends, all others get their tokens, and then the
         error is raised."""
-        ended, failure = self._take(step, readers, choice)
-        done, tokens = self._tell_ended(
-            self.scheduler.commit(step, [max(token or 0, 0) for token in choice.ids], ended)
-        )
-        self._account(step)
-        if self._on_step is not None:
-            self._on_step(step, max(started, self._finished), done, tokens)
-        self._finished = time.perf_counter()
-        if failure is not None:
-            raise failure
-
-    def _take(
-        self, step: GenerateStep, readers: list[Reader], choice: Choice
-    ) -> tuple[list[bool], BaseException | None]:
-        """Which reads end with their token, and the first error of somebody who was told of a text."""
-        ended: list[bool] = []
-        failure: BaseException | None = None
-        for (running, _), reader, token, one in zip(step.reads, readers, choice.ids, choice.logprobs, strict=True):
-            if not isinstance(reader, Sample) or running.state == "ended" or reader.finish_reason is not None:
-                ended.append(True)
-                continue
-            before = len(reader.tokens)
+        flight, waiting = self._flights[0], time.perf_counter()
+        step = flight.step
+        if self.scheduler.awaits(step):
             try:
-                ended.append(reader.take(token, one))
-            except BaseException as error:  # Ctrl-C among them
-                failure = failure or error
-                reader.drop()
-                ended.append(True)
-            self.scheduler.stats.generated_tokens += len(reader.tokens) - before
-        return ended, failure
+                result = flight.ticket.result()
+            except Exception:  # what was in flight is lost, and with it the K/V of its rows
+                self._flights.clear()
+                self.scheduler.start_anew()
+                raise
+            self._meter.add(seconds={"model": time.perf_counter() - waiting})
+            self._take(flight, result)
+            self.scheduler.commit(step, np.maximum(result.ids, 0).tolist(), flight.ended)
+        elif not flight.ended and step.reads:  # it was not begun
+            self._flights.popleft()
+            return
+        requests, tokens = self._tell_ended(flight)
+        self._flights.popleft()
+        self._account(flight, requests, tokens)
+        if flight.failure is not None:
+            raise flight.failure
 
-    def _tell_ended(self, done: Sequence[Running]) -> tuple[int, int]:
-        """Tell of requests that end with these sequences; returns how many they are, and their tokens."""
+    def _take(self, flight: _Flight, result: SlotResult) -> None:
+        step, stats = flight.step, self.scheduler.stats
+        ids = result.ids.tolist()
+        if not flight.ended:
+            _give_numbers(flight, result)
+        for i in range(len(flight.ended), len(ids)):
+            running, reader, before = step.reads[i][0], flight.readers[i], step.tokens_before[i]
+            ended = True
+            if isinstance(reader, Sample) and running.state != "ended":
+                had = len(reader.tokens)
+                try:
+                    ended = reader.take(before, None if ids[i] == -1 else ids[i], result.logprobs.get(i))
+                except Exception as error:
+                    flight.failure = flight.failure or error
+                    reader.drop()
+                stats.generated_tokens += len(reader.tokens) - had
+            flight.ended.append(ended)
+
+    def _tell_ended(self, flight: _Flight) -> tuple[int, int]:
+        """Tell of requests that end with a step; returns how many they are, and their tokens."""
         requests = tokens = 0
-        for running in done:
-            job = self._jobs.get(running.key)
-            if job is None:  # cancelled meanwhile
+        for (running, _), ended in zip(flight.step.reads, flight.ended, strict=True):
+            job = self._jobs.get(running.key) if ended else None  # type: ignore[call-overload]
+            if job is None:
                 continue
-            if isinstance(job, Probe):
-                del self._jobs[running.key]
-                requests += 1
-                tokens += len(job.request.tokens)
-                assert job.result is not None
-                job.on_done(job.result)
-                continue
-            job.missing -= 1
             if running.sample == 0:
                 job.cached_tokens = running.cached_tokens or 0
-            if not job.missing:
-                del self._jobs[running.key]
-                failed = next((sample.error for sample in job.samples if sample.error is not None), None)
-                answer = failed or [sample.result(job.cached_tokens) for sample in job.samples]
-                requests += 1
-                tokens += sum(len(job.request.tokens) + max(0, len(sample.tokens) - 1) for sample in job.samples)
-                job.on_done(answer)
+            if job.is_done:
+                requests, tokens = requests + 1, tokens + job.tokens
+                try:
+                    self._tell(job, job.answer())
+                except Exception as error:
+                    flight.failure = flight.failure or error
         return requests, tokens
 
-    def _tell_failed(self, failed: Sequence[tuple[Hashable, InputError]]) -> None:
-        for key, error in failed:
-            job = self._jobs.pop(key, None)  # type: ignore[call-overload]
-            if job is not None:
-                job.on_done(error)
-            self.scheduler.cancel(key)
+    def _attach_stats(self) -> None:
+        stats = self._meter.stats
+        if stats.generation is None:
+            stats.generation = self.scheduler.stats = GenerationStats()
+            self.scheduler.rows_held_peak = self.scheduler.rows_unshared_peak = self._again = 0
 
-    def _account(self, step: GenerateStep) -> None:
-        stats, generation, scheduler = self._stats(), self.scheduler.stats, self.scheduler
-        count_compiling(stats, self.model.device)
+    def _account(self, flight: _Flight, requests: int, tokens: int) -> None:
+        step, scheduler, generation = flight.step, self.scheduler, self.scheduler.stats
         again = generation.recomputed_rows + generation.discarded_rows - self._again
         self._again += again
-        stats.steps += 1
-        stats.rows_computed += step.num_rows
-        stats.unique_tokens += step.num_rows - again
-        generation.kv_bytes_now = scheduler.pool.used_slots * self.slot_bytes
-        generation.kv_bytes_peak = scheduler.rows_held_peak * self.slot_bytes
-        generation.kv_bytes_unshared_peak = scheduler.rows_unshared_peak * self.slot_bytes
+        slot_bytes = self.worker.facts.slot_bytes
+        generation.kv_bytes_now = scheduler.pool.used_slots * slot_bytes
+        generation.kv_bytes_peak = scheduler.rows_held_peak * slot_bytes
+        generation.kv_bytes_unshared_peak = scheduler.rows_unshared_peak * slot_bytes
+        self._meter.add(
+            seconds={"compile": self.worker.compile_seconds()},
+            steps=1,
+            rows_computed=step.num_rows,
+            unique_tokens=step.num_rows - again,
+            tokens=tokens,
+        )
+        # It counts from the end of the one before, if that came later than its start.
+        started, self._finished = max(flight.started, self._finished), time.perf_counter()
+        if self._meter.is_heard:
+            path_rows = int(step.run_count.sum()) - step.num_rows
+            seconds = self._finished - started
+            info = StepInfo(step.num_rows, path_rows, requests, tokens, started, seconds, step.decode_rows)
+            self._meter.tell(info)
 
-    def _texts_of(self, tokenizer: Tokenizer | None, request: GenerateRequest) -> Any:
-        """What turns tokens into text, kept for the tokenizer used last."""
-        if tokenizer is None:
-            for field in ("stop", "grammar"):
-                if getattr(request.sampling, field):
-                    message = f"{field!r} needs a tokenizer, and the model has none"
-                    raise InputError(message, field=field, remedy="leave it out", code="no_tokenizer")
-            return None
-        if self._texts is None or self._texts.tokenizer is not tokenizer:
-            self._texts = _Texts(tokenizer, self.model.config.vocab_size, self.eos_ids)
-        return self._texts
+
+def _numbers_of(readers: Sequence[Reader | None]) -> tuple[Numbers, ...]:
+    """What of a step's reads are numbers, by readout."""
+    found: dict[Readout, list[int]] = {}
+    for i, reader in enumerate(readers):
+        if isinstance(reader, NumberReader):
+            found.setdefault(reader.readout, []).append(i)
+    return tuple(
+        Numbers(readout, np.array(reads, np.int64), np.array([readers[i].target or 0 for i in reads], np.int32))  # type: ignore[union-attr]
+        for readout, reads in found.items()
+    )
 
 
-class _Texts:
-    """A tokenizer, with what is made of it when it is first asked for."""
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]):
-        self.tokenizer = tokenizer
-        self._vocab_size, self._eos_ids = vocab_size, eos_ids
-
-    @cached_property
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self.tokenizer)
-
-    @cached_property
-    def grammars(self) -> GrammarCompiler:
-        return GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_ids)
+def _give_numbers(flight: _Flight, result: SlotResult) -> None:
+    for asked, found in zip(flight.message.numbers, result.numbers, strict=True):
+        for place, read in enumerate(asked.reads.tolist()):
+            reader = flight.readers[read]
+            assert isinstance(reader, NumberReader)
+            if found.greedy is None:
+                reader.result = Result(found.values[place].copy())
+            else:
+                reader.result = Result(found.values[place : place + 1].copy(), found.greedy[place : place + 1].copy())

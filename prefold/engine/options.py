@@ -18,14 +18,12 @@ class GenerateOptions:
     reserve_output  set aside room for a whole output where its length was given; else outputs grow, and what
                     was admitted last makes room when memory runs out
     cache           keep K/V of what has ended, by these options; None: do not
-    graphs          on a GPU: replay steps that only decode as captured CUDA graphs. Off until it has been measured
     """
 
     kv_memory: int | None = None
     max_running: int = 256
     reserve_output: bool = True
     cache: CacheOptions | None = None
-    graphs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("kv_memory", "max_running"):

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from ..errors import InputError
 from ..text import Tokenizer
 from ..types import Generated, GenerateRequest
+from .calls import Call
 from .generate import Generator
 
 __all__ = ["Service"]
 
 
 class Service:
-    """Steps a Generator while it has work, and sleeps while it has none.
+    """Takes turns at stepping a Generator while somebody waits in an event loop, and sleeps while nobody does.
 
     Requests of any event loop, and of callers that step the generator themselves, run together. A failure
-    of a step ends all requests of this service with it.
+    of a step ends all requests of this service with it. The thread does not keep the service: it ends with it.
     """
 
     def __init__(self, generator: Generator):
         self._generator = generator
-        self._wake = threading.Event()
-        self._closed = False
         self._waiting: dict[asyncio.Queue[Any], asyncio.AbstractEventLoop] = {}
-        self._thread = threading.Thread(target=self._run, name="prefold-generate", daemon=True)
-        self._thread.start()
+        self._work = _Work()
+        self.close = weakref.finalize(self, self._work.close)
+        self.close.atexit = False
+        thread = threading.Thread(
+            target=_run, args=(weakref.ref(self), self._work), name="prefold-generate", daemon=True
+        )
+        thread.start()
+        self._work.thread = thread
 
     async def stream(
         self, request: GenerateRequest, tokenizer: Tokenizer | None, *, text: bool = True
@@ -39,18 +46,21 @@ class Service:
         """
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Any] = asyncio.Queue()
-        self._waiting[events] = loop
+        key = self._generator.new_key()
 
         def put(event: Any) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         on_text = (lambda *piece: put(piece)) if text else None
-        adding = asyncio.ensure_future(asyncio.to_thread(self._generator.add, request, tokenizer, put, on_text))
+        self._waiting[events] = loop
+        # In a thread: making what its grammar needs may take long.
+        add = partial(self._generator.add, request, tokenizer, put, on_text, key=key)
+        adding = asyncio.ensure_future(asyncio.to_thread(add))
         done = False
         try:
             await asyncio.shield(adding)
-            self._wake.set()
+            self._work.came.set()
             while not done:
                 event = await events.get()
                 done = isinstance(event, (list, InputError))  # after any other error the request may still be there
@@ -60,26 +70,52 @@ class Service:
         finally:
             del self._waiting[events]
             if not done:
-                # Not awaited: whoever was cancelled would not come here again. It may not even have been added yet.
-                adding.add_done_callback(lambda added: loop.run_in_executor(None, self._cancel, added.result()))
+                # Whoever was cancelled would not come here again, so it is not waited for. It may not even have been
+                # added yet.
+                adding.add_done_callback(lambda _: self._generator.cancel(key))
 
-    def _cancel(self, key: int | None) -> None:
-        if key is not None:
-            self._generator.cancel(key)
+    def tell_all(self, error: Exception) -> None:
+        for events, loop in list(self._waiting.items()):
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(events.put_nowait, error)
+
+    def work(self, call: Call) -> None:
+        """Take turns while there is something to do."""
+        try:
+            while not self._work.is_closed and self._waiting and self._generator.has_work:
+                call.advance(alone=False)
+        except Exception as error:  # whoever waits must hear of it
+            self.tell_all(error)
+
+    @property
+    def generator(self) -> Generator:
+        return self._generator
+
+
+class _Work:
+    """What the thread and its service have together. close: end the thread; requests that still run stay."""
+
+    thread: threading.Thread
+
+    def __init__(self) -> None:
+        self.came = threading.Event()
+        self.is_closed = False
 
     def close(self) -> None:
-        """Stop stepping; requests that still run stay where they are."""
-        self._closed = True
-        self._wake.set()
-        self._thread.join()
+        self.is_closed = True
+        self.came.set()
+        if self.thread is not threading.current_thread():
+            self.thread.join(1.0)
 
-    def _run(self) -> None:
-        while not self._closed:
-            self._wake.wait()
-            self._wake.clear()
-            try:
-                while not self._closed and self._generator.step():
-                    pass
-            except Exception as error:  # whoever waits must hear of it
-                for events, loop in list(self._waiting.items()):
-                    loop.call_soon_threadsafe(events.put_nowait, error)
+
+def _run(service_of: weakref.ref[Service], work: _Work) -> None:
+    while True:
+        work.came.wait()
+        work.came.clear()
+        service = service_of()
+        if service is None or work.is_closed:
+            return
+        call = Call(service.generator)
+        service.work(call)
+        call.leave()
+        del service, call

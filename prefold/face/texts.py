@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from functools import cached_property
+from contextlib import closing
 from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 
-from ..engine.service import Service
 from ..errors import InputError
 from ..types import Generated, GenerateRequest
 from .arguments import Ids, Message, Prompt, Text, as_prompts, chats_of, check_errors, first_error
@@ -228,24 +226,12 @@ class Texts(TaskRunner):
         return self._stream(self._request(prompt, n, adapter, options))
 
     def _stream(self, request: GenerateRequest) -> Iterator[Piece]:
-        generator, pieces = self.engine.generator, deque[Any]()
-        key = generator.add(
-            request, self.tokenizer, pieces.append, lambda sample, text: pieces.append(Piece(sample, text))
-        )
-        try:
-            while True:
-                while pieces:
-                    piece = pieces.popleft()
-                    if isinstance(piece, Piece):
-                        yield piece
-                    else:
-                        key = None
-                        yield from (Piece(i, "", one) for i, one in enumerate(samples_of(piece)))
-                        return
-                generator.step()
-        finally:
-            if key is not None:
-                generator.cancel(key)
+        with closing(self.engine.stream(request, self.tokenizer)) as events:
+            for event in events:
+                if isinstance(event, tuple):
+                    yield Piece(*event)
+                else:
+                    yield from (Piece(i, "", one) for i, one in enumerate(samples_of(event)))
 
     @overload
     async def agenerate(
@@ -265,7 +251,7 @@ class Texts(TaskRunner):
     ) -> Generated | list[Generated]:
         """Returns what follows one prompt, or conversation, to an event loop. Calls that wait at once run together."""
         request = self._request(prompt, n, adapter, options)
-        async for event in self._service.stream(request, self.tokenizer, text=False):
+        async for event in self.engine.service.stream(request, self.tokenizer, text=False):
             if isinstance(event, list):
                 return event[0] if n is None and len(event) == 1 else event
         raise AssertionError("a request ended without an answer")
@@ -280,16 +266,12 @@ class Texts(TaskRunner):
     ) -> AsyncIterator[Piece]:
         """Returns the pieces of `stream`, to an event loop."""
         request = self._request(prompt, n, adapter, options)
-        async for event in self._service.stream(request, self.tokenizer):
+        async for event in self.engine.service.stream(request, self.tokenizer):
             if isinstance(event, list):
                 for i, one in enumerate(event):
                     yield Piece(i, "", one)
             else:
                 yield Piece(*event)
-
-    @cached_property
-    def _service(self) -> Service:
-        return Service(self.engine.generator)
 
     def _request(
         self, prompt: Prompt, n: int | None, adapter: str | None, options: Mapping[str, Any]

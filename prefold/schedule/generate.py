@@ -118,6 +118,8 @@ class GenerateScheduler:
             )
         if not self._sharing:
             namespace = (*namespace, key)
+        if key in self._requests:  # it was taken, and then its taking broken off
+            return
         request = _Request(key, tokens, namespace, priority)
         request.sequences = [Running(key, sample, limit, reserve, priority) for sample in range(samples)]
         request.left = samples
@@ -224,6 +226,11 @@ class GenerateScheduler:
             for sequence in done:
                 self._end(sequence)
         return done
+
+    def start_anew(self) -> None:
+        """Forget what was begun, and that any row is there: nobody knows what came of a step. Everybody waits again."""
+        self.tree.changing = True
+        self.tree.be_whole()
 
     # ----------------------------------------------------------------------------------------------- being whole
 

@@ -82,7 +82,7 @@ class GenerateStep:
                        the rows of positions from `run_position` on, and are visible to the queries from `run_first`
                        up to, not including, `run_last`. A new row is seen from its own query on
     read_rows          int64, ascending: queries whose logits are wanted
-    reads              (sequence, index into read_rows): who takes a token from them
+    reads              (sequence, index into read_rows), by ascending index: who takes a token from them
     tokens_before      of each of the reads, how many tokens its sequence has before that one
     spans              (namespace, first query, past the last)
     takes              (node, number of its rows that are computed here)
@@ -238,6 +238,8 @@ def lay_out(draft: Draft, version: int = 0) -> GenerateStep:
     reads = draft.reads + [(sequence, node) for node, sequences in draft.again.items() for sequence in sequences]
     rows_read = np.array([last_row[node] for _, node in reads], np.int64)
     read_rows, index = np.unique(rows_read, return_inverse=True)
+    order = np.argsort(index.reshape(-1), kind="stable").tolist()
+    reads = [reads[i] for i in order]
     runs = _joined(*(np.array(numbers, np.int64) for numbers in (start, count, position, first, last)))
     return GenerateStep(
         tokens=np.array(tokens, np.int32),
@@ -249,7 +251,7 @@ def lay_out(draft: Draft, version: int = 0) -> GenerateStep:
         run_first=runs[3],
         run_last=runs[4],
         read_rows=read_rows,
-        reads=[(sequence, int(i)) for (sequence, _), i in zip(reads, index.reshape(-1), strict=True)],
+        reads=[(sequence, row) for (sequence, _), row in zip(reads, np.sort(index.reshape(-1)).tolist(), strict=True)],
         tokens_before=[len(sequence.tail.tokens) for sequence, _ in reads],
         spans=spans,
         takes=list(draft.takes.items()),

@@ -15,15 +15,21 @@ shared, who waits and who runs, only the host knows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..prefix import PrefixMap
-from ..types import Readout
+from ..types import Readout, TokenLogprobs
 
-__all__ = ["EndStream", "MakeStore", "Message", "SlotStep", "StepResult", "StreamStep"]
+__all__ = [
+    "NOT_FINITE", "Drawing", "EndStream", "MakeStore", "Message", "Numbers", "Ragged", "SlotResult", "SlotStep",
+    "StepResult", "StreamStep",
+]  # fmt: skip
 
+# In place of a token: the logits are no finite numbers, so that no token follows from them.
+NOT_FINITE = -2
 LAST = Readout("last")
 NOTHING = np.zeros(0, np.int64)
 NOTHING.flags.writeable = False
@@ -89,19 +95,85 @@ class MakeStore:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Ragged:
+    """Token ids for each of some reads, and a number beside each id: of the i-th those from offsets[i] to
+    offsets[i + 1]. offsets: int64 [reads + 1]; ids: int64; values: float32."""
+
+    offsets: np.ndarray
+    ids: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Ragged | None:
+        """(ids, values) of each read; None where there are no ids at all."""
+        sizes = [len(ids) for ids, _ in rows]
+        if not any(sizes):
+            return None
+        ids, values = (np.concatenate([row[i] for row in rows]) for i in range(2))
+        return cls(np.concatenate(([0], np.cumsum(sizes))), ids.astype(np.int64), values.astype(np.float32))
+
+    def __getitem__(self, read: int) -> tuple[np.ndarray, np.ndarray]:
+        part = slice(self.offsets[read], self.offsets[read + 1])
+        return self.ids[part], self.values[part]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Drawing:
+    """How tokens are chosen at n of the reads of a step, where it is not just the most likely one.
+
+    reads         int64 [n]: which reads
+    filters       float64 [n, 4]: temperature (0: the most likely token), min_p, top_k, top_p
+    keys          uint64 [n]: of the noise they are drawn with; made of seed, sample and position
+    logprobs      int64 [n]: how many of the most likely tokens' log-probabilities are wanted beside the chosen one's;
+                  -1: none at all
+    bias          what is added to logits of tokens
+    banned        tokens that may not be chosen
+    penalties     float64 [n, 3]: for repetition, presence, frequency
+    counted       the tokens that these concern, and how often each is in the output
+    masked        int64 [m]: which of the n may only choose among `allowed`, bool [m, vocabulary]
+    """
+
+    reads: np.ndarray
+    filters: np.ndarray
+    keys: np.ndarray
+    logprobs: np.ndarray
+    bias: Ragged | None = None
+    banned: Ragged | None = None
+    penalties: np.ndarray | None = None
+    counted: Ragged | None = None
+    masked: np.ndarray = field(default_factory=lambda: NOTHING)
+    allowed: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Numbers:
+    """What is read as numbers at n of the reads of a step. readout: of one of the kinds that read last rows; reads:
+    int64 [n], which reads; targets: int64 [n] for "logprobs", the token whose log-probability is wanted at each."""
+
+    readout: Readout
+    reads: np.ndarray
+    targets: np.ndarray = field(default_factory=lambda: NOTHING)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class SlotStep:
     """One forward pass over rows whose keys lie in the slots of the store. Its n rows are its queries.
 
-    tokens, positions  int32 [n]; token -1 - i is what the i-th read of the step before gives, where that is still on
-                       its way
+    tokens, positions  int32 [n]; token -1 - i is what the i-th read of the SlotStep before gives, where that is still
+                       on its way
     slots              int64 [n]: where each row's K/V goes
     run_*              int64 [r]: keys as runs of neighbouring slots. The `run_count` slots from `run_start` on hold
                        the rows of positions from `run_position` on, and are visible to the queries from `run_first`
                        up to, not including, `run_last`. A new row is seen from its own query on
     read_rows          int64, ascending: rows whose hidden states are wanted
+    reads              int64 [p], ascending: where in read_rows each read is; several may be at one
+    drawing            how tokens are chosen; at all reads that it does not name, and that are no numbers: the most
+                       likely one
+    numbers            what is read as numbers, by readout
     adapters           int64 [n]: number of the LoRA adapter of each row, in the order of `Facts.adapters`, -1: none;
                        None: none in the whole step
-    head               whether logits are wanted of what is read
+
+    Its result is a SlotResult.
     """
 
     tokens: np.ndarray
@@ -113,12 +185,20 @@ class SlotStep:
     run_first: np.ndarray
     run_last: np.ndarray
     read_rows: np.ndarray
+    reads: np.ndarray = field(default_factory=lambda: NOTHING)
+    drawing: Drawing | None = None
+    numbers: tuple[Numbers, ...] = ()
     adapters: np.ndarray | None = None
-    head: bool = True
 
     @property
     def num_rows(self) -> int:
         return len(self.tokens)
+
+    @property
+    def head(self) -> bool:
+        """Whether logits are wanted of what is read."""
+        hidden = sum(len(some.reads) for some in self.numbers if some.readout.kind in ("last", "head"))
+        return len(self.reads) > hidden
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -127,6 +207,20 @@ class StepResult:
 
     values: np.ndarray
     greedy: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SlotResult:
+    """What a SlotStep gave.
+
+    ids       int64 [p]: the token of each read; -1: none, for all are forbidden, or numbers were read; NOT_FINITE
+    logprobs  by read, where they were asked for
+    numbers   one for each of the step's `numbers`
+    """
+
+    ids: np.ndarray
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    numbers: tuple[StepResult, ...] = ()
 
 
 Message = StreamStep | SlotStep | MakeStore | EndStream

@@ -21,7 +21,7 @@ from ..cache import SCRATCH
 from ..device import send
 from ..model import CausalLM
 from ..model.config import Plane
-from ..schedule.generate_step import GenerateStep
+from ..schedule.steps import SlotStep
 from .attend import heads_of
 from .slots import fill_in
 
@@ -54,7 +54,7 @@ class FixedStep:
         # tokens, positions, slots
         self._rows = torch.zeros((3, size), dtype=torch.int64, device=model.device)
 
-    def load(self, step: GenerateStep, plans: dict[int | None, SlotPlan], given: Tensor | None = None) -> None:
+    def load(self, step: SlotStep, plans: dict[int | None, SlotPlan], given: Tensor | None = None) -> None:
         """A step of at most `size` rows; behind what the device still does with the one before. given: as
         for `fill_in`."""
         rows = np.zeros((3, self.size), np.int64)
@@ -110,11 +110,10 @@ class DecodeGraphs:
         self._keys = 1 << 14
         self._pool: object = None
 
-    def takes(self, step: GenerateStep) -> bool:
-        only_decodes = step.decode_rows == step.num_rows == len(step.read_rows)
-        return only_decodes and padded_size(step.num_rows) is not None
+    def takes(self, step: SlotStep) -> bool:
+        return len(step.read_rows) == step.num_rows and padded_size(step.num_rows) is not None
 
-    def run(self, step: GenerateStep, given: Tensor | None = None) -> Tensor | None:
+    def run(self, step: SlotStep, given: Tensor | None = None) -> Tensor | None:
         """Hidden states [rows, hidden] of a step's rows, until the next call; None for a step that is not taken.
         given: as for `fill_in`."""
         if not self.takes(step):
@@ -125,13 +124,13 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.hidden[: step.num_rows]
 
-    def _plans(self, step: GenerateStep) -> dict[int | None, SlotPlan]:
+    def _plans(self, step: SlotStep) -> dict[int | None, SlotPlan]:
         runs = KeyRuns(step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
         windows = {plane.window for plane in self.model.config.planes}
         positions, group = step.positions.astype(np.int64), heads_of(self.model).group
         return {w: plan_slots(runs, step.num_rows, positions, w, group=group, compiled=False) for w in windows}
 
-    def _of(self, step: GenerateStep, plans: dict[int | None, SlotPlan], given: Tensor | None) -> _Captured:
+    def _of(self, step: SlotStep, plans: dict[int | None, SlotPlan], given: Tensor | None) -> _Captured:
         size = padded_size(step.num_rows)
         assert size is not None
         heads = heads_of(self.model)
@@ -150,7 +149,7 @@ class DecodeGraphs:
         self,
         size: int,
         tiles: dict[int | None, int],
-        step: GenerateStep,
+        step: SlotStep,
         plans: dict[int | None, SlotPlan],
         given: Tensor | None,
     ) -> _Captured:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..attention import KVStore
 from ..device import compile_seconds, free_cached, give_back, on, runs_triton
@@ -16,9 +15,11 @@ from ..model import Adapter, CausalLM
 from ..schedule.steps import EndStream, MakeStore, Message, SlotStep, StepResult, StreamStep
 from .attend import Path, heads_of
 from .batch import Batch, prepare
-from .budget import batch_rows, slot_bytes
+from .budget import batch_rows, kv_bytes, slot_bytes
+from .graphs import DecodeGraphs
 from .protocol import Facts, Ticket, Worker
-from .runner import head_blocks, run
+from .runner import run
+from .slot_reads import SlotReads
 from .slots import SlotAttend, make_store, prepare_slots
 
 __all__ = ["LocalWorker"]
@@ -32,13 +33,23 @@ class LocalWorker(Worker):
 
     adapters  LoRA adapters by name
     depth     of `Facts`; None: 2 on a GPU, which has the next step to do while the results of one are taken
+    graphs    on a GPU: replay steps that only decode as captured CUDA graphs (experimental)
     """
 
-    def __init__(self, model: CausalLM, adapters: Mapping[str, Adapter] | None = None, *, depth: int | None = None):
+    def __init__(
+        self,
+        model: CausalLM,
+        adapters: Mapping[str, Adapter] | None = None,
+        *,
+        depth: int | None = None,
+        graphs: bool = False,
+    ):
         self.model = model
         self.adapters = dict(adapters or {})
+        depth = depth or (2 if model.device.type == "cuda" else 1)
         self.facts = Facts(
-            depth=depth or (2 if model.device.type == "cuda" else 1),
+            depth=depth,
+            slot_depth=depth if model.ranks.size == 1 else 1,
             max_rows=batch_rows(model),
             max_positions=model.config.max_positions,
             vocab_size=model.config.vocab_size,
@@ -46,6 +57,8 @@ class LocalWorker(Worker):
             slot_bytes=slot_bytes(model),
         )
         self.store: KVStore | None = None
+        self._with_graphs, self._graphs = graphs, None
+        self._given: Tensor | None = None  # tokens of the last SlotStep, for the next one
         self._paths: dict[int, Path] = {}
         self._lock = threading.Lock()
         self.compile_seconds()  # from here on they are this worker's
@@ -72,9 +85,8 @@ class LocalWorker(Worker):
         # Without the lock: the garbage collector may call this within `start`, whose stream is another one.
         self._paths.pop(stream, None)
 
-    def turn(self, message: Any) -> AbstractContextManager[None]:
-        """What a Team does around a message that this rank does not get by `start`. Nothing: there is no other rank."""
-        return nullcontext()
+    def kv_slots(self, kv_memory: int | None) -> int:
+        return max(1, kv_bytes(kv_memory, self.model.device, self.model.ranks.size) // self.facts.slot_bytes - 1)
 
     def compile_seconds(self) -> float:
         return compile_seconds() if runs_triton(self.model.device) else 0.0
@@ -92,6 +104,8 @@ class LocalWorker(Worker):
             return self._start_slots(message)
         if isinstance(message, MakeStore):
             self.store = make_store(self.model, message.slots)
+            alone_on_gpu = self.model.device.type == "cuda" and self.model.ranks.size == 1 and not self.adapters
+            self._graphs = DecodeGraphs(self.model, self.store) if self._with_graphs and alone_on_gpu else None
         elif isinstance(message, EndStream):
             self.forget(message.stream)
         else:
@@ -101,12 +115,16 @@ class LocalWorker(Worker):
     def _start_slots(self, step: SlotStep) -> Ticket:
         config = self.model.config
         assert self.store is not None
-        batch = prepare_slots(step, config.planes, heads_of(self.model), self.model.device, self.adapters)
-        attend = SlotAttend(self.store, batch, config.planes, config.scale)
-        hidden = self.model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
-        for rows in head_blocks(len(hidden) if step.head else 0):
-            self.model.logits(hidden[rows])
-        return Nothing()
+        given, self._given = self._given, None
+        if self._graphs is not None and self._graphs.takes(step):
+            hidden = self._graphs.run(step, given)
+        else:
+            batch = prepare_slots(step, config.planes, heads_of(self.model), self.model.device, self.adapters, given)
+            attend = SlotAttend(self.store, batch, config.planes, config.scale)
+            hidden = self.model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
+        reads = SlotReads(self.model, hidden, step)
+        self._given = reads.ids
+        return reads
 
 
 class _Last:

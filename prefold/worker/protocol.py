@@ -32,6 +32,7 @@ class Facts:
     """What the host decides by.
 
     depth          steps of a stream that may be in flight; 1: a step is over when it has been started
+    slot_depth     the same of a SlotStep: 1 where every one of its tokens has to be known
     max_rows       rows of a step that the device affords, where nobody says how many there may be
     max_positions  tokens of the model's context
     vocab_size     of the model
@@ -40,6 +41,7 @@ class Facts:
     """
 
     depth: int = 1
+    slot_depth: int = 1
     max_rows: int = 4096
     max_positions: int = 1 << 30
     vocab_size: int = 1 << 30
@@ -70,6 +72,11 @@ class Worker(ABC):
     def prepare(self, message: Message) -> Any:
         """What `start` can do ahead, in any thread, while another step runs: for instance its tensors."""
         return None
+
+    def kv_slots(self, kv_memory: int | None) -> int:
+        """How many slots there is memory for, beside one that is never read. kv_memory: bytes that they may take;
+        None: what the device affords. Raises InputError where that is more than is free."""
+        return max(1, (kv_memory or 1 << 20) // self.facts.slot_bytes - 1)
 
     def forget(self, stream: int) -> None:  # noqa: B027
         """No step of this stream follows. May be called at any time, while a step is being started too."""

@@ -6,7 +6,7 @@ What is done to a row of logits, in this order (that of vLLM; each step as trans
     repetition penalty                 logits of tokens in prompt or output: divided if positive, else multiplied
     presence and frequency penalty     of tokens in the output
     min_tokens                         what would end the sample is banned
-    temperature                        below GREEDY_BELOW: the most likely token, the first of equals
+    temperature                        at 0: the most likely token, the first of equals
     min_p, top_k, top_p                each among what the one before left
 
 The last two lines, and drawing from what is left, are `draw`'s. The noise a token is drawn with is made of the seed,
@@ -17,23 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..device import runs_triton, send
-from ..text.grammar import Matcher
-from ..types import Sampling, TokenLogprobs
+from ..schedule.steps import NOT_FINITE, Drawing
+from ..types import TokenLogprobs
 from .draw import WORK_SIZE, draw, draw_on_device
-from .noise import make_key, make_stream
 
-__all__ = ["NOT_FINITE", "Choice", "Sampler", "SamplerState", "greedy"]
+__all__ = ["Asked", "Choice", "Options", "Sampler", "asked_of", "greedy"]
 
-# A temperature this small divides logits into numbers that float32 cannot tell apart.
-GREEDY_BELOW = 1e-5
-# In place of a token: the logits are no finite numbers, so that no token follows from them.
-NOT_FINITE = -2
+NONE = np.empty(0, np.int64)
 
 
 def greedy(logits: Tensor) -> np.ndarray:
@@ -56,85 +53,71 @@ def _start_greedy(logits: Tensor) -> Tensor:
     return torch.where(logits.gather(-1, ids[:, None])[:, 0].isfinite(), ids, NOT_FINITE)
 
 
-class SamplerState:
-    """What the sampler knows about one sample: its options, key, position, and the tokens so far.
+class Options(NamedTuple):
+    """Of one choice; the fields of Sampling that the sampler reads."""
 
-    position   of the token chosen next in the output: 0 for the first
-    matcher    its grammar's, None without one
-    end_ids    ids that end it, banned below min_tokens
-    """
+    temperature: float = 0.0
+    min_p: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        *,
-        seed: int,
-        sample: int = 0,
-        prompt: Sequence[int] | np.ndarray = (),
-        end_ids: Iterable[int] = (),
-        matcher: Matcher | None = None,
-    ):
-        """`prompt` is read only for a repetition penalty. With the matcher, which the state advances, comes its end."""
-        self.sampling = sampling
-        self.matcher = matcher
-        self.position = 0
-        self.end_ids = np.array(sorted(set(end_ids)), np.int64)
-        self.greedy = sampling.temperature < GREEDY_BELOW
-        self.bias_ids = np.array([token for token, _ in sampling.logit_bias], np.int64)
-        self.bias = np.array([value for _, value in sampling.logit_bias], np.float32)
-        self.penalised = bool(
-            sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty
-        )
-        self._bare = self.greedy and not self.penalised and not sampling.logit_bias
-        self._bare = self._bare and matcher is None and sampling.logprobs is None
-        self._stream = make_stream(seed, sample)
-        seen = prompt if sampling.repetition_penalty != 1.0 else ()
-        self._ids = np.unique(np.asarray(seen, np.int64))
-        self._counts = np.zeros(self._ids.size, np.float32)
-        self._place = {token: i for i, token in enumerate(self._ids.tolist())} if self.penalised else {}
+
+class Asked:
+    """How one token is to be chosen: a read of a Drawing. (`SamplerState` has all this too, for tests.)"""
+
+    greedy = True
+    bias_ids, bias, penalised, counted = NONE, NONE, False, (NONE, NONE)
+
+    def __init__(self, drawing: Drawing | None = None, number: int = 0):
+        """The `number`-th of a drawing; None: the most likely token."""
+        self.is_plain = drawing is None
+        self._banned, self._key, self.allowed = NONE, 0, None
+        self.sampling = Options()
+        if drawing is None:
+            return
+        temperature, min_p, top_k, top_p = drawing.filters[number].tolist()
+        penalties = (1.0, 0.0, 0.0) if drawing.penalties is None else drawing.penalties[number].tolist()
+        logprobs = int(drawing.logprobs[number])
+        self.sampling = Options(temperature, min_p, int(top_k), top_p, *penalties, None if logprobs < 0 else logprobs)
+        self.greedy, self._key = temperature == 0.0, int(drawing.keys[number])
+        if drawing.bias is not None:
+            self.bias_ids, self.bias = drawing.bias[number]
+        if drawing.banned is not None:
+            self._banned = drawing.banned[number][0]
+        if drawing.counted is not None:
+            self.counted = drawing.counted[number]
+            self.penalised = penalties != [1.0, 0.0, 0.0]
+        if drawing.allowed is not None and (place := np.flatnonzero(drawing.masked == number)).size:
+            self.allowed = drawing.allowed[place[0]]
 
     def plain(self, ahead: int = 0) -> bool:
-        """The next token is the row's most likely one, and nothing else is wanted. ahead: tokens to come before it."""
-        return self._bare and not self.banned(ahead).size
+        return self.is_plain
+
+    def banned(self, ahead: int = 0) -> np.ndarray:
+        return self._banned
+
+    def key(self, ahead: int = 0) -> int:
+        return self._key
 
     @property
     def independent(self) -> bool:
-        """What is done to the logits depends on no token of the output, and of the result only the token is wanted."""
-        return not self.penalised and self.matcher is None and self.sampling.logprobs is None
+        return not self.penalised and self.allowed is None and self.sampling.logprobs is None
 
-    def banned(self, ahead: int = 0) -> np.ndarray:
-        """Ids that may not come next, for the sample would be too short."""
-        return self.end_ids if self.position + ahead < self.sampling.min_tokens else self.end_ids[:0]
 
-    @property
-    def grammar_done(self) -> bool:
-        """The grammar allows nothing after the tokens so far; the sample ends with them."""
-        return self.matcher is not None and self.matcher.is_done
+PLAIN = Asked()
 
-    def advance(self, token: int) -> None:
-        """Take `token` for the next one of the output."""
-        self.position += 1
-        if self.matcher is not None:
-            self.matcher.accept(token)
-        if self.penalised:
-            self._count(token)
 
-    def key(self, ahead: int = 0) -> int:
-        """The 64-bit key of the noise that the token at `position` + `ahead` is drawn with."""
-        return make_key(self._stream, self.position + ahead)
-
-    @property
-    def counted(self) -> tuple[np.ndarray, np.ndarray]:
-        """(ids that penalties concern, int64, how often each is in the output, float32)"""
-        return self._ids[: len(self._place)], self._counts[: len(self._place)]
-
-    def _count(self, token: int) -> None:
-        place = self._place.setdefault(token, len(self._place))
-        if place == self._ids.size:
-            more = np.zeros(max(64, place), np.int64)
-            self._ids, self._counts = np.append(self._ids, more), np.append(self._counts, more.astype(np.float32))
-        self._ids[place] = token
-        self._counts[place] += 1.0
+def asked_of(drawing: Drawing | None, reads: int) -> list[Asked]:
+    """How the token of each of a step's reads is chosen."""
+    asked = [PLAIN] * reads
+    if drawing is not None:
+        for number, read in enumerate(drawing.reads.tolist()):
+            asked[read] = Asked(drawing, number)
+    return asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +133,7 @@ class Sampler:
     """Chooses the next token of every sample of a step. Holds nothing; never changes logits or states."""
 
     @torch.inference_mode()
-    def choose(self, logits: Tensor, states: Sequence[SamplerState], rows: Sequence[int] | None = None) -> Choice:
+    def choose(self, logits: Tensor, states: Sequence[Asked], rows: Sequence[int] | None = None) -> Choice:
         """logits float32 [r, vocab]; `rows[i]` is the row of states[i], by default i. Rows may be shared."""
         places = np.arange(len(states)) if rows is None else np.asarray(rows, np.int64)
         ids: list[int | None] = _greedy_checked(logits)[places].tolist()
@@ -166,14 +149,12 @@ class Sampler:
         return Choice(ids, logprobs)
 
     @staticmethod
-    def can_start(device: torch.device, states: Iterable[SamplerState]) -> bool:
+    def can_start(device: torch.device, states: Iterable[Asked]) -> bool:
         """Whether `start` chooses for them."""
         return runs_triton(device) and all(state.independent for state in states)
 
     @torch.inference_mode()
-    def start(
-        self, logits: Tensor, states: Sequence[SamplerState], rows: Sequence[int], ahead: Sequence[int]
-    ) -> Tensor:
+    def start(self, logits: Tensor, states: Sequence[Asked], rows: Sequence[int], ahead: Sequence[int]) -> Tensor:
         """`choose`, without waiting for the device: int64 [states] on it, -1 where there is no token, or NOT_FINITE.
 
         ahead: how many tokens of a sample its state has not been told of yet.
@@ -201,7 +182,7 @@ class Sampler:
         return torch.where(likely == NOT_FINITE, NOT_FINITE, ids)
 
 
-def _choose(work: Tensor, states: list[SamplerState]) -> Choice:
+def _choose(work: Tensor, states: list[Asked]) -> Choice:
     """`work`: a row a state, overwritten."""
     asked = [i for i, state in enumerate(states) if state.sampling.logprobs is not None]
     own = torch.log_softmax(work[asked], -1) if asked else None
@@ -229,21 +210,21 @@ def _places(work: Tensor, rows: Sequence[int], ids: Sequence[np.ndarray]) -> Ten
     return send(np.concatenate(ids) + starts, work.device)
 
 
-def _add_bias(work: Tensor, states: list[SamplerState]) -> None:
+def _add_bias(work: Tensor, states: list[Asked]) -> None:
     rows = [i for i, state in enumerate(states) if state.bias_ids.size]
     if rows:
         places = _places(work, rows, [states[i].bias_ids for i in rows])
         work.view(-1)[places] += send(np.concatenate([states[i].bias for i in rows]), work.device)
 
 
-def _mask(work: Tensor, states: list[SamplerState]) -> None:
+def _mask(work: Tensor, states: list[Asked]) -> None:
     for row, state in zip(work, states, strict=True):
-        if state.matcher is not None:
-            allowed = send(state.matcher.mask(), work.device)
+        if state.allowed is not None:
+            allowed = send(state.allowed, work.device)
             row.masked_fill_(~allowed, -torch.inf)
 
 
-def _penalise(work: Tensor, states: list[SamplerState]) -> None:
+def _penalise(work: Tensor, states: list[Asked]) -> None:
     """CTRL (Keskar et al. 2019) for the repetition penalty, OpenAI's API reference for the others."""
     rows = [i for i, state in enumerate(states) if state.penalised]
     counted = [states[i].counted for i in rows]
@@ -260,14 +241,14 @@ def _penalise(work: Tensor, states: list[SamplerState]) -> None:
     work.view(-1)[places] = torch.where(values > 0, values / factor, values * factor) - less
 
 
-def _ban(work: Tensor, states: list[SamplerState], ahead: Sequence[int]) -> None:
+def _ban(work: Tensor, states: list[Asked], ahead: Sequence[int]) -> None:
     banned = [state.banned(n) for state, n in zip(states, ahead, strict=True)]
     rows = [i for i, ids in enumerate(banned) if ids.size]
     if rows:
         work.view(-1)[_places(work, rows, [banned[i] for i in rows])] = -torch.inf
 
 
-def _logprobs(own: Tensor, states: list[SamplerState], ids: list[int | None]) -> list[TokenLogprobs | None]:
+def _logprobs(own: Tensor, states: list[Asked], ids: list[int | None]) -> list[TokenLogprobs | None]:
     """own [a, vocab]: log-probabilities of the model's own distribution."""
     most = min(max(state.sampling.logprobs or 0 for state in states), own.shape[-1])
     values, places = own.topk(most, -1)

@@ -13,10 +13,9 @@ from ..attention import Heads, KeyRuns, KVStore, SlotPlan, place_slots, plan_slo
 from ..device import send
 from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
 from ..model.config import Plane
-from ..schedule.generate_step import GenerateStep
 from ..schedule.steps import SlotStep
 
-__all__ = ["SlotAttend", "SlotBatch", "fill_in", "make_store", "prepare_slots", "slot_step"]
+__all__ = ["SlotAttend", "SlotBatch", "fill_in", "make_store", "prepare_slots"]
 
 
 def make_store(model: CausalLM, slots: int) -> KVStore:
@@ -45,14 +44,14 @@ class SlotBatch:
 
 
 def prepare_slots(
-    step: GenerateStep | SlotStep,
+    step: SlotStep,
     planes: Sequence[Plane],
     heads: Heads,
     device: torch.device,
     adapters: Mapping[str, Adapter],
     given: Tensor | None = None,
 ) -> SlotBatch:
-    """heads: the model's. adapters: by name, as namespaces begin with. given: as for `fill_in`."""
+    """heads: the model's. adapters: in the order of their numbers. given: as for `fill_in`."""
     runs = KeyRuns(step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
     windows = {plane.window for plane in planes}
     positions = step.positions.astype(np.int64)
@@ -91,29 +90,10 @@ def fill_in(tokens: Tensor, given: Tensor | None) -> Tensor:
     return torch.where(tokens < 0, given[(-1 - tokens).clamp(min=0)].clamp(min=0), tokens)
 
 
-def row_adapters(step: GenerateStep | SlotStep, adapters: Mapping[str, Adapter], *, read_all: bool) -> RowAdapters:
-    numbers = step.adapters if isinstance(step, SlotStep) else adapter_numbers(step, adapters)
-    if numbers is None:
+def row_adapters(step: SlotStep, adapters: Mapping[str, Adapter], *, read_all: bool) -> RowAdapters:
+    if step.adapters is None:
         return NO_ADAPTERS
-    return RowAdapters(list(adapters.values()), numbers, None if read_all else step.read_rows)
-
-
-def adapter_numbers(step: GenerateStep, adapters: Mapping[str, Adapter]) -> np.ndarray | None:
-    """int64 [rows]: the number of each row's adapter, -1 for none; None where there are none at all."""
-    if not adapters:
-        return None
-    numbers = np.full(step.num_rows, -1, np.int64)
-    places = {name: i for i, name in enumerate(adapters)}
-    for namespace, first, stop in step.spans:
-        numbers[first:stop] = places.get(namespace[0], -1)
-    return numbers
-
-
-def slot_step(step: GenerateStep, adapters: Mapping[str, Adapter], head: bool) -> SlotStep:
-    """A step of generation as the message that other ranks get: its arrays, without who takes what they give."""
-    runs = step.run_start, step.run_count, step.run_position, step.run_first, step.run_last
-    numbers = adapter_numbers(step, adapters)
-    return SlotStep(step.tokens, step.positions, step.slots, *runs, step.read_rows, numbers, head)
+    return RowAdapters(list(adapters.values()), step.adapters, None if read_all else step.read_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine.generate import Generator
+from prefold.errors import OutOfMemoryError
 from prefold.types import GenerateRequest, Readout, Request, Sampling
 from prefold.worker import sampler
 from prefold.worker.draw import draw
@@ -49,9 +50,8 @@ def draws_ahead(monkeypatch) -> None:
 
 def engine_of(llm: LLM, *, rows: int = 24, ahead: bool = False, **options) -> Engine:
     generation = GenerateOptions(**{"kv_memory": 1 << 20} | options)
-    engine = Engine(LocalWorker(llm.model), EngineOptions(max_batch_rows=rows, generation=generation))
-    engine.generator._looks_ahead = ahead
-    return engine
+    worker = LocalWorker(llm.model, depth=2 if ahead else 1)
+    return Engine(worker, EngineOptions(max_batch_rows=rows, generation=generation))
 
 
 def random_sampling(rng: random.Random) -> Sampling:
@@ -85,7 +85,7 @@ def alone(llm: LLM, prompt: np.ndarray, asked):
 
 def submit(generator, prompt: np.ndarray, asked, on_done) -> int:
     if asked is None:
-        return generator.add_probe(Request(prompt, None), Readout("last"), on_done)
+        return generator.add(Request(prompt, None), None, on_done, readout=Readout("last"))
     return generator.add(GenerateRequest(prompt, asked), None, on_done)
 
 
@@ -99,7 +99,7 @@ def test_traces(llm, draws_ahead, first, ahead):
 def run_trace(llm: LLM, rng: random.Random, ahead: bool) -> None:
     """Little memory, a radix cache, probes, cancels from outside and from callbacks, steps that find no memory, and
     statistics that begin anew."""
-    slot = engine_of(llm).generator.slot_bytes
+    slot = llm.engine.worker.facts.slot_bytes
     cache = rng.choice([None, CacheOptions(min_overlap=0), CacheOptions(min_overlap=2, max_tokens=9)])
     engine = engine_of(
         llm, ahead=ahead, reserve_output=rng.random() < 0.5, cache=cache, kv_memory=rng.choice([60, 90, 400]) * slot,
@@ -116,14 +116,14 @@ def run_trace(llm: LLM, rng: random.Random, ahead: bool) -> None:
     answers: dict[int, object] = {}
     keys: dict[int, int] = {}
     cancelled: set[int] = set()
-    short, forward = rng.choice([0, 0, OUT_OF_MEMORY]), generator._forward
+    short, start = rng.choice([0, 0, OUT_OF_MEMORY]), engine.worker.start
 
-    def sometimes_too_large(step, given):
+    def sometimes_too_large(step, prepared=None):
         if rng.random() < short:
-            raise torch.OutOfMemoryError("made up")
-        return forward(step, given)
+            raise OutOfMemoryError("made up")
+        return start(step, prepared)
 
-    generator._forward = sometimes_too_large
+    engine.worker.start = sometimes_too_large
 
     def cancel_one() -> None:
         number = rng.choice(list(keys))
@@ -149,7 +149,7 @@ def run_trace(llm: LLM, rng: random.Random, ahead: bool) -> None:
             cancel_one()
         if rng.random() < 0.05:
             engine.reset_stats()
-        with suppress(torch.OutOfMemoryError):  # in a step of one row
+        with suppress(OutOfMemoryError):  # in a step of one row
             generator.step()
         generator.scheduler.check()
         assert len(generator._flights) <= 1
@@ -198,9 +198,8 @@ def test_looking_ahead_with_little_memory(llm, draws_ahead):
 
 
 def test_a_request_that_is_cancelled_while_its_step_runs(llm, draws_ahead):
-    engine = engine_of(llm)
+    engine = engine_of(llm, ahead=True)
     generator = engine.generator
-    generator._looks_ahead = True
     answers: dict[int, list] = {}
     keys = [
         generator.add(
@@ -240,8 +239,7 @@ def test_a_sample_whose_text_cancels_its_own_request(tmp_path):
 def test_a_failure_of_whoever_is_told_is_his_alone(tmp_path, draws_ahead, ahead):
     """The text that nobody wants to hear of ends; the others in its step get their answers."""
     llm = LLM(str(tiny_checkpoint(tmp_path)), dtype="float32", cache="off")
-    generator = llm.engine.generator
-    generator._looks_ahead = ahead
+    generator = engine_of(llm, ahead=ahead).generator
 
     def fail(sample: int, piece: str) -> None:
         raise RuntimeError("no longer there")
@@ -289,8 +287,7 @@ def test_waiting_for_tokens_can_be_interrupted(llm, draws_ahead, monkeypatch):
 
 def test_a_call_leaves_no_step_behind(llm, draws_ahead):
     """What a call began is counted there, though its last answers come before its last step is over."""
-    engine = engine_of(llm)
-    engine.generator._looks_ahead = True
+    engine = engine_of(llm, ahead=True)
     for _ in range(2):
         engine.reset_stats()
         answers: list = []

@@ -11,8 +11,9 @@ import torch
 from running import as_request, run
 
 from prefold import LLM
+from prefold.engine.sampling import SamplerState
 from prefold.types import Readout, Sampling
-from prefold.worker.sampler import Sampler, SamplerState
+from prefold.worker.sampler import Sampler
 
 pytestmark = pytest.mark.slow
 

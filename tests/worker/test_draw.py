@@ -7,10 +7,11 @@ import pytest
 import torch
 from tritons import on_triton  # noqa: F401 (a fixture)
 
+from prefold.engine.sampling import SamplerState
 from prefold.types import Sampling
 from prefold.worker import draw as module
 from prefold.worker.draw import draw, draw_on_device, kept
-from prefold.worker.sampler import NOT_FINITE, Sampler, SamplerState
+from prefold.worker.sampler import NOT_FINITE, Sampler
 
 OPTIONS = [
     Sampling(temperature=1.0),

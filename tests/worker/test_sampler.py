@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefold import kernels
+from prefold.engine.sampling import SamplerState
 from prefold.types import Sampling
 from prefold.worker.draw import kept
 from prefold.worker.noise import gumbel, hash_ids
-from prefold.worker.sampler import Sampler, SamplerState, greedy
+from prefold.worker.sampler import Sampler, greedy
 
 VOCAB = 300
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ..errors import InputError
+from ..schedule.steps import NOT_FINITE
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import Matcher
 from ..types import Generated, GenerateRequest, TokenLogprobs
-from .sampler import NOT_FINITE, SamplerState
+from .sampling import SamplerState
 
 __all__ = ["Sample"]
 
@@ -22,8 +23,6 @@ class Sample:
     error    why there is no result, None where there is one
     on_text  called with every piece of text as it becomes final; None: nobody listens
     """
-
-    needs_logits: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -44,6 +43,7 @@ class Sample:
         self.finish_reason: Literal["stop", "length", "cancelled"] | None = None
         self.error: InputError | None = None
         self._limit = limit
+        self._taking = False
         self._stop: str | int | None = None
         self._stop_ids = set(sampling.stop_ids)
         self._end_ids = self._stop_ids | (set() if sampling.ignore_eos else set(eos_ids))
@@ -57,9 +57,26 @@ class Sample:
             sampling, seed=seed, sample=number, prompt=request.tokens, end_ids=self._end_ids, matcher=matcher
         )
 
-    def take(self, token: int | None, logprobs: TokenLogprobs | None) -> bool:
-        """The next token, None where no token is allowed any more, NOT_FINITE where the logits were no finite numbers;
-        returns whether the sample has ended."""
+    @property
+    def is_done(self) -> bool:
+        return self.finish_reason is not None
+
+    def take(self, before: int, token: int | None, logprobs: TokenLogprobs | None) -> bool:
+        """Take the token that follows the first `before` ones; returns whether the sample has ended.
+
+        None: no token is allowed any more; NOT_FINITE: the logits were no finite numbers. A token that it has taken
+        already is not taken twice; where taking one was broken off, the sample ends as it is.
+        """
+        if self._taking:
+            self.drop()
+        if self.is_done or len(self.tokens) > before:
+            return self.is_done
+        self._taking = True
+        ended = self._take(token, logprobs)
+        self._taking = False
+        return ended
+
+    def _take(self, token: int | None, logprobs: TokenLogprobs | None) -> bool:
         if token == NOT_FINITE:
             message = f"the logits after {len(self.tokens)} tokens are not finite numbers"
             remedy = 'try dtype="float32" (--dtype float32); if it stays, the weights are damaged'
@@ -78,6 +95,8 @@ class Sample:
             self._logprobs.append(logprobs)
         if self._text is not None:
             self._say(self._text.add(token))
+            if self.is_done:  # who was told has cancelled it
+                return True
             if self._text.stopped is not None:
                 return self._end("stop", self._text.stopped)
         if self.state.grammar_done:
@@ -91,7 +110,7 @@ class Sample:
 
     def drop(self) -> None:
         """End it as it is, for nobody listens any more."""
-        self._on_text = None
+        self._on_text, self._taking = None, False
         self.cancel()
 
     def result(self, cached_tokens: int) -> Generated:

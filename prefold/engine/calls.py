@@ -1,0 +1,138 @@
+"""One caller's requests: how they come to a generator, and how what they give comes back.
+
+Everybody who waits for answers may step, one at a time: whoever finds the turn free makes the next step, which serves
+all. The others sleep until something has come for them, or the turn is free again.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from ..text import Tokenizer
+from ..types import GenerateRequest, Readout, Request
+from .generate import Generator
+from .requests import Answer
+
+__all__ = ["Call", "Inbox", "TextPiece", "serve"]
+
+# How long somebody sleeps who was not woken. Nobody should need it; after an interrupt somebody may.
+LONGEST_SLEEP = 0.2
+
+# (sample, some more of its text)
+TextPiece = tuple[int, str]
+
+
+class Inbox:
+    """What has come for one caller: (key, what) in the order it came. Jobs know the inbox, and not the caller, so that
+    a caller that is gone is noticed."""
+
+    def __init__(self) -> None:
+        self.came: deque[tuple[int, Any]] = deque()
+        self.woken = threading.Event()
+
+    def put(self, key: int, what: Any) -> None:
+        self.came.append((key, what))
+        self.woken.set()
+
+    def put_text(self, key: int, sample: int, piece: str) -> None:
+        self.put(key, (sample, piece))
+
+
+class Call:
+    """The requests of one caller. When it is left, or nobody has it any more, those that are open are ended."""
+
+    def __init__(self, generator: Generator):
+        self.generator = generator
+        self.open: dict[int, Hashable] = {}  # key to tag
+        self.inbox = Inbox()
+        generator.inboxes[self.inbox] = None
+        self.leave = weakref.finalize(self, _leave, generator, self.open, self.inbox)
+        self.leave.atexit = False
+
+    def add(
+        self,
+        tag: Hashable,
+        request: GenerateRequest | Request,
+        tokenizer: Tokenizer | None = None,
+        *,
+        readout: Readout | None = None,
+        sharing: bool | None = None,
+        text: bool = False,
+    ) -> None:
+        """Ask for a request. text: whether its text is wanted piece by piece."""
+        key = self.generator.new_key()
+        self.open[key] = tag  # before it is known elsewhere: whatever happens, it is ended when the call is left
+        on_text = partial(self.inbox.put_text, key) if text else None
+        on_done = partial(self.inbox.put, key)
+        self.generator.add(request, tokenizer, on_done, on_text, readout=readout, sharing=sharing, key=key)
+
+    def take(self) -> Iterator[tuple[Any, TextPiece | Answer]]:
+        """(tag, what) of all that has come and was not taken yet."""
+        came = self.inbox.came
+        while came:
+            key, what = came.popleft()
+            if isinstance(what, tuple):
+                yield self.open[key], what
+            elif key in self.open:  # not when an answer comes a second time, after an interrupt
+                yield self.open.pop(key), what
+
+    def advance(self, *, alone: bool = True) -> None:
+        """Make a step, or wait while somebody else does. alone: only for what this call has asked."""
+        generator, inbox = self.generator, self.inbox
+        if not generator.turn.acquire(blocking=False):
+            inbox.woken.wait(LONGEST_SLEEP)
+            inbox.woken.clear()
+            return
+        try:
+            moved = generator.step()
+        finally:
+            generator.turn.release()
+            generator.wake_another(inbox)
+        if alone and not moved and not inbox.came:
+            raise AssertionError("requests wait, and no step can be made")
+
+
+def _leave(generator: Generator, open_keys: dict[int, Hashable], inbox: Inbox) -> None:
+    generator.inboxes.pop(inbox, None)
+    if open_keys:
+        generator.cancel(*open_keys)
+    generator.wake_another(inbox)
+
+
+def serve(
+    generator: Generator,
+    windows: Iterable[Iterable[tuple[Hashable, GenerateRequest | Request]]],
+    tokenizer: Tokenizer | None = None,
+    *,
+    stopping: Callable[[], bool] = lambda: False,
+    **options: Any,
+) -> Iterator[tuple[Any, TextPiece | Answer]]:
+    """Yield (tag, answer) of every request as they end, and with text=True (tag, piece) before.
+
+    The next window is taken in when few requests wait, so that its prompts join those that still run.
+    stopping  asked after every step: once it says so, this ends, having yielded what is there
+    options   of `Call.add`
+    """
+    call = Call(generator)
+    left = iter(windows)
+    more = True
+    try:
+        while more or call.open:
+            # Others' requests may wait too: ours must not wait for theirs.
+            while more and (not call.open or generator.num_waiting <= generator.options.max_running):
+                window = next(left, None)
+                more = window is not None
+                for tag, request in window or ():
+                    call.add(tag, request, tokenizer, **options)
+            yield from call.take()
+            if stopping():
+                return
+            if call.open:
+                call.advance()
+    finally:
+        call.leave()

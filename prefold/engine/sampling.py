@@ -1,0 +1,132 @@
+"""What is known of one sample where its next token is to be chosen, and what a worker is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ..schedule.steps import Drawing, Ragged
+from ..text.grammar import Matcher
+from ..types import Sampling
+from ..worker.noise import make_key, make_stream
+
+__all__ = ["SamplerState", "drawing_of"]
+
+# A temperature this small divides logits into numbers that float32 cannot tell apart.
+GREEDY_BELOW = 1e-5
+NO_PENALTIES = (1.0, 0.0, 0.0)
+
+
+class SamplerState:
+    """What the next token of one sample depends on: its options, key, position, and the tokens so far.
+
+    position   of the token chosen next in the output: 0 for the first
+    matcher    its grammar's, None without one
+    end_ids    ids that end it, banned below min_tokens
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        seed: int,
+        sample: int = 0,
+        prompt: Sequence[int] | np.ndarray = (),
+        end_ids: Iterable[int] = (),
+        matcher: Matcher | None = None,
+    ):
+        """`prompt` is read only for a repetition penalty. With the matcher, which the state advances, comes its end."""
+        self.sampling = sampling
+        self.matcher = matcher
+        self.position = 0
+        self.end_ids = np.array(sorted(set(end_ids)), np.int64)
+        self.greedy = sampling.temperature < GREEDY_BELOW
+        self.bias_ids = np.array([token for token, _ in sampling.logit_bias], np.int64)
+        self.bias = np.array([value for _, value in sampling.logit_bias], np.float32)
+        temperature = 0.0 if self.greedy else sampling.temperature
+        self.filters = (temperature, sampling.min_p, sampling.top_k, sampling.top_p)
+        self.penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        self.penalised = self.penalties != NO_PENALTIES
+        self._bare = self.greedy and not self.penalised and not sampling.logit_bias
+        self._bare = self._bare and matcher is None and sampling.logprobs is None
+        self._stream = make_stream(seed, sample)
+        seen = prompt if sampling.repetition_penalty != 1.0 else ()
+        self._ids = np.unique(np.asarray(seen, np.int64))
+        self._counts = np.zeros(self._ids.size, np.float32)
+        self._place = {token: i for i, token in enumerate(self._ids.tolist())} if self.penalised else {}
+
+    def plain(self, ahead: int = 0) -> bool:
+        """The next token is the row's most likely one, and nothing else is wanted. ahead: tokens to come before it."""
+        return self._bare and not self.banned(ahead).size
+
+    @property
+    def independent(self) -> bool:
+        """What is done to the logits depends on no token of the output, and of the result only the token is wanted."""
+        return not self.penalised and self.matcher is None and self.sampling.logprobs is None
+
+    def banned(self, ahead: int = 0) -> np.ndarray:
+        """Ids that may not come next, for the sample would be too short."""
+        return self.end_ids if self.position + ahead < self.sampling.min_tokens else self.end_ids[:0]
+
+    @property
+    def allowed(self) -> np.ndarray | None:
+        """bool [vocab]: which tokens the grammar lets come next; None: all."""
+        return None if self.matcher is None else self.matcher.mask()
+
+    @property
+    def grammar_done(self) -> bool:
+        """The grammar allows nothing after the tokens so far; the sample ends with them."""
+        return self.matcher is not None and self.matcher.is_done
+
+    def advance(self, token: int) -> None:
+        """Take `token` for the next one of the output."""
+        self.position += 1
+        if self.matcher is not None:
+            self.matcher.accept(token)
+        if self.penalised:
+            self._count(token)
+
+    def key(self, ahead: int = 0) -> int:
+        """The 64-bit key of the noise that the token at `position` + `ahead` is drawn with."""
+        return make_key(self._stream, self.position + ahead)
+
+    @property
+    def counted(self) -> tuple[np.ndarray, np.ndarray]:
+        """(ids that penalties concern, int64, how often each is in the output, float32)"""
+        return self._ids[: len(self._place)], self._counts[: len(self._place)]
+
+    def _count(self, token: int) -> None:
+        place = self._place.setdefault(token, len(self._place))
+        if place == self._ids.size:
+            more = np.zeros(max(64, place), np.int64)
+            self._ids, self._counts = np.append(self._ids, more), np.append(self._counts, more.astype(np.float32))
+        self._ids[place] = token
+        self._counts[place] += 1.0
+
+
+def drawing_of(states: Sequence[SamplerState | None], ahead: Sequence[int]) -> Drawing | None:
+    """How the tokens at a step's reads are chosen, where it is not just the most likely one.
+
+    states: of the sample at each read; None: any token will do. ahead: how many tokens of it are still on their way.
+    """
+    found = [(i, state, ahead[i]) for i, state in enumerate(states) if state is not None and not state.plain(ahead[i])]
+    if not found:
+        return None
+    each = [state for _, state, _ in found]
+    banned = [(ids, np.zeros(len(ids), np.float32)) for ids in (state.banned(n) for _, state, n in found)]
+    penalised = any(state.penalised for state in each)
+    masked = [i for i, state in enumerate(each) if state.matcher is not None]
+    logprobs = [-1 if state.sampling.logprobs is None else state.sampling.logprobs for state in each]
+    return Drawing(
+        reads=np.array([i for i, _, _ in found], np.int64),
+        filters=np.array([state.filters for state in each], np.float64),
+        keys=np.array([state.key(n) for _, state, n in found], np.uint64),
+        logprobs=np.array(logprobs, np.int64),
+        bias=Ragged.of([(state.bias_ids, state.bias) for state in each]),
+        banned=Ragged.of(banned),
+        penalties=np.array([state.penalties for state in each], np.float64) if penalised else None,
+        counted=Ragged.of([state.counted for state in each]) if penalised else None,
+        masked=np.array(masked, np.int64),
+        allowed=np.stack([each[i].matcher.mask() for i in masked]) if masked else None,  # type: ignore[union-attr]
+    )
