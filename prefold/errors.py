@@ -91,7 +91,8 @@ class JobError(PrefoldError):
 def record_error(error: Exception) -> InputError:
     """The InputError that a record gets for `error`, which was raised while that record was worked on.
 
-    An InputError is returned as it is, and any other exception as one that names its type (code "unexpected").
+    An InputError is returned as it is, and any other exception as one that names its type (code "unexpected"). So is a
+    MemoryError: what one record asked for was more than there is, and is free again.
     Raises `error` again where no record can be at fault: an OSError, a module that cannot be imported, and all of
     prefold's own errors but InputError.
     """

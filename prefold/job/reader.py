@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, UnsupportedModelError
 from ..records.adapter import Parsed, RecordAdapter, error_text
 from ..records.record import Record, Source
 from ..report.progress import Counts
@@ -210,7 +210,7 @@ class Reader:
     def _flush(self, task: str) -> None:
         """Tokenise the records that wait, and spool their requests."""
         chunk = self._chunks.pop(task)
-        works = iter(self._prepare(task, chunk.items))
+        works = iter(self._works(task, chunk.items))
         for number, parsed in chunk.records:
             mine = [next(works) for _ in parsed.items]
             # All of a record's tags are made before the first is spooled: half of a record would be waited for.
@@ -229,6 +229,14 @@ class Reader:
             self.has_work.set()
             if self._fill is not None and spool.num_tokens >= self._fill:
                 self._hand_on(task)
+
+    def _works(self, task: str, items: list[Any]) -> list[Any]:
+        """What the task makes of each item. One that the model is not made for is the error of those who ask for it."""
+        try:
+            return self._prepare(task, items)
+        except (InputError, UnsupportedModelError) as error:
+            remedy = "leave such records out, or use a model and options that fit them"
+            return [InputError(f"there is no {task!r} here: {error}", remedy=remedy, code="unsupported")] * len(items)
 
     def _fail(self, number: int, meta: Any, error: InputError) -> None:
         self._output.write(number, error_text(self._adapter, number, meta, error), failed=True)

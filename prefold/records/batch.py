@@ -22,6 +22,7 @@ from .recordset import TextSet
 
 __all__ = ["OpenAIBatch", "is_batch_line"]
 
+_OTHER_MODELS = 20  # names that are counted each for itself
 _LINE_ERRORS = {"duplicate_custom_id", "unknown_url", "invalid_line"}
 # URLs that people ask for and that are not served, and what does the same.
 _OTHER_URLS = {
@@ -90,7 +91,8 @@ class OpenAIBatch:
             parsed.meta["model"] = model
             parsed.items = [item | {"adapter": model} for item in parsed.items]
         elif model is not None and model != self.served:
-            self.other_models[model] += 1
+            known = model in self.other_models or len(self.other_models) < _OTHER_MODELS
+            self.other_models[model if known else "others"] += 1
 
     def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
         model = meta.get("model", self.served)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prefold.errors import CheckpointError, JobError
+from prefold.errors import CheckpointError, JobError, UnsupportedModelError
 from prefold.job.output import OutputOptions, StreamOutput, open_output
 from prefold.job.run import Interrupted, Job, run_job
 from prefold.records.batch import OpenAIBatch
@@ -191,6 +191,23 @@ def test_a_batch_of_several_urls_runs_lane_by_lane(tmp_path):
     scores = next(g for g in got if g["custom_id"] == "c2")["response"]["body"]["data"]
     assert [s["score"] for s in scores] == [digest(b"qa"), digest(b"qb"), digest(b"qc")]
     assert len({g["id"] for g in got}) == 8
+
+
+def test_a_task_that_the_model_is_not_made_for_fails_those_who_ask_for_it(tmp_path):
+    class Unmade(dict):
+        def __missing__(self, name):
+            raise UnsupportedModelError("the checkpoint has no LM head") if name == "rerank" else KeyError(name)
+
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    bodies = [("/v1/embeddings", {"input": "x"}), ("/rerank", {"query": "q", "documents": ["a"]})] * 2
+    lines = [{"custom_id": f"c{i}", "url": url, "body": body} for i, (url, body) in enumerate(bodies)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    output = open_output(OutputOptions(out), FINGERPRINT)
+    job = Job(open_source(str(source)), OpenAIBatch("m"), Unmade(embed=FakeTask()), fake_llm, output)
+    assert run_job(job, Progress()).errors == 2
+    got = {line["custom_id"]: line["response"] for line in read_lines(out)}
+    assert [got[f"c{i}"]["status_code"] for i in range(4)] == [200, 400, 200, 400]
+    assert "no LM head" in got["c1"]["body"]["error"]["message"]
 
 
 def generate_job(source, out, *, seed=3, limit=None, llm=None, **options):

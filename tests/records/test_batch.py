@@ -180,3 +180,6 @@ def test_other_models_are_counted():
     for i, model in enumerate(["m", "gpt", "gpt"]):
         read(batch, line(str(i), body={"model": model, "input": "x"}))
     assert batch.other_models == {"gpt": 2}
+    for i in range(100):
+        read(batch, line(f"x{i}", body={"model": f"model {i}", "input": "x"}))
+    assert len(batch.other_models) == 21 and batch.other_models["others"] == 81
