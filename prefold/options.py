@@ -71,6 +71,10 @@ class TaskOptions:
         one_of=(False, True, "left", "right"),
     )  # fmt: skip
 
+    adapter: str | Sequence[str | None] | None = _option(
+        None, "The LoRA adapter to run with; in Python also a list of one a prompt. By default the model itself."
+    )
+
     def __post_init__(self) -> None:
         for one in fields(self):
             value, allowed, kind = getattr(self, one.name), one.metadata["one_of"], one.metadata["kind"]
@@ -80,6 +84,9 @@ class TaskOptions:
             if kind is not None and not _is_a(kind, value) and not (value is None and one.default is None):
                 remedy = {bool: "give True or False", str: "give a text", int: "give a whole number"}[kind]
                 raise InputError(f"{one.name} is {value!r:.80}", field=one.name, remedy=remedy, code="wrong_type")
+        if self.adapter is not None and not isinstance(self.adapter, (str, list, tuple)):
+            message = f"adapter is {self.adapter!r:.80}"
+            raise InputError(message, field="adapter", remedy="give the name of an adapter", code="wrong_type")
         if self.max_length is not None and self.max_length < 1:
             raise InputError(f"max_length is {self.max_length}", field="max_length", remedy="give 1 or more")
 
@@ -222,7 +229,6 @@ class GenerationOptions(TaskOptions):
     template_seconds: float | None = _option(
         None, "Processor time the chat template may take for a conversation; by default 10.", journal=False
     )
-    adapter: str | None = _option(None, "The LoRA adapter that answers; by default the model itself.", kind=str)
     salt: str = _option("", "Prompts share what is computed only where it is the same.", None, kind=str)
     priority: int = _option(0, 'What a larger one computed is kept longer, by the cache policy "priority".', None)
 

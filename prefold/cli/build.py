@@ -57,7 +57,7 @@ class LazyTasks(Mapping[str, Any]):
             from ..tasks import make_task
 
             settings = task_settings(name, self._options, self._checkpoint, self._tokenizer)
-            adapters = tuple(adapter_folders(self._options)) if name == "generate" else ()
+            adapters = tuple(adapter_folders(self._options))
             self._tasks[name] = make_task(name, self._checkpoint, self._tokenizer, settings, adapters=adapters)
         return self._tasks[name]
 
@@ -78,6 +78,9 @@ def task_settings(task: str, o: Options, checkpoint: Any, tokenizer: Any) -> dic
     limits = {"max_length": o["max_length"]} if o.get("max_length") else {}
     if o.get("truncate_side") or o.get("truncate"):
         limits["truncate"] = o.get("truncate_side") or True
+    folders = adapter_folders(o)
+    if len(folders) == 1 and not o.get("adapter_column"):
+        limits["adapter"] = next(iter(folders))
     if task == "generate":
         return generate_settings(o, checkpoint, tokenizer) | limits
     names = {
@@ -160,7 +163,6 @@ def generate_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, 
     """The same for the task "generate"."""
     from ..records.fields import read_argument
 
-    folders = adapter_folders(o)
     settings = sampling_settings(o, checkpoint, tokenizer)
     settings |= {name: read_argument(o[name]) for name in ("system", "chat_template") if o.get(name)}
     if o.get("chat_template_kwargs"):
@@ -169,8 +171,6 @@ def generate_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, 
     settings |= {name: o[name] for name in given if o.get(name) is not None}
     if (o.get("tools") or "").startswith("@"):
         settings["tools"] = _json_option(read_argument(o["tools"]), "--tools", list)
-    if len(folders) == 1 and not o.get("adapter_column"):
-        settings["adapter"] = next(iter(folders))
     return settings
 
 

@@ -109,6 +109,10 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
     chat = task == "generate" and uses_chat(o, tokenizer)
     if task == "generate":
         columns |= _generate_columns(o, have, chat, given=bool(columns))
+    if o.get("adapter_column"):
+        columns["adapter"] = o["adapter_column"]
+    elif len(o.get("adapter") or ()) > 1:
+        raise JobError("which records use which --adapter? add --adapter-column COLUMN")
     columns |= default_columns(task, have, columns)
     named = Columns(**columns, id=o.get("id_column"), **_kept(task, o, source.columns))
     empty = o.get("empty") == "keep"
@@ -124,10 +128,6 @@ def _generate_columns(o: Options, have: list[str] | None, chat: bool, *, given: 
         columns["messages"] = "messages"
     if o.get("tools") and not o["tools"].startswith("@"):
         columns["tools"] = o["tools"]
-    if o.get("adapter_column"):
-        columns["adapter"] = o["adapter_column"]
-    elif len(o.get("adapter") or ()) > 1:
-        raise JobError("which records use which --adapter? add --adapter-column COLUMN")
     return columns
 
 

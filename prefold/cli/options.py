@@ -143,7 +143,6 @@ _COLUMNS = {
         _PROMPT,
         click.option("--tools", metavar="COLUMN",
                      help="Tools that the chat template is told of: a column, or @FILE (JSON) for all records."),
-        click.option("--adapter-column", metavar="COLUMN", help="The name of each record's adapter."),
     ),
 }  # fmt: skip
 _MESSAGES = click.option("--messages", metavar="COLUMN", help="Chat messages, written by the model's chat template.")
@@ -205,9 +204,6 @@ _TASKS: dict[str, tuple[Decorator, ...]] = {
         click.option("--regex", metavar="REGEX", help="Answers match it."),
         click.option("--choice", metavar="TEXT", multiple=True, help="Answers are one of these texts. Repeated."),
         click.option("--grammar", metavar="TEXT", help="Answers follow a grammar in Lark's syntax; @FILE reads it."),
-        click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
-                     help="A LoRA adapter (PEFT). One is used for all records; of several, --adapter-column or the "
-                          "model of a batch line chooses."),
     ),
 }  # fmt: skip
 _INSTRUCTION = click.option("--instruction", metavar="TEXT",
@@ -217,6 +213,11 @@ _TEMPLATE = click.option("--template", metavar="TEXT",
                               "and {label}.")  # fmt: skip
 
 
+_ADAPTER = click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
+                        help="A LoRA adapter (PEFT). One is used for all records; of several, --adapter-column or the "
+                             "model of a batch line chooses.")  # fmt: skip
+
+
 def task_options(*tasks: str) -> Decorator:
     """The options that tasks have of their own."""
     options = [option for task in tasks for option in _TASKS[task]]
@@ -224,7 +225,7 @@ def task_options(*tasks: str) -> Decorator:
         options.append(_INSTRUCTION)
     if {"rerank", "classify"} & set(tasks):
         options.append(_TEMPLATE)
-    return _all(*options)
+    return _all(*options, _ADAPTER)
 
 
 def column_options(*tasks: str) -> Decorator:
@@ -234,6 +235,7 @@ def column_options(*tasks: str) -> Decorator:
         options.append(_MESSAGES)
     return _all(
         *options,
+        click.option("--adapter-column", metavar="COLUMN", help="The name of each record's adapter."),
         click.option("--id", "id_column", metavar="COLUMN", help="A column that the output repeats as id."),
         click.option("--keep", metavar="A,B,...", multiple=True,
                      help="Further columns that the output repeats, under another name as NAME=COLUMN; '*': all. "

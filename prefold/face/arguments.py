@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..errors import InputError
 
 __all__ = ["Ids", "Message", "Prompt", "Text", "Vector"]
-__all__ += ["as_items", "as_prompts", "as_texts", "chats_of", "check_errors", "first_error", "pair_up"]
+__all__ += ["as_items", "as_prompts", "as_texts", "chats_of", "check_errors", "first_error", "pair_up", "take_adapters"]
 
 T = TypeVar("T")
 Message = Mapping[str, object]  # {"role": "user", "content": "..."}
@@ -80,9 +80,19 @@ def give_adapters(items: list[Any], single: bool, adapter: Any) -> list[Any]:
     return [_with_adapter(item, name) for item, name in zip(items, adapter, strict=True)]
 
 
+def take_adapters(items: list[Any], single: bool, options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """(items, options of the task): where the option `adapter` is a list, each item has its own instead."""
+    adapter = options.get("adapter")
+    if not isinstance(adapter, (list, tuple)):
+        return items, dict(options)
+    return give_adapters(items, single, adapter), {**options, "adapter": None}
+
+
 def _with_adapter(item: Any, name: str | None) -> Any:
-    if name is None:
+    if name is None or isinstance(item, InputError):
         return item
+    if isinstance(item, list) and all(isinstance(one, Mapping) and "continuation" in one for one in item):
+        return [{**one, "adapter": name} for one in item]
     if isinstance(item, Mapping):
         return item if item.get("adapter") is not None else {**item, "adapter": name}
     is_chat = isinstance(item, (list, tuple)) and item and isinstance(item[0], Mapping)

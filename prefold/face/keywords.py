@@ -16,7 +16,13 @@ class TaskKeywords(TypedDict, total=False):
     truncate: Truncate
 
 
-class EmbedKeywords(TaskKeywords, total=False):
+class NumberKeywords(TaskKeywords, total=False):
+    """Of the tasks whose answers are numbers. (Those that generate text have `adapter` as a parameter.)"""
+
+    adapter: str | Sequence[str | None] | None
+
+
+class EmbedKeywords(NumberKeywords, total=False):
     pooling: Pooling | None
     normalize: bool | None
     dimensions: int | None
@@ -25,14 +31,14 @@ class EmbedKeywords(TaskKeywords, total=False):
     instruction: str | None
 
 
-class RerankKeywords(TaskKeywords, total=False):
+class RerankKeywords(NumberKeywords, total=False):
     instruction: str | None
     template: str | None
     words: tuple[str, str]
     raw_scores: bool
 
 
-class ClassifyKeywords(TaskKeywords, total=False):
+class ClassifyKeywords(NumberKeywords, total=False):
     """`labels` has a place of its own."""
 
     instructions: str
@@ -43,7 +49,7 @@ class ClassifyKeywords(TaskKeywords, total=False):
     calibrate: bool
 
 
-class ScoreKeywords(TaskKeywords, total=False):
+class ScoreKeywords(NumberKeywords, total=False):
     prefix_token: int | None
 
 

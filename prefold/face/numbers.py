@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..tasks.run import finish_items
-from .arguments import Ids, Text, Vector, as_items, as_texts, check_errors, first_error, pair_up
+from .arguments import Ids, Text, Vector, as_items, as_texts, check_errors, first_error, pair_up, take_adapters
 from .keywords import ClassifyKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
 from .results import Classification, Ranking, Score
 from .running import Call, TaskRunner
@@ -29,6 +29,7 @@ class Numbers(TaskRunner):
     errors    "raise": the first bad item raises its InputError, before anything is computed. "return": all others are
               computed, and each bad item has its InputError in its place
     progress  show a bar on standard error
+    adapter   the LoRA adapter to run with, one of `LLM(adapters=)`, or (not of rerank) a list of one a text or prompt
     truncate  cut what is too long for the model, which is an error otherwise; see TaskOptions
     """
 
@@ -67,7 +68,8 @@ class Numbers(TaskRunner):
         """
         items, single = as_texts(texts, "texts")
         call = Call("texts", single, check_errors(errors), progress)
-        lines = self._lines(self.task("embed", **options), _named(items, "text"), call)
+        named, given = take_adapters(_named(items, "text"), single, options)
+        lines = self._lines(self.task("embed", **given), named, call)
         found: list[Any] = [line if isinstance(line, InputError) else line["embedding"] for line in lines]
         if single:
             return cast(Vector, found[0])
@@ -173,10 +175,11 @@ class Numbers(TaskRunner):
         """
         items, single = as_texts(texts, "texts")
         call = Call("texts", single, check_errors(errors), progress)
-        task = self.task("classify", labels=labels, **options)
+        named, given = take_adapters(_named(items, "text"), single, options)
+        task = self.task("classify", labels=labels, **given)
         found = [
             line if isinstance(line, InputError) else Classification(line["label"], line["probabilities"])
-            for line in self._lines(task, _named(items, "text"), call)
+            for line in self._lines(task, named, call)
         ]
         return _only(found) if single else found
 
@@ -250,12 +253,14 @@ class Numbers(TaskRunner):
         InputError naming the pair or text that cannot be scored.
         """
         back = check_errors(errors)
-        task = self.task("score", **options)
         if continuations is None:
             items, single = as_texts(prompts, "prompts")
-            found = self._scores(task, _named(items, "text"), Call("prompts", single, back, progress))
+            named, given = take_adapters(_named(items, "text"), single, options)
+            found = self._scores(self.task("score", **given), named, Call("prompts", single, back, progress))
             return _only(found) if single else found
         lists, single, many = pair_up(prompts, continuations)
+        lists, given = take_adapters(lists, single, options)
+        task = self.task("score", **given)
         flat = [pair for pairs in lists for pair in pairs]
         call = Call("continuations" if single else "pairs", single and not many, back, progress)
         each = iter(self._scores(task, flat, call))

@@ -42,7 +42,7 @@ class OpenAIBatch:
     served        the model's name in responses; what requests call it is counted in `other_models`
     seed          makes the ids of one job different from another's
     sampling      {field of Sampling: value} of completions that do not say otherwise
-    adapters      names of LoRA adapters: a completion whose model is one of them is its
+    adapters      names of LoRA adapters: a line whose model is one of them runs with it
     """
 
     columns = None
@@ -87,7 +87,7 @@ class OpenAIBatch:
         model = body.get("model")
         if not isinstance(model, str | None):
             raise InputError(f"'model' is {model!r:.100}", field="model", remedy="give a name", code="wrong_type")
-        if parsed.task == "generate" and model in self.adapters:
+        if model in self.adapters:
             parsed.meta["model"] = model
             parsed.items = [item | {"adapter": model} for item in parsed.items]
         elif model is not None and model != self.served:

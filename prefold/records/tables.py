@@ -45,7 +45,7 @@ class Columns:
     prompt, query, document, continuation   templates, or bare column names
     messages   a column of chat messages, in place of prompt
     tools      of generate: a column of the tools that the chat template is told of
-    adapter    of generate: a column that names the LoRA adapter; null or no text for none
+    adapter    a column that names the LoRA adapter; null or no text for none
     id         a column whose value the output line repeats; "record" where there is none such: the record's number
     keep       further columns it repeats: {name in the line: column}
     keep_all   it repeats all columns of the record, under the names that `kept_name` gives them
@@ -164,7 +164,16 @@ class TableAdapter:
         return meta
 
     def _items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
-        """The task's items, and whether the line has a list of results."""
+        """The task's items, each with its adapter, and whether the line has a list of results."""
+        many, items = self._texts_of(data)
+        column = self.columns_used.adapter
+        if column is None:
+            return many, items
+        adapter = lookup(data, column)
+        name = None if is_empty(adapter) else as_text(adapter, column)
+        return many, [item | {"adapter": name} for item in items]
+
+    def _texts_of(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
         columns = self.columns_used
         if self.task == "generate":
             return self._generate_items(data)
@@ -187,9 +196,6 @@ class TableAdapter:
         if columns.tools is not None:
             tools = lookup(data, columns.tools)
             beside["tools"] = None if is_empty(tools) else parse_cell(tools, columns.tools)
-        if columns.adapter is not None:
-            adapter = lookup(data, columns.adapter)
-            beside["adapter"] = None if is_empty(adapter) else as_text(adapter, columns.adapter)
         if columns.messages is not None:
             return False, [{"messages": _messages(data, columns.messages), **beside}]
         assert columns.prompt is not None

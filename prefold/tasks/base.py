@@ -11,8 +11,8 @@ requests on disk and run them in any order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -133,11 +133,48 @@ class TextBatch:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The checks every task makes. max_length: rows of one request, None for any; vocab_size: None when unknown."""
+    """The checks every task makes.
+
+    max_length  rows of one request, None for any; vocab_size: None when unknown
+    adapter     the LoRA adapter of items that name none; adapters: those there are
+    """
 
     tokenizer: Tokenizer | None
     max_length: int | None = None
     vocab_size: int | None = None
+    adapter: str | None = None
+    adapters: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        self.check_adapter(self.adapter)
+
+    def check_adapter(self, name: Any) -> str | None:
+        """The name, if there is an adapter of that name, or none is named. Raises InputError."""
+        if name is not None and not isinstance(name, str):
+            message = f"adapter is of type {type(name).__name__}"
+            raise InputError(message, field="adapter", remedy="give the name of an adapter", code="wrong_type")
+        if name is not None and name not in self.adapters:
+            known = ", ".join(sorted(self.adapters)) or "none"
+            remedy = f"the adapters that were loaded: {known}"
+            raise InputError(f"there is no adapter {name!r}", field="adapter", remedy=remedy, code="unknown_adapter")
+        return name
+
+    def prepare(
+        self, items: Sequence[Any], plan: Callable[[Any, TextBatch], Callable[[], Work]]
+    ) -> list[Work | InputError]:
+        """`prepare_each` of a numeric task; the requests of an item run with the adapter that it names."""
+        works = prepare_each(self.tokenizer, items, plan)
+        if not self.adapters and self.adapter is None:
+            return works
+        return [
+            work if isinstance(work, InputError) else attempt(self._adapted, item, work)
+            for item, work in zip(items, works, strict=True)
+        ]
+
+    def _adapted(self, item: Any, work: Work) -> Work:
+        name = item.get("adapter") if isinstance(item, Mapping) else getattr(item, "adapter", None)
+        name = self.adapter if name is None else self.check_adapter(name)
+        return replace(work, requests=[replace(request, adapter=name) for request in work.requests])
 
     def text(self, value: Any, field: str) -> Text:
         """A text as it is, or token ids as int32 [n]. Raises InputError for anything else, and for no ids."""

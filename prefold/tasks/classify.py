@@ -20,7 +20,7 @@ from ..text import FewShotPrompt, Filled
 from ..text.prompts import CONTENT_FREE
 from ..text.tokenizer import valid_text
 from ..types import Readout, Result
-from .base import Inputs, Text, TextBatch, Work, as_item, prepare_each
+from .base import Inputs, Text, TextBatch, Work, as_item
 from .score import PairOfIds, add_joint, add_pair, leading_ids
 
 __all__ = ["ClassifyHeadTask", "ClassifyItem", "ClassifyTask", "Normalization"]
@@ -30,9 +30,12 @@ Normalization = Literal["tokens", "bytes"] | None
 
 @dataclass(frozen=True)
 class ClassifyItem:
-    """text   a text or token ids"""
+    """text     a text or token ids
+    adapter  the LoRA adapter; None: the task's
+    """
 
     text: Any
+    adapter: str | None = None
 
 
 class ClassifyTask:
@@ -129,10 +132,13 @@ class ClassifyTask:
         return task
 
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        return prepare_each(self.inputs.tokenizer, items, self._plan)
+        return self.inputs.prepare(items, self._plan)
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(ClassifyItem, item if isinstance(item, (ClassifyItem, Mapping)) else ClassifyItem(item))
+        if self.calibrate and item.adapter not in (None, self.inputs.adapter):
+            message = f"the labels were calibrated with {self.inputs.adapter or 'no adapter'}, not {item.adapter!r}"
+            raise InputError(message, field="adapter", remedy="calibrate with one adapter for all texts")
         text = self.inputs.text(item.text, "text")
         if isinstance(text, str):
             return partial(self._work, text, self._add_pairs(batch, self.prompt.render(text)))
@@ -230,7 +236,7 @@ class ClassifyHeadTask:
         return []
 
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        return prepare_each(self.inputs.tokenizer, items, self._plan)
+        return self.inputs.prepare(items, self._plan)
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(ClassifyItem, item if isinstance(item, (ClassifyItem, Mapping)) else ClassifyItem(item))

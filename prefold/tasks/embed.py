@@ -14,7 +14,7 @@ from ..options import Truncate
 from ..text import Filled, Tokenizer, instructed_query
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
-from .base import Inputs, TextBatch, Work, as_item, check_count, prepare_each
+from .base import Inputs, TextBatch, Work, as_item, check_count
 from .sentence import POOLING_MODES, ChatSettings, EmbedSettings
 
 __all__ = ["EmbedItem", "EmbedTask"]
@@ -24,12 +24,14 @@ __all__ = ["EmbedItem", "EmbedTask"]
 class EmbedItem:
     """text        a text or token ids, or a list of several of them
     dimensions  length of the vector, None for the task's
+    adapter     the LoRA adapter; None: the task's
 
     Token ids are taken as they are: no prompt and no special tokens are added.
     """
 
     text: Any
     dimensions: int | None = None
+    adapter: str | None = None
 
 
 class EmbedTask:
@@ -106,7 +108,7 @@ class EmbedTask:
         return value
 
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        return prepare_each(self.inputs.tokenizer, items, self._plan)
+        return self.inputs.prepare(items, self._plan)
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(EmbedItem, item if isinstance(item, (EmbedItem, Mapping)) else EmbedItem(item))

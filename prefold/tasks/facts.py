@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import read_object
@@ -23,12 +24,19 @@ GGUF_EOS = ("eos", "eot", "eom")  # tokenizer.ggml.{}_token_id
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 
 
-def inputs_of(config: ModelConfig, tokenizer: Tokenizer | None, max_length: int | None = None) -> Inputs:
+def inputs_of(
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    max_length: int | None = None,
+    *,
+    adapter: Any = None,
+    adapters: Collection[str] = (),
+) -> Inputs:
     """The checks for a model; max_length None means all its positions. Learned ones are all there are."""
     limit = config.max_positions if max_length is None else max_length
     if config.rope is None:
         limit = min(limit, config.max_positions)
-    return Inputs(tokenizer, limit, config.vocab_size)
+    return Inputs(tokenizer, limit, config.vocab_size, adapter, adapters)
 
 
 def labels_of_head(config: ModelConfig) -> list[str] | None:

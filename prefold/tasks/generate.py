@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -89,8 +89,6 @@ class GenerateTask:
         json_space: str = "compact",
         max_n: int = 128,
         max_logprobs: int = 20,
-        adapter: str | None = None,
-        adapters: Collection[str] = (),
         salt: str = "",
         priority: int = 0,
         truncate: Truncate = False,
@@ -103,7 +101,6 @@ class GenerateTask:
         template_seconds   processor time the chat template may take for one conversation
         json_space  white space in answers that a grammar makes JSON: "compact", or "free" (see `Grammar.compact`)
         max_n, max_logprobs   what an item's own sampling may ask for, unless `sampling` itself says more
-        adapter     the adapter of items that name none; adapters: those there are
         truncate    cut a prompt that leaves no room for the output: True its longest column or content, where it has
                     any, else its beginning; "left", "right": the whole prompt at that end
         """
@@ -119,8 +116,6 @@ class GenerateTask:
         self.chat_template_kwargs = chat_template_kwargs
         self.template_seconds = template_seconds
         self.bounds = {"n": max(max_n, self.sampling.n), "logprobs": max(max_logprobs, self.sampling.logprobs or 0)}
-        self.adapters = frozenset(adapters)
-        self.adapter = self._adapter(adapter)
         self.salt = salt
         self.priority = priority
         self.truncate = truncate
@@ -135,7 +130,7 @@ class GenerateTask:
         # A number that nobody asked for never makes a prompt too long.
         asked = not self.auto_max_tokens or "max_tokens" in (item.sampling or {})
         beside = {
-            "adapter": self.adapter if item.adapter is None else self._adapter(item.adapter),
+            "adapter": self.inputs.adapter if item.adapter is None else self.inputs.check_adapter(item.adapter),
             "salt": _checked(self.salt if item.salt is None else item.salt, "salt", str),
             "priority": _checked(self.priority if item.priority is None else item.priority, "priority", int),
         }
@@ -164,13 +159,6 @@ class GenerateTask:
                 remedy = f"give at most {most}, or allow more with max_{name} (--max-{name})"
                 raise InputError(f"{name!r} is {value}", field=name, remedy=remedy, code="out_of_range")
         return sampling
-
-    def _adapter(self, name: str | None) -> str | None:
-        if name is not None and name not in self.adapters:
-            known = ", ".join(sorted(self.adapters)) or "none"
-            remedy = f"the adapters that were loaded: {known}"
-            raise InputError(f"there is no adapter {name!r}", field="adapter", remedy=remedy, code="unknown_adapter")
-        return name
 
     def _prompt(self, item: GenerateItem, batch: TextBatch) -> tuple[np.ndarray, Callable[[], np.ndarray], str]:
         """(special tokens that come first, what gives the others once the batch is encoded, the field they are of)"""

@@ -57,19 +57,29 @@ def make_task(
     if not isinstance(options, TaskOptions):
         options = options_of(name, {**(options or {}), **given})
     place = (checkpoint, config_from(checkpoint.config), tokenizer)
-    if isinstance(options, GenerationOptions):
-        return _generate(*place, options, adapters)
-    return TASKS[name](*place, options)
+    return TASKS[name](*place, options, adapters)
 
 
-def _embed(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | None, o: EmbedOptions) -> Task:
+def _embed(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    o: EmbedOptions,
+    adapters: Collection[str] = (),
+) -> Task:
     settings = embed_settings(checkpoint)
     if o.pooling is not None:
         settings = replace(settings, pooling=o.pooling)
     if o.normalize is not None:
         settings = replace(settings, normalize=o.normalize)
     return EmbedTask(
-        inputs_of(config, tokenizer, settings.max_length if o.max_length is None else o.max_length),
+        inputs_of(
+            config,
+            tokenizer,
+            settings.max_length if o.max_length is None else o.max_length,
+            adapter=o.adapter,
+            adapters=adapters,
+        ),
         settings,
         dimensions=o.dimensions,
         prompt=o.prompt,
@@ -80,7 +90,13 @@ def _embed(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | N
     )
 
 
-def _rerank(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | None, o: RerankOptions) -> Task:
+def _rerank(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    o: RerankOptions,
+    adapters: Collection[str] = (),
+) -> Task:
     labels = labels_of_head(config)
     if labels is not None and len(labels) != 1:
         raise UnsupportedModelError(
@@ -94,7 +110,7 @@ def _rerank(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | 
         message = f"{checkpoint.name} reads query and document as they are, without an instruction"
         raise InputError(message, field="instruction", remedy="leave it out, or give a template that has {instruction}")
     return RerankTask(
-        inputs_of(config, tokenizer, o.max_length),
+        inputs_of(config, tokenizer, o.max_length, adapter=o.adapter, adapters=adapters),
         instruction=RERANK_INSTRUCTION if o.instruction is None else o.instruction,
         template=o.template or own.prompt,
         words=o.words,
@@ -105,8 +121,14 @@ def _rerank(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | 
     )
 
 
-def _classify(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | None, o: ClassifyOptions) -> Task:
-    inputs = inputs_of(config, tokenizer, o.max_length)
+def _classify(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    o: ClassifyOptions,
+    adapters: Collection[str] = (),
+) -> Task:
+    inputs = inputs_of(config, tokenizer, o.max_length, adapter=o.adapter, adapters=adapters)
     head = labels_of_head(config)
     if head is None:
         if o.labels is None:
@@ -128,16 +150,30 @@ def _classify(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer 
         message = f"the checkpoint classifies into {', '.join(head)}"
         raise InputError(message, field="labels", remedy="leave labels out, or use a causal LM for other labels")
     for one in fields(o):
-        if one.name not in ("labels", "max_length", "truncate") and getattr(o, one.name) not in (one.default, []):
+        of_both = one.name in ("labels", "max_length", "truncate", "adapter")
+        if not of_both and getattr(o, one.name) not in (
+            one.default,
+            [],
+        ):
             message = f"{one.name} is for label likelihoods; the checkpoint classifies by its own head"
             raise InputError(message, field=one.name, remedy="leave it out, or use a causal LM")
     multi_label = checkpoint.config.get("problem_type") == "multi_label_classification"
     return ClassifyHeadTask(inputs, head, multi_label=multi_label, truncate=o.truncate)
 
 
-def _score(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | None, o: ScoreOptions) -> Task:
+def _score(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    o: ScoreOptions,
+    adapters: Collection[str] = (),
+) -> Task:
     require_lm_head(config, checkpoint, "score")
-    return ScoreTask(inputs_of(config, tokenizer, o.max_length), prefix_token=o.prefix_token, truncate=o.truncate)
+    return ScoreTask(
+        inputs_of(config, tokenizer, o.max_length, adapter=o.adapter, adapters=adapters),
+        prefix_token=o.prefix_token,
+        truncate=o.truncate,
+    )
 
 
 def _generate(
@@ -155,7 +191,7 @@ def _generate(
             raise InputError(message, field="response_format", remedy="give one of them")
         sampling["grammar"] = format_grammar(o.response_format)
     return GenerateTask(
-        inputs_of(config, tokenizer, o.max_length),
+        inputs_of(config, tokenizer, o.max_length, adapter=o.adapter, adapters=adapters),
         context=config.max_positions,
         max_tokens=o.max_tokens,
         sampling=sampling,
@@ -167,8 +203,6 @@ def _generate(
         json_space=o.json_space,
         max_n=o.max_n,
         max_logprobs=o.max_logprobs,
-        adapter=o.adapter,
-        adapters=adapters,
         salt=o.salt,
         priority=o.priority,
         truncate=o.truncate,

@@ -15,7 +15,7 @@ from ..text import RERANK_INSTRUCTION, Filled, RerankPrompt, Tokenizer, rerank_p
 from ..text.prompts import fields_of, fill
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
-from .base import TRUNCATE, Inputs, Text, TextBatch, Work, as_item, check_count, prepare_each
+from .base import TRUNCATE, Inputs, Text, TextBatch, Work, as_item, check_count
 from .embed import is_list_of_texts
 
 PAIR = RerankPrompt("", "{query}{document}", "")
@@ -31,6 +31,7 @@ class RerankItem:
     instruction       what is wanted of a document, None for the task's
     top_n             list only the best so many
     return_documents  give the documents back in the result
+    adapter           the LoRA adapter; None: the task's
     """
 
     query: Any
@@ -39,6 +40,7 @@ class RerankItem:
     instruction: str | None = None
     top_n: int | None = None
     return_documents: bool = False
+    adapter: str | None = None
 
 
 class RerankTask:
@@ -96,7 +98,7 @@ class RerankTask:
         self.readout = Readout("head") if head else Readout("logits", word_ids(inputs, words))
 
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        return prepare_each(self.inputs.tokenizer, items, self._plan)
+        return self.inputs.prepare(items, self._plan)
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(RerankItem, _named(item))

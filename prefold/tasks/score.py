@@ -16,7 +16,7 @@ from ..errors import InputError
 from ..options import Truncate
 from ..text import Filled, Tokenizer
 from ..types import Readout, Request, Result
-from .base import Inputs, Text, TextBatch, Work, as_item, check_count, prepare_each
+from .base import Inputs, Text, TextBatch, Work, as_item, check_count
 from .cut import columns_of, cut_columns
 
 __all__ = ["ScoreItem", "ScoreTask", "add_joint", "add_pair", "leading_ids", "rolling_windows"]
@@ -28,11 +28,13 @@ PairOfIds = Callable[[], tuple[np.ndarray, np.ndarray]]
 class ScoreItem:
     """prompt, continuation   texts or token ids: how likely is the continuation after the prompt; or else
     text                   a text or token ids: how likely is it, as a whole (rolling)
+    adapter                the LoRA adapter; None: the task's
     """
 
     prompt: Any = None
     continuation: Any = None
     text: Any = None
+    adapter: str | None = None
 
 
 class ScoreTask:
@@ -69,7 +71,7 @@ class ScoreTask:
         self.readout = Readout("logprobs")
 
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        return prepare_each(self.inputs.tokenizer, items, self._plan)
+        return self.inputs.prepare(items, self._plan)
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(ScoreItem, _named(item))

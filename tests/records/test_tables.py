@@ -179,3 +179,17 @@ def test_all_columns_are_kept_and_own_names_are_moved():
     parsed = read(adapter, {"q": "x", "text": 1, "id": 2, "other": float("nan")})
     line = adapter.line(1, parsed.meta, [{"text": "out"}])
     assert line == {"record": 1, "q": "x", "input_text": 1, "input_id": 2, "other": None, "b": "x", "text": "out"}
+
+
+def test_a_column_names_the_adapter_of_every_task():
+    for task, columns in (
+        ("embed", {"prompt": t("q")}),
+        ("classify", {"prompt": t("q")}),
+        ("rerank", {"query": t("q"), "document": t("d")}),
+        ("score", {"prompt": t("q"), "continuation": t("d")}),
+        ("generate", {"prompt": t("q")}),
+    ):
+        adapter = TableAdapter(task, Columns(**columns, adapter="who"))
+        for name, wanted in (("fr", "fr"), (None, None), ("", None)):
+            parsed = read(adapter, {"q": "a", "d": ["x", "y"], "who": name})
+            assert [item["adapter"] for item in parsed.items] == [wanted] * (2 if task == "score" else 1)
