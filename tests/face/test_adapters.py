@@ -65,12 +65,10 @@ def test_score(llm):
 
 
 def test_adapters_that_are_wrong(llm):
-    for call in (
-        llm.embed,
-        llm.score,
-        lambda t, **o: llm.classify(t, LABELS, **o),
-        lambda t, **o: llm.rerank("q", t, **o),
-    ):
+    def classify(texts, **options):
+        return llm.classify(texts, LABELS, **options)
+
+    for call in (llm.embed, llm.score, classify, lambda texts, **options: llm.rerank("q", texts, **options)):
         with pytest.raises(InputError, match=r"no adapter 'c'; the adapters that were loaded: a, b"):
             call(TEXTS, adapter="c")
     for call in (llm.embed, llm.score, classify):
