@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ __all__ = ["answer"]
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
              "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format",
              "delimiter", "max_cell_lines", "empty")  # fmt: skip
+
+
+_CUT = click.style("(ended by --max-tokens, or by the model's context)", dim=True)
 
 
 def job_options_of(o: dict[str, Any]) -> list[str]:
@@ -46,12 +50,24 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
     works = _checked(made.prepare(items))  # before the weights are loaded
     engine = load_llm(o, checkpoint, tokenizer).engine
     made = calibrated(engine, made)
+    if task == "generate" and not o["as_json"] and tokenizer is not None and on_terminal():
+        _show_live(texts, engine, made, works, o.get("seed"))
+        return _summary(engine, o)
     results = _checked(finish_items(made, works, run_works(engine, made, works, seed=o.get("seed"))))
     if o["as_json"] or (task == "embed" and len(texts) == 1):
         for text, result in zip(shown, results, strict=True):
             click.echo(dumps({**text, **result}))
         return
     _SHOW[task](texts, results)
+    _summary(engine, o)
+
+
+def on_terminal() -> bool:
+    """Whether a person reads along."""
+    return sys.stdout.isatty()
+
+
+def _summary(engine: Any, o: dict[str, Any]) -> None:
     stats = engine.stats
     rows = f"{stats.tokens:,} tokens, {stats.rows_computed:,} rows computed ({stats.saved:.0%} saved)"
     if stats.generation is not None:
@@ -137,6 +153,38 @@ def _show_score(texts: list[str], results: list[dict[str, Any]]) -> None:
         click.echo(f"{logprob}  {result['num_tokens']:>4} tokens{greedy}  {one_line(text)}")
 
 
+def _show_live(texts: list[str], engine: Any, task: Any, works: list[Any], seed: int | None) -> None:
+    """Generate, and show each text as it comes, as `_show_generate` shows it in the end. Raises the first error."""
+    from .live import InOrder, generate_live
+
+    samples = [work.requests[0].sampling.n for work in works]
+    first = [sum(samples[:number]) for number in range(len(works))]
+    prompts = [text for text, count in zip(texts, samples, strict=True) for _ in range(count)]
+    errors: list[InputError] = []
+
+    def start(place: int) -> None:
+        if len(prompts) > 1:
+            click.echo(("\n" if place else "") + click.style(one_line(prompts[place]), bold=True))
+
+    def end(place: int, result: Any) -> None:
+        click.echo()
+        if isinstance(result, InputError):
+            errors.append(result)
+        elif result.finish_reason == "length":
+            click.echo(_CUT, err=True)
+
+    shown = InOrder(sum(samples), start, lambda place, text: click.echo(text, nl=False), end)
+    for number, sample, what in generate_live(engine, task, works, seed):
+        if sample is not None:
+            shown.add(first[number] + sample, what)
+            continue
+        results = [what] * samples[number] if isinstance(what, InputError) else what
+        for sample, result in enumerate(results):
+            shown.done(first[number] + sample, result)
+    if errors:
+        raise errors[0]
+
+
 def _show_generate(texts: list[str], results: list[dict[str, Any]]) -> None:
     pairs = zip(texts, results, strict=True)
     answers = [(text, choice) for text, result in pairs for choice in result.get("choices", [result])]
@@ -145,7 +193,7 @@ def _show_generate(texts: list[str], results: list[dict[str, Any]]) -> None:
             click.echo(("\n" if place else "") + click.style(one_line(prompt), bold=True))
         click.echo(choice["text"])
         if choice["finish_reason"] == "length":
-            click.echo(click.style("(ended by --max-tokens, or by the model's context)", dim=True), err=True)
+            click.echo(_CUT, err=True)
 
 
 _SHOW = {

@@ -222,3 +222,51 @@ def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, environment):
     got = by_record(json.loads(line) for line in out.read_text().splitlines())
     assert len(out.read_text().splitlines()) == len(got) == count
     assert sum("error" in line for line in got.values()) == count // 50
+
+
+@pytest.mark.parametrize("options", [(), ("--n", 3, "--temperature", 1, "--seed", 5), ("--stop", "e")])
+def test_a_terminal_shows_text_as_it_comes_and_in_the_end_the_same(prefold, monkeypatch, options):
+    from prefold.cli import direct
+
+    for prompts in (["the"], ["the", "yes no", "a"]):
+        command = ["generate", *prompts, "--max-tokens", 12, "--dtype", "float32", *options]
+        piped = prefold(*command)
+        monkeypatch.setattr(direct, "on_terminal", lambda: True)
+        shown = prefold(*command)
+        monkeypatch.undo()
+        assert shown.stdout == piped.stdout and shown.exit_code == piped.exit_code == 0
+        assert shown.stderr.count("(ended by") == piped.stderr.count("(ended by")
+
+
+def test_text_is_shown_before_the_next_step(model, monkeypatch):
+    from prefold import LLM
+    from prefold.cli.live import generate_live
+
+    llm = LLM(model, dtype="float32")
+    task = llm.task("generate", max_tokens=30, ignore_eos=True)
+    steps, plain = [], llm.engine.generator.step
+    monkeypatch.setattr(llm.engine.generator, "step", lambda: (steps.append(1), plain())[1])
+    events = generate_live(llm.engine, task, task.prepare(["the", "yes"]), 0)
+    for _, sample, text in events:
+        if sample is not None and text:
+            assert len(steps) < 15
+            break
+    events.close()
+    assert not llm.engine.generator.has_work
+
+
+def test_answers_are_shown_in_order():
+    from prefold.cli.live import InOrder
+
+    seen = []
+    shown = InOrder(3, lambda p: seen.append(p), lambda p, t: seen.append(t), lambda p, r: seen.append(("end", p, r)))
+    shown.add(1, "b1")
+    shown.add(0, "a1")
+    shown.done(2, "C")
+    assert seen == [0, "a1"]
+    shown.add(1, "b2")
+    shown.add(0, "a2")
+    shown.done(0, "A")
+    assert seen == [0, "a1", "a2", ("end", 0, "A"), 1, "b1", "b2"]
+    shown.done(1, "B")
+    assert seen[7:] == [("end", 1, "B"), 2, ("end", 2, "C")]

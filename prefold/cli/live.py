@@ -1,0 +1,92 @@
+"""Generated text on a terminal, shown as it comes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+__all__ = ["InOrder", "generate_live"]
+
+
+class InOrder:
+    """Shows answers one below the other, although they are written at the same time.
+
+    The first that is not done is shown as it comes; what comes of those behind it is shown when it is their turn.
+
+    start, piece, end   called with the answer's place; `piece` with some of its text, `end` with its result
+    """
+
+    def __init__(
+        self,
+        count: int,
+        start: Callable[[int], None],
+        piece: Callable[[int, str], None],
+        end: Callable[[int, Any], None],
+    ):
+        self._waiting: list[list[str]] = [[] for _ in range(count)]
+        self._results: dict[int, Any] = {}
+        self._start, self._piece, self._end = start, piece, end
+        self._shown: int | None = None  # the last answer that was begun
+        self._turn = 0
+
+    def add(self, place: int, text: str) -> None:
+        """Some text of the answer at `place`."""
+        self._waiting[place].append(text)
+        self._show()
+
+    def done(self, place: int, result: Any) -> None:
+        """The answer at `place` is whole."""
+        self._results[place] = result
+        self._show()
+
+    def _show(self) -> None:
+        while self._turn < len(self._waiting):
+            place, texts = self._turn, self._waiting[self._turn]
+            done = place in self._results
+            if self._shown != place and (texts or done):
+                self._shown = place
+                self._start(place)
+            for text in texts:
+                self._piece(place, text)
+            texts.clear()
+            if not done:
+                return
+            self._end(place, self._results.pop(place))
+            self._turn += 1
+
+
+def generate_live(
+    engine: Any, task: Any, works: Sequence[Any], seed: int | None
+) -> Iterator[tuple[int, int | None, Any]]:
+    """(number of the work, sample, piece of its text) as they come, and (number, None, answer) when one is done.
+
+    An answer is a list of Generated, or the InputError of what is wrong. The seeds are those of `run_works`, so the
+    texts are the same. Left early, what is not done is cancelled.
+    """
+    from ..tasks.run import draw_seed, with_seed
+
+    generator, tokenizer = engine.generator, task.inputs.tokenizer
+    seed = draw_seed() if seed is None else seed
+    events: deque[tuple[int, int | None, Any]] = deque()
+    keys: dict[int, int | None] = {}
+    try:
+        for number, work in enumerate(works):
+            keys[number] = generator.add(
+                with_seed(work.requests[0], seed, number, 0),
+                tokenizer,
+                lambda answer, number=number: events.append((number, None, answer)),
+                lambda sample, text, number=number: events.append((number, sample, text)),
+            )
+        while events or keys:
+            while events:
+                number, sample, what = events.popleft()
+                if sample is None:
+                    keys.pop(number, None)
+                yield number, sample, what
+            if keys:
+                generator.step()
+    finally:
+        for key in keys.values():
+            if key is not None:
+                generator.cancel(key)
