@@ -242,8 +242,9 @@ class GenerationStats(Jsonable):
 class Stats(Jsonable):
     """What was asked, what was computed, and where the time went.
 
-    tokens          tokens of all prompts, as the user sees them; where text is generated, of each sample's prompt
-                    and output, but for the last one, which needs no row
+    tokens          tokens of all prompts, as the user sees them: what sharing "off" computes. A prompt that is read
+                    more than once (for labels of one token) counts once. Where text is generated, of each sample's
+                    prompt and output, but for the last token, which needs no row
     unique_tokens   rows of the job's stream: its unique tokens, were they computed each exactly once
     rows_computed   rows that went through the model's position-wise layers
     requests        prompts

@@ -87,11 +87,11 @@ class _StreamRun:
         follows = False
         for window in windows:
             started = time.perf_counter()
-            lengths = np.diff(window.offsets)
+            lengths = np.where(window.twins, 0, np.diff(window.offsets))
             if self._readout.kind == "first":
                 window = first_tokens(window)
-            counts = {"requests": len(lengths), "tokens": int(lengths.sum()), "unique_tokens": unique_tokens(window)}
-            self._meter.add(**counts)
+            counts = {"requests": np.count_nonzero(lengths), "tokens": int(lengths.sum())}
+            self._meter.add(**counts, unique_tokens=unique_tokens(window))
             scheduler = PrefillScheduler(
                 window,
                 self._readout,
@@ -144,15 +144,16 @@ class _StreamRun:
             seconds={"model": seconds, "compile": self._worker.compile_seconds()},
         )
         if self._meter.is_heard:
-            tokens = int(step.results.lengths[planned.done].sum())
-            self._meter.tell(StepInfo(message.num_rows, message.path, len(planned.done), tokens, step.started, seconds))
+            lengths = step.results.lengths[planned.done]
+            done, tokens = np.count_nonzero(lengths), int(lengths.sum())
+            self._meter.tell(StepInfo(message.num_rows, message.path, done, tokens, step.started, seconds))
         yield from step.results.take(planned, result)
 
 
 class _WindowResults:
     """Gathers a window's read-outs; targets of one request may be read in several steps.
 
-    lengths  int64 [B]: tokens of each prompt, as the user sees them
+    lengths  int64 [B]: tokens of each prompt, as the user sees them; 0 of a second read of the same prompt
     """
 
     def __init__(self, window: Window, readout: Readout, lengths: np.ndarray):

@@ -112,8 +112,8 @@ def plan_job(
                     plan.longest = max(plan.longest, int(np.diff(window_.offsets).max()))
                     if read == "tokens":
                         _count_outputs(plan, window_, tasks[batch.task].context)
-                for window_ in spool.windows(max_tokens=max_batch_rows, share=False):
-                    plan.rows_mlp += _unique(window_.tokens, window_.offsets)
+                for window_ in spool.windows(max_tokens=window, share=False):
+                    plan.rows_mlp += _rows_mlp(window_.without_twins(), max_batch_rows)
     finally:
         reader.close()
         progress.close(counts)
@@ -134,6 +134,17 @@ def kv_row_bytes(config: ModelConfig) -> int:
     """Bytes of one row's K/V in all planes, in the dtype the checkpoint is stored in."""
     size = 2 if config.dtype in ("bfloat16", "float16") else 4
     return 2 * config.kv_size * len(config.planes) * size
+
+
+def _rows_mlp(window: Window, max_batch_rows: int) -> int:
+    """Rows of sharing "mlp": whole prompts in order of arrival, unique within steps of so many rows."""
+    rows, first, stops = 0, 0, window.offsets[1:]
+    while first < window.num_requests:
+        start = window.offsets[first]
+        last = max(first + 1, int(np.searchsorted(stops, start + max_batch_rows, "right")))
+        rows += _unique(window.tokens[start : window.offsets[last]], window.offsets[first : last + 1] - start)
+        first = last
+    return rows
 
 
 def _unique(tokens: np.ndarray, offsets: np.ndarray) -> int:

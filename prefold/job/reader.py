@@ -222,9 +222,9 @@ class Reader:
             if spool is None:
                 spool = self._spools[task] = self._make_spool()
             for request, tag in found:
-                spool.add(request, tag)
-                self._counts.tokens += len(request.tokens)
-                self._counts.requests += 1
+                if spool.add(request, tag):
+                    self._counts.tokens += len(request.tokens)
+                    self._counts.requests += 1
             self.found = True
             self.has_work.set()
             if self._fill is not None and spool.num_tokens >= self._fill:

@@ -203,8 +203,8 @@ class _Run:
         if self.signal is not None:  # the engine stopped for it
             raise Interrupted(self.signal)
         if shape is not None and not share:
-            for window in spool.windows(max_tokens=self.job.window, share=True):
-                shape.add(window.tokens, window.offsets, common=window.common)
+            for _ in shape.watch(spool.windows(max_tokens=self.job.window, share=True)):
+                pass
         self.graceful = False
 
     def _write(self, task: Any, done: Done) -> None:

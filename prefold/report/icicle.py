@@ -90,9 +90,10 @@ class StreamShape:
         self.num_rows += int((lengths - shared).sum())
 
     def watch(self, windows: Any) -> Iterator[Any]:
-        """The same windows, each taken note of as it goes by."""
+        """Yield the windows, each taken note of as it goes by. Several reads of a prompt are one prompt."""
         for window in windows:
-            self.add(window.tokens, window.offsets, common=window.common)
+            prompts = window.without_twins()
+            self.add(prompts.tokens, prompts.offsets, common=prompts.common)
             yield window
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,8 @@ _BESIDE = {"adapter": None, "salt": "", "priority": 0}
 
 
 def encode_options(request: GenerateRequest) -> bytes:
-    """All of a request but its tokens, as JSON of what is not the default; b"" when all is."""
+    """All of a request but its tokens, as JSON of what is not the default. It is not empty when all is: only
+    requests that are read and not continued have nothing there."""
     return _encode(request.sampling, request.adapter, request.salt, request.priority)
 
 
@@ -37,7 +38,7 @@ def _encode(sampling: Sampling, adapter: str | None, salt: str, priority: int) -
         values["grammar"] = [sampling.grammar.kind, sampling.grammar.text, sampling.grammar.compact]
     beside = {"adapter": adapter, "salt": salt, "priority": priority}
     values |= {name: value for name, value in beside.items() if value != _BESIDE[name]}
-    return json.dumps(values, separators=(",", ":")).encode() if values else b""
+    return json.dumps(values, separators=(",", ":")).encode()
 
 
 @lru_cache(maxsize=64)

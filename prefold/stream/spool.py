@@ -56,6 +56,7 @@ class Spool:
         self._adapters: set[str] = set()
         self._runs: list[Path] = []  # sorted; each holds a consecutive range of arrivals
         self._merged: list[Path] | None = None  # the same requests in at most _FAN_IN runs
+        self._last = ("", b"")  # adapter and tokens of the request that was added last
         self._state = "adding"
         self._lock = threading.Lock()
 
@@ -76,8 +77,9 @@ class Spool:
                 self._folder.cleanup()
                 self._folder = None
 
-    def add(self, request: Request | GenerateRequest, tag: bytes = b"") -> None:
-        """Take one request; `tag` comes back with it in its window.
+    def add(self, request: Request | GenerateRequest, tag: bytes = b"") -> bool:
+        """Take one request; `tag` comes back with it in its window. Returns whether it is another prompt than the one
+        before, and not a second read of it (see `Window.twins`).
 
         Raises InputError: tokens or targets that are not flat arrays of ids from 0 to 2**31 - 1, no tokens, or more
         targets than tokens. RuntimeError once windows have been read.
@@ -101,11 +103,13 @@ class Spool:
                 raise RuntimeError(f"a request was added to a spool that is {self._state}")
             self._held.append(SpooledRequest(adapter, key, self.num_requests, targets, bytes(tag), options))
             self._adapters.add(adapter)
+            is_new, self._last = bool(options) or (adapter, key) != self._last, (adapter, key)
             self.num_requests += 1
             self.num_tokens += len(key) // 4
             self._held_bytes += size
             if self._held_bytes > self._memory_bytes:
                 self._spill()
+        return is_new
 
     def finish_adding(self) -> None:
         """No more requests come. Reading the first window says so too."""

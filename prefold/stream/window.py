@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -49,6 +49,7 @@ class Window:
     options         [B]            how each request is to be continued (see `options.py`)
     adapter                        the LoRA adapter that all requests run with, None: the base model. (Of requests to be
                                    continued, `options` has each one's)
+    numbers         int64 [B]      their places in the order of arrival
     """
 
     tokens: np.ndarray
@@ -60,6 +61,7 @@ class Window:
     common: int
     options: list[bytes] = field(default_factory=list)
     adapter: str | None = None
+    numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def generate_request(self, number: int) -> GenerateRequest:
         """A request of the window, as it was added; its tokens are a view."""
@@ -72,7 +74,14 @@ class Window:
         targets, target_offsets = _taken(self.targets, self.target_offsets, numbers)
         options = [self.options[i] for i in numbers] if self.options else []
         tags = [self.tags[i] for i in numbers]
-        return Window(tokens, offsets, targets, target_offsets, tags, self.is_sorted, 0, options, self.adapter)
+        places = self.numbers[numbers] if len(self.numbers) else self.numbers
+        beside = (options, self.adapter, places)
+        return Window(tokens, offsets, targets, target_offsets, tags, self.is_sorted, 0, *beside)
+
+    def without_twins(self) -> Window:
+        """The window, or where it has twins, one without them."""
+        twins = self.twins
+        return replace(self.take(np.flatnonzero(~twins)), common=self.common) if twins.any() else self
 
     @property
     def num_requests(self) -> int:
@@ -86,6 +95,16 @@ class Window:
     def shared(self) -> np.ndarray:
         """int64 [B]: leading tokens that each request has in common with the one before it in the window."""
         return _shared_with_previous(self.tokens, self.offsets)
+
+    @cached_property
+    def twins(self) -> np.ndarray:
+        """bool [B]: whether a request has the tokens of the one that arrived just before it, and is a second read of
+        the same prompt (labels of one token). A prompt that is continued is none: it has an answer of its own."""
+        if not len(self.numbers) or any(self.options):
+            return np.zeros(self.num_requests, bool)
+        lengths = np.diff(self.offsets)
+        same = (self.shared[1:] == lengths[1:]) & (lengths[1:] == lengths[:-1])
+        return np.concatenate(([False], same & (np.diff(self.numbers) == 1)))
 
     @cached_property
     def unique_tokens(self) -> int:
@@ -165,4 +184,5 @@ def _make_window(requests: Sequence[SpooledRequest], last: bytes | None, is_sort
         common=common,
         options=[r.options for r in requests],
         adapter=requests[0].adapter or None,
+        numbers=np.array([r.number for r in requests], np.int64),
     )

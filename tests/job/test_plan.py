@@ -29,7 +29,7 @@ def adapter():
 
 def test_a_plan_counts_what_a_job_would_do(tmp_path):
     rng = np.random.default_rng(0)
-    texts = [f"{'shared ' * int(rng.integers(1, 4))}{rng.integers(30)}" for _ in range(200)]
+    texts = [f"{'shared ' * int(rng.integers(1, 4))}{rng.integers(30)} {i % 2}" for i in range(200)]
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps({"text": t}) + "\n" for t in [*texts, None, "x" * 500]))
     plan = plan_job(open_source(str(path)), adapter(), {"embed": FakeTask()}, window=400, max_batch_rows=100)
@@ -126,3 +126,34 @@ def test_greedy_flags_that_change_are_counted():
     b = [[Result(np.array([-1, -2], np.float32), np.array([True, True]))]]
     found = compare(Score(), [{"prompt": "p", "continuation": "c"}], work, a, b)
     assert (found.greedy, found.all_tokens, found.groups) == (1, 2, 0)
+
+
+def test_labels_of_one_token_are_one_prompt_of_which_off_computes_what_is_said(tmp_path):
+    """What `plan` and the summary call the tokens, and the rows of sharing "off" and "mlp", is what is computed."""
+    from tiny import tiny_checkpoint
+
+    from prefold import LLM
+    from prefold.job.output import OutputOptions, open_output
+    from prefold.job.run import Job, run_job
+    from prefold.report.progress import Progress
+
+    folder = str(tiny_checkpoint(tmp_path, "llama"))
+    llms = {mode: LLM(folder, dtype="float32", max_batch_rows=64, sharing=mode) for mode in ("full", "mlp", "off")}
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"text": f"the text {i % 5} {i}"}) + "\n" for i in range(12)))
+    labels = {"one": ["a", "b", "c"], "more": ["a", "b", "long label", "longer label"]}
+    adapter = TableAdapter("classify", Columns(prompt=Template("text", "--prompt")))
+    for name, written in labels.items():
+        task = llms["full"].task("classify", labels=written)
+        counted = plan_job(open_source(str(source)), adapter, {"classify": task}, max_batch_rows=64)
+        if name == "one":
+            assert counted.requests == 12
+        rows = {"off": counted.tokens, "mlp": counted.rows_mlp, "full": counted.rows}
+        for sharing, want in rows.items():
+            llm = llms[sharing]
+            output = open_output(OutputOptions(tmp_path / f"{name}-{sharing}.jsonl"), {})
+            job = Job(open_source(str(source)), adapter, {"classify": task}, lambda llm=llm: llm, output, collect=True)
+            summary = run_job(job, Progress())
+            assert summary.stats.rows_computed == want, sharing
+            assert (summary.stats.tokens, summary.stats.requests) == (counted.tokens, counted.requests)
+            assert summary.shape.num_tokens == counted.tokens and summary.errors == 0

@@ -54,7 +54,7 @@ def test_there_and_back(request):
 
 
 def test_what_is_the_default_takes_no_bytes():
-    assert encode_options(GenerateRequest(np.array([1]))) == b""
+    assert encode_options(GenerateRequest(np.array([1]))) == b"{}"
     assert encode_options(GenerateRequest(np.array([1]), Sampling(max_tokens=5))) == b'{"max_tokens":5}'
 
 
@@ -77,4 +77,4 @@ def test_other_requests_have_the_default_options(memory_bytes):
         spool.add(Request(np.array([1, 2])))
         spool.add(GenerateRequest(np.array([3])))
         (window,) = spool.windows(max_tokens=10)
-    assert window.options == [b"", b""] and window.generate_request(1).sampling == Sampling()
+    assert window.options == [b"", b"{}"] and window.generate_request(1).sampling == Sampling()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prefold.prefix import Trie
 from prefold.stream import Spool
-from prefold.types import Request
+from prefold.types import GenerateRequest, Request, Sampling
 
 jobs = st.lists(
     st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=7), st.integers(0, 7)), min_size=1, max_size=25
@@ -91,3 +91,21 @@ def test_what_windows_compute_is_the_stream():
 def test_a_request_longer_than_a_window_is_a_window(share):
     windows = windows_of([([5], 0), ([6] * 100, 0), ([7], 0)], max_tokens=10, share=share)
     assert [w.num_tokens for w in windows] == [1, 100, 1]
+
+
+def test_twins_are_reads_of_the_prompt_that_came_just_before():
+    prompts = [[1, 2], [1, 2], [1, 2], [3], [1, 2], [1], [1], [1, 2]]
+    with Spool() as spool:
+        new = [spool.add(Request(np.array(tokens, np.int32)), b"%d" % i) for i, tokens in enumerate(prompts)]
+        for share in (True, False):
+            (window,) = spool.windows(max_tokens=100, share=share)
+            twins = {int(tag) for tag, twin in zip(window.tags, window.twins, strict=True) if twin}
+            assert twins == {1, 2, 6} == {i for i, is_new in enumerate(new) if not is_new}
+            kept = window.without_twins()
+            assert {int(tag) for tag in kept.tags} == set(range(8)) - twins and not kept.twins.any()
+            assert kept.unique_tokens == window.unique_tokens or not share
+    with Spool() as spool:
+        request = GenerateRequest(np.array([1, 2], np.int32), Sampling())
+        assert spool.add(request) and spool.add(request)
+        (window,) = spool.windows(max_tokens=100)
+        assert not window.twins.any() and window.without_twins() is window
