@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention import KVStore
-from ..device import compile_seconds, free_cached, give_back, on, runs_triton
+from ..device import compile_seconds, free_cached, give_back, keep_freed, on, runs_triton
 from ..errors import OutOfMemoryError
 from ..model import Adapter, CausalLM
 from ..schedule.steps import EndStream, MakeStore, Message, SlotStep, StepResult, StreamStep
@@ -63,6 +63,8 @@ class LocalWorker(Worker):
         self._lock = threading.Lock()
         self.compile_seconds()  # from here on they are this worker's
         give_back()  # what loading needed beside the weights
+        if model.device.type == "cpu":
+            keep_freed()
         self._last = _Last()
 
     def prepare(self, message: Message) -> Batch | None:
