@@ -10,6 +10,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -29,16 +30,18 @@ inline void pause_briefly() {
 #endif
 }
 
-// Whether `ready` came true while spinning for about `microseconds`.
+using Clock = std::chrono::steady_clock;
+
+// Whether `ready` came true while spinning, for so long at most.
 template <class Ready>
-bool spin(int64_t microseconds, const Ready& ready) {
-  const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(microseconds);
+bool spin(Clock::duration most, const Ready& ready) {
+  const auto until = Clock::now() + most;
   do {
     for (int i = 0; i < 32; ++i) {
       if (ready()) return true;
       pause_briefly();
     }
-  } while (std::chrono::steady_clock::now() < until);
+  } while (Clock::now() < until);
   return ready();
 }
 
@@ -67,10 +70,13 @@ inline void sleep_for_ever() {
 class Pool {
   // How long a thread spins for the next loop before it sleeps. Python needs 10 to 40 microseconds between two loops
   // of a decoding step; on a busy machine every microsecond more is taken from somebody who could work.
-  static constexpr int64_t kIdleMicroseconds = 50;
+  static constexpr Clock::duration kIdle = std::chrono::microseconds(50);
   // How long the caller spins for those who still work. If they take longer, they have probably lost their core,
   // and the caller's is the next that is free.
-  static constexpr int64_t kDoneMicroseconds = 20;
+  static constexpr Clock::duration kDone = std::chrono::microseconds(20);
+  // After a long loop both may be longer: this part of its time, and not more than a millisecond.
+  static constexpr int kPart = 16;
+  static constexpr Clock::duration kLongest = std::chrono::milliseconds(1);
   static constexpr int kMostThreads = 1024;
 
  public:
@@ -93,6 +99,7 @@ class Pool {
     std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
     if (!turn || threads < 2) return body(0);
     grow(threads < kMostThreads ? threads : kMostThreads);
+    const auto started = Clock::now();
     invoke_ = [](const void* given, int participant) { (*static_cast<const Body*>(given))(participant); };
     body_ = &body;
     participants_ = threads;
@@ -102,9 +109,11 @@ class Pool {
       wake_.notify_all();
     }
     body(0);
+    const Clock::duration part = std::min(kLongest, (Clock::now() - started) / kPart);
+    idle_.store(std::max(kIdle, part).count(), std::memory_order_relaxed);
     gate_.fetch_and(~uint64_t{kOpen});
     const auto left = [this] { return working(gate_.load()) == 0; };
-    if (spin(kDoneMicroseconds, left)) return;
+    if (spin(std::max(kDone, part), left)) return;
     std::unique_lock<std::mutex> lock(mutex_);
     caller_sleeps_.store(true);
     done_.wait(lock, left);
@@ -138,7 +147,7 @@ class Pool {
         const uint64_t gate = gate_.load();
         return open(gate) && number(gate) != seen;
       };
-      if (!spin(kIdleMicroseconds, called)) {
+      if (!spin(Clock::duration(idle_.load(std::memory_order_relaxed)), called)) {
         std::unique_lock<std::mutex> lock(mutex_);
         sleeping_.fetch_add(1);
         wake_.wait(lock, called);
@@ -166,6 +175,7 @@ class Pool {
   alignas(64) std::atomic<uint64_t> gate_{0};
   alignas(64) std::atomic<int> sleeping_{0};
   std::atomic<bool> caller_sleeps_{false};
+  std::atomic<Clock::rep> idle_{kIdle.count()};
   std::mutex mutex_;  // of those who sleep
   std::condition_variable wake_, done_;
 };
