@@ -220,7 +220,7 @@ class GenerationOptions(TaskOptions):
     )
     system: str | None = _option(None, "A system message before conversations without one.", kind=str)
     tools: Sequence[object] | None = _option(
-        None, "What the chat template is told of tools: JSON schemas as OpenAI writes them, or Python functions."
+        None, "What the chat template is told of tools: JSON schemas as OpenAI writes them."
     )
     chat_template: str | None = _option(
         None, "The name of one of the checkpoint's chat templates, or a template.", kind=str

@@ -58,7 +58,7 @@ def test_what_methods_return_is_known(tmp_path):
     assert found == wanted, mypy(str(file))
 
 
-@pytest.mark.parametrize("page", ["README.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
 def test_examples_are_typed(page, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), flags=re.M | re.S)
     assert blocks
