@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 
@@ -226,7 +226,7 @@ class Texts(TaskRunner):
         return self._stream(self._request(prompt, n, adapter, options))
 
     def _stream(self, request: GenerateRequest) -> Iterator[Piece]:
-        with closing(self.engine.stream(request, self.tokenizer)) as events:
+        with closing(cast(Generator[Any, None, None], self.engine.stream(request, self.tokenizer))) as events:
             for event in events:
                 if isinstance(event, tuple):
                     yield Piece(*event)
