@@ -146,7 +146,20 @@ def _local(name: str, path: Path) -> Checkpoint:
         return _local(name, files[0])
     if files:
         raise CheckpointError(f"{path} holds {len(files)} .gguf files; name one: {', '.join(f.name for f in files)}")
+    if (path / "adapter_config.json").is_file():
+        raise CheckpointError(_of_adapter(path))
     raise CheckpointError(f"{path} holds neither a config.json nor a .gguf file")
+
+
+def _of_adapter(path: Path) -> str:
+    """What to say of the folder of a LoRA adapter that is given in place of a model's."""
+    settings = _read_json(path / "adapter_config.json")
+    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+    model = base if isinstance(base, str) and base else "MODEL"
+    return (
+        f"{path} is a LoRA adapter, not a model; give the model it was made for, and the adapter beside it: "
+        f'LLM("{model}", adapters={{"NAME": "{path}"}}) and adapter="NAME" (-m {model} --adapter NAME={path})'
+    )
 
 
 def _read_json(path: Path) -> Any:

@@ -332,11 +332,11 @@ def _architecture(hf: Settings) -> str:
 
 
 def _bare(family: Family) -> Family:
-    """Checkpoints without a head: logits only where the embedding is the head as well."""
+    """Checkpoints without a head. They give no logits, also where a language model's embedding is its head: these were
+    trained for something else, and what they would say of the next token means nothing."""
 
     def bare(hf: HFConfig) -> ModelConfig:
-        config = family(hf)
-        return replace(config, lm_head=config.tie_embeddings)
+        return replace(family(hf), lm_head=False)
 
     return bare
 

@@ -50,7 +50,13 @@ def require_lm_head(config: ModelConfig, checkpoint: Checkpoint, task: str) -> N
     """Raises UnsupportedModelError for a model that gives no logits."""
     if not config.lm_head:
         has = "a classification head" if config.num_labels else "no head at all"
-        raise UnsupportedModelError(f"{task} needs a language model's logits; {checkpoint.name} has {has}")
+        message = f"{task} needs a language model's logits; {checkpoint.name} has {has}"
+        names = checkpoint.config.get("architectures")
+        if not config.num_labels and isinstance(names, list) and names:
+            message += (
+                f" (architectures in its config.json: {names[0]}); use it to embed, or a checkpoint ...ForCausalLM"
+            )
+        raise UnsupportedModelError(message)
 
 
 def generation_settings(

@@ -133,3 +133,12 @@ def test_the_built_in_model_resolves():
     assert wanted.items() <= checkpoint.config.items()
     assert checkpoint.config["rope_parameters"]["rope_theta"] == GEOMETRIES["smollm2-135m"]["rope_theta"]
     assert checkpoint.metadata("tokenizer.ggml.pre") == "smollm"
+
+
+def test_the_folder_of_an_adapter_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+    with pytest.raises(CheckpointError, match=r"is a LoRA adapter, not a model; .*-m org/base --adapter NAME="):
+        resolve(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="LoRA adapter"):
+        resolve(str(tmp_path))

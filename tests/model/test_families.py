@@ -117,7 +117,7 @@ def test_gemma3_rope_in_old_and_new_form():
 
 
 def test_gemma3_heads():
-    assert config("Gemma3TextModel").lm_head
+    assert not config("Gemma3TextModel").lm_head
     assert not config("Gemma3TextModel", tie_word_embeddings=False).lm_head
     assert config("Gemma3TextForSequenceClassification", num_labels=3).num_labels == 3
     assert config(architectures=None, model_type="gemma3_text").out_norms
@@ -137,7 +137,7 @@ def test_gpt2():
     assert config(**GPT2, n_inner=50).intermediate == 50
     assert config(**GPT2, scale_attn_weights=False).scale == 1
     assert config(**GPT2 | {"n_embd": 35, "n_head": 5}).head_dim == 7
-    assert config(**GPT2 | {"architecture": "GPT2Model"}).lm_head
+    assert not config(**GPT2 | {"architecture": "GPT2Model"}).lm_head
     assert config(**GPT2 | {"architecture": "GPT2ForSequenceClassification"}, num_labels=3).num_labels == 3
     assert config(**GPT2 | {"architecture": None}, architectures=None, model_type="gpt2") == config(**GPT2)
 
@@ -208,7 +208,7 @@ def test_code_for_the_tokenizer_alone_is_no_model_code():
 def test_heads():
     causal, bare = config(), config("Qwen3Model")
     assert (causal.lm_head, causal.num_labels, bare.lm_head) == (True, None, False)
-    assert config("Qwen3Model", tie_word_embeddings=True).lm_head
+    assert not config("Qwen3Model", tie_word_embeddings=True).lm_head
     two = config("Qwen3ForSequenceClassification")
     assert (two.lm_head, two.num_labels, two.labels) == (False, 2, ())
     named = config("LlamaForSequenceClassification", id2label={"10": "k", "0": "a", "2": "c"})

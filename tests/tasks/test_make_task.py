@@ -49,10 +49,13 @@ def test_learned_positions_are_all_there_are():
     assert make_task("score", gpt2, tokenizer(), max_length=20).inputs.max_length == 20
 
 
-def test_a_model_without_logits():
-    for name, options in {"rerank": {}, "classify": {"labels": ["yes", "no"]}, "score": {}}.items():
-        bare = FakeCheckpoint({"architectures": ["Qwen3Model"], "tie_word_embeddings": False})
-        with pytest.raises(UnsupportedModelError, match=f"{name} needs a language model's logits; fake has no head"):
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_without_logits(tied):
+    """An encoder saved without a head has none, also where its kind of language model uses the embedding for it."""
+    for name, options in {"rerank": {}, "classify": {"labels": ["yes", "no"]}, "score": {}, "generate": {}}.items():
+        bare = FakeCheckpoint({"architectures": ["Qwen3Model"], "tie_word_embeddings": tied})
+        why = f"{name} needs a language model's logits; fake has no head at all .architectures in its .* Qwen3Model"
+        with pytest.raises(UnsupportedModelError, match=why):
             make_task(name, bare, tokenizer(), **options)
         assert make_task("embed", bare, tokenizer()).readout.kind == "last"
     classifier = FakeCheckpoint({"architectures": ["Qwen3ForSequenceClassification"]})
