@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import click
@@ -36,13 +37,19 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = _one_line  # a person wants no path and no line of our source
+                return super().invoke(ctx)
         except PrefoldError as error:
             say(f"prefold: {error}")
             sys.exit(1)
         except KeyboardInterrupt:
             say("prefold: interrupted")
             sys.exit(130)
+
+
+def _one_line(message: Warning | str, *place: Any, **more: Any) -> None:
+    say(f"prefold: {message}")
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -47,7 +47,7 @@ def build(*, flags: Sequence[str] = FLAGS, again: bool = False) -> Path:
         return target
     compiler = find_compiler()
     if compiler is None:
-        raise BuildError("no C++ compiler found (looked for $CXX, g++, c++, clang++)")
+        raise BuildError("no C++ compiler found (looked for $CXX, g++, c++, clang++): install g++")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as work:

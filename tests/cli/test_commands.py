@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import warnings
 
 import pytest
 
@@ -116,3 +118,10 @@ def test_a_dtype_or_device_that_does_not_exist_is_wrong_usage(prefold, tmp_path,
     assert done.exit_code == 2
     assert option[1] in done.stderr and ("bfloat16" if option[0] == "--dtype" else "cuda:1") in done.stderr
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_warning_is_one_line(prefold, monkeypatch):
+    models = sys.modules["prefold.cli.models"]  # the package's `models` is the command
+    monkeypatch.setattr(models, "sections", lambda: warnings.warn("install g++", RuntimeWarning, stacklevel=1) or [])
+    done = prefold("models")
+    assert done.stderr == "prefold: install g++\n" and done.exit_code == 0
