@@ -51,7 +51,7 @@ def run_command(
         raise
     if not o["quiet"]:
         notes = [f"  note      {note}" for note in job.output.notes]
-        say("\n".join([*summary_lines(summary, o, input.adapter), *notes]))
+        say("\n".join([*summary_lines(summary, o, input.adapter, input.checkpoint.stored_as), *notes]))
     if o["report"]:
         report(summary, task, input, o)
     if summary.errors:
@@ -145,12 +145,15 @@ def _say_how_to_resume(what: str, o: dict[str, Any], job: Any) -> None:
     say(f"\nprefold: {what}; what is done is written. To go on:\n  {command}")
 
 
-def summary_lines(summary: Any, o: dict[str, Any], adapter: Any) -> list[str]:
+def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored_as: str = "") -> list[str]:
     """The end of a job in a few lines: what was done, what it took, what was saved."""
     from ..report.progress import format_seconds
 
     stats, where = summary.stats, o["output"] or "standard output"
-    if summary.resumed == summary.records and not summary.streams:
+    stored_in = f"stored as {stored_as}, " if stored_as else ""
+    if not summary.records:
+        lines = [f"prefold: the input holds no records; {where} has none"]
+    elif summary.resumed == summary.records and not summary.streams:
         lines = [f"prefold: nothing left to do, {where} has all {summary.records:,} records"]
     else:
         lines = [f"prefold: {summary.records:,} records written to {where}"]
@@ -180,6 +183,8 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any) -> list[str]:
             f"{(summary.records - summary.resumed) / max(computing, 1e-9):,.1f} records/s, "
             f"{stats.rows_computed / max(computing, 1e-9):,.0f} rows/s"
         )
+        if summary.dtype:
+            lines.append(f"  model     {stored_in}computed in {summary.dtype}")
     for model, count in getattr(adapter, "other_models", {}).items():
         lines.append(f"  model     {count:,} requests asked for {model!r}; {o['model']} answered them")
     return lines
@@ -246,6 +251,7 @@ def report(summary: Any, task: str | None, input: Input, o: dict[str, Any]) -> N
     parts = {f"seconds, {part}": f"{seconds:.2f}" for part, seconds in stats.seconds.items()}
     settings = {"input": source.name, "task": task or "OpenAI batch lines", "model path": str(checkpoint.path)}
     settings |= {name.replace("_", "-"): str(value) for name, value in shown.items()}
+    settings |= {"weights stored as": checkpoint.stored_as, "computed in": str(summary.dtype)}
     settings |= {"sharing used": str(summary.sharing), "steps": f"{stats.steps:,}"}
     settings |= {"most path rows held between steps": f"{stats.path_rows_peak:,}"} | parts
     note = "" if summary.sharing == "full" else (

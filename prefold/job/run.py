@@ -178,7 +178,9 @@ class _Run:
     def _load(self) -> Any:
         started = time.perf_counter()
         self.counts.phase = "loading the model, reading"
-        self._engine = engine = self.job.load().engine
+        llm = self.job.load()
+        self._engine = engine = llm.engine
+        self.summary.dtype = str(getattr(llm, "dtype", "")).removeprefix("torch.") or None
         engine.reset_stats()
         self.summary.sharing = engine.sharing
         self.summary.load_seconds = time.perf_counter() - started

@@ -385,3 +385,17 @@ def test_an_empty_text_is_an_error(prefold, task):
     options = {"classify": ["--labels", "a,b"], "rerank": ["x"]}.get(task, [])
     done = prefold(task, "", *options)
     assert done.exit_code == 1 and "a text is empty" in done.stderr
+
+
+def test_the_summary_says_what_the_weights_are_stored_and_computed_in():
+    stats = Stats(tokens=10, unique_tokens=8, rows_computed=8, requests=2)
+    summary = Summary(records=2, stats=stats, seconds=9, load_seconds=2.5, dtype="bfloat16")
+    said = "\n".join(summary_lines(summary, {"output": None}, None, "Q4_1 GGUF"))
+    assert "model     stored as Q4_1 GGUF, computed in bfloat16" in said
+
+
+def test_an_input_without_records_is_said_to_have_none(prefold, tmp_path):
+    (tmp_path / "in.csv").write_text("text,k\n")
+    done = prefold("embed", "in.csv", "--keep", "k", "-o", "out.csv")
+    assert done.exit_code == 0 and "the input holds no records" in done.stderr and "nothing left" not in done.stderr
+    assert (tmp_path / "out.csv").read_text() == "record,k\n"
