@@ -1,18 +1,16 @@
-"""What a device affords: how many rows a step may have and how much memory K/V where nobody says, and what its kernels
-took to compile."""
+"""What a device affords: how many rows a step may have, and how much memory K/V, where nobody says."""
 
 from __future__ import annotations
 
 import torch
 
 from ..attention import KVStore
-from ..device import available_memory, compile_seconds, runs_triton
+from ..device import available_memory
 from ..errors import InputError
 from ..model import CausalLM
 from ..model.parallel import Shard
-from ..types import Stats
 
-__all__ = ["batch_rows", "count_compiling", "kv_bytes", "slot_bytes"]
+__all__ = ["batch_rows", "kv_bytes", "slot_bytes"]
 
 # On a CPU larger steps hardly gain, and their intermediates are held in memory.
 ROWS_ON_CPU = 4096
@@ -58,9 +56,3 @@ def kv_bytes(wanted: int | None, device: torch.device, ranks: int = 1) -> int:
             remedy="give less",
         )
     return wanted
-
-
-def count_compiling(stats: Stats, device: torch.device) -> None:
-    """Add what compiling kernels took since this was last called, as the part "compile"; other parts hold it too."""
-    if runs_triton(device) and (seconds := compile_seconds()):
-        stats.add_seconds("compile", seconds)

@@ -58,7 +58,7 @@ class LocalWorker(Worker):
         )
         self.store: KVStore | None = None
         self._with_graphs, self._graphs = graphs, None
-        self._given: Tensor | None = None  # tokens of the last SlotStep, for the next one
+        self._given: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
         self._paths: dict[int, Path] = {}
         self._lock = threading.Lock()
         self.compile_seconds()  # from here on they are this worker's
@@ -117,15 +117,15 @@ class LocalWorker(Worker):
     def _start_slots(self, step: SlotStep) -> Ticket:
         config = self.model.config
         assert self.store is not None
-        given, self._given = self._given, None
         if self._graphs is not None and self._graphs.takes(step):
-            hidden = self._graphs.run(step, given)
+            hidden = self._graphs.run(step, self._given)
         else:
-            batch = prepare_slots(step, config.planes, heads_of(self.model), self.model.device, self.adapters, given)
+            place = config.planes, heads_of(self.model), self.model.device
+            batch = prepare_slots(step, *place, self.adapters, self._given)
             attend = SlotAttend(self.store, batch, config.planes, config.scale)
             hidden = self.model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
         reads = SlotReads(self.model, hidden, step)
-        self._given = reads.ids
+        self._given = reads.ids if self.facts.slot_depth > 1 else None
         return reads
 
 

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -111,16 +111,7 @@ class Team(Worker):
         return self.local.prepare(message)
 
     def start(self, message: Message, prepared: Any = None) -> Ticket:
-        with self.turn(message):
-            return self.local.start(message, prepared)
-
-    @contextlib.contextmanager
-    def turn(self, message: Message) -> Iterator[None]:
-        """Give a message to the other ranks, and do the same here within the context. Turns of several threads do not
-        mix.
-
-        Raises RankError when a rank fails, and ever after: what was being computed is lost, and the ranks end.
-        """
+        """Raises RankError when a rank fails, and ever after: what was being computed is lost, and the ranks end."""
         with self._turn:
             if self._failure is not None:
                 raise RankError(f"the ranks of this model have ended: {self._failure}") from self._failure
@@ -128,7 +119,7 @@ class Team(Worker):
                 while self._forgotten:
                     self._tell(EndStream(self._forgotten.popleft()))
                 self._tell(message)
-                yield
+                return self.local.start(message, prepared)
             except BaseException as error:  # ranks that were left in the middle of a step are of no more use
                 self._fail(error)
 

@@ -7,35 +7,46 @@ import pickle
 import numpy as np
 from running import as_request, prompts
 
-from prefold.cache import CacheOptions, SlotPool
-from prefold.schedule import PrefillScheduler
-from prefold.schedule.generate import GenerateScheduler
+from prefold.cache import CacheOptions
+from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.schedule import PrefillScheduler, SlotStep
+from prefold.schedule.steps import SlotResult
 from prefold.stream import Spool
-from prefold.types import Readout
-from prefold.worker.slots import slot_step
+from prefold.types import GenerateRequest, Readout, Sampling
+from prefold.worker.protocol import Worker
 
 
-def run_one(scheduler: GenerateScheduler, key: object, tokens: list[int], samples: int = 1):
-    """Generate a token after a prompt; returns the last step."""
-    scheduler.submit(key, np.array(tokens, np.int32), limit=1, samples=samples, namespace=(None, ""))
-    last = None
-    while scheduler.has_work:
-        scheduler.admit()
-        last = scheduler.plan()
-        scheduler.begin(last)
-        scheduler.commit(last, [1] * len(last.reads), [False] * len(last.reads))
-    return last
+class Recorder(Worker):
+    """Gives token 1 to everybody, and remembers how large the last step's message was."""
+
+    size = 0
+
+    def start(self, message, prepared=None):
+        if isinstance(message, SlotStep):
+            self.size = len(pickle.dumps(message))
+            return Done(SlotResult(np.ones(len(message.reads), np.int64)))
+        return Done(None)
+
+
+class Done:
+    def __init__(self, found):
+        self.found = found
+
+    def result(self):
+        return self.found
 
 
 def message_size(kept: list[list[int]]) -> int:
     """Bytes of the message of a step, where so many prompts are kept."""
-    scheduler = GenerateScheduler(
-        SlotPool(1 << 16), max_batch_rows=4096, max_running=8, cache=CacheOptions(min_overlap=0)
-    )
-    for number, tokens in enumerate(kept):
-        run_one(scheduler, number, tokens)
-    step = run_one(scheduler, "last", [7, 8, 9])
-    return len(pickle.dumps(slot_step(step, {}, True)))
+    worker = Recorder()
+    generation = GenerateOptions(cache=CacheOptions(min_overlap=0))
+    engine = Engine(worker, EngineOptions(max_batch_rows=4096, generation=generation))
+    for tokens in [*kept, [7, 8, 9]]:
+        with Spool() as spool:
+            spool.add(GenerateRequest(np.array(tokens, np.int32), Sampling(max_tokens=1)))
+            assert len(list(engine.generate(spool.windows(max_tokens=1 << 20), None))) == 1
+    assert not kept or len(list(engine.generator.scheduler.tree.nodes())) >= len(kept)
+    return worker.size
 
 
 def test_a_step_over_slots_does_not_grow_with_what_is_kept():

@@ -7,11 +7,13 @@ import weakref
 
 import numpy as np
 import pytest
+import torch
 from running import as_request, prompts
 from tiny import tiny_checkpoint
 
 from prefold import LLM
-from prefold.schedule import PrefillScheduler
+from prefold.errors import OutOfMemoryError
+from prefold.schedule import MakeStore, PrefillScheduler, SlotStep
 from prefold.stream import Spool
 from prefold.types import Readout
 from prefold.worker import local
@@ -66,6 +68,43 @@ def test_a_path_is_held_until_its_stream_is_forgotten(llm):
     with worker._lock:  # as the garbage collector may, in the middle of a step
         worker.forget(8)
     assert not worker._paths
+
+
+def slot_step(tokens: list[int], first: int) -> SlotStep:
+    """Rows of one sequence from position `first` on, whose K/V lie in slots in the order of positions; the last is
+    read."""
+    n = len(tokens)
+    at = np.arange(n)
+    start, count, seen_from = [*(1 + first + at)], [1] * n, [*at]
+    if first:
+        start, count, seen_from = [1, *start], [first, *count], [0, *seen_from]
+    start = np.array(start)
+    return SlotStep(
+        tokens=np.array(tokens, np.int32), positions=(first + at).astype(np.int32), slots=1 + first + at,
+        run_start=start, run_count=np.array(count), run_position=start - 1, run_first=np.array(seen_from),
+        run_last=np.full(len(start), n), read_rows=np.array([n - 1]), reads=np.array([0]),
+    )  # fmt: skip
+
+
+def test_a_step_for_which_memory_is_too_small_changes_nothing(llm, monkeypatch):
+    """Not even what the next step knows of the tokens of the one before."""
+    found = []
+    for fails in (False, True):
+        worker = local.LocalWorker(llm.model, depth=2)
+        worker.start(MakeStore(9))
+        first = worker.start(slot_step([5, 6, 7], 0))
+        if fails:
+            with monkeypatch.context() as patch:
+                patch.setattr(type(llm.model), "forward", no_memory)
+                with pytest.raises(OutOfMemoryError, match="no more"):
+                    worker.start(slot_step([-1], 3))
+        second = worker.start(slot_step([-1], 3))
+        found.append([ticket.result().ids.tolist() for ticket in (first, second)])
+    assert found[0] == found[1]
+
+
+def no_memory(*given) -> None:
+    raise torch.OutOfMemoryError("no more")
 
 
 def test_a_step_that_goes_on_with_rows_that_are_not_there(llm):

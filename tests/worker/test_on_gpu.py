@@ -20,16 +20,17 @@ from prefold import LLM, device, kernels
 from prefold.attention import Heads, KVStore, plan_slots
 from prefold.attention.gpu import pick_tile
 from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine.meter import Meter
 from prefold.errors import OutOfMemoryError
 from prefold.model import CausalLM, load_adapter
 from prefold.schedule import PrefillScheduler, StepResult
 from prefold.schedule.steps import SlotStep
 from prefold.stream import Spool
-from prefold.types import GenerateRequest, Readout, Sampling, Stats
+from prefold.types import GenerateRequest, Readout, Sampling
 from prefold.worker import runner
 from prefold.worker.attend import Path, heads_of
 from prefold.worker.batch import prepare
-from prefold.worker.budget import batch_rows, count_compiling
+from prefold.worker.budget import batch_rows
 from prefold.worker.graphs import SIZES, DecodeGraphs, FixedStep, padded_size
 from prefold.worker.local import LocalWorker
 from prefold.worker.runner import Reads
@@ -364,9 +365,9 @@ def test_what_compiling_takes_is_counted(monkeypatch):
     for micros in (1_500_000, 500_000):
         times = CompileTimes(micros, [("ptx", 250_000)], 250_000)
         knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=False)
-    stats = Stats()
-    count_compiling(stats, torch.device("cpu"))
-    count_compiling(stats, torch.device("cpu"))
-    assert stats.seconds == {"compile": 3.0}
+    meter = Meter()
+    for _ in range(2):
+        meter.add(seconds={"compile": device.compile_seconds()})
+    assert meter.stats.seconds == {"compile": 3.0}
     assert heard == [False, False]
     device._clock.cache_clear()
