@@ -228,7 +228,12 @@ def alone(engine: Engine, worker: HashWorker, rng: random.Random) -> None:
         pass
     stats, steps = engine.stats, worker.steps[steps:]
     prompts = [(request.adapter, *request.tokens.tolist()) for request in run.requests]
-    assert stats.requests == len(prompts) and stats.tokens == sum(len(prompt) - 1 for prompt in prompts)
+    # A prompt that comes twice in a row is read twice, and counts once where both reads are in one window.
+    once = [prompt for before, prompt in pairwise([(), *prompts]) if prompt != before]
+    assert len(once) <= stats.requests <= len(prompts)
+    assert sum(len(prompt) - 1 for prompt in once) <= stats.tokens <= sum(len(prompt) - 1 for prompt in prompts)
+    if run.max_tokens == 1 << 20:
+        assert stats.requests == len(once) and stats.tokens == sum(len(prompt) - 1 for prompt in once)
     assert stats.steps == len(steps) == len(run.told)
     assert stats.rows_computed == sum(step.num_rows for step in steps) == sum(info.rows for info in run.told)
     assert sum(info.requests_done for info in run.told) == stats.requests
