@@ -28,10 +28,12 @@ TextPiece = tuple[int, str]
 
 
 class Inbox:
-    """What has come for one caller: (key, what) in the order it came. Jobs know the inbox, and not the caller, so that
-    a caller that is gone is noticed."""
+    """What has come for one caller: (key, what) in the order it came; and what is open, key to tag. Jobs know the
+    inbox and not the caller, so that a caller that is gone can be noticed."""
 
-    def __init__(self) -> None:
+    def __init__(self, caller: weakref.ref[Call]):
+        self.caller = caller
+        self.open: dict[int, Hashable] = {}
         self.came: deque[tuple[int, Any]] = deque()
         self.woken = threading.Event()
 
@@ -44,15 +46,20 @@ class Inbox:
 
 
 class Call:
-    """The requests of one caller. When it is left, or nobody has it any more, those that are open are ended."""
+    """The requests of one caller. When it is left, those that are open are ended; when that is broken off, or nobody
+    has the call any more, the next call does it."""
 
     def __init__(self, generator: Generator):
         self.generator = generator
-        self.open: dict[int, Hashable] = {}  # key to tag
-        self.inbox = Inbox()
+        for inbox in list(generator.inboxes):
+            if inbox.caller() is None:
+                _leave(generator, inbox)
+        self.inbox = Inbox(weakref.ref(self))
+        self.open = self.inbox.open
         generator.inboxes[self.inbox] = None
-        self.leave = weakref.finalize(self, _leave, generator, self.open, self.inbox)
-        self.leave.atexit = False
+
+    def leave(self) -> None:
+        _leave(self.generator, self.inbox)
 
     def add(
         self,
@@ -97,10 +104,10 @@ class Call:
             raise AssertionError("requests wait, and no step can be made")
 
 
-def _leave(generator: Generator, open_keys: dict[int, Hashable], inbox: Inbox) -> None:
+def _leave(generator: Generator, inbox: Inbox) -> None:
+    if inbox.open:
+        generator.cancel(*inbox.open)
     generator.inboxes.pop(inbox, None)
-    if open_keys:
-        generator.cancel(*open_keys)
     generator.wake_another(inbox)
 
 

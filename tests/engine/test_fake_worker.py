@@ -1,0 +1,211 @@
+"""The real engine over a worker that computes nothing: random traces in which memory runs out, steps fail, requests
+are cancelled, and Ctrl-C comes. Run as a program it does so without torch: `test_fake_worker.py FIRST COUNT`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from prefold.cache import SCRATCH, CacheOptions
+from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.errors import InputError, OutOfMemoryError
+from prefold.schedule.steps import SlotResult, SlotStep, StepResult
+from prefold.types import GenerateRequest, Readout, Request, Sampling
+from prefold.worker.protocol import Facts, Worker
+
+TROUBLE = ("memory", "start", "result", "interrupt", "late interrupt")
+
+
+def next_token(path: tuple[int, ...]) -> int:
+    """A token out of few, so that outputs meet prompts."""
+    return (sum((i + 1) * t for i, t in enumerate(path[-3:])) + len(path)) % 4
+
+
+class FakeWorker(Worker):
+    """Keeps the tokens down to each row where a model keeps K/V, and checks what every row would see."""
+
+    def __init__(self, rng: random.Random, depth: int, trouble: float):
+        self.facts = Facts(depth=depth, slot_depth=depth, max_positions=60, vocab_size=8)
+        self.rng, self.trouble = rng, trouble
+        self.content: dict[int, tuple[int, ...]] = {}
+        self.given: list[int] = []
+
+    def start(self, message, prepared=None):
+        trouble = self.rng.choice(TROUBLE) if self.rng.random() < self.trouble else None
+        if not isinstance(message, SlotStep):
+            return Ticket(None, None)
+        if trouble == "memory":
+            raise OutOfMemoryError("made up")
+        if trouble == "start":
+            raise RuntimeError("made up")
+        if trouble == "interrupt":
+            raise KeyboardInterrupt
+        return Ticket(self.run(message), trouble)
+
+    def run(self, step: SlotStep) -> SlotResult:
+        paths = []
+        runs = np.stack((step.run_start, step.run_count, step.run_position, step.run_first, step.run_last), 1).tolist()
+        for query, (token, position, slot) in enumerate(zip(step.tokens, step.positions, step.slots, strict=True)):
+            seen = {}
+            for start, count, at, first, last in runs:
+                if first <= query < last:
+                    assert not set(range(at, at + count)) & set(seen), "two keys of one position"
+                    seen |= {at + i: start + i for i in range(count)}
+            assert sorted(seen) == list(range(int(position) + 1)), "a key is missing, or one too many"
+            above = self.content[seen[int(position) - 1]] if position else ()
+            assert all(self.content[seen[i]] == above[: i + 1] for i in range(int(position))), "a key of another path"
+            path = (*above, int(token) if token >= 0 else self.given[-1 - int(token)])
+            if slot == SCRATCH:
+                assert self.content[seen[int(position)]] == path
+            else:
+                assert seen[int(position)] == slot
+                self.content[int(slot)] = path
+            paths.append(path)
+        read = [paths[step.read_rows[row]] for row in step.reads.tolist()]
+        self.given = [next_token(path) for path in read]
+        numbers = tuple(StepResult(np.array([[float(hash(read[i]))] for i in some.reads])) for some in step.numbers)
+        return SlotResult(np.array(self.given, np.int64), numbers=numbers)
+
+
+class Ticket:
+    def __init__(self, result: SlotResult | None, trouble: str | None):
+        self._result, self._trouble = result, trouble
+
+    def result(self) -> SlotResult | None:
+        trouble, self._trouble = self._trouble, None
+        if trouble == "result":
+            raise RuntimeError("made up")
+        if trouble == "late interrupt":
+            raise KeyboardInterrupt
+        return self._result
+
+
+def expected(prompt: list[int], sampling: Sampling) -> tuple[int, ...]:
+    path = tuple(prompt)
+    while len(path) - len(prompt) < sampling.max_tokens and next_token(path) not in sampling.stop_ids:
+        path = (*path, next_token(path))
+    return path[len(prompt) :]
+
+
+def run_trace(seed: int) -> Engine:
+    rng = random.Random(seed)
+    worker = FakeWorker(rng, depth=rng.choice([1, 2, 2]), trouble=rng.choice([0.0, 0.05, 0.2]))
+    cache = rng.choice([None, CacheOptions(min_overlap=0), CacheOptions(min_overlap=3, max_tokens=9)])
+    generation = GenerateOptions(
+        kv_memory=rng.choice([52, 70, 400]), max_running=rng.choice([2, 6, 20]), reserve_output=rng.random() < 0.5,
+        cache=cache,
+    )  # fmt: skip
+    engine = Engine(worker, EngineOptions(max_batch_rows=rng.choice([5, 24]), generation=generation))
+    generator = engine.generator
+    asked, answers, keys, cancelled = {}, {}, {}, set()
+    for number in range(rng.randint(3, 12)):
+        prompt = rng.choices([0, 1, 2], k=rng.randint(1, 9))
+        sampling = Sampling(
+            max_tokens=rng.choice([3, 14, 40]), n=rng.choice([1, 1, 2]), stop_ids=rng.choice([(), (2,)])
+        )
+        asked[number] = (prompt, sampling if rng.random() < 0.8 else None)
+    waiting = list(asked)
+    for _ in range(3000):
+        for number in waiting[: (arriving := rng.randint(0, 3))]:
+            prompt, sampling = asked[number]
+            tokens = np.array(prompt, np.int32)
+            request = Request(tokens) if sampling is None else GenerateRequest(tokens, sampling)
+            readout = Readout("last") if sampling is None else None
+            told = lambda answer, number=number: answers.__setitem__(number, answer)  # noqa: E731
+            keys[number] = generator.add(request, None, told, readout=readout)
+        waiting = waiting[arriving:]
+        if keys and rng.random() < 0.04:
+            cancelled.add(number := rng.choice(list(keys)))
+            generator.cancel(keys[number])
+        with suppress(OutOfMemoryError, RuntimeError, KeyboardInterrupt):
+            generator.step()
+        generator.scheduler.check()
+        assert len(generator._flights) <= worker.facts.slot_depth
+        if not waiting and not generator.has_work and not generator._flights:
+            break
+    else:
+        raise AssertionError("the work does not end")
+    assert generator.scheduler.pool.used_slots == (generator.scheduler.cache.rows if cache else 0)
+    for number, (prompt, sampling) in asked.items():
+        if number in cancelled:
+            continue
+        answer = answers[number]
+        if sampling is None:
+            assert answer.values[0] == float(hash(tuple(prompt)))
+        else:
+            assert [one.tokens for one in answer] == [expected(prompt, sampling)] * sampling.n, (seed, number)
+    return engine
+
+
+def test_traces_without_torch():
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    command = [sys.executable, __file__, "0", "300"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    preempted, anew = map(int, done.stdout.split())
+    assert preempted > 10 and anew > 10
+
+
+def test_a_request_that_can_never_run_is_told_so():
+    worker = FakeWorker(random.Random(0), 1, 0.0)
+    engine = Engine(worker, EngineOptions(generation=GenerateOptions(kv_memory=11)))
+    answers = []
+    engine.generator.add(GenerateRequest(np.zeros(8, np.int32), Sampling(max_tokens=9)), None, answers.append)
+    while engine.generator.step():
+        pass
+    assert isinstance(answers[0], InputError) and answers[0].code == "kv_memory"
+
+
+class Measuring(Worker):
+    """Every token is 0; notes how large messages are."""
+
+    facts = Facts(max_positions=5000)
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def start(self, message, prepared=None):
+        self.sizes.append(len(pickle.dumps(message)))
+        return Ticket(SlotResult(np.zeros(len(getattr(message, "reads", ())), np.int64)), None)
+
+
+def size_of_a_step(kept: list[list[int]]) -> int:
+    """Bytes of the message of a decoding step while these prompts are kept."""
+    worker = Measuring()
+    generation = GenerateOptions(kv_memory=20_000, cache=CacheOptions(min_overlap=0))
+    generator = Engine(worker, EngineOptions(max_batch_rows=4096, generation=generation)).generator
+    for prompts, limit in ((kept, 1), ([[0, 1, 2]], 4)):
+        for prompt in prompts:
+            request = GenerateRequest(np.array(prompt, np.int32), Sampling(max_tokens=limit))
+            generator.add(request, None, lambda answer: None)
+        while generator.step():
+            pass
+    return worker.sizes[-1]
+
+
+def test_a_message_says_nothing_of_what_is_kept():
+    rng = random.Random(0)
+    assert size_of_a_step([rng.choices(range(3, 7), k=12) for _ in range(1000)]) == size_of_a_step([])
+
+
+def test_prompts_that_go_on_from_each_other():
+    """Two thousand nodes below each other are no deeper a message."""
+    assert size_of_a_step([[3] * length for length in range(1, 2001)]) == size_of_a_step([])
+
+
+if __name__ == "__main__":
+    preempted = anew = 0
+    for seed in range(int(sys.argv[1]), int(sys.argv[1]) + int(sys.argv[2])):
+        engine = run_trace(seed)
+        preempted += engine.generator.scheduler.stats.preemptions
+        anew += engine.generator.scheduler._remade >= 0
+    assert "torch" not in sys.modules
+    print(preempted, anew)
