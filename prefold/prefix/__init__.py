@@ -1,4 +1,4 @@
-"""The prefix trie of a set of token sequences, laid flat, and its views. NumPy only."""
+"""Lays the prefix trie of a set of token sequences flat, and gives views of it. NumPy only."""
 
 from __future__ import annotations
 

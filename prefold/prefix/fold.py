@@ -1,4 +1,4 @@
-"""Gather and scatter maps between tokens and rows: a view of the trie for what works on single rows."""
+"""Maps between tokens and rows (gather and scatter), for layers that work on each position by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .trie import Layout
 
 __all__ = ["PrefixMap"]
 
-# What a pass over many sequences costs, and each token in it: in sequences treated by themselves.
+# The cost of a pass over many sequences, and of each token in it; the unit is the cost of one sequence that is
+# treated by itself.
 _PASS_COST = 24
 _TOKEN_COST = 1 / 128
 _BLOCK = 1 << 17  # rows in a pass, so that it stays in cache
@@ -21,10 +22,12 @@ _BLOCK = 1 << 17  # rows in a pass, so that it stays in cache
 
 @dataclass(frozen=True, eq=False)
 class PrefixMap:
-    """Which tokens share a row, for position-wise layers (RadixMLP: Feil and Lazarevich 2026). Arrays are read-only.
+    """Says which tokens share a row, for position-wise layers (RadixMLP: Feil and Lazarevich 2026).
 
-    gather    int64 [rows]  the token that stands for each row: the first of those that share it; rows are those of
-                            Trie.build on the same sequences. Rows of padding, at the end, hold 0.
+    Arrays are read-only. The rows are those that `Trie.build` makes of the same sequences.
+
+    gather    int64 [rows]  the token that stands for each row: the first of those that share it. Rows of padding,
+                            at the end, hold 0
     scatter   int64 [N]     the row of each token
     num_rows                rows without padding
     """
@@ -37,10 +40,12 @@ class PrefixMap:
     def build(
         cls, tokens: Any, offsets: Any, *, pad_to_multiple: int | None = None, vocab_size: int | None = None
     ) -> PrefixMap:
-        """The maps of ragged sequences: tokens, any integer type [N]; offsets [B + 1].
+        """Returns the maps of ragged sequences: tokens [N], of any integer type; offsets [B + 1].
 
-        `pad_to_multiple` rounds the number of rows up; nothing is scattered from the rows added.
-        Raises InputError as `check_ragged` does.
+        pad_to_multiple  rounds the number of rows up; no token is scattered from the rows that are added
+        vocab_size       ids must be below it; None: any id will do
+
+        Raises InputError where `check_ragged` does, and when pad_to_multiple is below 1.
         """
         if pad_to_multiple is not None and pad_to_multiple < 1:
             raise InputError(
@@ -57,11 +62,11 @@ class PrefixMap:
         return cls(gather, scatter, at.num_rows)
 
     def fold(self, x: Any) -> Any:
-        """x [N, ...] of tokens -> [rows, ...]: each row's value, taken from the token that stands for it."""
+        """Returns [rows, ...] of x [N, ...]: each row has the value of the token that stands for it."""
         return _take(x, self.gather, len(self.scatter), "x")
 
     def unfold(self, y: Any) -> Any:
-        """y [rows, ...] -> [N, ...] of tokens: each token gets the value of its row."""
+        """Returns [N, ...] of y [rows, ...]: each token has the value of its row."""
         return _take(y, self.scatter, len(self.gather), "y")
 
 
@@ -74,9 +79,10 @@ def _take(x: Any, index: np.ndarray, expected: int, name: str) -> Any:
 
 
 def _scatter(at: Layout) -> np.ndarray:
-    """int64 [N]: the row of each token.
+    """Returns the row of each token, int64 [N].
 
-    All sequences together, for the positions that most of them have; then each of the longer ones by itself.
+    The positions that most sequences have are treated for all sequences at once; what is left of the longer ones is
+    treated sequence by sequence.
     """
     scatter = np.empty(len(at.tokens), np.int64)
     base = at.first_row - at.shared  # what a new row's number is more than its position
@@ -97,7 +103,7 @@ def _scatter(at: Layout) -> np.ndarray:
 
 
 def _scatter_singly(at: Layout, scatter: np.ndarray, base: np.ndarray, depth: int) -> None:
-    """Fill in the rows at positions >= depth, one sequence after the other."""
+    """Fills in `scatter` at positions >= depth, one sequence after the other."""
     long = np.flatnonzero(at.lengths > depth)
     if not len(long):
         return
@@ -110,7 +116,7 @@ def _scatter_singly(at: Layout, scatter: np.ndarray, base: np.ndarray, depth: in
 
 
 def _depth_together(lengths: np.ndarray) -> int:
-    """Positions worth treating for all sequences at once, in a pass for every length that occurs among them."""
+    """Returns up to which position it is cheaper to treat all sequences at once, one pass a length that occurs."""
     if len(lengths) <= _PASS_COST or int(lengths.sum()) * _TOKEN_COST >= len(lengths):
         return 0
     found, count = np.unique(lengths, return_counts=True)

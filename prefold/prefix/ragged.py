@@ -1,7 +1,7 @@
-"""Ragged token arrays: checked, sorted, and compared with their neighbours.
+"""Checks and sorts ragged token arrays, and compares neighbouring sequences.
 
 A ragged array is `tokens` [N] and `offsets` [B + 1]: sequence s is tokens[offsets[s]:offsets[s + 1]].
-`check_ragged` is the border: what is behind it trusts its arguments.
+`check_ragged` checks what callers hand over; the other functions trust their arguments.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MIN_WIDTH = 8
 
 
 def check_ragged(tokens: Any, offsets: Any, *, vocab_size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Validated int32 tokens [N] and int64 offsets [B + 1], contiguous; copied only where the type demands it.
+    """Returns (tokens int32 [N], offsets int64 [B + 1]), checked and contiguous, copied only where the type demands it.
 
-    Raises InputError, naming the sequence and the position: tokens or offsets that are not one-dimensional
-    integers; offsets that do not start at 0, decrease, or do not end at N; an empty sequence; a negative id;
-    an id of 2**31 or more, or not below `vocab_size`.
+    Raises InputError, naming the sequence and the position, for tokens or offsets that are not one-dimensional
+    integers; for offsets that do not start at 0, that decrease, or that do not end at N; for an empty sequence; and
+    for an id that is negative, 2**31 or more, or not below `vocab_size`.
     """
     tokens, offsets = _integers(tokens, "tokens"), _integers(offsets, "offsets")
     offsets = _check_offsets(offsets, len(tokens))
@@ -89,14 +89,14 @@ def _raise_bad_token(tokens: np.ndarray, offsets: np.ndarray, index: int, vocab_
 
 
 def ragged_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """int64 [sum(lengths)]: starts[0], starts[0] + 1, ... (lengths[0] numbers), then starts[1], ..."""
+    """Returns starts[0], starts[0] + 1, ... (lengths[0] numbers), then starts[1], ...; int64 [sum(lengths)]."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
 
 
 def lexsort_sequences(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """int64 [B]: the sequences' numbers in lexicographic order of token ids.
+    """Returns the sequences' numbers in lexicographic order of token ids, int64 [B].
 
     A prefix comes before its extensions; equal sequences keep their input order. tokens int32 [N] >= 0 and
     offsets int64 [B + 1] as `check_ragged` returns them.
@@ -124,7 +124,7 @@ def _byte_keys(tokens: np.ndarray, offsets: np.ndarray) -> list[bytes]:
 
 
 def _sort_by_few_tokens(tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The order by the next few tokens after the prefix that all share, and the bounds of the ties left in it."""
+    """Returns the order by the first few tokens behind the prefix that all share, and the bounds of the ties in it."""
     num = len(offsets) - 1
     starts, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
     depth = _shared_by_all(tokens, starts, int(lengths.min()))
@@ -146,7 +146,7 @@ def _sort_by_few_tokens(tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.nda
 
 
 def _shared_by_all(tokens: np.ndarray, starts: np.ndarray, shortest: int) -> int:
-    """Length of the prefix that all sequences share."""
+    """Returns the length of the prefix that all sequences share."""
     depth, width = 0, 1
     while depth < shortest:
         width = min(width, shortest - depth)
@@ -160,16 +160,16 @@ def _shared_by_all(tokens: np.ndarray, starts: np.ndarray, shortest: int) -> int
 
 
 def windows(array: np.ndarray, width: int, *, writeable: bool = False) -> np.ndarray:
-    """A view [len(array) - width + 1, width] whose row i is array[i : i + width]."""
+    """Returns a view [len(array) - width + 1, width] whose row i is array[i : i + width]."""
     shape = len(array) - width + 1, width
     return np.lib.stride_tricks.as_strided(array, shape, array.strides * 2, writeable=writeable)
 
 
 def common_prefix_lengths(tokens: np.ndarray, offsets: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """int64 [B]: tokens that sequence order[i] shares with sequence order[i - 1]; 0 for i = 0.
+    """Returns how many leading tokens sequence order[i] shares with sequence order[i - 1], int64 [B]; 0 for i = 0.
 
-    All pairs are compared a block of tokens at a time; those found different leave, and the block grows, so
-    the cost is a small multiple of the tokens compared.
+    All pairs are compared a block of tokens at a time. Pairs that are found to differ drop out, and the block grows,
+    so the cost is a small multiple of the tokens compared.
     """
     lcp = np.zeros(len(order), np.int64)
     if len(order) < 2:

@@ -1,4 +1,4 @@
-"""Cuts of the stream into segments of equal cost, each to be computed on its own."""
+"""Cuts the stream into segments of about equal cost, each of which can be computed on its own."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ _HALVINGS = 40
 
 
 class Segment(NamedTuple):
-    """Rows start <= row < stop of the stream; computing them needs `trie.path(start)` as well."""
+    """A segment is the rows start <= row < stop of the stream. Computing them needs the rows `trie.path(start)` too."""
 
     start: int
     stop: int
 
 
 def segments(trie: Trie, num: int, *, cost: np.ndarray | None = None) -> list[Segment]:
-    """At most `num` contiguous segments that cover the stream; the costliest is as cheap as can be.
+    """Returns at most `num` contiguous segments that cover the stream, the costliest of them as cheap as can be.
 
-    A segment costs its rows and the path above its first row, which is computed again. `cost` [rows] is the
-    cost of each row, greater than 0 (1 each by default; say 1 + c * (position + 1) to count attention). Cuts lie
-    where a run begins: inside a run, going down costs in path what it saves in rows. Fewer than `num` segments
-    come back when more would not make the costliest cheaper; none is empty; an empty trie has none.
-    Raises InputError when num < 1, or `cost` is not one positive number a row.
+    A segment costs its rows, and the path above its first row, which is computed again. `cost` [rows] is the cost
+    of each row, greater than 0 (1 each by default; 1 + c * (position + 1) counts attention too). Cuts lie where a run
+    begins: a cut further down in the run would lengthen the path by as much as it shortens the segment. There are
+    fewer than `num` segments where more would not make the costliest cheaper; no segment is empty, and an empty trie
+    has none. Raises InputError when num < 1, or `cost` is not one positive number a row.
     """
     if num < 1:
         raise InputError(f"num is {num}", field="num", remedy="give 1 or more")
     cost = np.ones(trie.num_rows) if cost is None else np.asarray(cost, np.float64)
     if cost.shape != (trie.num_rows,) or not bool((cost > 0).all()):
-        raise InputError("cost is not one positive number a row", field="cost", remedy=f"its length is {trie.num_rows}")
+        remedy = f"give an array of {trie.num_rows} numbers greater than 0"
+        raise InputError("cost is not one positive number a row", field="cost", remedy=remedy)
     if not trie.num_rows:
         return []
     starts = trie.run_start
     before = np.concatenate(([0.0], np.cumsum(cost)))
     total = before[-1]
-    # gain: cost of the rows before a cut, less what is computed again for it. A segment that starts at cut c and may
-    # cost `limit` reaches to row cost limit + gain[c]; so the cut of largest gain within reach is always the best.
+    # gain: cost of the rows before a cut, less the cost of the path that is computed again for it. A segment that
+    # starts at cut c and may cost `limit` ends where the rows before it cost limit + gain[c]; so of the cuts within
+    # reach the one of largest gain is the best.
     gain = before[starts] - _path_cost(trie, cost)[starts]
     low, high = total / num, total
     cuts = [0]
@@ -60,13 +62,13 @@ def segments(trie: Trie, num: int, *, cost: np.ndarray | None = None) -> list[Se
 
 
 def _path_cost(trie: Trie, cost: np.ndarray) -> np.ndarray:
-    """float64 [rows]: cost of the rows above each row: a row counts from the next row to its subtree's end."""
+    """Returns the cost of the path above each row, float64 [rows]: a row is above the others of its subtree."""
     closed = np.bincount(trie.end, weights=cost, minlength=trie.num_rows + 1)[:-1]
     return np.concatenate(([0.0], np.cumsum(cost)[:-1])) - np.cumsum(closed)
 
 
 def _cut(before: np.ndarray, gain: np.ndarray, limit: float, total: float, num: int) -> list[int] | None:
-    """Runs at which segments of cost `limit` start, the first 0; None when `num` of them do not reach the end."""
+    """Returns the runs at which segments of cost `limit` start, 0 first; None when `num` segments do not suffice."""
     cuts = [0]
     while limit + gain[cuts[-1]] < total:
         first = cuts[-1] + 1

@@ -1,7 +1,8 @@
-"""The prefix trie of a set of token sequences, laid flat: the row stream.
+"""Lays the prefix trie of a set of token sequences flat, as the row stream.
 
-Rows are the trie's tokens in depth-first order. The rows that a sequence adds to those before it are a *run*:
-they lie side by side, one below the other, so the trie is a list of runs, each hung on a row of an earlier one.
+Rows are the trie's tokens in depth-first order. The rows that a sequence adds to those of earlier sequences are a
+*run*. The rows of a run lie side by side, each the child of the row before it, so the trie is a list of runs, each of
+which hangs on a row of an earlier run.
 """
 
 from __future__ import annotations
@@ -20,10 +21,18 @@ __all__ = ["Layout", "Trie"]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the sequences lie in the stream; what Trie and PrefixMap have in common.
+    """Says where the sequences lie in the stream. `Trie` and `PrefixMap` are both built from it.
 
-    Per sequence, in depth-first order: `order` its number, `starts` its first token in `tokens`, `lengths` its
-    length, `shared` how many leading tokens lie in rows of earlier sequences, `first_row` the row of the next.
+    tokens     int32 [N]  the tokens of all sequences, in input order
+    num_rows              rows of the stream
+
+    The other fields are int64 [B], a number for each sequence in depth-first order:
+
+    order      the sequence's number in the input
+    starts     where its first token lies in `tokens`
+    lengths    its tokens
+    shared     how many of its leading tokens lie in rows of earlier sequences
+    first_row  the row of the first token behind those: the first row that the sequence adds
     """
 
     tokens: np.ndarray
@@ -77,10 +86,12 @@ def _check_sorted(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, s
 
 @dataclass(frozen=True, eq=False)
 class Trie:
-    """A prefix trie in depth-first order, one row a trie token. Arrays are read-only.
+    """A trie holds the prefixes of a set of sequences, one row for each of its tokens, depth-first.
 
-    tokens     int32 [rows]            token id
-    positions  int32 [rows]            depth, 0 at a root
+    Arrays are read-only.
+
+    tokens     int32 [rows]            token id of each row
+    positions  int32 [rows]            depth of each row, 0 at a root
     end        int64 [rows]            row just past the row's subtree: row j is on the path of row i, or i itself,
                                        exactly when j <= i < end[j]
     last_row   int64 [num_sequences]   row of each sequence's last token, in input order
@@ -108,13 +119,18 @@ class Trie:
         vocab_size: int | None = None,
         shared: np.ndarray | None = None,
     ) -> Trie:
-        """The trie of ragged sequences: tokens, any integer type [N]; offsets [B + 1].
+        """Returns the trie of ragged sequences: tokens [N], of any integer type; offsets [B + 1].
 
-        Depth-first order is the lexicographic order of token ids, ties by input order, a prefix before its
-        extensions; duplicates add no rows. share=False gives every sequence a branch of its own, in input order.
-        is_sorted=True promises that order and saves the sort (the promise is checked). shared, int64 [B], of sorted
-        sequences: how many leading tokens each has in common with the one before, where that is known already.
-        Raises InputError as `check_ragged` does, and for a broken promise.
+        Depth-first order is the lexicographic order of token ids: a prefix comes before its extensions, and equal
+        sequences keep their input order and add no rows.
+
+        share       False: every sequence has a branch of its own, and they come in input order
+        is_sorted   the sequences are given in lexicographic order, which saves the sort; this is checked
+        vocab_size  ids must be below it; None: any id will do
+        shared      int64 [B], of sorted sequences: how many leading tokens each has in common with the one before,
+                    where that is known already
+
+        Raises InputError where `check_ragged` does, and when is_sorted=True is not true.
         """
         order = {"share": share, "is_sorted": is_sorted, "shared": shared}
         at = Layout.build(tokens, offsets, **order, vocab_size=vocab_size)
@@ -123,7 +139,8 @@ class Trie:
         positions = (rows - np.repeat(at.first_row - at.shared, added)).astype(np.int32)
         row_tokens = at.tokens[rows + np.repeat(at.starts + at.shared - at.first_row, added)]
         last_row = np.empty(len(at.order), np.int64)
-        last_row[at.order] = at.first_row + added - 1  # right for a duplicate too: it adds none, and follows its twin
+        # A duplicate adds no row and follows the sequence it equals, so first_row - 1 is its last row too.
+        last_row[at.order] = at.first_row + added - 1
         runs = np.flatnonzero(added)
         run_start, run_depth = at.first_row[runs], at.shared[runs]
         end = _row_ends(run_start, run_depth, added[runs], at.num_rows)
@@ -142,7 +159,7 @@ class Trie:
 
     @cached_property
     def parent(self) -> np.ndarray:
-        """int64 [rows]: the row above each row; -1 for a root."""
+        """Returns the row above each row, int64 [rows]; -1 for a root."""
         parent = np.arange(-1, self.num_rows - 1)
         parent[self.run_start] = self._run_parent
         parent.flags.writeable = False
@@ -150,14 +167,17 @@ class Trie:
 
     @cached_property
     def _run_parent(self) -> np.ndarray:
-        """int64 [runs]: the row on which each run hangs; -1 for none."""
+        """Returns the row on which each run hangs, int64 [runs]; -1 for a run that starts at a root."""
         depth = self.run_depth
         above = len(depth) - 1 - _next_smaller(np.append(depth[::-1], -1))[-2::-1]
         row = self.run_start[above] + depth - 1 - depth[above]
         return np.where(depth == 0, -1, row)
 
     def path(self, row: int) -> np.ndarray:
-        """int64 [depth]: the rows above `row`, root first, without `row` itself. Empty for row = num_rows."""
+        """Returns the rows above `row`, int64 [depth], root first, without `row` itself.
+
+        The path of num_rows, the place behind the last row, is empty. Raises IndexError for a row beyond it.
+        """
         if not 0 <= row <= self.num_rows:
             raise IndexError(f"row {row} of {self.num_rows}")
         pieces = []
@@ -169,12 +189,12 @@ class Trie:
         return np.concatenate(pieces[::-1]) if pieces else np.zeros(0, np.int64)
 
     def rows_of(self, sequence: int) -> np.ndarray:
-        """int64 [length]: the rows of one sequence, first token first."""
+        """Returns the rows of one sequence, int64 [length], first token first."""
         last = int(self.last_row[sequence])
         return np.append(self.path(last), last)
 
     def check(self) -> None:
-        """Assert every invariant of the layout; costs a pass over the rows."""
+        """Asserts every invariant of the layout, which takes a pass over the rows."""
         n, rows = self.num_rows, np.arange(self.num_rows)
         assert all(len(a) == n for a in (self.positions, self.end, self.parent))
         assert np.array_equal(np.sort(self.order), np.arange(self.num_sequences))
@@ -187,7 +207,7 @@ class Trie:
         assert (root | (self.end <= self.end[above])).all()
         # The row after a row is its child, or stands where the row's subtree ends.
         assert ((self.parent[1:] == rows[:-1]) == (self.end[:-1] > rows[1:])).all()
-        # As many rows are open at a row as it is deep: `end` and `positions` tell the same story.
+        # As many subtrees are open at a row as its position says, so `end` and `positions` agree.
         opened = np.arange(n) - np.cumsum(np.bincount(self.end, minlength=n + 1))[:n]
         assert np.array_equal(opened, self.positions)
         assert (np.diff(self.last_row[self.order]) >= 0).all()
@@ -196,11 +216,11 @@ class Trie:
 
 
 def _row_ends(start: np.ndarray, depth: np.ndarray, length: np.ndarray, num_rows: int) -> np.ndarray:
-    """int64 [rows]: where each row's subtree ends, from the runs' first rows, positions and lengths.
+    """Returns where each row's subtree ends, int64 [rows], from the runs' first rows, positions and lengths.
 
-    A row at position d ends where the first later run begins whose position is at most d. For most rows that is
-    the next run; the rest, the rows that later runs share, are found piece by piece, the deepest pieces of all
-    runs at once.
+    The subtree of a row at position d ends where the first later run begins whose position is at most d. For most
+    rows that is the next run. The others, on which later runs hang, are found piece by piece, the deepest piece of
+    every run at once.
     """
     start, depth = np.append(start, num_rows), np.append(depth, -1)  # the stream's end closes everything
     end = np.repeat(start[1:], length)
@@ -221,10 +241,11 @@ def _row_ends(start: np.ndarray, depth: np.ndarray, length: np.ndarray, num_rows
 
 
 def _next_smaller(values: np.ndarray) -> np.ndarray:
-    """int64 [n]: index of the first later value that is smaller; the last value, smaller than all, gets n - 1.
+    """Returns the index of the first later value that is smaller than each value, int64 [n].
 
-    Pointers start at the next value and jump along one another's until they stand right: everything between a
-    value and its pointer is at least that value, so no jump leaves out a smaller one.
+    The last value must be smaller than all others; its own index is n - 1. Each pointer starts at the next value and
+    follows the pointer it finds there until it points at a smaller value. Everything between a value and its pointer
+    is at least that value, so no step passes over a smaller one.
     """
     n = len(values)
     pointer = np.minimum(np.arange(1, n + 1), n - 1)

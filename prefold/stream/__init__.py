@@ -1,4 +1,4 @@
-"""The requests of a job, put in order, as windows of one row stream. NumPy only."""
+"""Puts the requests of a job in order and cuts them into windows of one row stream. NumPy only."""
 
 from __future__ import annotations
 

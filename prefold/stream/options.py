@@ -1,4 +1,4 @@
-"""How a request is to be continued, as a few bytes that travel with its tokens."""
+"""Writes how a request is to be continued as a few bytes, which travel with its tokens through the spool."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ _BESIDE = {"adapter": None, "salt": "", "priority": 0}
 
 
 def encode_options(request: GenerateRequest) -> bytes:
-    """All of a request but its tokens, as JSON of what is not the default. It is not empty when all is: only
-    requests that are read and not continued have nothing there."""
+    """Returns all of a request but its tokens, as JSON of the fields that differ from their defaults.
+
+    The result is at least "{}", never empty: no bytes at all stand for a request that is read and not continued.
+    """
     return _encode(request.sampling, request.adapter, request.salt, request.priority)
 
 
 def decode_options(data: bytes, tokens: np.ndarray) -> GenerateRequest:
-    """The request that `encode_options` made `data` of."""
+    """Returns the request that has these tokens and the options that `encode_options` wrote to `data`."""
     sampling, beside = _decode(data)
     return GenerateRequest(tokens, sampling, **beside)
 
 
-# Most requests of a job have the options of the one before. (Equal keys may stand for 1 and 1.0, which is no harm.)
+# Most requests of a job have the same options as the request before, so both directions are cached. (1 and 1.0 are
+# equal as keys of the cache. Either is right in place of the other.)
 @lru_cache(maxsize=64)
 def _encode(sampling: Sampling, adapter: str | None, salt: str, priority: int) -> bytes:
     values: dict[str, Any] = {name: getattr(sampling, name) for name in _SAMPLING}

@@ -1,6 +1,6 @@
-"""The spool: a job's requests as they come in, and out again in order, in bounded memory.
+"""The spool takes a job's requests in any order and gives them back sorted, in bounded memory.
 
-Requests are kept in memory up to a limit; what is more goes to disk as sorted runs, which are merged while they
+Requests are kept in memory up to a limit. Beyond it they go to disk as sorted runs, which are merged while they
 are read (external merge sort). Nothing is read from the disk that this process did not write there.
 """
 
@@ -28,7 +28,8 @@ from .window import SpooledRequest, Window, cut_into_windows
 
 __all__ = ["Spool"]
 
-# Number, tokens, targets (-1: none), and bytes of the tag, of the options and of the adapter's name.
+# What a run has before each request: its number, how many tokens and targets it has (-1: no targets), and how many
+# bytes its tag, its options and the name of its adapter take.
 _HEADER = struct.Struct("<QIiIII")
 _REQUEST_OVERHEAD = 256  # bytes a request takes in memory besides its contents
 _FAN_IN = 64  # runs merged at once: each is an open file
@@ -36,11 +37,14 @@ _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20  # bytes of a run's read buffer
 
 
 class Spool:
-    """The requests of one job.
+    """Holds the requests of one job.
 
-    Add all requests, from any threads, then read windows, from one; windows can be read more than once. A context
-    manager: closing it removes the temporary folder that it makes in `directory` (the system's default: None) once
-    more than `memory_bytes` is held. Reading needs memory for one window, and about `memory_bytes` beside it.
+    All requests are added first, from any threads; then windows are read, from one thread, as often as wanted.
+    Reading needs memory for one window, and about `memory_bytes` beside it. A spool is a context manager: its end
+    removes what it wrote to disk.
+
+    memory_bytes  bytes of requests that are held in memory before they go to disk. InputError when below 1
+    directory     where the temporary folder is made, once there is something to write; None: the system's default
     """
 
     def __init__(self, *, memory_bytes: int = 64 << 20, directory: str | os.PathLike[str] | None = None) -> None:
@@ -69,7 +73,7 @@ class Spool:
         self.close()
 
     def close(self) -> None:
-        """Forget all requests and remove what is on disk. Closing twice is harmless."""
+        """Forgets all requests and removes what is on disk. Closing twice is harmless."""
         with self._lock:
             self._state = "closed"
             self._held, self._runs, self._merged = [], [], None
@@ -78,11 +82,11 @@ class Spool:
                 self._folder = None
 
     def add(self, request: Request | GenerateRequest, tag: bytes = b"") -> bool:
-        """Take one request; `tag` comes back with it in its window. Returns whether it is another prompt than the one
-        before, and not a second read of it (see `Window.twins`).
+        """Takes one request; `tag` comes back with it in its window.
 
-        Raises InputError: tokens or targets that are not flat arrays of ids from 0 to 2**31 - 1, no tokens, or more
-        targets than tokens. RuntimeError once windows have been read.
+        Returns whether it is a new prompt; False for a further read of the prompt that was added just before (see
+        `Window.twins`). Raises InputError when tokens or targets are not flat arrays of ids from 0 to 2**31 - 1, when
+        there are no tokens, or more targets than tokens; RuntimeError once windows have been read.
         """
         key = _ids(request.tokens, "tokens", ">i4")
         options, targets, adapter = b"", None, ""
@@ -112,7 +116,10 @@ class Spool:
         return is_new
 
     def finish_adding(self) -> None:
-        """No more requests come. Reading the first window says so too."""
+        """Declares that no more requests come; reading the first window does so too.
+
+        Raises RuntimeError once the spool is closed.
+        """
         with self._lock:
             if self._state == "closed":
                 raise RuntimeError("the spool is closed")
@@ -124,11 +131,12 @@ class Spool:
                     self._sort_held()
 
     def windows(self, *, max_tokens: int, share: bool = True) -> Iterator[Window]:
-        """The job as windows of at most `max_tokens` tokens each (a longer request has a window of its own).
+        """Returns the job as windows of at most `max_tokens` tokens each (a longer request has a window of its own).
 
-        Requests of one LoRA adapter come together, and no window has those of two. share=True: in lexicographic order
-        over the whole job, equal requests as they came, and every window ends where little is shared with the next.
-        share=False: in order of arrival.
+        The requests of one LoRA adapter come together, and no window holds requests of two adapters. With share=True
+        requests come in lexicographic order over the whole job, equal ones in order of arrival, and each window ends
+        where little is shared with the next. With share=False they come in order of arrival. Raises InputError when
+        max_tokens is below 1.
         """
         if max_tokens < 1:
             raise InputError(f"max_tokens is {max_tokens}", field="max_tokens", remedy="give 1 or more")
@@ -137,7 +145,7 @@ class Spool:
         return cut_into_windows(requests, max_tokens=max_tokens, is_sorted=share)
 
     def unique_tokens(self) -> int:
-        """Rows of the job's stream: its tokens, each shared prefix counted once. Reads the job once."""
+        """Returns the rows of the job's stream: its tokens, each shared prefix counted once. Reads the job once."""
         return sum(w.unique_tokens for w in self.windows(max_tokens=1 << 20))
 
     def _sort_held(self) -> None:
@@ -173,7 +181,10 @@ class Spool:
         yield from self._merge(self._merged)
 
     def _merge_runs(self, runs: list[Path]) -> list[Path]:
-        """At most _FAN_IN runs with the requests of all; the given ones stay, those made on the way go."""
+        """Returns at most _FAN_IN runs that hold the requests of all `runs`.
+
+        The files of `runs` stay; those that are written on the way and merged again are removed.
+        """
         level = 0
         while len(runs) > _FAN_IN:
             groups = [runs[i : i + _FAN_IN] for i in range(0, len(runs), _FAN_IN)]
@@ -198,7 +209,7 @@ class Spool:
 
 
 def _ids(array: Any, name: str, dtype: str) -> bytes:
-    """The ids as bytes of the given 4-byte type."""
+    """Returns the ids as bytes of `dtype`, a type of 4 bytes. Raises InputError naming the field `name`."""
     array = np.asarray(array)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         message = f"{name} is an array of {array.dtype} with {array.ndim} dimensions"

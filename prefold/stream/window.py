@@ -1,4 +1,4 @@
-"""Windows: consecutive pieces of a job's requests, and where to cut between them."""
+"""Windows are consecutive pieces of a job's sorted requests; this module also decides where to cut between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LATEST_SHARE = 4  # a window may end anywhere in its last 1/4
 
 
 class SpooledRequest(NamedTuple):
-    """One request as the spool holds it. Compares as (adapter, tokens, arrival)."""
+    """Holds one request of the spool. It compares as (adapter, tokens, arrival)."""
 
     adapter: str  # of a Request; "": none
     key: bytes  # the token ids as big-endian int32: byte order is token order
@@ -36,20 +36,20 @@ class SpooledRequest(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Some of a job's requests, to be run together.
+    """A window is a part of a job's requests that is run together: B requests of N tokens in all.
 
-    tokens          int32 [N]      their token ids, ragged
+    tokens          int32 [N]      the token ids of all requests, ragged
     offsets         int64 [B + 1]
     targets         int32 [T]      what is to be scored, ragged; a request without targets has none here
     target_offsets  int64 [B + 1]
-    tags            [B]            what came with each request
-    is_sorted                      whether the requests lie in lexicographic order, over all windows
-    common                         leading tokens of the first request that the last one of the window before has
-                                   too; 0 in the first window, and in all when not sorted
+    tags            [B]            the bytes that were added with each request
+    is_sorted                      whether the requests of all windows lie in lexicographic order
+    common                         how many leading tokens the first request shares with the last request of the
+                                   window before; 0 in the first window, and in all windows when not sorted
     options         [B]            how each request is to be continued (see `options.py`)
-    adapter                        the LoRA adapter that all requests run with, None: the base model. (Of requests to be
-                                   continued, `options` has each one's)
-    numbers         int64 [B]      their places in the order of arrival
+    adapter                        the LoRA adapter that all requests run with, None: the base model. (Requests to be
+                                   continued name theirs in `options`)
+    numbers         int64 [B]      each request's place in the order of arrival
     """
 
     tokens: np.ndarray
@@ -64,12 +64,12 @@ class Window:
     numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def generate_request(self, number: int) -> GenerateRequest:
-        """A request of the window, as it was added; its tokens are a view."""
+        """Returns the request to be continued at place `number` of the window; its tokens are a view."""
         tokens = self.tokens[self.offsets[number] : self.offsets[number + 1]]
         return decode_options(self.options[number], tokens)
 
     def take(self, numbers: np.ndarray) -> Window:
-        """Some of the requests, ascending, as a window by itself."""
+        """Returns a window of the requests at these places, given in ascending order."""
         tokens, offsets = _taken(self.tokens, self.offsets, numbers)
         targets, target_offsets = _taken(self.targets, self.target_offsets, numbers)
         options = [self.options[i] for i in numbers] if self.options else []
@@ -79,7 +79,7 @@ class Window:
         return Window(tokens, offsets, targets, target_offsets, tags, self.is_sorted, 0, *beside)
 
     def without_twins(self) -> Window:
-        """The window, or where it has twins, one without them."""
+        """Returns the window without its `twins`; the window itself where it has none."""
         twins = self.twins
         return replace(self.take(np.flatnonzero(~twins)), common=self.common) if twins.any() else self
 
@@ -93,13 +93,16 @@ class Window:
 
     @cached_property
     def shared(self) -> np.ndarray:
-        """int64 [B]: leading tokens that each request has in common with the one before it in the window."""
+        """Returns how many leading tokens each request has in common with the one before it, int64 [B]; 0 first."""
         return _shared_with_previous(self.tokens, self.offsets)
 
     @cached_property
     def twins(self) -> np.ndarray:
-        """bool [B]: whether a request has the tokens of the one that arrived just before it, and is a second read of
-        the same prompt (labels of one token). A prompt that is continued is none: it has an answer of its own."""
+        """Returns which requests are further reads of one prompt, bool [B], as for labels of one token.
+
+        Such a request has the tokens of the request that arrived just before it. A prompt that is continued is never
+        a twin: it has an answer of its own.
+        """
         if not len(self.numbers) or any(self.options):
             return np.zeros(self.num_requests, bool)
         lengths = np.diff(self.offsets)
@@ -108,7 +111,7 @@ class Window:
 
     @cached_property
     def unique_tokens(self) -> int:
-        """Rows of the job's stream that begin with this window; all tokens when the job is not sorted."""
+        """Returns the rows that this window adds to the job's stream; all of its tokens when the job is not sorted."""
         return self.num_tokens - int(self.shared.sum()) - self.common if self.is_sorted else self.num_tokens
 
 
@@ -122,10 +125,10 @@ def _shared_with_previous(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray
 
 
 def cut_into_windows(requests: Iterable[SpooledRequest], *, max_tokens: int, is_sorted: bool) -> Iterator[Window]:
-    """Windows of at most `max_tokens` tokens, or of one request that is longer; each of requests of one adapter.
+    """Returns windows of at most `max_tokens` tokens, or of one longer request; each has requests of one adapter.
 
-    Sorted requests are cut where the fewest leading tokens are shared across the cut, in the last quarter of the
-    window; others as late as possible.
+    Sorted requests are cut in the last quarter of a window, where the fewest leading tokens are shared across the
+    cut. Other requests are cut as late as possible.
     """
     held: list[SpooledRequest] = []
     tokens = 0
@@ -147,7 +150,10 @@ def cut_into_windows(requests: Iterable[SpooledRequest], *, max_tokens: int, is_
 
 
 def _best_cut(requests: Sequence[SpooledRequest], max_tokens: int) -> int:
-    """The cut c (requests[:c] | requests[c:]) across which least is shared, c being late; the latest of equals."""
+    """Returns the place c at which to cut into requests[:c] and requests[c:].
+
+    Of the places in the last quarter it is the one across which the fewest tokens are shared, the latest of several.
+    """
     latest = len(requests) - 1
     tokens = np.cumsum([r.num_tokens for r in requests[:-1]])
     earliest = int(np.searchsorted(tokens, max_tokens - max_tokens // _LATEST_SHARE)) + 1
