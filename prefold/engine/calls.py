@@ -6,11 +6,12 @@ all. The others sleep until something has come for them, or the turn is free aga
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..text import Tokenizer
@@ -35,11 +36,24 @@ class Inbox:
         self.caller = caller
         self.open: dict[int, Hashable] = {}
         self.came: deque[tuple[int, Any]] = deque()
-        self.woken = threading.Event()
+        # No threading.Event: an interrupt within its `set` leaves it locked. This queue is one piece.
+        self._woken: SimpleQueue[None] = SimpleQueue()
 
     def put(self, key: int, what: Any) -> None:
         self.came.append((key, what))
-        self.woken.set()
+        self.wake()
+
+    def wake(self) -> bool:
+        """Whether somebody may sleep who was not woken before."""
+        if self._woken.empty():
+            self._woken.put(None)
+            return True
+        return False
+
+    def sleep(self) -> None:
+        """Until woken, or for LONGEST_SLEEP seconds."""
+        with suppress(Empty):
+            self._woken.get(timeout=LONGEST_SLEEP)
 
     def put_text(self, key: int, sample: int, piece: str) -> None:
         self.put(key, (sample, piece))
@@ -92,8 +106,7 @@ class Call:
         """Make a step, or wait while somebody else does. alone: only for what this call has asked."""
         generator, inbox = self.generator, self.inbox
         if not generator.turn.acquire(blocking=False):
-            inbox.woken.wait(LONGEST_SLEEP)
-            inbox.woken.clear()
+            inbox.sleep()
             return
         try:
             moved = generator.step()

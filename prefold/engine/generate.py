@@ -145,10 +145,7 @@ class Generator:
     def wake_another(self, inbox: Any) -> None:
         """Wake somebody else who may wait for a turn."""
         with suppress(RuntimeError):  # somebody comes or goes in this moment, and will step
-            for other in self.inboxes:
-                if other is not inbox and not other.woken.is_set():
-                    other.woken.set()
-                    return
+            next((other for other in self.inboxes if other is not inbox and other.wake()), None)
 
     @property
     def has_work(self) -> bool:

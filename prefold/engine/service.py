@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from ..errors import InputError
@@ -60,7 +61,7 @@ class Service:
         done = False
         try:
             await asyncio.shield(adding)
-            self._work.came.set()
+            self._work.came.put(None)
             while not done:
                 event = await events.get()
                 done = isinstance(event, (list, InputError))  # after any other error the request may still be there
@@ -98,20 +99,19 @@ class _Work:
     thread: threading.Thread
 
     def __init__(self) -> None:
-        self.came = threading.Event()
+        self.came: SimpleQueue[None] = SimpleQueue()
         self.is_closed = False
 
     def close(self) -> None:
         self.is_closed = True
-        self.came.set()
+        self.came.put(None)
         if self.thread is not threading.current_thread():
             self.thread.join(1.0)
 
 
 def _run(service_of: weakref.ref[Service], work: _Work) -> None:
     while True:
-        work.came.wait()
-        work.came.clear()
+        work.came.get()
         service = service_of()
         if service is None or work.is_closed:
             return

@@ -238,8 +238,9 @@ def lay_out(draft: Draft, version: int = 0) -> GenerateStep:
     reads = draft.reads + [(sequence, node) for node, sequences in draft.again.items() for sequence in sequences]
     rows_read = np.array([last_row[node] for _, node in reads], np.int64)
     read_rows, index = np.unique(rows_read, return_inverse=True)
-    order = np.argsort(index.reshape(-1), kind="stable").tolist()
-    reads = [reads[i] for i in order]
+    index = index.reshape(-1)
+    order = np.argsort(index, kind="stable")
+    takers = [reads[i][0] for i in order.tolist()]
     runs = _joined(*(np.array(numbers, np.int64) for numbers in (start, count, position, first, last)))
     return GenerateStep(
         tokens=np.array(tokens, np.int32),
@@ -251,8 +252,8 @@ def lay_out(draft: Draft, version: int = 0) -> GenerateStep:
         run_first=runs[3],
         run_last=runs[4],
         read_rows=read_rows,
-        reads=[(sequence, row) for (sequence, _), row in zip(reads, np.sort(index.reshape(-1)).tolist(), strict=True)],
-        tokens_before=[len(sequence.tail.tokens) for sequence, _ in reads],
+        reads=list(zip(takers, index[order].tolist(), strict=True)),
+        tokens_before=[len(sequence.tail.tokens) for sequence in takers],
         spans=spans,
         takes=list(draft.takes.items()),
         decode_rows=draft.decode_rows,

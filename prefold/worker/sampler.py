@@ -28,7 +28,7 @@ from ..schedule.steps import NOT_FINITE, Drawing
 from ..types import TokenLogprobs
 from .draw import WORK_SIZE, draw, draw_on_device
 
-__all__ = ["Asked", "Choice", "Options", "Sampler", "asked_of", "greedy"]
+__all__ = ["Asked", "Choice", "Options", "Sampler", "asked_of", "greedy", "most_likely"]
 
 NONE = np.empty(0, np.int64)
 
@@ -51,6 +51,14 @@ def _start_greedy(logits: Tensor) -> Tensor:
     """`_greedy_checked` on the logits' device, without waiting for it."""
     ids = logits.argmax(-1)
     return torch.where(logits.gather(-1, ids[:, None])[:, 0].isfinite(), ids, NOT_FINITE)
+
+
+def most_likely(logits: Tensor, rows: np.ndarray) -> Tensor:
+    """The most likely id of each of `rows`, int64 on the logits' device, without waiting for it; NOT_FINITE where the
+    logits are no finite numbers."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(_greedy_checked(logits)[rows])
+    return _start_greedy(logits)[send(rows, logits.device)]
 
 
 class Options(NamedTuple):

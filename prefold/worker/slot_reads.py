@@ -14,7 +14,7 @@ from ..model.ops import log_sum_exp
 from ..schedule.steps import Numbers, SlotResult, SlotStep
 from ..types import TokenLogprobs
 from .runner import Reads, head_blocks
-from .sampler import Asked, Sampler, asked_of
+from .sampler import Asked, Sampler, asked_of, most_likely
 
 __all__ = ["SlotReads"]
 
@@ -63,6 +63,9 @@ class SlotReads:
     def _choose(self, logits: Tensor, reads: np.ndarray, rows: np.ndarray, asked: Sequence[Asked]) -> None:
         sampler = Sampler()
         if not len(reads):
+            return
+        if self._step.drawing is None:
+            self.ids[send(reads, logits.device)] = most_likely(logits, rows)
             return
         if sampler.can_start(logits.device, asked):
             self.ids[send(reads, logits.device)] = sampler.start(logits, asked, rows.tolist(), [0] * len(asked))

@@ -37,8 +37,8 @@ def test_memory_goes_back_with_the_last_reference(folder, monkeypatch):
     llm.generate("some text", max_tokens=2)
     model = weakref.ref(llm.model)
     weight = weakref.ref(llm.model.embedding)
+    gc.collect()  # of other tests, too
     monkeypatch.setattr(local, "give_back", lambda: left.append((model(), weight())))
-    gc.collect()
     gc.disable()
     try:
         del llm
