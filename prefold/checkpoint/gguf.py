@@ -123,16 +123,27 @@ class GGUFFile:
             raise CheckpointError(f"{self.path} is damaged, or was not copied whole: {name} lies beyond its end")
         return self._mapped[start : start + size].reshape(shape)
 
-    def dequantize(self, name: str) -> np.ndarray:
-        """The tensor as float32, in its NumPy shape; read-only when it is stored so."""
+    def dequantize(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """The tensor, or those rows of it, as float32 in NumPy's shape; read-only when it is stored so.
+
+        rows: of the first dimension, where there are two or more; what is quantised together lies within the last.
+        """
         from gguf.quants import GGMLQuantizationType, dequantize
 
         tensor, raw = self.tensors[name], self.raw(name)
         kind = GGMLQuantizationType(tensor.type)  # one that is there: `raw` has looked
+        if rows != slice(None):
+            assert len(tensor.shape) > 1, f"{name} has no rows to choose from"
+            raw = raw[rows]
         try:
             return dequantize(raw, kind)
         except NotImplementedError as error:
             raise CheckpointError(f"{self.path}: {name} has the quantisation {kind.name}, not supported") from error
+
+    def let_go(self) -> None:
+        """Takes the pages of the file that were read out of this process's memory; what is read again comes back."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._bytes.madvise(mmap.MADV_DONTNEED)
 
     def type_name(self, name: str) -> str:
         """The tensor's ggml type: "F32", "Q4_K", ..."""

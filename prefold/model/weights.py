@@ -225,10 +225,8 @@ def _check_size(
 
 def _check_memory(checkpoint: Checkpoint, weights: list[Weight], device: torch.device, dtype: torch.dtype) -> None:
     size = sum(weight.parameter.nbytes for weight in weights)
-    # While one parameter is filled its tensors are there once more, GGUF ones as float32, or while it is packed.
-    largest = max(weight.parameter.numel() for weight in weights) * (
-        4 if checkpoint.gguf is not None else dtype.itemsize
-    )
+    # While a parameter is packed it is there twice.
+    largest = max(weight.parameter.nbytes for weight in weights)
     remedy = "use a smaller model, or more memory"
     if dtype == torch.float32:
         remedy = f"use bfloat16 ({size / 2e9:.1f} GB), or a smaller model"
