@@ -1,4 +1,4 @@
-"""Text: tokenizers, chat templates and the prompts of the tasks. Never imports torch."""
+"""Text: tokenizers, chat templates and the prompts of the tasks. It never imports torch."""
 
 from __future__ import annotations
 

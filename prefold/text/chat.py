@@ -1,7 +1,7 @@
-"""Chat templates: the text a checkpoint wants a conversation written as.
+"""Chat templates write a conversation as the text that a checkpoint was trained on.
 
 Templates see plain JSON values only, and run in a sandbox that bounds their time (`sandbox.py`). Whatever a
-template does, what comes out of `render` is a text that UTF-8 can hold, or an InputError.
+template does, `render` returns a text that UTF-8 can hold, or raises InputError.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 
 __all__ = ["TEMPLATE_SECONDS", "ChatTemplates"]
 
-# Processor time that writing one conversation may take; they take about a millisecond.
+# Processor seconds that writing one conversation may take. A usual one takes about a millisecond.
 TEMPLATE_SECONDS = 10.0
-# Objects and lists within each other, of a message or a tool. Real ones have about ten.
+# How deep objects and lists of a message or a tool may be nested. Real ones have about ten levels.
 DEEPEST = 100
 
 _CONTENT = "give it a text, or a list of parts"
-# The names a message's reasoning goes by; templates read the first, gpt-oss's the second.
+# Names of the field that holds a message's reasoning. Most templates read the first, that of gpt-oss the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplates:
-    """The chat templates of a checkpoint, by name ("default", "tool_use", ...); possibly none."""
+    """Holds the chat templates of a checkpoint by name ("default", "tool_use", ...); there may be none."""
 
     def __init__(self, templates: Mapping[str, str], variables: Mapping[str, str]):
-        """`variables`: what every template sees, the special tokens ({"bos_token": "<s>", ...})."""
+        """Keeps the templates, {name: source}, and what every one of them sees: variables, the special tokens
+        ({"bos_token": "<s>", ...})."""
         self.templates = dict(templates)
         self.variables = dict(variables)
 
@@ -53,24 +54,24 @@ class ChatTemplates:
         template_seconds: float = TEMPLATE_SECONDS,
         **variables: object,
     ) -> str:
-        """The text of a conversation, as transformers' apply_chat_template(tokenize=False) writes it.
+        """Returns the text of a conversation, as transformers' apply_chat_template(tokenize=False) writes it.
 
-        messages                [{"role": "user", "content": "..."}, ...], at least one. An assistant's may lack its
-                                content, or have null there; where the template cannot do without, it is empty
-        template                the name of one of the checkpoint's templates, or a template itself
-        add_generation_prompt   end with what introduces the assistant's next message
-        continue_final_message  leave the last message open, to be continued
-        tools, documents        what the template writes in its own way. One that does not is refused
-        template_seconds        processor time it may take
+        messages                [{"role": "user", "content": "..."}, ...], at least one. The content of an assistant's
+                                message may be missing or null; it is given as "" to a template that fails without it
+        template                the name of one of the checkpoint's templates, or the text of a template
+        add_generation_prompt   whether to end with what introduces the assistant's next message
+        continue_final_message  whether to leave the last message open, so that the model continues it
+        tools, documents        passed to the template. A template that does not use them is refused
+        template_seconds        processor time that the template may take
         variables               further names that the template may look up
 
-        Raises InputError when there is no template, or when it does not take these messages.
+        Raises InputError when there is no such template, or when the template does not take these messages.
         """
         if add_generation_prompt and continue_final_message:
             raise InputError(
                 "add_generation_prompt and continue_final_message exclude each other",
                 field="continue_final_message",
-                remedy="give one of them",
+                remedy="set only one of them",
             )
         from .sandbox import compile_template  # Jinja takes a while to import, and only chats need it
 
@@ -90,11 +91,11 @@ class ChatTemplates:
         return text if final is None else _close_final(text, final)
 
     def _choose(self, template: str | None, tools: object) -> tuple[str, str]:
-        """(what to call it in messages, its source) of the template to use."""
+        """Returns the name by which messages call the template to use, and the template's source."""
         if template is not None and not isinstance(template, str):
             kind = type(template).__name__
             message = f"'chat_template' is of type {kind}, not a text"
-            remedy = "give the name of one of the checkpoint's, or a template's text"
+            remedy = "give the name of one of the checkpoint's templates, or the text of a template"
             raise InputError(message, field="chat_template", remedy=remedy, code="wrong_type")
         if template is not None:
             named = self.templates.get(template)
@@ -103,7 +104,7 @@ class ChatTemplates:
                 raise InputError(
                     f"the checkpoint has no chat template {template!r}",
                     field="chat_template",
-                    remedy=f"it has: {known}; or give a template's text",
+                    remedy=f"name one that it has ({known}), or give the text of a template",
                     code="no_chat_template",
                 )
             return ("that was given", template) if named is None else (repr(template), named)
@@ -158,7 +159,8 @@ def _message(message: object, index: int) -> dict[str, Any]:
 
 
 def _check_content(message: Mapping[str, object], plain: Mapping[str, Any], field: str) -> None:
-    """A message's content is a text, or a list of parts (or what a tool gave); only an assistant's may be null."""
+    """Raises InputError unless a message's content is a text, a list of parts or an object (a tool's answer). Only
+    an assistant's content may be null."""
     field += ".content"
     if "content" in plain and not isinstance(plain["content"], (str, list, dict)):
         kind = type(plain["content"]).__name__
@@ -168,14 +170,15 @@ def _check_content(message: Mapping[str, object], plain: Mapping[str, Any], fiel
 
 
 def _plain(value: object, field: str, depth: int = 0) -> Any:
-    """The value in plain JSON types, copied. Raises InputError for anything else, and for what is nested too deep."""
+    """Returns a copy of the value in plain JSON types. Raises InputError for other types, and for values nested too
+    deep."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
         return str.__str__(valid_text(value, field))
     if depth >= DEEPEST:
         message = f"{field[:80]!r} is nested more than {DEEPEST} deep"
-        raise InputError(message, field=field[:80], remedy="flatten it", code="too_deep")
+        raise InputError(message, field=field[:80], remedy="nest it less deep", code="too_deep")
     if isinstance(value, Mapping):
         named = ((str(key), item) for key, item in value.items())
         return {valid_text(key, f"a name in {field}"): _plain(item, f"{field}.{key}", depth + 1) for key, item in named}
@@ -186,7 +189,7 @@ def _plain(value: object, field: str, depth: int = 0) -> Any:
 
 
 def _open_final(chat: list[dict[str, Any]], source: str) -> str:
-    """Mark the end of the last message; returns that message's text."""
+    """Marks the end of the last message in `chat`, and returns the text of that message."""
     content = chat[-1].get("content")
     if not isinstance(content, str) or "content" not in source:
         raise InputError(
@@ -200,7 +203,7 @@ def _open_final(chat: list[dict[str, Any]], source: str) -> str:
 
 
 def _close_final(text: str, final: str) -> str:
-    """Cut the rendered text where the last message ends."""
+    """Returns the rendered text up to where the last message ends."""
     tag = text.rfind(_CONTINUE.strip())
     if tag < 0 or final.strip() not in text:
         raise InputError(
@@ -214,7 +217,7 @@ def _close_final(text: str, final: str) -> str:
 
 
 def _refuse_unused(what: str, given: Any, name: str, program: Program) -> None:
-    """Raises InputError for tools, or documents, that the template never looks at."""
+    """Raises InputError for tools, or documents, that the template never looks up."""
     if given and what not in program.variables:
         raise InputError(
             f"the chat template {name} does not use {what}, so the model would not see them",
@@ -225,7 +228,8 @@ def _refuse_unused(what: str, given: Any, name: str, program: Program) -> None:
 
 
 def _write(program: Program, values: dict[str, Any]) -> str:
-    """What the template makes of these values; with empty contents for those that are not there, if it must."""
+    """Returns what the template writes of these values. If it fails because an assistant's message has no content,
+    that content is made empty."""
     try:
         return program.render(values)
     except Exception:
@@ -239,7 +243,7 @@ def _write(program: Program, values: dict[str, Any]) -> str:
 
 @contextmanager
 def _one_line(name: str, seconds: float) -> Iterator[None]:
-    """Whatever a template raises as an InputError, and a bound on its time."""
+    """Bounds the time of a template that runs inside, and raises whatever it raises as an InputError of one line."""
     import jinja2
 
     from .sandbox import TemplateLimit, time_limit
@@ -253,7 +257,7 @@ def _one_line(name: str, seconds: float) -> Iterator[None]:
         message = f"the chat template {name} has a syntax error in line {error.lineno}: {error.message}"
         raise InputError(_short(message), field="chat_template", remedy="correct it, or give another one") from None
     except TemplateLimit as error:
-        remedy = "correct it, or give it more time (template_seconds, --template-seconds)"
+        remedy = "correct it, or allow it more time with template_seconds (--template-seconds)"
         raise InputError(
             f"the chat template {name} was stopped: {error}",
             field="chat_template",
@@ -262,15 +266,15 @@ def _one_line(name: str, seconds: float) -> Iterator[None]:
         ) from None
     except jinja2.TemplateError as error:
         message = f"the chat template {name} refuses these messages: {error}"
-        remedy = "see what roles and order the model expects"
+        remedy = "look up which roles the model expects, and in which order"
         raise InputError(_short(message), field="messages", remedy=remedy) from None
-    except Exception as error:  # it may raise anything, and Python's compiler too, for one that is nested too deep
+    except Exception as error:  # a template may raise anything, and Python's compiler does for one nested too deep
         message = f"the chat template {name} fails on these messages: {type(error).__name__}: {error}"
-        remedy = "see what fields the model's messages have"
+        remedy = "look up which fields the messages of this model have"
         raise InputError(_short(message), field="messages", remedy=remedy) from None
 
 
 def _short(message: str) -> str:
-    """A message of a length for one line, of letters that can be written anywhere."""
+    """Returns the message in one line of at most 400 letters, which any encoding of a terminal can write."""
     line = " ".join(message.split())[:400]
     return line.encode("utf-8", "backslashreplace").decode()

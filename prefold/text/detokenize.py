@@ -1,11 +1,11 @@
-"""Tokens to text as they come.
+"""Turns tokens into text as they come.
 
-A stream gives exactly what the tokenizer's `decode(ids, skip_special=True)` gives of all ids, in parts, each as soon
-as it is certain. What a token adds is known from the token alone for the two kinds of tokenizer that language models
-have (so the work a token does not grow with the text): byte-level ones, whose tokens are bytes, and those of the
-SentencePiece kind, whose tokens are texts with single bytes (<0xE6>) among them. Other decoders are run on the last
-few tokens again. `tokenizers.decoders.DecodeStream` is not used: it raises for bytes that are not UTF-8, and models
-write them.
+A stream gives exactly the text that the tokenizer's `decode(ids, skip_special=True)` gives for all ids, in parts, and
+each part as soon as no later token can change it. Language models have two kinds of tokenizer, and for both of them the
+text of a token is known from the token alone, so that the work a token does not grow with the text: the tokens of
+byte-level tokenizers are bytes, and those of SentencePiece tokenizers are texts and single bytes (<0xE6>). Tokenizers
+of other kinds decode the last few tokens again for every token.
+`tokenizers.decoders.DecodeStream` is not used, because it raises for bytes that are not UTF-8, which models do write.
 """
 
 from __future__ import annotations
@@ -24,35 +24,39 @@ if TYPE_CHECKING:
 
 __all__ = ["Detokenizer", "TextStream"]
 
-# Tokens looked back at, and most that are held as an incomplete letter, by `_ByWindow`.
+# Tokens that `_ByWindow` looks back at, and the most that it holds back as an incomplete letter.
 WINDOW = 8
 
 
 class Detokenizer:
-    """Makes streams for a tokenizer; they share what is known of its tokens."""
+    """Makes a TextStream for each sample; the streams share a table of the tokens' texts."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._pieces = _pieces(tokenizer)
 
     def stream(self, stop: Sequence[str] = (), min_tokens: int = 0) -> TextStream:
-        """min_tokens: a stop text complete within the first so many tokens does not count."""
+        """Returns the stream of a new sample.
+
+        stop        the stop texts
+        min_tokens  a stop text that is complete within the first `min_tokens` tokens does not count
+        """
         return TextStream(self._pieces(), stop, min_tokens)
 
 
 class TextStream:
-    """The text of one sample, up to the first stop text.
+    """Holds the text of one sample, up to the first stop text.
 
     text         what was given out so far
-    stopped      the stop text that ended it
-    num_tokens   tokens that belong to the text: all, or those that something before the stop came from. A token
-                 from which comes the end of the text and the beginning of the stop belongs to it as a whole
+    stopped      the stop text that ended it, None while there is none
+    num_tokens   the number of tokens that the text comes from: all, or, once a stop text was found, those that gave
+                 something before it. A token that gave both the end of the text and the beginning of the stop counts
     """
 
     def __init__(self, pieces: Pieces, stop: Sequence[str], min_tokens: int):
         self._pieces = pieces
         self._finder = StopFinder(stop)
         self._min_tokens = min_tokens
-        self._starts: list[int] = []  # of each token: letters of the text before what comes from it
+        self._starts: list[int] = []  # for each token, the letters of the text before its first one
         self._letters = 0
         self._parts: list[str] = []
 
@@ -69,7 +73,7 @@ class TextStream:
         return len(self._starts) if self._finder.cut is None else bisect_left(self._starts, self._finder.cut)
 
     def add(self, token: int) -> str:
-        """Take a token; returns the text that is certain now. Not to be called when a stop was found."""
+        """Takes a token, and returns the text that is certain now. It must not be called once a stop was found."""
         more = self._pieces.add(token)
         self._starts.append(self._letters + self._pieces.start)
         self._letters += len(more)
@@ -77,7 +81,7 @@ class TextStream:
         return self._give(self._finder.add(more, self._pieces.coming, search=search))
 
     def finish(self) -> str:
-        """No more tokens: returns the rest, which is nothing when a stop was found."""
+        """Ends the tokens, and returns the rest of the text: "" when a stop was found."""
         if self.stopped is not None:
             return ""
         search = len(self._starts) > self._min_tokens
@@ -91,20 +95,20 @@ class TextStream:
 
 
 class Pieces(Protocol):
-    """What text comes from tokens.
+    """Decodes the tokens of one sample, one after the other.
 
-    coming  complete letters that are not certain yet
-    start   of the last token: letters before the first that it has a part in, from the text that was certain before it
+    coming  complete letters that a later token could still change
+    start   where the last token's first letter lies: letters after the text that was certain before this token
     """
 
     coming: str
     start: int
 
     def add(self, token: int) -> str:
-        """The text that is certain now, and was not before."""
+        """Takes a token, and returns the text that became certain with it."""
 
     def finish(self) -> str:
-        """What the tokens so far give if they are all."""
+        """Returns the rest of the text, as it is when no token follows."""
 
 
 def _pieces(tokenizer: Tokenizer) -> Callable[[], Pieces]:
@@ -126,14 +130,14 @@ def _pieces(tokenizer: Tokenizer) -> Callable[[], Pieces]:
 
 
 def _kind(step: dict) -> str:
-    """A decoder's name, as long as it is used in a way known here."""
+    """Returns the type of a decoder, or "unknown" where its settings are none that this module handles."""
     kind = step["type"]
     known = (kind != "Replace" or "String" in step["pattern"]) and (kind != "Strip" or not step["stop"])
     return str(kind) if known else "unknown"
 
 
 class _Table(dict):
-    """What is known of each token, found out when it first comes."""
+    """Keeps what `make` returns for each token, and calls it when a token is first looked up."""
 
     def __init__(self, make: Callable[[int], Any]):
         super().__init__()
@@ -145,7 +149,8 @@ class _Table(dict):
 
 
 def _byte_letters() -> dict[str, int]:
-    """{letter: byte} of byte-level tokens: printable bytes are themselves, the others letters from U+0100 on."""
+    """Returns {letter: byte} of byte-level tokens: printable bytes are themselves, the others are letters from
+    U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -158,12 +163,12 @@ def _bytes(name: str | None) -> bytes:
     if name is None:
         return b""
     found = [_BYTES.get(letter) for letter in name]
-    # An added token that is no byte-level token is its own text.
+    # The name of an added token that is not written in byte-level letters is its text.
     return name.encode() if None in found else bytes(found)
 
 
 class _ByteLevel:
-    """Tokens are bytes; the text is their UTF-8, with U+FFFD for what is none."""
+    """Decodes tokens that are bytes: the text is their UTF-8, with U+FFFD for bytes that are not UTF-8."""
 
     coming = ""
 
@@ -174,7 +179,7 @@ class _ByteLevel:
 
     def add(self, token: int) -> str:
         data = self._table[token]
-        # A letter that was begun and is not continued becomes one U+FFFD.
+        # The bytes of a letter that is not completed become one U+FFFD.
         breaks_off = bool(data) and not 0x80 <= data[0] < 0xC0
         self.start = 1 if breaks_off and self._decoder.getstate()[0] else 0
         return self._decoder.decode(data)
@@ -184,7 +189,7 @@ class _ByteLevel:
 
 
 def _replaced(name: str | None, pairs: list[tuple[str, str]]) -> str | int | None:
-    """A token's text, or its byte."""
+    """Returns a token's text, or its byte as a number, or None for a token that has no text."""
     if name is None:
         return None
     for old, new in pairs:
@@ -198,18 +203,19 @@ def _replaced(name: str | None, pairs: list[tuple[str, str]]) -> str | int | Non
 
 
 class _ByteFallback:
-    """Tokens are texts, and runs of them bytes: a run is its UTF-8, or as many U+FFFD when it is none.
+    """Decodes tokens that are texts or single bytes. A run of bytes is decoded as UTF-8; where it is not UTF-8, each of
+    its bytes becomes U+FFFD.
 
-    So a run is not certain before it ends.
+    Because of that, the text of a run is not certain before the run has ended.
     """
 
     def __init__(self, table: _Table, strips: Sequence[tuple[str, int]]):
-        """strips: (letter, most of them that are left out at the beginning of the text)"""
+        """Starts a text. strips: (letter, how many of it at most are left out at the beginning of the text)."""
         self._table = table
         self._strips = list(strips)
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
-        self._size = 0  # of the run
-        self._run: str | None = ""  # its complete letters; None when it is no UTF-8
+        self._size = 0  # bytes of the current run
+        self._run: str | None = ""  # complete letters of the current run; None when it is not UTF-8
         self.coming = ""
         self.start = 0
 
@@ -250,7 +256,8 @@ class _ByteFallback:
 
 
 def _stripped(text: str, strips: list[tuple[str, int]]) -> tuple[str, list[tuple[str, int]]]:
-    """(without what is left out of a text's beginning, what is to be left out of what follows)"""
+    """Returns a text without the letters that `strips` leaves out at its beginning, and the strips for the text
+    after it."""
     remain = []
     for letter, count in strips:
         size = len(text)
@@ -261,7 +268,8 @@ def _stripped(text: str, strips: list[tuple[str, int]]) -> tuple[str, list[tuple
 
 
 class _ByWindow:
-    """Any decoder for which a token's text depends on few tokens before it: their text again, with and without it."""
+    """Decodes with any decoder for which the text of a token depends on few tokens before it: the last tokens are
+    decoded with and without the newest one."""
 
     coming = ""
     start = 0
@@ -270,10 +278,10 @@ class _ByWindow:
         self._decode = tokenizer.decode
         self._names = names
         self._ids: list[int] = []
-        self._settled = 0  # of these ids, those whose text was given out
+        self._settled = 0  # how many of these ids, from the first, have had their text given out
 
     def add(self, token: int) -> str:
-        if self._names[token] is None:  # no part of the text, so nothing to look back at
+        if self._names[token] is None:  # a special token: it has no text, so later tokens need not look back at it
             return ""
         self._ids.append(token)
         text = self.finish()

@@ -1,4 +1,4 @@
-"""Filled: a text that knows which parts of it were filled into a template, so that cutting it keeps the rest."""
+"""Filled is a text that knows which parts of it were filled into a template, so that these parts alone are cut."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class Filled(str):
-    """A text made of a template. It is a str like any other, and truncate=True cuts its longest column.
+    """A Filled is a text made of a template: a str like any other, of which truncate=True cuts the longest column.
 
-    parts   (text, whether it is a column) pairs that make the text up
+    parts   (text, whether it is a column) pairs that make up the whole
     """
 
     parts: tuple[tuple[str, bool], ...]
@@ -28,7 +28,8 @@ class Filled(str):
 
     @classmethod
     def of(cls, template: str, **columns: str) -> Filled:
-        """The template with each {column} replaced. Raises InputError for a column that is missing, or not there."""
+        """Returns the template with each {column} replaced by its value. Raises InputError for a column of the
+        template without a value, and for a value without a column."""
         pieces = _FIELD.split(template)
         names = pieces[1::2]
         for name in {*names} ^ {*columns}:
@@ -38,11 +39,11 @@ class Filled(str):
 
     @property
     def columns(self) -> list[str]:
-        """What was filled in, in order."""
+        """Returns the texts of the columns, in order."""
         return [text for text, is_column in self.parts if is_column]
 
     def refilled(self, columns: Sequence[str]) -> str:
-        """The text with other columns."""
+        """Returns the text with other columns: as many as `columns` has, in order."""
         left = iter(columns)
         return "".join(next(left) if is_column else text for text, is_column in self.parts)
 

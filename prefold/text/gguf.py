@@ -1,8 +1,8 @@
-"""The tokenizer that a GGUF file's metadata describes: byte-level BPE, or SentencePiece BPE.
+"""Makes the tokenizer that a GGUF file's metadata describes: byte-level BPE, or SentencePiece BPE.
 
-Of byte-level BPE (tokenizer.ggml.model "gpt2") the file holds tokens, their types and merges; how text is
-split into words is a name (`tokenizer.ggml.pre`) that stands for the pre-tokenizer of the checkpoint's
-tokenizer.json. Of SentencePiece (model "llama") it holds pieces, their types and scores.
+For byte-level BPE (tokenizer.ggml.model "gpt2") the file holds tokens, their types and merges. How a text is split
+into words it says only by a name, `tokenizer.ggml.pre`, which stands for the pre-tokenizer of the checkpoint's
+tokenizer.json. For SentencePiece (model "llama") it holds pieces, their types and scores.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _digits() -> Any:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()])
 
 
-# tokenizer.ggml.pre: how to split, Unicode NFC before it, whether a word that is a token is taken
-# before any merge, and whether a BOS is added when the file does not say.
+# For each value of tokenizer.ggml.pre: what splits a text into words, whether the text is normalised (Unicode NFC)
+# before that, whether a word that is a token is taken whole, and whether a BOS is added where the file does not say.
 PRE_TOKENIZERS: dict[str, tuple[Callable[[], Any], bool, bool, bool]] = {
     "default": (_byte_level, False, False, False),
     "gpt-2": (_byte_level, False, False, False),
@@ -67,7 +67,11 @@ PRE_TOKENIZERS: dict[str, tuple[Callable[[], Any], bool, bool, bool]] = {
 
 
 def gguf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Raises UnsupportedModelError for tokenizers of other kinds, CheckpointError for broken metadata."""
+    """Returns the tokenizer of a GGUF file.
+
+    Raises UnsupportedModelError for a tokenizer that is neither SentencePiece nor byte-level BPE of a known
+    pre-tokenizer, and CheckpointError for metadata that do not fit together.
+    """
     model = checkpoint.metadata("tokenizer.ggml.model")
     pre = checkpoint.metadata("tokenizer.ggml.pre") or "default"
     if model != "llama" and (model != "gpt2" or pre not in PRE_TOKENIZERS):
@@ -83,7 +87,8 @@ def gguf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     fit = tokens is not None and order is not None and (model == "gpt2" or len(order) == len(tokens))
     if not fit or (types is not None and len(types) != len(tokens)):
         raise CheckpointError(
-            f"{checkpoint.name} is broken: tokenizer.ggml.tokens, .merges or .scores, and .token_type do not fit"
+            f"{checkpoint.name} is broken: tokenizer.ggml.tokens, .merges (or .scores) and .token_type are missing or"
+            " of different lengths; download the file again"
         )
     types = [NORMAL] * len(tokens) if types is None else list(types)
     special, special_ids = _special_tokens(checkpoint, tokens)
@@ -98,8 +103,11 @@ def gguf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 def _sentencepiece(checkpoint: Checkpoint, tokens: list[str], types: list[int], scores: list[float]) -> Any:
     for key in ("precompiled_charsmap", "remove_extra_whitespaces"):
         if checkpoint.metadata(f"tokenizer.ggml.{key}"):
-            raise UnsupportedModelError(f"{checkpoint.name} has a tokenizer with {key}; prefold reads those without")
-    # What the user of SentencePiece has defined is taken before all else. In the file its spaces are spaces.
+            raise UnsupportedModelError(
+                f"{checkpoint.name} has a tokenizer with {key}, which prefold does not support; use the checkpoint's"
+                " Hugging Face folder instead"
+            )
+    # User-defined pieces are joined before all others. The file writes their spaces as " ", not as "▁".
     pieces = [t.replace(" ", SPACE) if kind == USER_DEFINED else t for t, kind in zip(tokens, types, strict=True)]
     rank = {NORMAL: lambda score: -score, USER_DEFINED: lambda score: -math.inf}
     ranks = [rank[kind](score) if kind in rank else None for kind, score in zip(types, scores, strict=True)]
@@ -111,7 +119,8 @@ def _sentencepiece(checkpoint: Checkpoint, tokens: list[str], types: list[int], 
         unknown=tokens[named] if named is not None and named < len(tokens) else unknown,
         prefix_space=bool(checkpoint.metadata("tokenizer.ggml.add_space_prefix", True)),
     )
-    # Runs of spaces are found after normalisation, where they are letters: joined first, not added.
+    # User-defined runs of spaces are no added tokens: normalisation turns spaces into "▁", and their rank joins them
+    # before all others.
     found = [(t, kind) for t, kind in zip(pieces, types, strict=True) if kind != USER_DEFINED or SPACE not in t]
     _add_tokens(backend, [t for t, _ in found], [kind for _, kind in found])
     return backend
@@ -127,7 +136,7 @@ def _byte_level_bpe(pre: str, tokens: list[str], types: list[int], merges: list[
     try:
         model = models.BPE(vocab=vocab, merges=[tuple(m.split(" ")) for m in merges], ignore_merges=whole_words)
     except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"the GGUF file's vocabulary and merges do not fit: {error}") from None
+        raise CheckpointError(f"the GGUF file's vocabulary and merges do not fit each other: {error}") from None
     backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.NFC() if nfc else None
     backend.pre_tokenizer = split()
@@ -137,7 +146,7 @@ def _byte_level_bpe(pre: str, tokens: list[str], types: list[int], merges: list[
 
 
 def _add_tokens(backend: Any, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Have control and user-defined tokens found in a text before anything else."""
+    """Makes the backend find control and user-defined tokens in a text before it splits the rest."""
     from tokenizers import AddedToken
 
     special = [t for t, kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNKNOWN)]

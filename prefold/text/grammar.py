@@ -1,9 +1,9 @@
-"""Structured output: which tokens may come next, so that the text is what a grammar describes.
+"""Structured output: a grammar says which tokens may come next, so that the text is one that it describes.
 
-The library is llguidance: it reads JSON schemas, regular expressions and Lark grammars, compiles one in well under a
-millisecond and gives a mask in some ten microseconds, so nothing need be prepared, and it is one wheel without
-dependencies. xgrammar brings transformers and Triton along; outlines-core has regular expressions only, and builds
-an index of the whole vocabulary for each.
+The library is llguidance. It reads JSON schemas, regular expressions and Lark grammars, compiles one in well under a
+millisecond and computes a mask in some ten microseconds, so that nothing need be prepared, and it is one wheel without
+dependencies. (xgrammar depends on transformers and Triton; outlines-core has regular expressions only, and builds an
+index of the whole vocabulary for each.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GrammarCompiler", "Matcher", "check_grammar"]
 
-# Compiled grammars kept; those of a job are mostly one, or one a row.
+# Compiled grammars that are kept. The prompts of a job mostly share one, or have one each.
 CACHED = 256
 # White space between two parts of a JSON text. Where a grammar allows more than it needs, a small model may write
 # blanks until its context is full, and each costs a step.
@@ -33,7 +33,7 @@ FREE = {"whitespace_pattern": r"[ \t\n\r]{0,64}"}
 REMEDIES = {
     "json_schema": "give a JSON schema; what of the standard is known: "
     "https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md",
-    "json": "leave its text empty",
+    "json": "leave the text of the grammar empty",
     "regex": "give a regular expression in Rust's syntax, without look-around and back-references",
     "choice": "give a list of texts, none of them empty",
     "lark": "see https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md",
@@ -41,34 +41,36 @@ REMEDIES = {
 
 
 class Matcher:
-    """Where one sample's text stands in its grammar."""
+    """A Matcher follows the text of one sample through its grammar."""
 
     def __init__(self, inner: Any, vocab_size: int):
         self._inner = inner
         self._vocab_size = vocab_size
 
     def mask(self) -> np.ndarray:
-        """bool [vocab]: which tokens may come next. End-of-text is among them where the text is complete."""
+        """Returns which tokens may come next, bool [vocabulary]. End-of-text is among them where the text is
+        complete."""
         bits = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     def accept(self, token: int) -> None:
-        """Go on with a token that the mask allowed. Any other makes the matcher fail, and be done."""
+        """Moves on by one token, which the mask must allow. With any other token the matcher fails, and is done."""
         self._inner.consume_token(token)
 
     @property
     def is_done(self) -> bool:
-        """Nothing but end-of-text may follow."""
+        """Returns whether nothing but end-of-text may follow."""
         return self._inner.is_stopped()
 
     @property
     def is_complete(self) -> bool:
-        """The text so far is one that the grammar describes."""
+        """Returns whether the text so far is one that the grammar describes."""
         return self._inner.is_accepting()
 
     @property
     def failed(self) -> str | None:
-        """What went wrong: a token the mask did not allow, or a grammar that grew too complex on the way."""
+        """Returns why the matcher failed (a token that the mask did not allow, or a grammar that grew too complex),
+        or None."""
         return self._inner.get_error() or None
 
     def copy(self) -> Matcher:
@@ -76,13 +78,15 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Makes matchers for a tokenizer."""
+    """Makes matchers for the tokens of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int] = ()):
-        """vocab_size: of the model's logits. eos_ids: what may end a text; () leaves it to the tokenizer.
+        """Reads the vocabulary of the tokenizer.
 
-        Raises MissingExtraError without the library, UnsupportedModelError when it does not know this kind of
-        tokenizer.
+        vocab_size  the number of the model's logits
+        eos_ids     the ids that may end a text; with none, the tokenizer's own end-of-text
+
+        Raises MissingExtraError without the library, UnsupportedModelError for a tokenizer that it cannot read.
         """
         library = _library()
         try:
@@ -97,7 +101,8 @@ class GrammarCompiler:
         self._compiled = lru_cache(maxsize=CACHED)(self._compile)
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """A matcher at the beginning of a text. Raises InputError for what is no grammar, or one no text fits."""
+        """Returns a matcher at the beginning of a text. Raises InputError for a grammar that is invalid, or that no
+        text fits."""
         return self._compiled(grammar).copy()
 
     def _compile(self, grammar: Grammar) -> Matcher:
@@ -105,7 +110,7 @@ class GrammarCompiler:
         matcher = Matcher(_library().LLMatcher(self._tokenizer, _source(grammar), log_level=0), self._vocab_size)
         if matcher.failed:
             raise _refused(grammar, matcher.failed)
-        matcher.mask()  # what cannot go on at all is found out with the first mask
+        matcher.mask()  # the first mask shows whether any text can begin
         if matcher.is_done and not matcher.is_complete:
             raise _refused(grammar, "no text fits it")
         return matcher
@@ -113,7 +118,7 @@ class GrammarCompiler:
 
 @lru_cache(maxsize=CACHED)
 def check_grammar(grammar: Grammar) -> None:
-    """Raises InputError for what is no grammar; it needs no tokenizer. MissingExtraError without the library."""
+    """Raises InputError for an invalid grammar, and MissingExtraError without the library. It needs no tokenizer."""
     is_error, messages = _library().LLMatcher.validate_grammar_with_warnings(_source(grammar))
     if is_error:
         raise _refused(grammar, messages[0])
@@ -128,7 +133,7 @@ def _library() -> Any:
 
 
 def _source(grammar: Grammar) -> str:
-    """The grammar as the library wants it."""
+    """Returns the grammar in the form that the library takes."""
     make = _library().LLMatcher
     valid_text(grammar.text, "grammar")
     try:
@@ -136,7 +141,7 @@ def _source(grammar: Grammar) -> str:
             schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
             return make.grammar_from_json_schema(schema, defaults=COMPACT if grammar.compact else FREE)
         if grammar.kind == "choice":
-            # One terminal, which is an automaton: as many rules of a grammar would be too many for 50,000.
+            # All choices are one terminal, which is compiled to an automaton; 50,000 rules would be too many.
             return make.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(_quoted(grammar.text)))
     except ValueError as error:
         raise _refused(grammar, error) from None

@@ -1,14 +1,14 @@
-"""Encoding what texts begin with in common only once.
+"""Encodes what neighbouring texts begin with in common only once.
 
-A byte-level BPE tokenizer first splits a text into words by a regular expression, then encodes
-every word by itself. All the expressions known here split between a newline and a letter or digit
-that follows it, whatever stands further left or right. So a text may be cut after
+A byte-level BPE tokenizer first splits a text into words by a regular expression, and then encodes every word by
+itself. All the expressions known here split between a newline and a letter or digit that follows it, whatever stands
+further left or right. So a text may be cut after
 
     a character that is no white space, one newline | an ASCII letter or digit
 
-and its parts encoded apart: the ids are those of the whole. Few-shot prompts of thousands of
-tokens that differ in their last line are then encoded at the cost of that line. A tokenizer whose
-parts are not all known is left alone.
+and its parts encoded apart: the ids are those of the whole. Few-shot prompts of thousands of tokens that differ in
+their last line are then encoded at the cost of that line. A tokenizer that has a part not known here encodes every
+text whole.
 """
 
 from __future__ import annotations
@@ -26,33 +26,34 @@ if TYPE_CHECKING:
 
 __all__ = ["LineCut", "line_cut"]
 
-MIN_SHARED = 192  # characters; below this a second encode call costs more than it saves
+# Characters that two texts must share. With fewer, encoding the shared part by itself costs more than it saves.
+MIN_SHARED = 192
 MAX_DEPTH = 8
 
 EncodeAll = Callable[[list[str]], list[np.ndarray]]
 
 
 def line_cut(backend: tokenizers.Tokenizer) -> LineCut | None:
-    """A LineCut when the tokenizer is one whose texts may be cut at lines, else None."""
+    """Returns a LineCut for a tokenizer whose texts may be cut at lines, else None."""
     model = backend.model
     safe = (
         type(model).__name__ == "BPE"
         and not model.dropout
         and _settings(backend.normalizer) in (None, {"type": "NFC"})
         and _splits_at_lines(_settings(backend.pre_tokenizer))
-        # An added token holding a newline could lie across a cut; one with lstrip eats the newline before it.
+        # An added token with a newline in it could lie across a cut; one with lstrip takes the newline before it.
         and not any("\n" in token.content or token.lstrip for token in backend.get_added_tokens_decoder().values())
     )
     return LineCut() if safe else None
 
 
 def _settings(part: object) -> dict | None:
-    """A tokenizer part as it stands in tokenizer.json."""
+    """Returns the settings of a part of a tokenizer, as tokenizer.json has them."""
     return None if part is None else json.loads(part.__getstate__())  # type: ignore[attr-defined]
 
 
 def _splits_at_lines(pre_tokenizer: dict | None) -> bool:
-    """Whether a pre-tokenizer always splits between a newline and a letter or digit."""
+    """Returns whether a pre-tokenizer always splits between a newline and a letter or digit."""
     if pre_tokenizer is None:
         return False
     kind = pre_tokenizer["type"]
@@ -65,7 +66,7 @@ def _splits_at_lines(pre_tokenizer: dict | None) -> bool:
 
 
 def _keeps_lines(part: dict) -> bool:
-    """Whether a pre-tokenizer does the same to the two parts of a cut as to the whole."""
+    """Returns whether a pre-tokenizer treats the two parts of a cut text as it treats them within the whole text."""
     kind = part["type"]
     if kind == "ByteLevel":
         return not part["add_prefix_space"]
@@ -76,18 +77,22 @@ def _keeps_lines(part: dict) -> bool:
 
 
 def _keeps_all(part: dict) -> bool:
-    # "Removed" with invert keeps the matches, and the known expressions match every character.
+    # The known expressions match every character, and "Removed" with invert keeps what matches.
     return part["invert"] == (part["behavior"] == "Removed")
 
 
 class LineCut:
-    """Encodes batches of texts, each shared beginning once."""
+    """Encodes batches of texts; a beginning that several texts share is encoded once."""
 
     def encode_batch(self, texts: list[str], encode_all: EncodeAll, depth: int = 0) -> list[np.ndarray]:
-        """Ids of each text without special tokens, int32; `encode_all` is the plain way."""
+        """Returns the ids of each text, int32, without special tokens.
+
+        encode_all  encodes texts one by one
+        depth       how many calls of this method this one lies in
+        """
         cuts = shared_cuts(texts) if depth < MAX_DEPTH else [0] * len(texts)
         heads = {text[:cut]: None for text, cut in zip(texts, cuts, strict=True) if cut}
-        # Worth it only where the shared beginnings are fewer than the texts that begin with them.
+        # It pays only where the shared beginnings are shorter in all than what the texts save by them.
         if not heads or sum(map(len, heads)) > 0.8 * sum(cuts):
             return encode_all(texts)
         head_ids = dict(zip(heads, self.encode_batch(list(heads), encode_all, depth + 1), strict=True))
@@ -99,7 +104,7 @@ class LineCut:
 
 
 def shared_cuts(texts: list[str]) -> list[int]:
-    """For each text where it may be cut so that what is before is shared with a neighbour; 0: nowhere."""
+    """Returns for each text the place where it may be cut so that a neighbour begins with the same part; 0: nowhere."""
     cuts = [0] * len(texts)
     for i in range(len(texts) - 1):
         shared = common_prefix_length(texts[i], texts[i + 1])
@@ -110,7 +115,7 @@ def shared_cuts(texts: list[str]) -> list[int]:
 
 
 def common_prefix_length(a: str, b: str) -> int:
-    """Characters that two texts begin with in common."""
+    """Returns how many characters two texts begin with in common."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -122,7 +127,7 @@ def common_prefix_length(a: str, b: str) -> int:
 
 
 def last_cut(text: str, limit: int) -> int:
-    """The last place <= limit where `text` may be cut; 0 when there is none."""
+    """Returns the last place <= limit where `text` may be cut; 0 when there is none."""
     newline = text.rfind("\n", 1, limit)
     while newline > 0:
         after = text[newline + 1 : newline + 2]

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint: out of a folder's tokenizer.json, or a GGUF file's metadata."""
+"""Makes the tokenizer of a checkpoint out of a folder's tokenizer.json, or a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of a checkpoint. Raises CheckpointError when it has none that can be read, naming the file.
+    """Returns the tokenizer of a checkpoint.
 
-    From a folder: tokenizer.json as it is, with the added and special tokens, the length limit and
-    the chat templates of the files beside it. Its post-processor alone says which special tokens a
-    text gets (as in transformers 5, add_bos_token of tokenizer_config.json does not change it).
+    Raises CheckpointError, naming the file, where there is none or it is broken.
+
+    For a folder it is that of tokenizer.json, with the added and special tokens, the length limit and the chat
+    templates of the files beside it. The post-processor of tokenizer.json alone says which special tokens are put
+    around a text (as in transformers 5, add_bos_token of tokenizer_config.json does not change it).
     """
     where = str(checkpoint.path or checkpoint.name)
     try:
@@ -32,7 +34,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         return _folder_tokenizer(checkpoint)
     except CheckpointError:
         raise
-    except Exception as error:  # a value of any type may stand anywhere, and the library raises bare Exceptions
+    except Exception as error:  # the files may hold values of any type, and the library raises bare Exceptions
         line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise CheckpointError(f"the tokenizer of {where} is broken: {line}") from error
 
@@ -66,10 +68,10 @@ def _folder_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def tokenizer_or_none(checkpoint: Checkpoint) -> Tokenizer | None:
-    """The tokenizer of a checkpoint, or None where it comes without one: such a model takes token ids only.
+    """Returns the tokenizer of a checkpoint, or None for one without: such a model takes token ids only.
 
-    Raises CheckpointError where it has one that cannot be read, and for a tokenizer of a kind that prefold lacks
-    (of random weights alone that is None too).
+    Raises CheckpointError for a tokenizer that cannot be read, UnsupportedModelError for one of a kind that prefold
+    lacks. A model of random weights (format "dummy") then has None.
     """
     if checkpoint.gguf is None and checkpoint.file("tokenizer.json") is None:
         return None
@@ -86,7 +88,8 @@ def _content(token: Any) -> str:
 
 
 def _named_tokens(checkpoint: Checkpoint, config: dict) -> dict[str, Any]:
-    """{"bos_token": "<s>" or {"content": "<s>", ...}}: tokenizer_config.json's, else special_tokens_map.json's."""
+    """Returns {"bos_token": "<s>" or {"content": "<s>", ...}, ...}: each from tokenizer_config.json, else from
+    special_tokens_map.json."""
     fallback = read_object(checkpoint, "special_tokens_map.json")
     named = {}
     for name in NAMED:
@@ -97,7 +100,7 @@ def _named_tokens(checkpoint: Checkpoint, config: dict) -> dict[str, Any]:
 
 
 def _add_tokens(backend: Any, config: dict, named: dict[str, Any]) -> None:
-    """Add the tokens that the configuration names and tokenizer.json does not."""
+    """Adds to the backend the tokens that the configuration names and tokenizer.json does not have."""
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     wanted: list[Any] = [token for _, token in sorted(_by_id(config.get("added_tokens_decoder")))]
     wanted += list(named.values())
@@ -127,7 +130,7 @@ def _add_token(backend: Any, token: Any) -> None:
 
 
 def _configured_ids(checkpoint: Checkpoint, config: dict) -> dict[str, int]:
-    """Ids of special tokens as the model's configuration gives them, for tokenizers that do not speak of them.
+    """Returns the ids of special tokens in generation_config.json and config.json, for tokenizers that name none.
 
     A token that tokenizer_config.json sets to null is meant to be absent.
     """
@@ -142,15 +145,15 @@ def _configured_ids(checkpoint: Checkpoint, config: dict) -> dict[str, int]:
 
 
 def _max_length(config: dict) -> int | None:
-    # Tokenizers without a limit write a number near 1e30.
+    # Files of tokenizers without a limit have a number near 1e30.
     value = config.get("model_max_length")
     return int(value) if isinstance(value, (int, float)) and 0 < value < 1e12 else None
 
 
 def folder_templates(checkpoint: Checkpoint, config: dict | None = None) -> dict[str, str]:
-    """{name: chat template} of a checkpoint's folder; config: its tokenizer_config.json, where that was read.
+    """Returns {name: chat template} of a checkpoint's folder. config: tokenizer_config.json, where it was read already.
 
-    Template files go before tokenizer_config.json's chat_template, which is a text or a list of named texts.
+    Template files take the place of tokenizer_config.json's chat_template, which is a text or a list of named texts.
     """
     config = read_object(checkpoint, "tokenizer_config.json") if config is None else config
     files: dict[str, str] = {}
@@ -172,5 +175,8 @@ def folder_templates(checkpoint: Checkpoint, config: dict | None = None) -> dict
     if isinstance(value, dict) and all(isinstance(template, str) for template in value.values()):
         return dict(value)
     if value is not None:
-        raise CheckpointError(f"chat_template of {checkpoint.name} is {json.dumps(value)[:80]}, not a template")
+        raise CheckpointError(
+            f"chat_template of {checkpoint.name} is {json.dumps(value)[:80]}; it must be a text, or a list of"
+            ' {"name": ..., "template": ...}'
+        )
     return {}

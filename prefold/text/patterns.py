@@ -1,6 +1,6 @@
-"""The regular expressions by which byte-level BPE tokenizers split text into words.
+"""Holds the regular expressions by which byte-level BPE tokenizers split text into words.
 
-They are part of the models' formats: merges were learned on the words they give.
+They are part of the models' formats: the merges were learned on the words that they give.
 """
 
 from __future__ import annotations

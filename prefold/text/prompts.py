@@ -1,7 +1,7 @@
-"""The prompts of the tasks: reranking, instructed embedding, few-shot classification.
+"""Prompts of the tasks: reranking, instructed embedding, few-shot classification.
 
-A template here is text with {fields}; nothing else in it is special, and braces in what is filled
-in stay as they are.
+A template here is text with {fields}. Nothing else in it has a meaning, and braces in the values of fields stay as
+they are.
 """
 
 from __future__ import annotations
@@ -38,23 +38,25 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 def fields_of(template: str) -> list[str]:
-    """The names of the {fields} of a template, in order."""
+    """Returns the names of the {fields} of a template, in order."""
     return _FIELD.findall(template)
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """The template with each {field} that `values` has replaced by its value, in one pass."""
+    """Returns the template with each {field} that is in `values` replaced by its value. Fields in a value are not
+    replaced."""
     return _FIELD.sub(lambda match: values.get(match[1], match[0]), template)
 
 
 def instructed_query(instruction: str, query: str) -> str:
-    """A query for instruction-following embedding models (Qwen3-Embedding); documents go without."""
+    """Returns a query with its instruction, as Qwen3-Embedding reads it; documents are embedded without one."""
     return f"Instruct: {instruction}\nQuery:{query}"
 
 
 @dataclass(frozen=True)
 class RerankPrompt:
-    """The prompt of a (query, document) pair; the three parts are encoded apart, without special tokens.
+    """A RerankPrompt is the prompt of a (query, document) pair in three parts, which are encoded apart, without special
+    tokens.
 
     `body` has the fields {instruction} (optional), {query} and, last, {document}: cutting the end
     of the encoded body cuts the document only.
@@ -66,12 +68,13 @@ class RerankPrompt:
 
     @classmethod
     def from_template(cls, template: str) -> RerankPrompt:
-        """Split a whole prompt with the fields {query} and {document} into its parts."""
+        """Splits a whole prompt into its parts. Raises InputError unless {query} and then, last, {document} stand in
+        it once."""
         names = fields_of(template)
         known = {"instruction", "query", "document"}
         if set(names) - known or names.count("query") != 1 or names.count("document") != 1 or names[-1] != "document":
             raise InputError(
-                f"the rerank template has the fields {', '.join(names) or '(none)'}",
+                f"the fields of the rerank template are {', '.join(names) or '(none)'}",
                 field="template",
                 remedy="write {query} once, then {document} once and last, and {instruction} if it is wanted",
             )
@@ -90,9 +93,9 @@ _NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 
 def rerank_prompt(tokenizer: Tokenizer) -> RerankPrompt:
-    """Qwen3-Reranker's prompt; its empty thought only for tokenizers that have <think> as a token.
+    """Returns Qwen3-Reranker's prompt; with its empty thought where the tokenizer has <think> as a token.
 
-    A tokenizer without the ChatML tokens reads <|im_start|> as plain text.
+    A tokenizer without the ChatML tokens encodes <|im_start|> as plain text.
     """
     thinks = tokenizer.token_id("<think>") is not None and tokenizer.token_id("<|im_start|>") is not None
     return RerankPrompt(_JUDGE, _BODY, _ANSWER + (_NO_THOUGHT if thinks else ""))
@@ -100,7 +103,7 @@ def rerank_prompt(tokenizer: Tokenizer) -> RerankPrompt:
 
 @dataclass(frozen=True)
 class FewShotPrompt:
-    """Instructions, examples, and the text to classify, up to where its label goes.
+    """A FewShotPrompt is instructions, examples, and the text to classify, up to where its label goes.
 
     instructions   a text, followed by `separator`; left out when empty
     examples       (text, label) pairs, each written as `template`, followed by `separator`
@@ -115,23 +118,23 @@ class FewShotPrompt:
     def __post_init__(self) -> None:
         if fields_of(self.template) != ["text", "label"]:
             raise InputError(
-                f"the template {self.template!r} does not have the fields it needs",
+                f"the template {self.template!r} does not have {{text}} once and then {{label}} once",
                 field="template",
                 remedy="write {text} once and {label} once, after it",
             )
 
     @cached_property
     def head(self) -> str:
-        """What every prompt begins with, up to the text."""
+        """Returns what every prompt begins with: instructions, examples, and the template up to {text}."""
         shots = [fill(self.template, {"text": text, "label": label}) for text, label in self.examples]
         parts = [self.instructions, *shots] if self.instructions else shots
         return "".join(part + self.separator for part in parts) + self.template[: self.template.index("{text}")]
 
     @cached_property
     def tail(self) -> str:
-        """What stands between the text and its label."""
+        """Returns what stands between the text and its label."""
         return self.template[self.template.index("{text}") + len("{text}") : self.template.index("{label}")]
 
     def render(self, text: str) -> str:
-        """The prompt of one text; its label would follow."""
+        """Returns the prompt of one text, up to where its label goes."""
         return self.head + text + self.tail

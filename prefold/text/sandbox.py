@@ -1,10 +1,10 @@
-"""Where chat templates run: Jinja's sandbox, with bounds on time and on the size of what they make.
+"""Runs chat templates in Jinja's sandbox, with bounds on time and on the size of what they make.
 
-A template comes with a checkpoint, or with a record of somebody's file, so it is nobody's we know. Jinja's sandbox
+A template comes with a checkpoint or with a record of a file, so it cannot be trusted. Jinja's sandbox
 keeps it from the machine; it does not keep it from running for hours (`range` in `range` in `range`) or from filling
 the memory ("a" * 10**10). Here each round of a loop and each call looks at the clock, and each operator that makes
-large things out of small ones looks at the size first. The clock counts the processor's time of the thread that
-renders, so a busy machine does not make a template fail that runs elsewhere.
+large things out of small ones looks at the size first. The clock counts the processor time of the thread that
+renders, so that a template does not fail because the machine is busy with something else.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 __all__ = ["Program", "TemplateLimit", "compile_template", "time_limit"]
 
-# Letters of one text, or items of one list, that a template may make. No conversation that fits a model is as long.
+# Letters of a text, or items of a list, that a template may make. No conversation that fits a model is that long.
 LARGEST = 1 << 26
 SIZED = {str, list, tuple}
-# Rounds of a loop between two looks at the clock, which cost as much as a round.
+# Rounds of a loop between two looks at the clock. One look costs about as much as a round.
 ROUNDS = 32
 # Columns a text may be padded to, or parts a list be cut into.
 WIDEST = 1 << 16
-# Bits of a whole number.
+# Bits that a whole number may have.
 LONGEST_NUMBER = 1 << 12
-# Filters and methods whose arguments are such widths or counts.
+# Filters and methods that take a width or a count.
 WIDE = {"center", "indent", "batch", "slice", "tojson", "ljust", "rjust", "zfill", "expandtabs"}
 # Formats whose width has six digits, or comes from an argument.
 PERCENT_WIDTH = re.compile(r"%[^%a-zA-Z]*(\*|\d{6})")
@@ -50,7 +50,7 @@ class TemplateLimit(Exception):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Templates that run inside, on this thread, raise TemplateLimit when they took so much processor time."""
+    """Makes templates that run inside, on this thread, raise TemplateLimit after so many seconds of processor time."""
     before = getattr(_clock, "limit", None)
     _clock.limit = (time.thread_time() + seconds, seconds)
     try:
@@ -66,9 +66,9 @@ def check_time() -> None:
 
 
 class Program:
-    """A template, ready to run.
+    """A Program is a compiled template.
 
-    variables  every name it looks up: it does not use what is not among them
+    variables  every name that it looks up; values of other names have no effect
     """
 
     def __init__(self, template: jinja2.Template, variables: frozenset[str]):
@@ -76,17 +76,19 @@ class Program:
         self.variables = variables
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """The text it writes. Raises whatever the template does; inside `time_limit` also TemplateLimit."""
+        """Returns the text that the template writes. Raises whatever the template does, and TemplateLimit inside
+        `time_limit`."""
         return self._template.render(dict(values))
 
 
 @lru_cache(maxsize=16)
 def compile_template(source: str) -> Program:
-    """The template with this source. Raises TemplateSyntaxError, or what Python's compiler raises for its size."""
+    """Returns the template with this source. Raises TemplateSyntaxError, or what Python's compiler raises for its
+    size."""
     environment = _environment()
     tree = environment.parse(source)
     names = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
-    # The lists first: what is put in must not be found and wrapped again.
+    # Both lists are made before the tree is changed, so that no node put in here is found and wrapped again.
     loops, joins = list(tree.find_all(nodes.For)), list(tree.find_all(nodes.Concat))
     for loop in loops:
         loop.iter = nodes.Filter(loop.iter, "_each_round", [], [], None, None, lineno=loop.lineno)
@@ -97,7 +99,7 @@ def compile_template(source: str) -> Program:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which bounds what operators and calls make."""
+    """Is Jinja's sandbox with bounds on what operators and calls make."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -120,14 +122,14 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _sized(value: Any) -> Any:
-    """The value, unless it is a text or a list that is too large."""
+    """Returns the value. Raises TemplateLimit for a text or a list that is too large."""
     if value.__class__ in SIZED and len(value) > LARGEST:
         raise TemplateLimit(f"it made a text of more than {LARGEST:,} letters")
     return value
 
 
 def _check_operands(operator: str, left: Any, right: Any) -> None:
-    """Refuses what would make something huge, before it is made."""
+    """Raises TemplateLimit for an operation whose result would be huge, before it is computed."""
     if operator == "*":
         for one, other in ((left, right), (right, left)):
             if isinstance(one, (str, list, tuple)) and isinstance(other, int) and len(one) * other > LARGEST:
@@ -147,13 +149,14 @@ def _check_bits(bits: int) -> None:
 
 
 def _check_format(pattern: re.Pattern[str], text: str) -> None:
-    """A width in a format ("%1000000000d") makes a text of that size."""
+    """Raises TemplateLimit for a text with a format of large width ("%1000000000d" makes a text of that size)."""
     if pattern.search(text):
         raise TemplateLimit("it formats with a width that is very large, or computed")
 
 
 def _check_call(name: str, owner: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses a width that is too large, and a replacement that would be."""
+    """Raises TemplateLimit for an argument that is too large a width, and for a `replace` whose result would be too
+    large."""
     args = list(args)
     if name in WIDE and any(isinstance(value, int) and value > WIDEST for value in [*args, *kwargs.values()]):
         raise TemplateLimit(f"it asks for a width of more than {WIDEST:,}")
@@ -174,9 +177,9 @@ def _each_round(values: Any) -> Iterator[Any]:
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that looks at the clock, and at what it is asked for, first."""
+    """Returns the filter `function` with a check of the time and of its arguments before it runs."""
 
-    @wraps(function)  # with the mark that says which of Jinja's own objects it wants first
+    @wraps(function)  # this also copies jinja_pass_arg, which says that Jinja passes an object of its own first
     def bounded(*args: Any, **kwargs: Any) -> Any:
         check_time()
         values = args if getattr(function, "jinja_pass_arg", None) is None else args[1:]
@@ -189,7 +192,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Generation(Extension):
-    """{% generation %} marks what the assistant wrote, for training; here it is only passed through."""
+    """Reads {% generation %}, which marks what the assistant wrote (for training), and writes its content."""
 
     tags = frozenset({"generation"})
 
@@ -200,7 +203,7 @@ class _Generation(Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """namespace() whose attributes cannot be Python's own (`__class__` and the like)."""
+    """Is Jinja's namespace() without the attributes of Python objects (`__class__` and the like)."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
@@ -224,7 +227,8 @@ def _strftime_now(form: str) -> str:
 
 @lru_cache(maxsize=1)
 def _environment() -> _Environment:
-    """What transformers gives a template: a `tojson` that does not escape, `raise_exception`, `strftime_now`, ..."""
+    """Returns the sandbox with what transformers gives a template: a `tojson` that does not escape,
+    `raise_exception`, ..."""
     made = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     made.filters["tojson"] = _tojson
     made.filters = {name: _bounded(name, function) for name, function in made.filters.items()}
@@ -232,5 +236,5 @@ def _environment() -> _Environment:
     made.globals["namespace"] = _Namespace
     made.globals["raise_exception"] = _raise_exception
     made.globals["strftime_now"] = _strftime_now
-    del made.globals["lipsum"]  # writes as much as it is asked for
+    del made.globals["lipsum"]  # it writes texts of any length
     return made

@@ -1,4 +1,4 @@
-"""SentencePiece BPE, rebuilt from its pieces as a `tokenizers` model.
+"""Rebuilds a SentencePiece BPE tokenizer as a `tokenizers` model, out of its pieces.
 
 SentencePiece joins, again and again, the two neighbours whose joined piece ranks best, however that
 piece came about. The BPE of `tokenizers` joins listed pairs in the order of the list: so every pair
@@ -23,13 +23,13 @@ SPACE = "▁"
 def sentencepiece_backend(
     pieces: Sequence[str], ranks: Sequence[float | None], *, unknown: str | None, prefix_space: bool
 ) -> tokenizers.Tokenizer:
-    """A tokenizer still without its added tokens.
+    """Returns a tokenizer without added tokens.
 
-    pieces        in the order of their ids, spaces as "▁"
-    ranks         of each piece: the lower, the sooner it is joined; -inf: and then it is part of no other;
-                  None: text is never joined to it
-    unknown       the piece for what has not even bytes
-    prefix_space  whether a text is read as if a space stood before it
+    pieces        the pieces in the order of their ids, spaces as "▁"
+    ranks         the rank of each piece: the lower, the sooner it is joined; -inf: before all others, and it is a part
+                  of no other piece; None: text is never joined to it
+    unknown       the piece for a character that has neither a piece nor byte pieces
+    prefix_space  whether a text is encoded as if a space stood before it
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -45,7 +45,8 @@ def sentencepiece_backend(
 
 
 def _pairs(pieces: Sequence[str], ranks: Sequence[float | None]) -> Iterator[tuple[float, int, int, str, str]]:
-    """(rank, ..., left, right) of every pair that joins to a piece; of one rank the longest left part first."""
+    """Yields (rank, ..., left, right) for every pair that joins to a piece; for one rank the longest left part sorts
+    first."""
     joined = {piece: rank for piece, rank in zip(pieces, ranks, strict=True) if rank is not None}
     open_ones = {piece for piece, rank in joined.items() if rank > -math.inf}
     for piece, rank in joined.items():

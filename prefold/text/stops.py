@@ -1,4 +1,4 @@
-"""Stop texts: found wherever the borders between tokens lie."""
+"""Finds stop texts in a text that comes in parts, wherever the borders between the parts lie."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["StopFinder"]
 
 
 class StopFinder:
-    """Looks for stop texts in a text that arrives in parts, and passes on what can no longer be part of one.
+    """Looks for stop texts in a text that comes in parts, and passes on what can no longer be part of one.
 
-    The stop that ends first is the one found, of those that end at the same place the longest: what a reader
-    going letter by letter would find, however the text is parted.
+    Of several stops the one that ends first is found, and of those that end at the same place the longest. That does
+    not depend on how the text is parted.
 
-    found   the stop text that was found
+    found   the stop text that was found, None while there is none
     cut     where it begins: letters of the whole text before it
     """
 
@@ -21,14 +21,14 @@ class StopFinder:
         self.stops = tuple(stops)
         self.found: str | None = None
         self.cut: int | None = None
-        self._held = ""  # what may be the beginning of a stop
-        self._passed = 0  # letters before it
-        self._free = 0  # a stop that ends up to here is none
+        self._held = ""  # the end of the text, which may be the beginning of a stop
+        self._passed = 0  # letters of the text before `_held`
+        self._free = 0  # a stop that ends within the first so many letters does not count
 
     def add(self, text: str, coming: str = "", *, search: bool = True) -> str:
-        """Take more text; returns what is certain to stand before any stop, up to the stop when one is found.
+        """Takes more text, and returns what is certain to stand before any stop: up to the stop when one is found.
 
-        coming   text that is likely to follow. It is searched too, and comes back in front of a stop
+        coming   text that is likely to follow. It is searched too, and returned where it stands before a stop
         search   False: a stop that is complete within this text does not count
         """
         if not self.stops:
@@ -42,7 +42,7 @@ class StopFinder:
         return self._pass(len(self._held) - self._beginning(self._held))
 
     def finish(self) -> str:
-        """The text ends; returns what was held back."""
+        """Ends the text, and returns what was held back."""
         return self._pass(len(self._held))
 
     def _pass(self, count: int) -> str:
@@ -62,7 +62,7 @@ class StopFinder:
         return True
 
     def _beginning(self, text: str) -> int:
-        """Length of the longest end of `text` that is the beginning of a stop."""
+        """Returns the length of the longest end of `text` that is the beginning of a stop."""
         most = min(len(text), max(map(len, self.stops)) - 1)
         for length in range(most, 0, -1):
             end = text[len(text) - length :]

@@ -1,7 +1,7 @@
-"""A tokenizer: text to token ids and back, equal to what the checkpoint's own files say.
+"""Turns text into token ids and back, as the checkpoint's own files say.
 
-Wraps the `tokenizers` library; `load.py` makes one out of a checkpoint. It never truncates and
-never pads: what is too long is for the tasks to refuse or to cut.
+It wraps the `tokenizers` library; `load.py` makes a tokenizer out of a checkpoint. It never truncates and never pads:
+the tasks refuse or cut what is too long.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["Tokenizer", "valid_text"]
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Turns text into token ids and back.
 
     prefix_ids, suffix_ids   int32: what `special=True` puts before and after every text
                              (Llama 3: its BOS before; Qwen3-Embedding: <|endoftext|> after)
     special_tokens           {"bos_token": "<s>", ...}: as chat templates see them
-    bos_id, eos_id, pad_id   their ids, None when the checkpoint names none
+    bos_id, eos_id, pad_id   the ids of these special tokens, None when the checkpoint names none
     vocab_size               one more than the largest id it can give
     max_length               tokens the tokenizer's files allow, None when they set no limit
     truncation_side          "right" or "left": where a text is cut when cutting was asked for
@@ -44,8 +44,9 @@ class Tokenizer:
         max_length: int | None = None,
         truncation_side: str = "right",
     ):
-        """`special_ids` fills in ids ("bos_token": 1) that `special_tokens` does not give."""
-        # Files may carry the padding and truncation of their training; neither is wanted here.
+        """Wraps `backend`. special_ids: {"bos_token": 1, ...}, for special tokens that `special_tokens` does not
+        name."""
+        # Files may set the padding and truncation that the model was trained with. Neither is wanted here.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -63,15 +64,17 @@ class Tokenizer:
         self._line_cut: LineCut | None = line_cut(backend)
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
-        """The token ids of a text, int32. Raises InputError when it is not valid Unicode.
+        """Returns the token ids of a text, int32 [n]. Raises InputError for a text that is not valid Unicode.
 
-        special: add what the checkpoint's post-processor adds (`prefix_ids`, `suffix_ids`). Special
+        special: whether to add what the checkpoint's post-processor adds (`prefix_ids`, `suffix_ids`). Special
         tokens written inside the text are recognised either way.
         """
         return self._finish(self.backend.encode(valid_text(text), add_special_tokens=False).ids, special)
 
     def encode_batch(self, texts: Sequence[str], special: bool = True) -> list[np.ndarray]:
-        """`encode` of each text, on all cores; what neighbouring texts begin with in common is encoded once."""
+        """Returns the token ids of each text, as `encode` does, computed on all cores. What neighbouring texts begin
+        with in common is encoded once. Raises InputError, its field "texts[i]", for a text that is not valid
+        Unicode."""
         for i, text in enumerate(texts):
             valid_text(text, f"texts[{i}]")
         if self._line_cut is not None:
@@ -79,16 +82,17 @@ class Tokenizer:
         return [self._finish(ids, special) for ids in self._encode_all(list(texts))]
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """The text of token ids. Ids the vocabulary does not have are skipped."""
+        """Returns the text of token ids. Ids that the vocabulary does not have are skipped."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where each token of a text begins and ends in it, in characters; no special tokens are added."""
+        """Returns where each token of a text begins and ends in it, in characters; no special tokens are added."""
         spans: list[tuple[int, int]] = self.backend.encode(text, add_special_tokens=False).offsets
         return spans
 
     def pair_ids(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What the checkpoint's post-processor puts before, between and after the two texts of a pair, int32 each."""
+        """Returns the special tokens that the checkpoint puts before, between and after the two texts of a pair,
+        int32 [n] each."""
         probe = self.backend.encode("a", "a", add_special_tokens=True)
         body = self.backend.encode("a", add_special_tokens=False).ids
         special = np.array(probe.special_tokens_mask, dtype=bool)
@@ -98,11 +102,13 @@ class Tokenizer:
         return ids[:first], ids[first + len(body) : second], ids[second + len(body) :]
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its exact name in the vocabulary ("<|im_end|>", "Ġthe"), None when there is none."""
+        """Returns the id of a token by its exact name in the vocabulary ("<|im_end|>", "Ġthe"), None when there is
+        none."""
         return self.backend.token_to_id(token)
 
     def render_chat(self, messages: Sequence[Mapping[str, object]], /, **options: object) -> str:
-        """The text of a conversation; see `ChatTemplates.render`. Encode it with special=False."""
+        """Returns the text of a conversation, as `ChatTemplates.render` does. Encode it with special=False: it has
+        its own."""
         return self.chat_templates.render(messages, **options)  # type: ignore[arg-type]
 
     def _encode_all(self, texts: list[str]) -> list[np.ndarray]:
@@ -119,7 +125,7 @@ class Tokenizer:
 
 
 def _added_ids(backend: tokenizers.Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """What the post-processor puts before and after a text; it does not depend on the text."""
+    """Returns the special tokens that the post-processor puts before and after every text, int32 [n] each."""
     probe = backend.encode("a", add_special_tokens=True)
     body = len(backend.encode("a", add_special_tokens=False).ids)
     before = 0

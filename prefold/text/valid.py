@@ -1,4 +1,4 @@
-"""Whether a value is a text that can be encoded and written."""
+"""Checks that a value is a text that can be encoded and written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["is_unicode", "valid_text"]
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can hold `text`: it has no half of a surrogate pair."""
+    """Returns whether UTF-8 can hold `text`: whether it has no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -17,7 +17,7 @@ def is_unicode(text: str) -> bool:
 
 
 def valid_text(text: object, field: str = "text") -> str:
-    """`text`, if it is a str that UTF-8 can hold. Raises InputError otherwise."""
+    """Returns `text`, a str that UTF-8 can hold. Raises InputError, naming `field`, for any other value."""
     if text is None:
         raise InputError(f"{field!r} is null", field=field, remedy="give it a text", code="null")
     if not isinstance(text, str):
@@ -29,6 +29,6 @@ def valid_text(text: object, field: str = "text") -> str:
             text.encode()
         except UnicodeEncodeError as error:
             message = f"{field!r} holds half of a surrogate pair at character {error.start}, so it is not valid Unicode"
-            remedy = "decode it again from its source"
+            remedy = "decode the text again from its source"
             raise InputError(message, field=field, remedy=remedy, code="invalid_utf8") from None
     return text

@@ -117,7 +117,11 @@ def test_with_a_space_before_the_text_as_llama_2_has_it(text):
 
 @pytest.mark.parametrize(
     ("more", "message"),
-    [({"scores": None}, "do not fit"), ({"scores": [0.0]}, "do not fit"), ({"token_type": [1]}, "do not fit")],
+    [
+        ({"scores": None}, "of different lengths"),
+        ({"scores": [0.0]}, "of different lengths"),
+        ({"token_type": [1]}, "of different lengths"),
+    ],
 )
 def test_broken_metadata(more, message):
     with pytest.raises(CheckpointError, match=message):
