@@ -1,4 +1,4 @@
-"""LLM: a model, loaded and ready to run. Its methods are in `face/`."""
+"""Makes a model ready to run, as an LLM. The methods that run it are in `face/`."""
 
 from __future__ import annotations
 
@@ -32,29 +32,34 @@ __all__ = ["LLM"]
 
 
 class LLM(Numbers, Texts):
-    """A model, ready to run.
+    """An LLM is a model that is loaded and ready to run.
 
     model           hub id, local Hugging Face folder, .gguf file, a built-in name (`prefold models`), or a Checkpoint
-    tokenizer       the checkpoint's, where it has been loaded already
-    dtype           "float32", "bfloat16", "float16", or "auto": what the checkpoint is stored in, where the
+    tokenizer       the checkpoint's tokenizer, where it has been loaded already; None: it is loaded here
+    dtype           "float32", "bfloat16", "float16", or "auto": the type that the checkpoint is stored in, where the
                     device computes natively in it, else float32
     device          "cpu", "cuda", "cuda:1", ..., or "auto": a GPU when there is one
-    threads         CPU threads, of each rank; None: torch's own choice, divided among the ranks
-    sharing         "full", "mlp", "off" or "auto" (full: it has not been measured to cost)
-    max_batch_rows  rows of one step; None: 4,096 on a CPU, on a GPU what its free memory takes
+    threads         CPU threads of each rank; None: as many as torch chooses, divided among the ranks
+    sharing         "full": a shared prefix is computed once; "mlp": everything but attention is shared; "off"; or
+                    "auto", which is "full"
+    max_batch_rows  rows of a step, at most; None: 4,096 on a CPU, on a GPU what its free memory takes
     kv_memory       bytes of K/V for generation; None: half of the free memory, on a CPU at most 4 GiB
-    max_running     sequences that generate at once
-    reserve_output  set aside room for a whole output when max_tokens is given (else an output may be interrupted, and
-                    computed again, when memory runs out)
-    cache           keep K/V between calls of `generate`: "lru", "lfu", "priority", a CacheOptions, or "off"
-    cache_prefill   `embed` (of last tokens), `rerank`, `classify` (labels of one token, or a head) use and fill the
-                    cache of `generate` too: for calls that come again and again with what they begin with
-    adapters        LoRA adapters for generation, {name: PEFT folder}
-    tensor_parallel ranks the model is split over: processes of this machine, on GPUs one each. `close` ends them
-    load_format     "auto", or "dummy" for random weights of the model's geometry
-    revision        of a hub id
+    max_running     how many sequences generate at once, at most
+    reserve_output  set aside memory for a whole output where max_tokens is given. Otherwise an output may be
+                    interrupted when memory runs out, and is then computed again
+    cache           how K/V are kept between calls of `generate`: "lru", "lfu", "priority", a CacheOptions, or "off"
+    cache_prefill   whether `embed` (of last tokens), `rerank` and `classify` (with labels of one token, or a head) use
+                    and fill the cache of `generate` too, which pays where later calls begin as earlier ones did
+    adapters        LoRA adapters that calls may name, {name: PEFT folder}
+    tensor_parallel how many ranks the model is split over: processes of this machine, on GPUs one each. `close` ends
+                    them
+    load_format     "auto", or "dummy" for random weights of the model's shapes
+    revision        the branch, tag or commit of a hub id
+    seed            of the random weights of load_format="dummy"
 
-    Raises CheckpointError, UnsupportedModelError, OutOfMemoryError, InputError. `stats` adds up over calls.
+    Raises CheckpointError where the model cannot be found or read, UnsupportedModelError (a CheckpointError) where
+    prefold cannot run it, OutOfMemoryError where it does not fit, ForkedError in a process forked from one that made
+    an LLM, and InputError for a wrong argument. `stats` adds up over all calls.
     """
 
     def __init__(
@@ -125,7 +130,7 @@ class LLM(Numbers, Texts):
         self.engine = Engine(self._team or worker, options)
 
     def _start_ranks(self, size: int, threads: int | None, seed: int, adapters: Mapping[str, str]) -> Team | None:
-        """The other ranks, on their way up, where there are any."""
+        """Starts the processes of the other ranks and returns them as a team; None where one process has the model."""
         if size == 1:
             return None
         if self.device.type == "cuda":
@@ -145,9 +150,10 @@ class LLM(Numbers, Texts):
         )
 
     def close(self) -> None:
-        """End the processes that hold parts of a split model; this object cannot be used any more. Else nothing.
+        """Ends the processes that hold parts of a split model, after which this object cannot be used any more.
 
-        `with LLM(...) as llm:` closes it at its end."""
+        Where the model is not split it does nothing. `with LLM(...) as llm:` closes the LLM at its end.
+        """
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -168,30 +174,31 @@ class LLM(Numbers, Texts):
 
     @property
     def stats(self) -> Stats:
+        """Returns the counters of all calls so far: what was asked for, and what was computed."""
         return self.engine.stats
 
     @property
     def cache(self) -> RadixCache | None:
-        """What is kept of earlier calls: `clear` empties it; None when nothing is kept."""
+        """Returns the cache of earlier calls, None when nothing is kept. Its `clear` forgets all that is not pinned."""
         return self.engine.generator.scheduler.cache
 
     def pin(self, prompt: Prompt, *, adapter: str | None = None, **options: Unpack[GenerationKeywords]) -> int:
-        """Keep what has been computed of a prompt until `unpin`, whatever else is asked for meanwhile.
+        """Keeps what has been computed of a prompt until `unpin`, and returns how many of its tokens that is.
 
-        Returns how many of its leading tokens are there and now kept: 0 for a prompt nothing of which has run. The
-        prompt is a text, token ids, or a conversation; options: salt, and those of `chat` that write it. Raises
-        InputError where no cache is kept, or the prompt is wrong.
+        These are the prompt's leading tokens that are in the cache: 0 where no call has computed any of them. The
+        prompt is a text, token ids, or a conversation. Options are `salt`, and those of `chat` that write a prompt.
+        Raises InputError where there is no cache, or the prompt is wrong.
         """
         return self._cached().pin(*self._place(prompt, adapter, options))
 
     def unpin(self, prompt: Prompt, *, adapter: str | None = None, **options: Unpack[GenerationKeywords]) -> int:
-        """Let go of what `pin` with the same arguments keeps; returns how many leading tokens are there."""
+        """Lets go of what `pin` with the same arguments keeps; returns how many leading tokens are in the cache."""
         return self._cached().unpin(*self._place(prompt, adapter, options))
 
     def _cached(self) -> RadixCache:
         if self.cache is None:
             remedy = 'make the LLM with cache="lru"'
-            raise InputError("nothing is kept between calls, so nothing can be pinned", field="cache", remedy=remedy)
+            raise InputError("cache is off, so nothing can be pinned", field="cache", remedy=remedy)
         return self.cache
 
     def _place(
@@ -202,11 +209,12 @@ class LLM(Numbers, Texts):
 
 
 def cache_options(cache: CacheOptions | str) -> CacheOptions | None:
+    """Returns the options that the argument `cache` stands for; None for "off"."""
     if isinstance(cache, CacheOptions):
         return cache
     return None if cache == "off" else CacheOptions(policy=cache)  # type: ignore[arg-type]
 
 
 def tell(line: str) -> None:
-    """What takes long enough that a person wonders (a download), on standard error."""
+    """Prints what takes long enough that a person wonders, such as a download, on standard error."""
     print(f"prefold: {line}", file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
-"""The methods of LLM: arguments in, answers out.
+"""Holds the methods of LLM, which turn arguments into items of tasks, and results of tasks into answers.
 
-arguments   what callers hand over, as items of the tasks
-results     what they get back
-running     tasks, made once and run
-numbers     embed, rerank, classify, score
-texts       generate, chat, stream, and the same from an event loop
+arguments   reads what callers hand over, as items of the tasks
+keywords    names the keywords of the methods, for editors and type checkers
+results     defines what callers get back
+running     makes each task once, and runs it
+numbers     has embed, rerank, classify and score
+texts       has generate, chat and stream, and agenerate and astream for event loops
 """

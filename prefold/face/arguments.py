@@ -1,4 +1,4 @@
-"""What callers hand to LLM's methods, as items of the tasks. Raises InputError, naming the argument."""
+"""Reads what callers hand to the methods of LLM, as items of the tasks. Raises InputError, naming the argument."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Message = Mapping[str, object]  # {"role": "user", "content": "..."}
 
 
 class TensorLike(Protocol):
-    """A PyTorch tensor, of token ids."""
+    """Is what a PyTorch tensor of token ids has; named here so that this module need not import torch."""
 
     def detach(self) -> object: ...
     def cpu(self) -> object: ...
@@ -33,9 +33,10 @@ TEXT = "give a text, a list of token ids, or a list of several of them"
 
 
 def as_items(value: Any, argument: str) -> tuple[list[Any], bool]:
-    """(list of texts, whether one text was given) of a text, of its token ids, or of several of either.
+    """Returns (list of texts, whether a single text was given) of one text or several, each as text or token ids.
 
-    Token ids may lie in a list, a NumPy array or a PyTorch tensor. The texts themselves are not looked at.
+    Token ids may lie in a list, a NumPy array or a PyTorch tensor. The texts themselves are not checked. Raises
+    InputError, naming `argument`, for what is neither.
     """
     value = _array(value)
     if isinstance(value, (str, Mapping)):
@@ -49,19 +50,22 @@ def as_items(value: Any, argument: str) -> tuple[list[Any], bool]:
 
 
 def as_texts(value: Any, argument: str) -> tuple[list[Any], bool]:
-    """`as_items`, where an item that is no text is the InputError that says so."""
+    """Returns what `as_items` does, with an InputError in place of each item that is neither a text nor token ids."""
     items, single = as_items(value, argument)
     return [_text(item) for item in items], single
 
 
 def as_prompts(value: Any, argument: str, adapter: Any) -> tuple[list[Any], bool]:
-    """Items of generation, each with its adapter where `adapter` is a list of one a prompt."""
+    """Returns (items of generation, whether a single prompt was given); see `give_adapters` for `adapter`."""
     items, single = as_items(value, argument)
     return give_adapters(items, single, adapter), single
 
 
 def chats_of(messages: Any, adapter: Any) -> tuple[list[Any], bool]:
-    """Items of generation out of a conversation, or a list of several."""
+    """Returns (items of generation, whether a single conversation was given) of one conversation or a list of them.
+
+    See `give_adapters` for `adapter`. Raises InputError for what is no list.
+    """
     if not isinstance(messages, (list, tuple)):
         remedy = 'give a conversation, [{"role": "user", "content": "..."}], or a list of several'
         raise InputError(f"messages is {_kind(messages)}", field="messages", remedy=remedy, code="wrong_type")
@@ -71,7 +75,10 @@ def chats_of(messages: Any, adapter: Any) -> tuple[list[Any], bool]:
 
 
 def give_adapters(items: list[Any], single: bool, adapter: Any) -> list[Any]:
-    """The items with the adapters of the list `adapter`, one each; as they are where it is no list."""
+    """Returns the items, each with its own adapter where `adapter` is a list of one name, or None, an item.
+
+    Raises InputError where the list has another length, or a single item was given.
+    """
     if not isinstance(adapter, (list, tuple)):
         return items
     if single or len(adapter) != len(items):
@@ -81,7 +88,7 @@ def give_adapters(items: list[Any], single: bool, adapter: Any) -> list[Any]:
 
 
 def take_adapters(items: list[Any], single: bool, options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """(items, options of the task): where the option `adapter` is a list, each item has its own instead."""
+    """Returns (items, options of the task). A list in the option `adapter` moves to the items (see `give_adapters`)."""
     adapter = options.get("adapter")
     if not isinstance(adapter, (list, tuple)):
         return items, dict(options)
@@ -100,9 +107,9 @@ def _with_adapter(item: Any, name: str | None) -> Any:
 
 
 def pair_up(prompts: Any, continuations: Any) -> tuple[list[list[dict[str, Any]]], bool, bool]:
-    """(items of scoring for each prompt, whether one prompt was given, whether lists of continuations were).
+    """Returns (pairs of each prompt, whether a single prompt was given, whether continuations were given as lists).
 
-    One prompt has one continuation or a list of them; of several prompts each has one, or each a list.
+    One prompt has one continuation or a list of them; of several prompts each has one, or each has a list.
     """
     texts, single = as_items(prompts, "prompts")
     wanted, one = as_items(continuations, "continuations")
@@ -124,14 +131,14 @@ def pair_up(prompts: Any, continuations: Any) -> tuple[list[list[dict[str, Any]]
 
 
 def check_errors(errors: str) -> bool:
-    """Whether bad items are to be given back among the good results."""
+    """Returns whether the argument `errors` asks for bad items back, among the good results. Raises InputError."""
     if errors not in ("raise", "return"):
         raise InputError(f"errors is {errors!r}", field="errors", remedy='use "raise" or "return"')
     return errors == "return"
 
 
 def first_error(found: Sequence[T | InputError], argument: str = "", *, single: bool = False) -> list[T]:
-    """What was found, item by item. Raises the InputError of the first item that has one, with its number."""
+    """Returns `found`, or raises the first InputError in it, with the number of its item unless `single`."""
     good: list[T] = []
     for number, one in enumerate(found):
         if isinstance(one, InputError):
@@ -143,14 +150,14 @@ def first_error(found: Sequence[T | InputError], argument: str = "", *, single: 
 
 def _text(item: Any) -> Any:
     if isinstance(item, (list, tuple)) and item and not _is_whole(item[0]):
-        return InputError("a list, where one text is wanted", remedy=TEXT, code="wrong_type")
+        return InputError("it is a list, where one text is wanted", remedy=TEXT, code="wrong_type")
     if isinstance(item, np.ndarray) and item.ndim != 1:
-        return InputError(f"an array of {item.ndim} dimensions", remedy=TEXT, code="wrong_type")
+        return InputError(f"it is an array of {item.ndim} dimensions", remedy=TEXT, code="wrong_type")
     return item
 
 
 def _array(value: Any) -> Any:
-    """A PyTorch tensor as an array. Anything else as it is."""
+    """Returns a PyTorch tensor as an array, and anything else as it is."""
     return value.detach().cpu().numpy() if hasattr(value, "detach") and hasattr(value, "cpu") else value
 
 

@@ -1,4 +1,4 @@
-"""The keywords of the methods of LLM, for editors and type checkers: the fields of `prefold.options`."""
+"""Names the keywords of the methods of LLM, for editors and type checkers. They are the fields of `prefold.options`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ __all__ = ["ClassifyKeywords", "EmbedKeywords", "GenerationKeywords", "RerankKey
 
 
 class TaskKeywords(TypedDict, total=False):
+    """Holds the keywords that all tasks have."""
+
     max_length: int | None
     truncate: Truncate
 
 
 class NumberKeywords(TaskKeywords, total=False):
-    """Of the tasks whose answers are numbers. (Those that generate text have `adapter` as a parameter.)"""
+    """Holds the keywords that all tasks whose answers are numbers have.
+
+    The methods that generate text have `adapter` as a parameter of their own, so it is not among `TaskKeywords`.
+    """
 
     adapter: str | Sequence[str | None] | None
 
 
 class EmbedKeywords(NumberKeywords, total=False):
+    """Holds the keywords of `embed`."""
+
     pooling: Pooling | None
     normalize: bool | None
     dimensions: int | None
@@ -32,6 +39,8 @@ class EmbedKeywords(NumberKeywords, total=False):
 
 
 class RerankKeywords(NumberKeywords, total=False):
+    """Holds the keywords of `rerank`."""
+
     instruction: str | None
     template: str | None
     words: tuple[str, str]
@@ -39,7 +48,7 @@ class RerankKeywords(NumberKeywords, total=False):
 
 
 class ClassifyKeywords(NumberKeywords, total=False):
-    """`labels` has a place of its own."""
+    """Holds the keywords of `classify`, but `labels`, which is a parameter of the method."""
 
     instructions: str
     examples: Sequence[object]
@@ -50,11 +59,17 @@ class ClassifyKeywords(NumberKeywords, total=False):
 
 
 class ScoreKeywords(NumberKeywords, total=False):
+    """Holds the keywords of `score`."""
+
     prefix_token: int | None
 
 
 class GenerationKeywords(TaskKeywords, total=False):
-    """`n` and `adapter` have places of their own: what comes back depends on the first, the second may be a list."""
+    """Holds the keywords of `generate`, `chat` and `stream`, but `n` and `adapter`.
+
+    These two are parameters of the methods: `n` decides whether a list comes back, and `adapter` may be a list only
+    where several prompts are given.
+    """
 
     max_tokens: int | Literal["auto"] | None
     min_tokens: int

@@ -1,4 +1,4 @@
-"""The methods of LLM whose answers are numbers: embed, rerank, classify, score."""
+"""Holds the methods of LLM whose answers are numbers: embed, rerank, classify, score."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ Return = Literal["return"]
 
 
 class Numbers(TaskRunner):
-    """embed, rerank, classify, score. Three keywords mean the same in all of them:
+    """Has the methods embed, rerank, classify and score. Four keywords mean the same in all of them:
 
-    errors    "raise": the first bad item raises its InputError, before anything is computed. "return": all others are
-              computed, and each bad item has its InputError in its place
-    progress  show a bar on standard error
-    adapter   the LoRA adapter to run with, one of `LLM(adapters=)`, or (not of rerank) a list of one a text or prompt
-    truncate  cut what is too long for the model, which is an error otherwise; see TaskOptions
+    errors    "raise": the first bad item raises its InputError, before anything is computed. "return": the good items
+              are computed, and each bad item has its InputError in its place
+    progress  whether to show a bar on standard error
+    adapter   the LoRA adapter to run with, one of `LLM(adapters=)`; or, except in rerank, a list of one name or None
+              for each text or prompt
+    truncate  whether to cut what is too long for the model, which is an error otherwise; see TaskOptions
     """
 
     @overload
@@ -58,7 +59,7 @@ class Numbers(TaskRunner):
         progress: bool = False,
         **options: Unpack[EmbedKeywords],
     ) -> Vector | InputError | list[Vector | InputError]:
-        """Returns an embedding a text, float32 [n, dim]; [dim] for one text; with errors="return" a list of them.
+        """Returns the embedding of each text, float32 [n, dim]; [dim] for one text; with errors="return" a list.
 
         Options are the fields of EmbedOptions: pooling ("last", "mean", "first"), normalize, dimensions, prompt,
         prompt_name, instruction, max_length, truncate. By default the checkpoint says how it wants to be read;
@@ -87,11 +88,12 @@ class Numbers(TaskRunner):
         progress: bool = False,
         **options: Unpack[RerankKeywords],
     ) -> Ranking:
-        """Returns how well each document answers the query, and their order.
+        """Returns the Ranking of the documents: how well each answers the query, and their order.
 
         Options are the fields of RerankOptions: instruction, template, words, raw_scores, max_length, truncate (of
-        documents only). A causal model answers yes or no after Qwen3-Reranker's prompt; of a checkpoint with a
-        classification head of one label the score is the sigmoid of that. {"text": ...} is taken for a text.
+        documents only). A causal model is asked with Qwen3-Reranker's prompt, and the score is the probability of yes
+        against no. Where a checkpoint has a classification head of one label, the score is the sigmoid of its logit.
+        A document may also be given as {"text": ...}.
 
         Raises InputError naming the document that cannot be scored; with errors="return" it is among the `errors` of
         the Ranking, and its score is NaN.
@@ -164,12 +166,12 @@ class Numbers(TaskRunner):
         progress: bool = False,
         **options: Unpack[ClassifyKeywords],
     ) -> Classification | Sequence[Classification | InputError] | InputError:
-        """Returns the label that fits each text best, and the probability of every label.
+        """Returns the Classification of each text: the label that fits it best, and the probability of every label.
 
-        By how likely the model finds each label after a prompt that all texts share, or by the checkpoint's
-        classification head. Options are the fields of ClassifyOptions: instructions, examples (pairs of text and
-        label), template, separator, normalization ("tokens", "bytes"), calibrate (contextual calibration, Zhao et al.
-        2021), max_length, truncate.
+        Labels are compared by how likely the model finds each after a prompt that all texts share, or by the
+        checkpoint's classification head. Options are the fields of ClassifyOptions: instructions, examples (pairs of
+        text and label), template, separator, normalization ("tokens", "bytes"), calibrate (contextual calibration,
+        Zhao et al. 2021), max_length, truncate.
 
         Raises InputError naming the text that cannot be classified.
         """
@@ -242,12 +244,12 @@ class Numbers(TaskRunner):
         progress: bool = False,
         **options: Unpack[ScoreKeywords],
     ) -> Score | InputError | Sequence[Score | InputError | Sequence[Score | InputError]]:
-        """Returns how likely each continuation is after its prompt; without continuations, how likely each text is.
+        """Returns the Score of each continuation after its prompt; without continuations, of each text as a whole.
 
         One prompt has one continuation or a list of them; of several prompts each has one, or each has a list. Prompt
-        and continuation are encoded together and split after the prompt's own encoding, where white space at the
-        prompt's end belongs to the continuation, as lm-evaluation-harness does it. A whole text is scored in windows
-        as long as the model takes.
+        and continuation are encoded together and split after the prompt's own encoding; white space at the prompt's
+        end belongs to the continuation, as in lm-evaluation-harness. A whole text that is longer than the model's
+        context is scored in stretches of that length.
 
         Options are the fields of ScoreOptions: prefix_token, max_length, truncate (of the prompt only). Raises
         InputError naming the pair or text that cannot be scored.
@@ -277,11 +279,11 @@ class Numbers(TaskRunner):
 
 
 def _named(items: Sequence[Any], name: str) -> list[Any]:
-    """Items with the one field `name`; what is an InputError already stays one."""
+    """Returns each item as {name: item}; an InputError stays as it is."""
     return [item if isinstance(item, InputError) else {name: item} for item in items]
 
 
 def _only(found: Sequence[T]) -> T:
-    """The answer of one item."""
+    """Returns the only element of `found`."""
     (one,) = found
     return one

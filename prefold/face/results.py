@@ -1,4 +1,4 @@
-"""What the methods of LLM give back. Every one of them has `to_dict`, for JSON."""
+"""Defines what the methods of LLM return. Every class has `to_dict`, for JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ __all__ = ["Classification", "Piece", "Ranking", "Score"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranking(Jsonable):
-    """How well documents answer a query. Its length is that of `order`; iterating it gives (index of a document, its
-    score) pairs, the best first.
+    """A ranking says how well documents answer a query.
 
-    scores  float64 [documents]: of each document, in the order given; NaN for one that is in `errors`
+    Iterating over it gives pairs (index of a document, its score), the best first; its length is that of `order`.
+
+    scores  float64 [documents]: the score of each document, in the order given; NaN for one that is in `errors`
     order   indices of the documents, best first, at most `top_n` of them
-    errors  {index: what is wrong with that document}, where errors="return" was asked for
+    errors  {index: what is wrong with that document}; empty unless errors="return" was asked for
     """
 
     scores: np.ndarray
@@ -36,7 +37,7 @@ class Ranking(Jsonable):
 
 @dataclass(frozen=True, slots=True)
 class Classification(Jsonable):
-    """The most probable label, and every label's probability."""
+    """A classification holds the most probable label, and the probability of every label."""
 
     label: str
     probabilities: dict[str, float]
@@ -44,10 +45,10 @@ class Classification(Jsonable):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Score(Jsonable):
-    """How likely a continuation, or a whole text, is.
+    """A score says how likely a continuation, or a whole text, is.
 
-    logprob   of all of it (natural logarithm)
-    logprobs  float32 [tokens]: of each of its tokens
+    logprob   natural logarithm of the probability of all of it
+    logprobs  float32 [tokens]: natural logarithm of the probability of each of its tokens
     greedy    whether every token is the model's first choice
     """
 
@@ -61,7 +62,12 @@ class Score(Jsonable):
 
 @dataclass(frozen=True, slots=True)
 class Piece(Jsonable):
-    """Some more text of a sample; `done` with its last piece, whose text is empty."""
+    """A piece is some more text of a sample.
+
+    sample  number of the sample, from 0
+    text    the text; empty in the last piece of a sample
+    done    in the last piece of a sample its result, else None
+    """
 
     sample: int
     text: str

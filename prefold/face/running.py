@@ -1,4 +1,4 @@
-"""Tasks of one model: made once for their options, and run over what a caller gave."""
+"""Makes the tasks of a model, once for each set of options, and runs them over what a caller gave."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["Call", "TaskRunner", "check_process"]
 
 KEPT_TASKS = 64
-_process: int | None = None  # the one that made the first LLM
+_process: int | None = None  # the process that made the first LLM
 
 
 def check_process() -> None:
     """Raises ForkedError in a process that was forked from one that had made an LLM.
 
-    The threads of OpenMP, of PyTorch and of prefold are not there after a fork, and what waits for them never ends.
+    The threads of OpenMP, of PyTorch and of prefold do not exist in the child, and whatever waited for them would wait
+    for ever.
     """
     global _process
     if _process is None:
@@ -44,11 +45,12 @@ def check_process() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How a method was called.
+    """A call says how a method was called.
 
-    argument  the name of what the items were given as; single: whether it was one item
-    back      bad items are given back as InputErrors
-    progress  show a bar
+    argument  the argument that holds the items; it is named in errors
+    single    whether a single item was given, and a single answer is returned
+    back      whether bad items are given back as InputErrors
+    progress  whether to show a bar
     """
 
     argument: str = ""
@@ -58,12 +60,12 @@ class Call:
 
 
 class TaskRunner:
-    """What the methods of LLM are built on. A subclass sets its attributes.
+    """Runs tasks on one model, for the methods of LLM. A subclass sets the attributes:
 
-    engine      an Engine
+    engine      computes
     checkpoint  where the model came from
     tokenizer   None for a model of token ids
-    config      of the model
+    config      the model's shapes and settings
     """
 
     engine: Engine
@@ -75,9 +77,9 @@ class TaskRunner:
         self._tasks: dict[object, Task] = {}
 
     def task(self, name: str, **options: Any) -> Task:
-        """The task `name` as this checkpoint wants it; see `prefold.tasks.make_task`.
+        """Returns the task `name` with these options, as `prefold.tasks.make_task` makes it for this checkpoint.
 
-        Tasks are kept by their options, so a method that is called again reads no file of the checkpoint again.
+        Tasks are kept by their options, so that a method which is called again reads no file of the checkpoint again.
         """
         check_process()
         key = (name, _frozen(options))
@@ -97,22 +99,23 @@ class TaskRunner:
         return cast(Task, self.calibrated(task))
 
     def calibrated(self, task: Any) -> Any:
-        """A classification task that has seen what the model says of content-free texts, if it asks for that."""
+        """Returns the task; one of classification that asks for calibration has then run its content-free texts."""
         return calibrated(self.engine, task)
 
     def run(self, task: Task, items: Iterable[Any]) -> list[dict[str, Any]]:
-        """Run a task over items; one dict an item, in their order. Raises the first item's InputError."""
+        """Runs a task over items and returns a dict for each, in their order. Raises the InputError of a bad item."""
         return self._lines(task, list(items), Call())
 
     def _lines(self, task: Task, items: Sequence[Any], call: Call) -> list[Any]:
-        """The task's dict of each item; where the call wants errors back, the InputError of an item that is wrong."""
+        """Returns the task's dict of each item; of a bad item its InputError, where the call wants it back."""
         found = finish_items(task, *self._results(task, items, call))
         return found if call.back else first_error(found, call.argument, single=call.single)
 
     def _results(self, task: Task, items: Sequence[Any], call: Call) -> tuple[list[Any], list[Any]]:
-        """(Work or InputError, results of its requests or None) of each item. Items may be InputErrors themselves.
+        """Returns two lists: for each item its Work or InputError, and the results of its requests or None.
 
-        Raises the first InputError, before anything is computed, unless the call wants them back.
+        Items may be InputErrors themselves. Raises the first InputError, before anything is computed, unless the call
+        wants them back.
         """
         good = iter(task.prepare([item for item in items if not isinstance(item, InputError)]))
         works: list[Work | InputError] = [item if isinstance(item, InputError) else next(good) for item in items]
@@ -128,7 +131,10 @@ class TaskRunner:
 
 @contextmanager
 def _bar(what: str, total: int) -> Iterator[Callable[[], None] | None]:
-    """A progress bar of `total` prompts on standard error, and what tells it that one more is done; none for none."""
+    """Shows a progress bar of `total` prompts on standard error, and yields what moves it on by one prompt.
+
+    For a total of 0 it shows nothing and yields None.
+    """
     if not total:
         yield None
         return
@@ -142,7 +148,7 @@ def _bar(what: str, total: int) -> Iterator[Callable[[], None] | None]:
 
 
 def _frozen(value: Any) -> Any:
-    """A value by which options are told apart: its types and contents, and no reference to it."""
+    """Returns a key that is equal for equal options: the types and contents of `value`, without a reference to it."""
     if isinstance(value, Mapping):
         return ("mapping", *((key, _frozen(one)) for key, one in value.items()))
     if isinstance(value, (list, tuple)):

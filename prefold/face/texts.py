@@ -1,4 +1,4 @@
-"""The methods of LLM whose answers are text: generate, chat, stream, and the same from an event loop."""
+"""Holds the methods of LLM whose answers are text: generate, chat, stream, agenerate, astream."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ Return = Literal["return"]
 
 
 class Texts(TaskRunner):
-    """generate, chat, stream, agenerate, astream. `errors`, `progress` and `truncate` mean what they mean in Numbers.
+    """Has the methods generate, chat and stream, and agenerate and astream for event loops.
 
     n        answers to each prompt; where it is given, even as 1, a prompt's answer is a list of Generated
     adapter  the LoRA adapter that answers; for several prompts also a list of one name, or None, a prompt
+    errors   "raise": the first bad prompt raises its InputError, before anything is computed. "return": the good
+             prompts are computed, and each bad one has its InputError in its place
+    progress whether to show a bar on standard error
     options  the fields of GenerationOptions: max_tokens, temperature, top_p, stop, seed, logprobs, grammar,
              response_format, system, tools, salt, ... ; greedy and at most 256 tokens by default
     """
@@ -218,10 +221,10 @@ class Texts(TaskRunner):
         adapter: str | None = None,
         **options: Unpack[GenerationKeywords],
     ) -> Iterator[Piece]:
-        """Returns the text of one prompt, or conversation, piece by piece as it is made.
+        """Returns the answer to one prompt, or conversation, piece by piece as it is made.
 
-        There is at most one Piece a sample and step; the last of a sample carries its Generated. Left early, the
-        request is cancelled.
+        There is at most one Piece a sample and step; the last of a sample carries its Generated. Leaving the loop
+        early, or closing the iterator, cancels the request. Raises InputError where the prompt cannot be continued.
         """
         return self._stream(self._request(prompt, n, adapter, options))
 
@@ -249,7 +252,11 @@ class Texts(TaskRunner):
         adapter: str | None = None,
         **options: Unpack[GenerationKeywords],
     ) -> Generated | list[Generated]:
-        """Returns what follows one prompt, or conversation, to an event loop. Calls that wait at once run together."""
+        """Returns what follows one prompt, or conversation; with `n` a list of that. For event loops.
+
+        Calls that wait at the same time run together. A call that is cancelled cancels its request. Raises InputError
+        where the prompt cannot be continued.
+        """
         request = self._request(prompt, n, adapter, options)
         async for event in self.engine.service.stream(request, self.tokenizer, text=False):
             if isinstance(event, list):
@@ -264,7 +271,10 @@ class Texts(TaskRunner):
         adapter: str | None = None,
         **options: Unpack[GenerationKeywords],
     ) -> AsyncIterator[Piece]:
-        """Returns the pieces of `stream`, to an event loop."""
+        """Returns the answer to one prompt, or conversation, piece by piece, as `stream` does. For event loops.
+
+        Raises InputError where the prompt cannot be continued.
+        """
         request = self._request(prompt, n, adapter, options)
         async for event in self.engine.service.stream(request, self.tokenizer):
             if isinstance(event, list):
@@ -276,7 +286,7 @@ class Texts(TaskRunner):
     def _request(
         self, prompt: Prompt, n: int | None, adapter: str | None, options: Mapping[str, Any]
     ) -> GenerateRequest:
-        """The request of one prompt, conversation, or mapping of the fields of GenerateItem."""
+        """Returns the request of one prompt, conversation, or mapping of the fields of GenerateItem."""
         given = {} if n is None else {"n": n}
         task = self.task("generate", adapter=adapter, **given, **options)
         (work,) = first_error(task.prepare([prompt]), single=True)
@@ -284,7 +294,7 @@ class Texts(TaskRunner):
 
 
 def samples_of(answer: list[Generated] | InputError) -> list[Generated]:
-    """The samples of a request. Raises the InputError of one that could not run."""
+    """Returns the samples of a request. Raises the InputError of a request that could not run."""
     if isinstance(answer, InputError):
         raise answer
     return answer
