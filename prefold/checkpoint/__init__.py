@@ -1,4 +1,4 @@
-"""Where a model comes from: local folders, GGUF files, built-in names, hub ids. Never imports torch."""
+"""Finds a model's files: local folders, GGUF files, built-in names, hub ids. It never imports torch."""
 
 from .builtin import BUILT_IN, BuiltIn, cache_folder
 from .checkpoint import Checkpoint, read_object, resolve

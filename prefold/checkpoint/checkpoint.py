@@ -1,4 +1,4 @@
-"""Where a model comes from: a name becomes a Checkpoint, a set of files and a config. Loads no weights."""
+"""A model's name becomes a Checkpoint: a set of files and a config. No weights are loaded here."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["Checkpoint", "read_object", "resolve"]
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt"]
 WEIGHT_FILES = ["*.safetensors"]
-# Second copies of the weights that some repositories keep.
+# Some repositories keep second copies of their weights here.
 COPIES = ["original/*", "onnx/*", "openvino/*", "coreml/*", "consolidated*.safetensors"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's files.
+    """A Checkpoint is a model's files and its config.
 
-    name    as the user gave it
+    name    the name as the user gave it
     path    the folder or .gguf file; None for random weights without files
     format  "folder" (Hugging Face, safetensors), "gguf", or "dummy" (random weights)
     config  the keys of Hugging Face's config.json; GGUF metadata is translated to them
@@ -44,40 +44,44 @@ class Checkpoint:
 
     @classmethod
     def dummy(cls, config: dict[str, Any], *, name: str = "dummy", path: Path | None = None) -> Checkpoint:
-        """Random weights of the geometry in `config` (keys of config.json)."""
+        """Returns a checkpoint of random weights, in the shapes that `config` (keys of config.json) gives."""
         return cls(name, path, "dummy", Settings.of(config))
 
     def file(self, name: str) -> Path | None:
-        """The file `name` of the checkpoint's folder, or None."""
+        """Returns the path of the file `name` in the checkpoint's folder, or None where there is none."""
         if self.path is None or not self.path.is_dir():
             return None
         path = self.path / name
         return path if path.is_file() else None
 
     def read_json(self, name: str) -> dict[str, Any] | list[Any] | None:
-        """The content of the JSON file `name` of the checkpoint's folder, or None. Raises CheckpointError."""
+        """Returns the content of the JSON file `name` in the checkpoint's folder, or None where there is none.
+
+        Raises CheckpointError for a file that cannot be read, or is not JSON.
+        """
         path = self.file(name)
         return None if path is None else _read_json(path)
 
     @cached_property
     def gguf(self) -> GGUFFile | None:
-        """The GGUF file the checkpoint is, or (random weights of its shape) is modelled on; else None."""
+        """Returns the GGUF file that the checkpoint is, or that random weights take their shapes from; else None."""
         return GGUFFile(self.path) if self.path is not None and self.path.is_file() else None
 
     def metadata(self, key: str, default: Any = None) -> Any:
-        """A value of the GGUF metadata; `default` when the key, or the GGUF file, is not there."""
+        """Returns the value of a key of the GGUF metadata, or `default` where there is no such key or no GGUF file."""
         return default if self.gguf is None else self.gguf.metadata.get(key, default)
 
     @cached_property
     def stored_as(self) -> str:
-        """What the weights are stored as: "Q4_1 GGUF", "bfloat16", "random weights"; see `stored.stored_as`."""
+        """Returns what the weights are stored as, as `stored.stored_as` words it: "Q4_1 GGUF", "bfloat16", "random
+        weights"."""
         return stored_as(self)
 
 
 def read_object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """The object in the JSON file `name` of the checkpoint's folder; {} without such a file.
+    """Returns the object in the JSON file `name` of the checkpoint's folder; {} where there is no such file.
 
-    Raises CheckpointError where the file holds something else.
+    Raises CheckpointError where the file holds anything else.
     """
     value = checkpoint.read_json(name)
     if value is not None and not isinstance(value, dict):
@@ -93,25 +97,29 @@ def resolve(
     weights: bool = True,
     notify: Callable[[str], None] = lambda line: None,
 ) -> Checkpoint:
-    """The checkpoint called `name`: a local folder, a .gguf file, a built-in name, or a hub id, in this order.
+    """Returns the checkpoint called `name`: a local folder, a .gguf file, a built-in name, or a hub id, in this order.
 
-    revision     branch, tag or commit of a hub id
+    revision     the branch, tag or commit of a hub id
     load_format  "dummy": random weights; `name` may then also be one of GEOMETRIES, and a folder
                  needs only its config.json
-    weights      False: of a hub id, fetch only the small files (config, tokenizer)
-    notify       told, in one line, before something is downloaded
+    weights      False: for a hub id, only the small files (config, tokenizer) are downloaded
+    notify       called with one line before something is downloaded
 
-    Raises CheckpointError, saying what was looked for.
+    Raises CheckpointError, which says what was looked for.
     """
     if load_format not in ("auto", "dummy"):
-        raise CheckpointError(f"load_format is {load_format!r}; it must be 'auto' or 'dummy'")
+        raise CheckpointError(f"load_format (--load-format) is {load_format!r}; it must be 'auto' or 'dummy'")
     if not name:
-        raise CheckpointError("the model's name is empty")
+        raise CheckpointError(
+            "the model's name is empty; give a local folder, a .gguf file, a built-in name or a hub id"
+        )
     dummy = load_format == "dummy"
     path = Path(name).expanduser()
     if path.exists():
         if revision is not None:
-            raise CheckpointError(f"{name} is a local path; revision {revision!r} is for hub ids")
+            raise CheckpointError(
+                f"{name} is a local path, and revision {revision!r} is for hub ids; leave revision out"
+            )
         checkpoint = _local(name, path)
     elif dummy and name in GEOMETRIES:
         return Checkpoint.dummy(GEOMETRIES[name], name=name)
@@ -133,7 +141,7 @@ def _local(name: str, path: Path) -> Checkpoint:
         if path.suffix == ".gguf":
             file = GGUFFile(path)
             checkpoint = Checkpoint(name, path, "gguf", config_from_gguf(file))
-            checkpoint.__dict__["gguf"] = file  # already read: fill the cached property
+            checkpoint.__dict__["gguf"] = file  # the file is read already, so the cached property is filled
             return checkpoint
         raise CheckpointError(f"{path} is not a .gguf file; give the folder of a Hugging Face checkpoint")
     if (path / "config.json").is_file():
@@ -152,7 +160,7 @@ def _local(name: str, path: Path) -> Checkpoint:
 
 
 def _of_adapter(path: Path) -> str:
-    """What to say of the folder of a LoRA adapter that is given in place of a model's."""
+    """Returns the message for the folder of a LoRA adapter that is given in place of a model's."""
     settings = _read_json(path / "adapter_config.json")
     base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     model = base if isinstance(base, str) and base else "MODEL"
@@ -165,14 +173,14 @@ def _of_adapter(path: Path) -> str:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested without end
+    except (ValueError, RecursionError) as error:  # it is not JSON, not UTF-8, or nested without end
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
-    """The snapshot folder of a hub repository, from the hub or, where it does not answer, from its cache."""
+    """Returns the folder of a hub repository: from the hub, or from the local cache where the hub does not answer."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -1,4 +1,4 @@
-"""Well-known model shapes as Hugging Face configs, for runs with random weights (`--load-format dummy`)."""
+"""Holds the shapes of well-known models as Hugging Face configs, for random weights (`--load-format dummy`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Reads GGUF files (versions 2 and 3, little-endian): metadata, and tensors as they are stored.
 
-The `gguf` package's own reader makes several NumPy views for every string of the vocabulary, two
-seconds for 49,152 tokens; this one takes a tenth of one. Dequantising is left to that package.
-Knows nothing of models. Never imports torch.
+The reader of the `gguf` package makes several NumPy views for every string of the vocabulary, which takes two
+seconds for 49,152 tokens; this one takes a tenth of that time or less. That package dequantises. Nothing here knows
+of models or imports torch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ __all__ = ["GGUFFile", "GGUFTensor"]
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY = 8, 9
-# Value types of the format, by number, as little-endian struct codes.
+# The struct codes of the format's value types, by their numbers.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where one tensor lies. shape is outermost first (as in NumPy; the file has it the other way round)."""
+    """A GGUFTensor says where a tensor lies in the file, and its shape: outermost first, as NumPy's. (The file has
+    the innermost size first.)"""
 
     name: str
     shape: tuple[int, ...]
@@ -40,10 +41,12 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """One GGUF file, memory-mapped.
+    """A GGUFFile is one GGUF file, mapped into memory.
 
-    metadata: dict of key -> bool, int, float, str or list; tensors: dict of name -> GGUFTensor.
-    Raises CheckpointError when the file is no GGUF file, or ends early.
+    metadata  {key: bool, int, float, str or list}
+    tensors   {name: GGUFTensor}
+
+    Raises CheckpointError for a file that is not a GGUF file, or is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -75,7 +78,9 @@ class GGUFFile:
             self.tensors[name] = GGUFTensor(name, dims[::-1], self._scalar("I"), self._scalar("Q"))
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
-            raise CheckpointError(f"{self.path}: general.alignment is {alignment!r}")
+            raise CheckpointError(
+                f"{self.path}: general.alignment is {alignment!r}; it must be a whole number of at least 1"
+            )
         self._data_start = -(-self._at // alignment) * alignment
 
     def _scalar(self, code: str) -> Any:
@@ -96,7 +101,7 @@ class GGUFFile:
         if kind in SCALARS:
             return self._scalar(SCALARS[kind])
         if kind != ARRAY:
-            raise CheckpointError(f"{self.path}: unknown GGUF value type {kind}")
+            raise CheckpointError(f"{self.path}: a value of the metadata has the unknown GGUF type {kind}")
         item, length = self._scalar("I"), self._scalar("Q")
         if item in SCALARS:
             layout = f"<{length}{SCALARS[item]}"
@@ -110,12 +115,15 @@ class GGUFFile:
         return np.frombuffer(self._bytes, np.uint8)
 
     def raw(self, name: str) -> np.ndarray:
-        """The tensor's bytes as stored, a read-only view: uint8 [..., bytes of a row]."""
+        """Returns the tensor's bytes as stored, uint8 [..., bytes of a row], a read-only view. Raises
+        CheckpointError for a damaged file and for a type that is not known."""
         tensor = self.tensors[name]
         block_size, type_size = _sizes(self.path, tensor)
         row = tensor.shape[-1] if tensor.shape else 1
         if row % block_size:
-            raise CheckpointError(f"{self.path}: {name} has rows of {row}, no multiple of its block of {block_size}")
+            raise CheckpointError(
+                f"{self.path}: {name} has rows of {row} weights; their type needs multiples of {block_size}"
+            )
         shape = (*tensor.shape[:-1], row // block_size * type_size)
         start = self._data_start + tensor.offset
         size = math.prod(shape)
@@ -124,21 +132,21 @@ class GGUFFile:
         return self._mapped[start : start + size].reshape(shape)
 
     def dequantize(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """The tensor, or those rows of it, as float32 in NumPy's shape; read-only when it is stored so.
-
-        rows: of the first dimension, where there are two or more; what is quantised together lies within the last.
-        """
+        """Returns the tensor as float32 in its NumPy shape; read-only where it is stored as float32. Raises
+        CheckpointError as `raw` does."""
         from gguf.quants import GGMLQuantizationType, dequantize
 
         tensor, raw = self.tensors[name], self.raw(name)
-        kind = GGMLQuantizationType(tensor.type)  # one that is there: `raw` has looked
+        kind = GGMLQuantizationType(tensor.type)  # `raw` has checked that there is such a type
         if rows != slice(None):
             assert len(tensor.shape) > 1, f"{name} has no rows to choose from"
             raw = raw[rows]
         try:
             return dequantize(raw, kind)
         except NotImplementedError as error:
-            raise CheckpointError(f"{self.path}: {name} has the quantisation {kind.name}, not supported") from error
+            raise CheckpointError(
+                f"{self.path}: {name} has the quantisation {kind.name}, which is not supported"
+            ) from error
 
     def let_go(self) -> None:
         """Takes the pages of the file that were read out of this process's memory; what is read again comes back."""
@@ -146,7 +154,7 @@ class GGUFFile:
             self._bytes.madvise(mmap.MADV_DONTNEED)
 
     def type_name(self, name: str) -> str:
-        """The tensor's ggml type: "F32", "Q4_K", ..."""
+        """Returns the name of the tensor's ggml type: "F32", "Q4_K", ..."""
         from gguf.constants import GGMLQuantizationType
 
         _sizes(self.path, self.tensors[name])
@@ -154,7 +162,7 @@ class GGUFFile:
 
 
 def _sizes(path: Path, tensor: GGUFTensor) -> tuple[int, int]:
-    """(weights a block, bytes a block) of the tensor's ggml type."""
+    """Returns (weights a block, bytes a block) of the tensor's ggml type."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:

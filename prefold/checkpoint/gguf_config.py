@@ -1,4 +1,4 @@
-"""GGUF metadata as a Hugging Face config, so that a GGUF file needs no model families of its own."""
+"""Translates GGUF metadata to a Hugging Face config, so that GGUF files need no model families of their own."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ DTYPES = {"F32": "float32", "F16": "float16"}
 
 
 def config_from_gguf(file: GGUFFile) -> Settings:
-    """The config.json keys of the model in `file`. Raises UnsupportedModelError where it is none that we know, and
-    CheckpointError where its metadata cannot be."""
+    """Returns the config.json keys of the model in `file`.
+
+    Raises UnsupportedModelError for an architecture or a setting that prefold does not know, and CheckpointError for
+    metadata with impossible values.
+    """
     every = Settings(file.metadata, str(file.path))
     arch = every.text("general.architecture")
     if arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModelError(f"{file.path}: GGUF architecture {arch!r} is not supported; these are: {known}")
     if every.size("split.count", 1, least=0) > 1:
-        raise UnsupportedModelError(f"{file.path} is one of several parts; merge them: llama-gguf-split --merge")
+        raise UnsupportedModelError(
+            f"{file.path} is one of several parts; merge them first with llama-gguf-split --merge"
+        )
     read = _of_architecture(file, arch)
     layers = read.size("block_count", most=MOST_LAYERS)
     heads, hidden = read.size("attention.head_count"), read.size("embedding_length")
@@ -67,10 +72,10 @@ def config_from_gguf(file: GGUFFile) -> Settings:
 
 
 def _gemma3(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
-    """The config keys of Gemma 3 that other architectures have not; what its files leave out is as in llama.cpp."""
+    """Returns the config keys that Gemma 3 alone has. What its files leave out is as in llama.cpp."""
     _refuse(read, "attn_logit_softcapping", "soft capping")
     _refuse(read, "final_logit_softcapping", "soft capping")
-    # The 27B model alone, the one with 62 layers, scales by its width and not by head_dim.
+    # Only the 27B model, which is the one with 62 layers, scales by its width instead of by head_dim.
     wide = config["num_hidden_layers"] == 62
     local = {"rope_type": "default", "rope_theta": read.number("rope.freq_base_swa", 10000.0)}
     return {
@@ -84,7 +89,8 @@ def _gemma3(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_architecture(file: GGUFFile, arch: str) -> Settings:
-    """The metadata of one architecture; of a list with a value a layer, which must be the same for all, that value."""
+    """Returns the metadata of one architecture. A list holds a value for each layer: all of them must be equal, and
+    that value stands in its place."""
     prefix, found = arch + ".", {}
     for key, value in file.metadata.items():
         if key.startswith(prefix):
@@ -98,11 +104,11 @@ def _of_architecture(file: GGUFFile, arch: str) -> Settings:
 
 def _refuse(read: Settings, key: str, what: str) -> None:
     if read.get(key):
-        raise UnsupportedModelError(f"{read.file} has {what} ({read.prefix}{key}), not supported")
+        raise UnsupportedModelError(f"{read.file} has {what} ({read.prefix}{key}), which is not supported")
 
 
 def _rows(file: GGUFFile, name: str) -> int:
-    """The rows of the tensor `name`."""
+    """Returns the number of rows of the tensor `name`. Raises CheckpointError where there is no such matrix."""
     if name not in file.tensors:
         raise CheckpointError(f"{file.path} has no tensor {name}")
     shape = file.tensors[name].shape
@@ -112,14 +118,15 @@ def _rows(file: GGUFFile, name: str) -> int:
 
 
 def _type(file: GGUFFile, name: str) -> str:
-    """The ggml type of the tensor `name`."""
+    """Returns the name of the ggml type of the tensor `name`. Raises CheckpointError where there is no such tensor."""
     if name not in file.tensors:
         raise CheckpointError(f"{file.path} has no tensor {name}")
     return file.type_name(name)
 
 
 def _rope(file: GGUFFile, read: Settings, head_dim: int) -> dict[str, Any]:
-    """Rope settings in the form of transformers; `rope_freqs.weight` (Llama 3.1 and later) divides each frequency."""
+    """Returns the rope settings in the form of transformers; `rope_freqs.weight` (Llama 3.1 and later) divides each
+    frequency."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": read.number("rope.freq_base", 10000.0)}
     kind = read.text("rope.scaling.type", "none")
     if "rope_freqs.weight" in file.tensors:

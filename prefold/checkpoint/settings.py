@@ -1,4 +1,4 @@
-"""Settings of a checkpoint (config.json, GGUF metadata), read with the type and the bounds that each must have."""
+"""Reads settings of a checkpoint (config.json, GGUF metadata) with the type and the bounds that each must have."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..errors import CheckpointError
 
 __all__ = ["MOST_LAYERS", "MOST_POSITIONS", "MOST_SIZE", "Settings"]
 
-# The largest sizes that are believed: a hundred times those of the largest models there are. What is larger comes from
-# a damaged file, and is refused before anything of that size is made.
+# The largest sizes that are accepted, a hundred times those of the largest models there are. A larger one comes from a
+# damaged file, and is refused before anything of that size is made.
 MOST_SIZE = 2**24
 MOST_LAYERS = 4096
 MOST_POSITIONS = 2**40
-# float32 has no larger ones.
+# The largest number that is accepted: float32 holds no numbers much larger.
 MOST_NUMBER = 1e38
 REQUIRED: Any = object()
 # Characters of a wrong value that a message shows.
@@ -22,13 +22,13 @@ SHOWN = 60
 
 
 class Settings(dict[str, Any]):
-    """The settings of a checkpoint, as in its file, with methods that read one of them.
+    """Holds the settings of a checkpoint as its file has them, with a method to read each kind of value.
 
-    file    what an error calls the file
-    prefix  what comes before a key in errors: where in the file these settings are
+    file    what errors call the file
+    prefix  what errors put before a key: where in the file these settings are
 
-    A key that is missing, or null, has the default; without one, the methods raise CheckpointError, as they do for a
-    value of another type or outside of its bounds. The error names the file, the key and what the value must be.
+    A key that is missing or null gives the default. Where there is no default, and for a value of another type or
+    outside of its bounds, the methods raise CheckpointError, which names the file, the key and what the value must be.
     """
 
     def __init__(self, values: Mapping[str, Any], file: str = "config.json", prefix: str = ""):
@@ -37,7 +37,7 @@ class Settings(dict[str, Any]):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
-        """The settings themselves, or a plain mapping as settings."""
+        """Returns the settings themselves, or a plain mapping as settings."""
         return values if isinstance(values, Settings) else cls(values)
 
     def __or__(self, other: Any) -> Settings:
@@ -47,7 +47,7 @@ class Settings(dict[str, Any]):
         return Settings(super().__ror__(other), self.file, self.prefix)
 
     def size(self, key: str, default: Any = REQUIRED, *, least: int = 1, most: int = MOST_SIZE) -> Any:
-        """The whole number `key`, in [least, most]."""
+        """Returns the whole number `key`, in [least, most]."""
         value = self._given(key, default)
         if value is default:
             return value
@@ -60,7 +60,7 @@ class Settings(dict[str, Any]):
         return value
 
     def number(self, key: str, default: Any = REQUIRED, *, zero: bool = False) -> Any:
-        """The finite number `key`, greater than 0; zero: or 0."""
+        """Returns the finite number `key`, greater than 0, or with `zero` at least 0."""
         value = self._given(key, default)
         if value is default:
             return value
@@ -71,28 +71,28 @@ class Settings(dict[str, Any]):
         return value if abs(value) < 2**53 else float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """The truth value `key`; 0 and 1 are taken for false and true."""
+        """Returns the truth value `key`; 0 and 1 stand for false and true."""
         value = self._given(key, default)
         if not isinstance(value, (bool, int)) or value not in (0, 1):
             raise self.wrong(key, "true or false")
         return bool(value)
 
     def text(self, key: str, default: Any = REQUIRED) -> Any:
-        """The string `key`."""
+        """Returns the string `key`."""
         value = self._given(key, default)
         if value is not default and not isinstance(value, str):
             raise self.wrong(key, "a string")
         return value
 
     def texts(self, key: str, default: Any = REQUIRED) -> Any:
-        """The list of strings `key`."""
+        """Returns the list of strings `key`."""
         value = self._given(key, default)
         if value is not default and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
             raise self.wrong(key, "a list of strings")
         return value
 
     def numbers(self, key: str, default: Any = REQUIRED) -> Any:
-        """The list of finite numbers greater than 0 that `key` is."""
+        """Returns the list `key` of finite numbers greater than 0."""
         value = self._given(key, default)
         if value is default:
             return value
@@ -103,14 +103,14 @@ class Settings(dict[str, Any]):
         return value
 
     def settings(self, key: str) -> Settings:
-        """The settings that `key` holds; none where it is missing."""
+        """Returns the settings that `key` holds; empty ones where it is missing."""
         value = self._given(key, None)
         if value is not None and not isinstance(value, Mapping):
             raise self.wrong(key, "an object")
         return Settings(value or {}, self.file, f"{self.prefix}{key}.")
 
     def wrong(self, key: str, wanted: str) -> CheckpointError:
-        """The error of a value that is not `wanted`."""
+        """Returns the CheckpointError for a value that is not `wanted`."""
         shown = repr(self.get(key)) if not isinstance(self.get(key), int) else f"{_short(self[key])}"
         shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 3] + "..."
         return CheckpointError(f"{self.file}: {self.prefix}{key} is {shown}; it must be {wanted}")
@@ -125,5 +125,6 @@ class Settings(dict[str, Any]):
 
 
 def _short(value: int) -> str:
-    """A whole number in decimal; one with thousands of digits, which Python refuses to write, by its size."""
+    """Returns a whole number in decimal; for one with thousands of digits, which Python refuses to write, its size
+    in bits."""
     return str(value) if abs(value) < 10**50 else f"a number of {value.bit_length()} bits"

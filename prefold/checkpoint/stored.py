@@ -1,4 +1,4 @@
-"""What the weights of a checkpoint are stored as, in words for a person to read: "Q4_K_M GGUF", "bfloat16"."""
+"""Says in words for a person what the weights of a checkpoint are stored as: "Q4_K_M GGUF", "bfloat16"."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 __all__ = ["stored_as"]
 
-# Names of safetensors' dtypes as torch has them.
+# The names that torch has for the dtypes of safetensors.
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
 SAFETENSORS |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-# A header of more than so many bytes is none: the safetensors library refuses it too.
+# Longer headers, in bytes, are refused, as the safetensors library does.
 LARGEST_HEADER = 100_000_000
 
 
 def stored_as(checkpoint: Checkpoint) -> str:
-    """How the checkpoint's weights are stored: the type of most of them, and for a GGUF file its quantisation.
+    """Returns how the checkpoint's weights are stored: the type of most of them, and for a GGUF file its quantisation.
 
-    "Q4_1 GGUF", "bfloat16" (of a folder), "random weights". A folder that cannot be read gives what its
-    config says. Never raises: it is for summaries.
+    Examples are "Q4_1 GGUF", "bfloat16" (of a folder) and "random weights". A folder whose weights cannot be read gives
+    what its config says. It never raises, since it is for summaries.
     """
     if checkpoint.format == "dummy":
         return "random weights"
@@ -42,7 +42,8 @@ def stored_as(checkpoint: Checkpoint) -> str:
 
 
 def _quantisation(file: GGUFFile) -> str:
-    """The name of the file's mixture of types ("Q4_K_M") where it gives one, else the type of most weights."""
+    """Returns the name of the file's mixture of types ("Q4_K_M") where the file gives one, else the type of most
+    weights."""
     from gguf.constants import LlamaFileType
 
     kind = file.metadata.get("general.file_type")
@@ -55,7 +56,7 @@ def _quantisation(file: GGUFFile) -> str:
 
 
 def _dtypes(path: Path) -> Counter[str]:
-    """{dtype: number of weights} in the header of a safetensors file; nothing where it cannot be read."""
+    """Returns {dtype: number of weights} of a safetensors file; an empty Counter where its header cannot be read."""
     try:
         with open(path, "rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
