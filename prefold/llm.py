@@ -53,6 +53,8 @@ class LLM(Numbers, Texts):
     adapters        LoRA adapters that calls may name, {name: PEFT folder}
     tensor_parallel how many ranks the model is split over: processes of this machine, on GPUs one each. `close` ends
                     them
+    decode_graphs   whether steps that only decode are replayed as captured CUDA graphs, which saves launching their
+                    kernels one by one. Experimental; on one GPU, without adapters
     load_format     "auto", or "dummy" for random weights of the model's shapes
     revision        the branch, tag or commit of a hub id
     seed            of the random weights of load_format="dummy"
@@ -79,6 +81,7 @@ class LLM(Numbers, Texts):
         cache_prefill: bool = False,
         adapters: Mapping[str, str] | None = None,
         tensor_parallel: int = 1,
+        decode_graphs: bool = False,
         load_format: Literal["auto", "dummy"] = "auto",
         revision: str | None = None,
         seed: int = 0,
@@ -101,6 +104,9 @@ class LLM(Numbers, Texts):
         self.tokenizer = tokenizer_or_none(model) if tokenizer is None else tokenizer
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.checkpoint.config, self.device)
+        if decode_graphs and (self.device.type != "cuda" or tensor_parallel > 1 or adapters):
+            message = "decode_graphs is for one GPU, and a model without adapters"
+            raise InputError(message, field="decode_graphs", remedy="leave it out")
         self._team = self._start_ranks(tensor_parallel, threads, seed, adapters or {})
         try:
             ranks = ALONE if self._team is None else self._team.ranks
@@ -110,7 +116,7 @@ class LLM(Numbers, Texts):
             loaded = {
                 name: load_adapter(folder, self.config, **place, name=name) for name, folder in (adapters or {}).items()
             }
-            worker = LocalWorker(self.model, loaded)
+            worker = LocalWorker(self.model, loaded, graphs=decode_graphs)
             if self._team is not None:
                 self._team.join(worker)
         except BaseException:
