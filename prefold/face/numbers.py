@@ -27,7 +27,8 @@ class Numbers(TaskRunner):
     """Has the methods embed, rerank, classify and score. Four keywords mean the same in all of them:
 
     errors    "raise": the first bad item raises its InputError, before anything is computed. "return": the good items
-              are computed, and each bad item has its InputError in its place
+              are computed, and each bad item has its InputError in its place. An
+              item whose result is not finite is found to be bad after it was computed (code "not_finite")
     progress  whether to show a bar on standard error
     adapter   the LoRA adapter to run with, one of `LLM(adapters=)`; or, except in rerank, a list of one name or None
               for each text or prompt
@@ -105,15 +106,19 @@ class Numbers(TaskRunner):
         task: Any = self.task("rerank", **options)
         call = Call("documents", back=check_errors(errors), progress=progress)
         works = task.prepare([{"query": query, "document": item} for item in items])
-        bad = {i: work for i, work in enumerate(works) if isinstance(work, InputError)}
-        if bad and not call.back:
+        if not call.back:
             first_error(works, call.argument)
+        results = self._run_works(task, works, call)
+        found = finish_items(task, works, results)
+        if not call.back:
+            first_error(found, call.argument)
+        bad = {i: one for i, one in enumerate(found) if isinstance(one, InputError)}
         scores = np.full(len(items), np.nan)
         good = [i for i in range(len(items)) if i not in bad]
         if not good:
             return Ranking(scores, [], bad)
-        work = task.gather([works[i] for i in good], top_n)
-        (line,) = finish_items(task, [work], self._run_works(task, [work], call))
+        together = task.gather([works[i] for i in good], top_n)
+        (line,) = finish_items(task, [together], [[result for i in good for result in results[i] or ()]])
         scores[good] = line["scores"]
         return Ranking(scores, [good[i] for i in line["order"]], bad)
 

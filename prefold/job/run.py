@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import InputError, JobError
 from ..records.adapter import RecordAdapter, error_text
-from ..records.lines import all_finite, dumps
+from ..records.lines import dumps
 from ..records.record import Source
 from ..report.icicle import StreamShape
 from ..report.page import StepLog
@@ -216,11 +216,8 @@ class _Run:
         self.output.write(done.number, line, failed)
 
     def _line(self, task: Any, done: Done) -> str:
-        """The output line of a record whose results are there. Raises InputError for a result that is no number."""
+        """The output line of a record whose results are there. Raises InputError as `finish` does."""
         results = [finish(task, note, values) for note, values in done.items]
-        if not all_finite(results):
-            remedy = "try --dtype float32; if it stays, the weights are damaged"
-            raise InputError("the result is not a finite number", remedy=remedy, code="not_finite")
         return dumps(self.job.adapter.line(done.number, done.meta, results))
 
     def _step(self, info: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import InputError
 
-__all__ = ["all_finite", "dumps", "error_object"]
+__all__ = ["dumps", "error_object"]
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(", ", ": ")).encode
 
@@ -47,17 +47,6 @@ def _dumps(value: Any) -> str:
     if isinstance(value, np.generic):
         return f"{value:.9g}" if value.dtype == np.float32 else _encode(value.item())
     return _encode(value)
-
-
-def all_finite(value: Any) -> bool:
-    """Whether no number in a result is NaN or infinite."""
-    if isinstance(value, dict):
-        return all(map(all_finite, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(all_finite, value))
-    if isinstance(value, (float, np.floating, np.ndarray)):
-        return bool(np.isfinite(value).all())
-    return True
 
 
 def error_object(error: InputError) -> dict[str, Any]:

@@ -8,14 +8,27 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from math import isfinite
 from typing import Any
+
+import numpy as np
 
 from ..errors import InputError
 from ..stream import Spool, Window
 from ..types import GenerateRequest, Request
 from .base import attempt
 
-__all__ = ["calibrated", "draw_seed", "finish", "finish_items", "results_of", "run_items", "run_works", "with_seed"]
+__all__ = [
+    "all_finite",
+    "calibrated",
+    "draw_seed",
+    "finish",
+    "finish_items",
+    "results_of",
+    "run_items",
+    "run_works",
+    "with_seed",
+]
 
 _TAG = struct.Struct("<qq")  # number of the work, part of the work
 
@@ -75,11 +88,30 @@ def run_works(
 
 
 def finish(task: Any, note: Any, results: Sequence[Any]) -> dict[str, Any]:
-    """What the task makes of an item's results. Raises the InputError that is among them."""
+    """What the task makes of an item's results.
+
+    Raises the InputError that is among them, and one of code "not_finite" for a result that holds NaN or infinity.
+    """
     for result in results:
         if isinstance(result, InputError):
             raise result
-    return task.finish(note, results)
+    made = task.finish(note, results)
+    if not all_finite(made):
+        remedy = 'try dtype="float32" (--dtype float32); if it stays, the weights are damaged'
+        raise InputError("the result is not a finite number", remedy=remedy, code="not_finite")
+    return made
+
+
+def all_finite(value: Any) -> bool:
+    """Whether no number in a result is NaN or infinite."""
+    if isinstance(value, dict):
+        return all(map(all_finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        # The log-probabilities of a long text are many: they are not looked at one call each.
+        return all(map(isfinite if {*map(type, value)} == {float} else all_finite, value))
+    if isinstance(value, (float, np.floating, np.ndarray)):
+        return bool(np.isfinite(value).all())
+    return True
 
 
 def finish_items(task: Any, works: Sequence[Any], results: Sequence[list[Any] | None]) -> list[Any]:

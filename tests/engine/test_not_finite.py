@@ -77,3 +77,32 @@ def test_one_damaged_logit_is_enough(tmp_path):
         with pytest.raises(InputError, match="not finite") as caught:
             llm.generate([60, 61], **options)
         assert caught.value.code == "not_finite"
+
+
+@pytest.mark.parametrize("method", ["embed", "classify", "score", "rerank"])
+def test_a_result_that_is_no_number_is_the_error_of_its_item(llm, method):
+    call = {
+        "embed": llm.embed,
+        "classify": lambda texts, **how: llm.classify(texts, ["yes", "no"], **how),
+        "score": lambda texts, **how: llm.score(texts, [[65]] * len(texts), **how),
+        "rerank": lambda texts, **how: llm.rerank([60], texts, template="{query}{document}", **how),
+    }[method]
+    with pytest.raises(InputError, match=r"item 1 of \w+: .*not a finite number.*float32") as caught:
+        call(PROMPTS)
+    assert caught.value.code == "not_finite"
+    found = call(PROMPTS, errors="return")
+    if method == "rerank":
+        assert sorted(found.order) == [0, 2, 4] and set(found.errors) == {1, 3}
+        assert np.isfinite(found.scores).tolist() == [True, False, True, False, True]
+        alone = call([PROMPTS[i] for i in (0, 2, 4)])
+        np.testing.assert_allclose(found.scores[[0, 2, 4]], alone.scores, rtol=1e-5)
+        found = [found.errors.get(i) for i in range(len(PROMPTS))]
+    for prompt, one in zip(PROMPTS, found, strict=True):
+        assert isinstance(one, InputError) == (BAD in prompt)
+        assert BAD not in prompt or one.code == "not_finite"
+
+
+def test_a_calibration_that_is_no_number_is_an_error(tmp_path):
+    llm = poisoned(tmp_path, 0.5, head=float("nan"))
+    with pytest.raises(InputError, match="not a finite number"):
+        llm.classify(["a"], ["yes", "no"], calibrate=True)

@@ -12,7 +12,7 @@ import pytest
 from prefold.errors import JobError
 from prefold.job.journal import journal_path
 from prefold.job.output import OutputOptions, open_output
-from prefold.records.lines import all_finite, dumps
+from prefold.records.lines import dumps
 
 JOB = {"task": "embed"}
 LINES = {
@@ -180,9 +180,3 @@ def test_float32_come_back_exactly():
     number, count = json.loads(dumps((np.float32(0.1), np.int64(3))))
     assert np.float32(number) == np.float32(0.1) and count == 3
     assert "\n" not in dumps({"a": "x\ny"})
-
-
-def test_what_is_not_finite_is_found():
-    assert all_finite({"a": [1, "x", None, {"b": np.ones(3)}], "c": 1.5})
-    assert not all_finite({"a": [np.array([1, np.nan])]})
-    assert not all_finite([float("inf")])
