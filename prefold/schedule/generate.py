@@ -397,6 +397,7 @@ class GenerateScheduler:
                 self._end(sequence)
 
     def _end(self, sequence: Running) -> None:
+        del sequence.tail.tokens[sequence.known :]  # before it has ended: afterwards nobody would
         state, sequence.state = sequence.state, "ended"
         request = self._requests.get(sequence.key)
         if request is not None:
@@ -407,7 +408,6 @@ class GenerateScheduler:
         if state == "new":  # not in the trie yet
             return
         del {"running": self.running, "waiting": self.waiting, "ending": self._ending}[state][sequence]
-        del sequence.tail.tokens[sequence.known :]
         if self.cache is not None and sequence.ready:
             self._graft(sequence)
         else:
