@@ -16,7 +16,6 @@ from .geometries import GEOMETRIES
 from .gguf import GGUFFile
 from .gguf_config import config_from_gguf
 from .settings import Settings
-from .stored import stored_as
 
 __all__ = ["Checkpoint", "read_object", "resolve"]
 
@@ -70,12 +69,6 @@ class Checkpoint:
     def metadata(self, key: str, default: Any = None) -> Any:
         """Returns the value of a key of the GGUF metadata, or `default` where there is no such key or no GGUF file."""
         return default if self.gguf is None else self.gguf.metadata.get(key, default)
-
-    @cached_property
-    def stored_as(self) -> str:
-        """Returns what the weights are stored as, as `stored.stored_as` words it: "Q4_1 GGUF", "bfloat16", "random
-        weights"."""
-        return stored_as(self)
 
 
 def read_object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:

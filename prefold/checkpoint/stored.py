@@ -7,12 +7,9 @@ import math
 import struct
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from .checkpoint import Checkpoint
 from .gguf import GGUFFile
-
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
 
 __all__ = ["stored_as"]
 

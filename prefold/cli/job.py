@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from ..checkpoint.stored import stored_as
 from ..errors import JobError, RankError
 from .build import load_llm
 from .fingerprint import fingerprint
@@ -51,7 +52,7 @@ def run_command(
         raise
     if not o["quiet"]:
         notes = [f"  note      {note}" for note in job.output.notes]
-        say("\n".join([*summary_lines(summary, o, input.adapter, input.checkpoint.stored_as), *notes]))
+        say("\n".join([*summary_lines(summary, o, input.adapter, stored_as(input.checkpoint)), *notes]))
     if o["report"]:
         report(summary, task, input, o)
     if summary.errors:
@@ -145,12 +146,12 @@ def _say_how_to_resume(what: str, o: dict[str, Any], job: Any) -> None:
     say(f"\nprefold: {what}; what is done is written. To go on:\n  {command}")
 
 
-def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored_as: str = "") -> list[str]:
+def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "") -> list[str]:
     """The end of a job in a few lines: what was done, what it took, what was saved."""
     from ..report.progress import format_seconds
 
     stats, where = summary.stats, o["output"] or "standard output"
-    stored_in = f"stored as {stored_as}, " if stored_as else ""
+    stored_in = f"stored as {stored}, " if stored else ""
     if not summary.records:
         lines = [f"prefold: the input holds no records; {where} has none"]
     elif summary.resumed == summary.records and not summary.streams:
@@ -251,7 +252,7 @@ def report(summary: Any, task: str | None, input: Input, o: dict[str, Any]) -> N
     parts = {f"seconds, {part}": f"{seconds:.2f}" for part, seconds in stats.seconds.items()}
     settings = {"input": source.name, "task": task or "OpenAI batch lines", "model path": str(checkpoint.path)}
     settings |= {name.replace("_", "-"): str(value) for name, value in shown.items()}
-    settings |= {"weights stored as": checkpoint.stored_as, "computed in": str(summary.dtype)}
+    settings |= {"weights stored as": stored_as(checkpoint), "computed in": str(summary.dtype)}
     settings |= {"sharing used": str(summary.sharing), "steps": f"{stats.steps:,}"}
     settings |= {"most path rows held between steps": f"{stats.path_rows_peak:,}"} | parts
     note = "" if summary.sharing == "full" else (

@@ -40,17 +40,17 @@ def gguf_file(tmp_path, file_type=None, types=("Q8_0", "F32")):
 def test_a_folder_is_stored_in_the_dtype_of_most_weights(tmp_path):
     large, small = torch.zeros(100, 10, dtype=torch.bfloat16), torch.zeros(50)
     checkpoint = folder(tmp_path, {"torch_dtype": "float32"}, a={"w": large}, b={"v": small, "u": small.clone()})
-    assert checkpoint.stored_as == "bfloat16"
+    assert stored_as(checkpoint) == "bfloat16"
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 8, b"\x05\0\0\0\0\0\0\0[1,2]", b"\x02\0\0\0\0\0\0\0{}"])
 def test_without_a_readable_header_the_config_says_it(tmp_path, damage):
     (tmp_path / "model.safetensors").write_bytes(damage)
-    assert folder(tmp_path, {"dtype": "float16"}).stored_as == "float16"
+    assert stored_as(folder(tmp_path, {"dtype": "float16"})) == "float16"
 
 
 def test_neither(tmp_path):
-    assert folder(tmp_path).stored_as == "unknown"
+    assert stored_as(folder(tmp_path)) == "unknown"
 
 
 def test_gguf_by_its_file_type(tmp_path):
@@ -64,4 +64,4 @@ def test_gguf_without_one_by_most_of_its_weights(tmp_path, file_type):
 
 
 def test_random_weights():
-    assert resolve("smollm2-135m", load_format="dummy").stored_as == "random weights"
+    assert stored_as(resolve("smollm2-135m", load_format="dummy")) == "random weights"
