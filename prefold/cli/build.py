@@ -11,7 +11,15 @@ import click
 
 from ..errors import JobError
 
-__all__ = ["LazyTasks", "adapter_folders", "load_llm", "open_model", "sampling_settings", "uses_chat"]
+__all__ = [
+    "LazyTasks",
+    "adapter_folders",
+    "check_tokenizer",
+    "load_llm",
+    "open_model",
+    "sampling_settings",
+    "uses_chat",
+]
 
 Options = dict[str, Any]
 
@@ -25,6 +33,15 @@ def open_model(o: Options) -> tuple[Any, Any]:
     checkpoint = resolve(o["model"], load_format=o["load_format"], notify=lambda line: click.echo(line, err=True))
     config_from(checkpoint.config)  # an unsupported model is refused before anything is read
     return checkpoint, tokenizer_or_none(checkpoint)
+
+
+def check_tokenizer(checkpoint: Any, tokenizer: Any, texts: str) -> None:
+    """Raises JobError where the model has no tokenizer for `texts` (what they are, in words)."""
+    if tokenizer is None:
+        raise JobError(
+            f"{checkpoint.name} has no tokenizer, which {texts} need; save its tokenizer.json beside it (transformers:"
+            " AutoTokenizer.from_pretrained(...).save_pretrained(folder)), or give OpenAI batch lines of token ids"
+        )
 
 
 def load_llm(o: Options, checkpoint: Any, tokenizer: Any) -> Any:

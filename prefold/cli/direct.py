@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import click
 
 from ..errors import InputError, JobError
-from .build import LazyTasks, load_llm, open_model, uses_chat
+from .build import LazyTasks, check_tokenizer, load_llm, open_model, read_bytes, uses_chat
 
 __all__ = ["answer"]
 
@@ -41,10 +40,12 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
     if o.get("tools") and not o["tools"].startswith("@"):
         raise click.UsageError("--tools COLUMN is for jobs; give @FILE")
     texts = [text for argument in arguments for text in expand(argument, piped)]
+    texts += [_whole(name) for name in o.get("prompt_file") or ()]
     # An empty prompt has a meaning of its own where something behind it is scored.
     if not texts or not all(texts[1:] if task == "score" and len(texts) > 1 else texts):
         raise JobError("a text is empty; give one" if texts else "there is no text; give one")
     checkpoint, tokenizer = open_model(o)
+    check_tokenizer(checkpoint, tokenizer, "texts")
     items, shown = make_items(task, texts, chat=task == "generate" and uses_chat(o, tokenizer))
     made = LazyTasks((task,), o, checkpoint, tokenizer)[task]
     works = _checked(made.prepare(items))  # before the weights are loaded
@@ -84,23 +85,25 @@ def _checked(found: list[Any]) -> list[Any]:
 
 def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
     """A text as it is; @FILE and - stand for the lines of a file, and of standard input (`piped`, if given)."""
-    if argument == "-":
-        from ..records.source import standard_input
-
-        try:
-            lines = b"".join(standard_input() if piped is None else piped).decode("utf-8").splitlines()
-        except UnicodeDecodeError:
-            raise JobError("standard input is not valid UTF-8") from None
-    elif argument.startswith("@"):
-        try:
-            lines = Path(argument[1:]).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise JobError(f"cannot read {argument[1:]}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise JobError(f"{argument[1:]} is not valid UTF-8") from None
-    else:
+    if argument != "-" and not argument.startswith("@"):
         return [argument]
-    return [line for line in lines if line.strip()]
+    return [line for line in _read(argument.removeprefix("@"), piped).splitlines() if line.strip()]
+
+
+def _whole(name: str) -> str:
+    """The text of a file as one prompt, without the line end that editors put behind the last line."""
+    return _read(name).removesuffix("\n").removesuffix("\r")
+
+
+def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
+    """The text of a file, or of standard input (`-`; the lines `piped`, if given). Raises JobError."""
+    from ..records.source import standard_input
+
+    what = "standard input" if name == "-" else name
+    try:
+        return (read_bytes(name) if name != "-" else b"".join(standard_input() if piped is None else piped)).decode()
+    except UnicodeDecodeError:
+        raise JobError(f"{what} is not valid UTF-8") from None
 
 
 def make_items(task: str, texts: list[str], *, chat: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..errors import JobError
-from .build import LazyTasks, Options, adapter_folders, open_model, sampling_settings, uses_chat
+from .build import LazyTasks, Options, adapter_folders, check_tokenizer, open_model, sampling_settings, uses_chat
 
 __all__ = ["COLUMN_OPTIONS", "Input", "draw", "open_input"]
 
@@ -87,6 +87,7 @@ def make_adapter(
             f"{source.name} does not begin with an OpenAI batch line; for a table say what to do with it: "
             "--task embed, rerank, classify, score or generate"
         )
+    check_tokenizer(checkpoint, tokenizer, f"the texts of {source.name}")
     return _table_adapter(task, o, source, first, tokenizer), (task,)
 
 
@@ -102,8 +103,6 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
         if o.get(name)
     }
     if o.get("messages"):
-        if tokenizer is None:
-            raise JobError("--messages needs a chat template, and the model has no tokenizer; give --prompt")
         columns["messages"] = o["messages"]
     have = source.columns if source.columns is not None else first and list(first)
     chat = task == "generate" and uses_chat(o, tokenizer)

@@ -108,7 +108,14 @@ def score(input: tuple[str, ...], **o: Any) -> None:
 
 
 @click.command(short_help="Text that follows a prompt, or answers a message.")
-@click.argument("input", metavar="INPUT | PROMPT...", nargs=-1, required=True)
+@click.argument("input", metavar="INPUT | PROMPT...", nargs=-1)
+@click.option(
+    "-f",
+    "--prompt-file",
+    metavar="FILE",
+    multiple=True,
+    help="A prompt that is the whole of a file (- is standard input). May be repeated.",
+)
 @job_options("generate")
 @json_option
 def generate(input: tuple[str, ...], **o: Any) -> None:
@@ -117,9 +124,18 @@ def generate(input: tuple[str, ...], **o: Any) -> None:
     \b
     prefold generate "Why is the sky blue?"
     prefold generate "The capital of France is" --raw --max-tokens 5
+    prefold generate -f prompt.txt
     prefold generate reviews.csv --prompt 'Summarise: {body}' --max-tokens 60 -o out.csv
     prefold generate chats.jsonl --messages messages --temperature 0.7 --seed 1 -o out.jsonl
     """
+    if o["prompt_file"] and input and is_input(input):
+        raise click.UsageError(f"--prompt-file is for prompts; for the records of {input[0]} give --prompt @FILE")
+    if o["prompt_file"]:
+        from .direct import answer
+
+        return answer("generate", input, o)
+    if not input:
+        raise click.UsageError("give an input file, a prompt, or a file with a prompt (-f FILE)")
     _start("generate", input, o)
 
 

@@ -7,6 +7,7 @@ import sys
 import warnings
 
 import pytest
+from tiny import tiny_checkpoint
 
 from prefold import LLM
 
@@ -125,3 +126,28 @@ def test_a_warning_is_one_line(prefold, monkeypatch):
     monkeypatch.setattr(models, "sections", lambda: warnings.warn("install g++", RuntimeWarning, stacklevel=1) or [])
     done = prefold("models")
     assert done.stderr == "prefold: install g++\n" and done.exit_code == 0
+
+
+@pytest.mark.parametrize("task", ["embed", "rerank", "classify", "score", "generate"])
+def test_texts_for_a_model_without_a_tokenizer_are_refused_at_once(prefold, tmp_path, task):
+    folder = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
+    record = {"text": "a", "query": "q", "document": "d", "prompt": "p", "messages": [{"role": "user", "content": "c"}]}
+    (tmp_path / "in.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(record) + "\n")
+    options = ["--labels", "yes,no"] if task == "classify" else []
+    job = prefold(task, "in.jsonl", "-o", "out.jsonl", "-m", folder, *options)
+    of_messages = (
+        [] if task == "rerank" else [prefold(task, "in.jsonl", "--messages", "messages", "-m", folder, *options)]
+    )
+    for done in (job, prefold(task, "a", "b", "-m", folder, *options), *of_messages):
+        assert done.exit_code == 1 and done.stdout == ""
+        assert done.stderr.count("\n") == 1 and "has no tokenizer" in done.stderr and "token ids" in done.stderr
+    assert not list(tmp_path.glob("out.jsonl*"))
+
+
+def test_batch_lines_of_token_ids_need_no_tokenizer(prefold, tmp_path, lines):
+    folder = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": [5, 6, 7]}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    done = prefold("run", "in.jsonl", "-o", "out.jsonl", "-m", folder)
+    assert done.exit_code == 0, done.stderr
+    assert len(lines("out.jsonl")[0]["response"]["body"]["data"][0]["embedding"])

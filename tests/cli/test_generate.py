@@ -131,6 +131,36 @@ def test_an_openai_batch_of_completions(prefold, tmp_path, lines, llm):
     assert found["c6"]["body"]["error"]["param"] == "stream"
 
 
+def test_a_prompt_that_is_a_file(prefold, tmp_path, llm):
+    """All of a file is one prompt, but for the line end behind its last line."""
+    text = "the cat\n\n  and @yes\n"
+    (tmp_path / "prompt.txt").write_text(text + "\n")
+    (tmp_path / "windows.txt").write_bytes(b"a dog\r\n")
+    want = [one.text for one in llm.generate(["yes no", text, "a dog"], max_tokens=6)]
+    options = ("--raw", "--json", *SHORT)
+    done = prefold("generate", "yes no", "-f", "prompt.txt", "--prompt-file", "windows.txt", *options)
+    assert done.exit_code == 0, done.stderr
+    shown = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["prompt"] for one in shown] == ["yes no", text, "a dog"] and [one["text"] for one in shown] == want
+    piped = prefold("generate", "-f", "-", *options, input=text + "\n")
+    assert [json.loads(line)["text"] for line in piped.stdout.splitlines()] == want[1:2]
+
+
+def test_what_a_prompt_file_cannot_be(prefold, tmp_path, table):
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    for arguments, code, says in (
+        (["-f", "missing.txt"], 1, "cannot read missing.txt"),
+        (["-f", "empty.txt"], 1, "a text is empty"),
+        (["-f", "bytes.txt"], 1, "bytes.txt is not valid UTF-8"),
+        (["in.jsonl", "-f", "empty.txt"], 2, "for the records of in.jsonl give --prompt @FILE"),
+        (["-f", "empty.txt", "-o", "out.jsonl"], 2, "--output is for jobs"),
+        ([], 2, "(-f FILE)"),
+    ):
+        done = prefold("generate", *arguments)
+        assert done.exit_code == code and says in done.stderr and "Traceback" not in done.output, done.output
+
+
 def test_formats_from_the_command_line(prefold, tmp_path):
     done = prefold("generate", "pick", "--choice", "yes", "--choice", "no", *SHORT)
     assert done.stdout in ("yes\n", "no\n")
@@ -158,7 +188,7 @@ def test_a_job_is_told_by_every_option_that_changes_a_result():
     # The input is told by its content, the weights by the model; the others only say how the work is done.
     others = {"input", "input_format", "load_format", "output", "keep_order", "overwrite", "resume", "report", "stream"}
     others |= {"quiet", "limit", "window", "device", "threads", "sharing", "max_batch_rows", "kv_memory"}
-    others |= {"max_running", "cache", "as_json", "tensor_parallel", "template_seconds", "grown"}
+    others |= {"max_running", "cache", "as_json", "tensor_parallel", "template_seconds", "grown", "prompt_file"}
     for name in ("generate", "rerank", "embed", "classify", "score"):
         names = {parameter.name for parameter in main.commands[name].params}
         assert names - told - others == set(), name
