@@ -97,7 +97,7 @@ def _whole(name: str) -> str:
 
 def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
     """The text of a file, or of standard input (`-`; the lines `piped`, if given). Raises JobError."""
-    from ..records.source import standard_input
+    from ..records.stdin import standard_input
 
     what = "standard input" if name == "-" else name
     try:

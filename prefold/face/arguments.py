@@ -18,7 +18,7 @@ Message = Mapping[str, object]  # {"role": "user", "content": "..."}
 
 
 class TensorLike(Protocol):
-    """Is what a PyTorch tensor of token ids has; named here so that this module need not import torch."""
+    """Has what this module needs of a PyTorch tensor of token ids, so that it need not import torch."""
 
     def detach(self) -> object: ...
     def cpu(self) -> object: ...

@@ -1,7 +1,7 @@
-"""Records: the lines of a job's input and output.
+"""Records are the lines of a job's input and output.
 
-Sources read records, adapters turn a record into a task's items and its results into an output line. Never imports
-torch, and opens nothing on import.
+Sources read records. Adapters turn a record into a task's items, and their results into an output line. This package
+never imports torch, and opens nothing on import.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from .batch import OpenAIBatch
 from .fields import Template
 from .files import open_sources
 from .record import FORMATS, Record, Source
-from .source import TableOptions, open_source
+from .source import open_source
 from .tables import Columns, TableAdapter
+from .textual import TableOptions
 
 __all__ = [
     "FORMATS",

@@ -1,6 +1,6 @@
-"""Between a job's records and its tasks: what an adapter must do.
+"""Defines what an adapter does, which stands between a job's records and its tasks.
 
-Two kinds of input have one each: tables (`tables.py`) and OpenAI batch lines (`batch.py`).
+There is one for tables (`tables.py`) and one for OpenAI batch lines (`batch.py`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ __all__ = ["Parsed", "RecordAdapter", "error_text"]
 
 @dataclass(slots=True)
 class Parsed:
-    """A record as the tasks see it, or what is wrong with it.
+    """Holds a record as the tasks see it, or what is wrong with it.
 
-    task    name of the one of the job's tasks it is for
-    items   what that task prepares; their results belong to one output line
-    meta    JSON-able: what the output line needs besides the results (an id, ...)
+    task    name of the task that the record is for, one of the job's
+    items   the items that this task prepares; their results belong to one output line
+    meta    what the output line needs besides the results (an id, ...), as values that JSON has
+    error   what is wrong with the record, else None
     """
 
     task: str = ""
@@ -32,25 +33,28 @@ class Parsed:
 
 
 class RecordAdapter(Protocol):
-    """Reads records, and writes their lines. `columns`: those of a table it will look at (None: all)."""
+    """Reads records as items of tasks, and writes their output lines.
+
+    columns  the columns of a table that the adapter will look at; None: all
+    """
 
     columns: Collection[str] | None
 
     def read(self, record: Record) -> Parsed:
-        """The record as a task sees it. What is wrong with the record is in the result (see `record_error`)."""
+        """Returns the record as a task sees it. It does not raise: what is wrong with the record is in the result."""
         ...
 
     def line(self, number: int, meta: Any, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """The output object of a record, of what the task made of each of its items."""
+        """Returns the output object of a record. results: what the task made of each of its items."""
         ...
 
     def error_line(self, number: int, meta: Any, error: InputError) -> dict[str, Any]:
-        """The output object of a record that failed. meta None: nothing is known of it but its number."""
+        """Returns the output object of a record that failed. meta None: only the record's number is known."""
         ...
 
 
 def error_text(adapter: RecordAdapter, number: int, meta: Any, error: InputError) -> str:
-    """The output line of a record that failed; what is known of the record is left out if it cannot be written."""
+    """Returns the output line of a record that failed; without `meta` where that cannot be written as JSON."""
     try:
         return dumps(adapter.error_line(number, meta, error))
     except Exception:

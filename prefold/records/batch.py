@@ -1,7 +1,8 @@
-"""OpenAI batch lines: requests to the URLs of `api/endpoints.py`, one a line, each with its custom_id.
+"""Reads and writes OpenAI batch lines: requests to the URLs of `api/endpoints.py`, one a line, each with a custom_id.
 
-A line that cannot be sent anywhere (bad JSON, no or a second custom_id, an unknown url) has a null
-response and an error; one whose body is refused has a response with status 400 and the error in it.
+A line that cannot be sent anywhere (bad JSON, a custom_id that is missing or was used before, an unknown url) is
+answered with an error and a null response; a line whose body is refused, with a response of status 400 that holds
+the error.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from .recordset import TextSet
 
 __all__ = ["OpenAIBatch", "is_batch_line"]
 
-_OTHER_MODELS = 20  # names that are counted each for itself
+_OTHER_MODELS = 20  # names of other models that are counted one by one; further names are counted together
 _LINE_ERRORS = {"duplicate_custom_id", "unknown_url", "invalid_line"}
-# URLs that people ask for and that are not served, and what does the same.
+# URLs that people ask for and that are not served, with the way to get the same.
 _OTHER_URLS = {
     "/v1/responses": "send its input as messages to /v1/chat/completions",
     "/v1/moderations": "classify the texts: prefold classify FILE --labels ...",
@@ -32,16 +33,16 @@ _OTHER_URLS = {
 
 
 def is_batch_line(data: dict[str, Any]) -> bool:
-    """Whether a record has what makes it a batch line."""
+    """Returns whether a record has the fields of a batch line."""
     return "custom_id" in data and "url" in data and "body" in data
 
 
 class OpenAIBatch:
-    """The adapter for batch lines.
+    """Adapts records that are OpenAI batch lines.
 
-    served        the model's name in responses; what requests call it is counted in `other_models`
-    seed          makes the ids of one job different from another's
-    sampling      {field of Sampling: value} of completions that do not say otherwise
+    served        the model's name in responses. Other names that requests give it are counted in `other_models`
+    seed          makes the ids of responses different from those of another job
+    sampling      {field of Sampling: value} for completions that do not give the field
     adapters      names of LoRA adapters: a line whose model is one of them runs with it
     """
 
@@ -78,7 +79,8 @@ class OpenAIBatch:
         parsed.meta = {"id": custom_id}
         if not self._ids.add(json.dumps(custom_id)):
             message = f"custom_id {custom_id!r} was used by an earlier record"
-            raise InputError(message, field="custom_id", remedy="make it unique", code="duplicate_custom_id")
+            remedy = "give each record a custom_id of its own"
+            raise InputError(message, field="custom_id", remedy=remedy, code="duplicate_custom_id")
         url, body = _request(data)
         kind = ENDPOINTS[url]
         parsed.task = KINDS[kind].task
@@ -86,7 +88,8 @@ class OpenAIBatch:
         parsed.meta |= {"kind": kind, **meta}
         model = body.get("model")
         if not isinstance(model, str | None):
-            raise InputError(f"'model' is {model!r:.100}", field="model", remedy="give a name", code="wrong_type")
+            message = f"'model' is {model!r:.100}, not a text"
+            raise InputError(message, field="model", remedy="give the name of a model", code="wrong_type")
         if model in self.adapters:
             parsed.meta["model"] = model
             parsed.items = [item | {"adapter": model} for item in parsed.items]
@@ -120,18 +123,19 @@ class OpenAIBatch:
 
 
 def _custom_id(data: dict[str, Any]) -> str | int:
-    """The line's own id. OpenAI's are texts; a whole number is repeated as one."""
+    """Returns the line's custom_id: a text, or a whole number, which the response repeats as a number."""
     custom_id = data.get("custom_id")
     if isinstance(custom_id, int) and not isinstance(custom_id, bool):
         return custom_id
     if not isinstance(custom_id, str) or not custom_id:
         what = "is missing" if custom_id is None else "is not a text"
-        raise InputError(f"custom_id {what}", field="custom_id", remedy="give each line its own", code="invalid_line")
+        remedy = "give each line a custom_id of its own"
+        raise InputError(f"custom_id {what}", field="custom_id", remedy=remedy, code="invalid_line")
     return check_utf8(custom_id, "custom_id")
 
 
 def _request(data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(a URL that is served, the request's body) of a batch line. Raises InputError."""
+    """Returns (url, body) of a batch line. Raises InputError where the URL is not served, or one of them is wrong."""
     url, method, body = data.get("url"), data.get("method", "POST"), data.get("body")
     if not isinstance(url, str) or url not in ENDPOINTS:
         other = _OTHER_URLS.get(url) if isinstance(url, str) else None
@@ -141,5 +145,6 @@ def _request(data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         message = f"method {method!r:.100} is not served"
         raise InputError(message, field="method", remedy='use "POST"', code="invalid_line")
     if not isinstance(body, dict):
-        raise InputError("body is not an object", field="body", remedy="give it the request", code="invalid_line")
+        remedy = "give the request's parameters as an object"
+        raise InputError("body is not an object", field="body", remedy=remedy, code="invalid_line")
     return url, body

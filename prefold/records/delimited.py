@@ -1,9 +1,9 @@
-"""CSV and TSV: rows out of lines, and what becomes of lines that a broken quote takes along.
+"""Reads rows of CSV and TSV, and limits what a broken quote can spoil.
 
-A quoted cell may go over several lines, so a quote that is never closed takes in all the lines up to the next one that
-happens to fit. Such a cell is told by its length, by a quote that closes in the middle of a cell, or by its lines, if
-they look like rows of the table. One error then stands for the line where the quote opens, and the lines behind it are
-read again as rows of their own, or counted as lost where they look like none.
+A quoted cell may go over several lines, so a quote that is never closed takes in all lines up to the next quote in the
+file. Such a cell is recognised by its length, by a quote that closes in the middle of a cell, or by its lines, where
+they look like rows of the table. One error then stands for the line in which the quote opens, and the lines behind it
+are read again as rows of their own, or counted as lost where they do not look like rows.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ __all__ = ["MAX_CELL_LINES", "Row", "read_rows"]
 MAX_CELL_LINES = 1000
 MAX_CELL_BYTES = 64 << 20  # of a row that goes over several lines
 _MAX_FIELD = 1 << 30
-# A cell that was closed is taken for rows only where so many of its lines look like rows: few will do where columns
-# have a form that the lines share (ids, numbers, dates), many are needed where the number of cells is all there is.
+# A cell whose quote is closed is taken for rows only where at least so many of its lines look like rows. A few lines
+# suffice where a column has a form that they share (ids, numbers, dates); more are needed where only the number of
+# cells can be compared.
 _LINES_ALIKE, _LINES_COUNTED = 3, 20
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The cells of a row, or what is wrong with it.
+    """Holds the cells of a row, or what is wrong with it.
 
-    line   number of its first line, from 1
-    size   its characters
-    lost   lines that a broken quote took along, and that are not read as rows of their own
+    line   number of the row's first line, from 1
+    cells  its cells; None where there is an error
+    error  what is wrong with the row, else None
+    size   how many characters it has
+    lost   how many further lines a broken quote took in that are not read as rows of their own
     """
 
     line: int
@@ -45,21 +48,22 @@ class Row:
 def read_rows(
     lines: Iterable[bytes], delimiter: str, *, width: int | None = None, max_cell_lines: int = MAX_CELL_LINES
 ) -> Iterator[Row]:
-    """The rows of a table, the header's included. Rows without any character are none.
+    """Returns the rows of a table, the header's included. Empty lines between rows are left out.
 
-    width            cells of a row, None where that is not known: what has another number is an error
-    max_cell_lines   of a quoted cell; 0: any number, and no cell is taken for rows behind a broken quote
+    width            how many cells a row has; a row with another number is an error. None: any number
+    max_cell_lines   how many lines a quoted cell may have. 0: any number, and cells are never taken for rows that a
+                     broken quote took in
     """
     csv.field_size_limit(_MAX_FIELD)
     return iter(_Rows(lines, delimiter, width, max_cell_lines))
 
 
 class _TooLong(Exception):
-    """A row goes over more lines than it may."""
+    """Says that a row goes over more lines, or bytes, than it may."""
 
 
 class _Lines:
-    """Decoded lines; keeps those of the row that is being read, and takes lines back."""
+    """Iterates over decoded lines, keeps the lines of the row that is being read, and can take lines back."""
 
     def __init__(self, lines: Iterable[bytes], most: int):
         self._source = iter(lines)
@@ -70,13 +74,13 @@ class _Lines:
         self.size = 0
 
     def begin(self) -> None:
-        """A new row begins with the next line."""
+        """Says that the next line begins a new row."""
         self.first += len(self.taken)
         self.taken = []
         self.size = 0
 
     def give_back(self, count: int) -> None:
-        """The last `count` lines that were taken will be read again."""
+        """Puts the last `count` lines back, to be read again."""
         self._again.extendleft(reversed(self.taken[len(self.taken) - count :]))
         del self.taken[len(self.taken) - count :]
 
@@ -94,6 +98,8 @@ class _Lines:
 
 
 class _Rows:
+    """Iterates over the rows of a table; see `read_rows`."""
+
     def __init__(self, lines: Iterable[bytes], delimiter: str, width: int | None, most: int):
         self._delimiter = delimiter
         self._width = width
@@ -119,7 +125,7 @@ class _Rows:
                 yield self._error(None)
             elif self._width is not None and len(cells) != self._width:
                 message = f"line {lines.first} has {len(cells)} cells, the header {self._width}"
-                remedy = "quote cells that hold a delimiter"
+                remedy = "give it as many cells as the header has, and quote cells that hold a delimiter"
                 error = InputError(message, remedy=remedy, code="wrong_number_of_fields")
                 yield Row(lines.first, error=error, size=lines.size)
             else:
@@ -128,18 +134,18 @@ class _Rows:
                 yield Row(lines.first, cells, size=lines.size)
 
     def _error(self, error: Exception | None) -> Row:
-        """The error of a broken row. The lines that its quote took along are given back if they are rows."""
+        """Returns the error of a broken row. The lines that its quote took in are put back where they are rows."""
         lines = self._lines
         opened = _opened(lines.taken, self._delimiter)
         behind = len(lines.taken) - 1 - opened
         ended = isinstance(error, csv.Error) and "unexpected end" in str(error)
         if not behind and not ended:
             what = f"line {lines.first + opened} is not a valid row: {error}"
-            return self._row(what, "double the quotes inside a quoted cell, and quote cells that hold one", 0)
+            return self._row(what, "double the quotes inside a quoted cell, and quote cells that hold a quote", 0)
         what, remedy = f"the quote that opens in line {lines.first + opened}", "close the quote, or double it"
         if isinstance(error, _TooLong):
             what += f" is not closed within {behind + 1:,} lines"
-            remedy += ", or let cells be longer with --max-cell-lines"
+            remedy += ", or allow longer cells with --max-cell-lines N"
         elif ended:
             what += " is never closed"
         elif error is not None:
@@ -160,7 +166,7 @@ class _Rows:
         return Row(self._lines.first, error=error, size=self._lines.size, lost=lost)
 
     def _took_rows(self, cells: list[str]) -> bool:
-        """Whether a row of several lines, all of whose quotes are closed, is a broken quote and rows behind it."""
+        """Returns whether a row of several lines, whose quotes are all closed, is really a broken quote before rows."""
         if self._width is None or self._width == 1:
             return False
         taken = self._lines.taken
@@ -170,7 +176,7 @@ class _Rows:
         return len(cells) != self._width or len(behind) >= (_LINES_ALIKE if any(self._forms()) else _LINES_COUNTED)
 
     def _look_like_rows(self, lines: list[str]) -> Iterator[bool]:
-        """Of each line, whether by itself it has as many cells as the header, of the forms that their columns have."""
+        """Yields for each line whether, read by itself, it has as many cells as the header and its columns' forms."""
         forms = self._forms()
         for line in lines:
             try:
@@ -181,20 +187,20 @@ class _Rows:
             yield len(cells) == self._width and all(alike)
 
     def _forms(self) -> list[str | None]:
-        """What the cells of each column look like; None where the last rows do not agree."""
+        """Returns the form that the cells of each column have; None where the last good rows do not agree."""
         forms = [set(map(_form, column)) for column in zip(*self._good, strict=False)]
         return [next(iter(found)) if len(found) == 1 else None for found in forms]
 
 
 def _form(cell: str) -> str | None:
-    """What a short cell looks like: "r100" is "a0", "2024-05-01" is "0-0-0". None for a long one."""
+    """Returns the form of a short cell: "a0" for "r100", "0-0-0" for "2024-05-01"; None for a long cell."""
     if len(cell) > 40 or " " in cell:
         return None
     return re.sub("[^\\W\\d_]+", "a", re.sub("[0-9]+", "0", cell))
 
 
 def _opened(lines: list[str], delimiter: str) -> int:
-    """The index of the line in which the last quoted cell of a row opens; 0 when there is none."""
+    """Returns the index of the line in which the last quoted cell of a row opens; 0 when no cell is quoted."""
     opened, inside = 0, False
     for index, line in enumerate(lines):
         at = 0

@@ -1,7 +1,7 @@
-"""Columns of a record as text: templates such as "Question: {question}", and bare column names.
+"""Reads columns of a record as text, by templates such as "Question: {question}" or by bare column names.
 
-A path names a column, or what is inside it: `passages.text`, `choices.0`. Everything that can be
-wrong with a value is an InputError that names the column.
+A path names a column, or something inside it: `passages.text`, `choices.0`. Whatever is wrong with a value is an
+InputError that names the column.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ..text.filled import Filled
 __all__ = ["Template", "as_text", "as_texts", "check_depth", "check_utf8", "is_empty", "lookup", "parse_cell"]
 __all__ += ["read_argument"]
 
-# Far below the depth at which Python's recursion ends, which whatever walks a record later would meet first.
+# The deepest nesting of a record. Code that walks a record by recursion must not reach the end of Python's stack.
 MAX_DEPTH = 200
 _MISSING = object()
 
 
 def lookup(data: dict[str, Any], path: str) -> Any:
-    """The value at `path`: a column of that very name, else a dotted way into nested values.
+    """Returns the value at `path`: of the column that has this very name, else of a dotted way into nested values.
 
-    A name applied to a list is applied to each of its elements. Raises InputError when it is not there.
+    A name that meets a list is looked up in each of its elements. Raises InputError when there is no such value.
     """
     value = data.get(path, _MISSING)
     if value is _MISSING and "." in path:
@@ -56,12 +56,12 @@ def _walk(value: Any, parts: Sequence[str]) -> Any:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value says that there is none: null, NaN (which data frames write for it), or an empty text."""
+    """Returns whether a value stands for no value: null, NaN (which data frames write in its place), or no text."""
     return value is None or value == "" or (isinstance(value, float) and value != value)
 
 
 def check_utf8(text: str, field: str) -> str:
-    """The text, if UTF-8 can hold it. Raises InputError otherwise."""
+    """Returns the text. Raises InputError where UTF-8 cannot hold it."""
     if not text.isascii():
         try:
             text.encode()
@@ -72,9 +72,9 @@ def check_utf8(text: str, field: str) -> str:
 
 
 def as_text(value: Any, field: str, keep_empty: bool = False) -> str:
-    """A text as it is, a number, date or time written out. Raises InputError for anything else.
+    """Returns a text as it is, and a number, date or time written out. Raises InputError for anything else.
 
-    keep_empty: what `is_empty` is the empty text, which is an error otherwise.
+    keep_empty: return an empty text for a value that `is_empty`, which is an error otherwise.
     """
     if is_empty(value):
         if keep_empty:
@@ -91,9 +91,9 @@ def as_text(value: Any, field: str, keep_empty: bool = False) -> str:
 
 
 def as_texts(value: Any, field: str, keep_empty: bool = False) -> list[str]:
-    """A list of texts, or of objects with a "text" (as rerank requests write documents). Raises InputError.
+    """Returns the texts of a list, whose elements are texts, or objects with a "text" as in rerank requests.
 
-    keep_empty: see `as_text`.
+    keep_empty: see `as_text`. Raises InputError for what is no list, an empty list, and elements of other kinds.
     """
     if not isinstance(value, list):
         as_text(value, field)
@@ -105,7 +105,7 @@ def as_texts(value: Any, field: str, keep_empty: bool = False) -> list[str]:
 
 
 def parse_cell(value: Any, field: str) -> Any:
-    """The value that a text cell holds as JSON (CSV has no other way); any other value or text is returned as it is."""
+    """Returns the value that a text holds as JSON, as cells of a CSV do; any other value or text as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -116,9 +116,10 @@ def parse_cell(value: Any, field: str) -> Any:
 
 
 def check_depth(value: Any, brackets: int, what: str, field: str | None = None) -> Any:
-    """`value`, read from JSON with so many opening brackets. Raises InputError where it nests deeper than MAX_DEPTH.
+    """Returns `value`, which was read from JSON. Raises InputError where it nests deeper than MAX_DEPTH.
 
-    what: the name of the value in the message.
+    brackets  opening brackets in the JSON: where they are few, the value need not be looked at
+    what      the name of the value in the message
     """
     if brackets <= MAX_DEPTH:
         return value
@@ -129,14 +130,16 @@ def check_depth(value: Any, brackets: int, what: str, field: str | None = None) 
         if not level:
             return value
     message = f"{what} nests lists and objects more than {MAX_DEPTH} deep"
-    raise InputError(message, field=field, remedy="make it flatter", code="too_deep")
+    raise InputError(message, field=field, remedy="nest it less deeply", code="too_deep")
 
 
 class Template:
-    """What an option such as --prompt makes of a record.
+    """A template makes text of a record; it is the value of an option such as --prompt.
 
-    With braces the option is a template whose {fields} are columns ({{ and }} are braces); without
-    any it is the name of one column. `option` names it in messages.
+    text    with braces, a template whose {fields} are columns ({{ and }} are braces); without any, the name of a column
+    option  the option's name, for messages
+
+    Raises JobError where the text is no template.
     """
 
     def __init__(self, text: str, option: str):
@@ -152,9 +155,10 @@ class Template:
         return list(dict.fromkeys(path for _, path in self._parts if path is not None))
 
     def render(self, data: dict[str, Any], keep_empty: bool = False) -> str:
-        """The text it makes of one record, which knows its columns (see Filled). Raises InputError.
+        """Returns the text that the template makes of a record; of several columns a `Filled`, which knows them.
 
-        keep_empty: see `as_text`."""
+        keep_empty: see `as_text`. Raises InputError where a column is missing or holds no text.
+        """
         if self.column is not None:
             return as_text(lookup(data, self.column), self.column, keep_empty)
         out: list[tuple[str, bool]] = []
@@ -165,7 +169,7 @@ class Template:
         return Filled(out)
 
     def render_many(self, data: dict[str, Any], keep_empty: bool = False) -> str | list[str]:
-        """What `render` makes of a record; of a bare column that holds a list the list of its texts."""
+        """Returns what `render` makes of a record, or the list of texts of a bare column that holds a list."""
         if self.column is not None:
             value = lookup(data, self.column)
             if isinstance(value, list):
@@ -181,13 +185,15 @@ def _parse(text: str, option: str) -> list[tuple[str, str | None]]:
     out: list[tuple[str, str | None]] = []
     for literal, name, spec, conversion in parts:
         if name is not None and (not name.strip() or spec or conversion):
-            raise JobError(f"{option} {text!r}: write only a column between braces; {{{{ and }}}} for braces")
+            raise JobError(
+                f"{option} {text!r} has more than a column's name between braces; write {{{{ and }}}} for braces"
+            )
         out.append((literal, name and name.replace("[", ".").replace("]", "")))
     return out
 
 
 def read_argument(text: str) -> str:
-    """The value of an option: @FILE stands for the text of that file, without its last newline."""
+    """Returns the value of an option: for @FILE the text of that file without its last newline. Raises JobError."""
     if not text.startswith("@"):
         return text
     path = Path(text[1:])
@@ -196,4 +202,4 @@ def read_argument(text: str) -> str:
     except OSError as error:
         raise JobError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise JobError(f"{path} is not valid UTF-8") from None
+        raise JobError(f"{path} is not valid UTF-8; re-encode it as UTF-8") from None

@@ -1,4 +1,4 @@
-"""Several files as one input: names, patterns and folders become files, and their records are numbered on."""
+"""Reads several files as one input: names, patterns and folders stand for files, whose records are numbered on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from ..errors import InputError, JobError
 from .record import Record, Source
-from .source import SUFFIXES, TableOptions, open_source
+from .source import SUFFIXES, open_source
+from .textual import TableOptions
 
 __all__ = ["expand_names", "holds_records", "open_sources"]
 
@@ -21,9 +22,12 @@ def open_sources(
     *,
     stdin: Iterable[bytes] | None = None,
 ) -> Source:
-    """The source of the records of all these files, patterns ("data/*.jsonl") and folders, in this order.
+    """Returns the source of the records of all these files, patterns ("data/*.jsonl") and folders, in this order.
 
-    Raises JobError when one of them cannot be opened, or when they are not all of one format.
+    format   see `open_source`; it holds for all files
+    stdin    lines to read in place of standard input, which the name "-" stands for
+
+    Raises JobError when one of the files cannot be opened, or when they are not all of one format.
     """
     files = expand_names(names)
     if len(files) == 1:
@@ -40,10 +44,11 @@ def open_sources(
 
 
 def expand_names(names: Sequence[str]) -> list[str]:
-    """The files that names stand for: themselves, those a pattern matches, those in a folder; sorted within each.
+    """Returns the files that the names stand for: a file itself, those that match a pattern, those in a folder.
 
-    In a folder those are taken whose name says a format, in its subfolders too, and no hidden ones. Raises JobError
-    for a pattern that matches nothing and for a folder without any.
+    The files of a pattern or folder are sorted. Of a folder and its subfolders those files are taken whose name ends in
+    a known format, but none whose name, or whose folder's name, begins with "." or "_". Raises JobError for a pattern
+    that matches nothing, and for a folder without such a file.
     """
     out: list[str] = []
     for name in names:
@@ -64,7 +69,7 @@ def expand_names(names: Sequence[str]) -> list[str]:
 
 
 def holds_records(name: str) -> bool:
-    """Whether a name is that of a folder with files to read, or ends as theirs do."""
+    """Returns whether a name ends as an input file's does, or is that of a folder with such files."""
     path = Path(name)
     if len(name) > 4096 or "\0" in name:
         return False
@@ -84,7 +89,7 @@ def _has_suffix(path: Path) -> bool:
 
 
 class _Files(Source):
-    """The records of several sources of one format, numbered on from one to the next."""
+    """Reads the records of several sources of one format, numbered on from one to the next."""
 
     def __init__(self, sources: list[Source]):
         known = [source.columns for source in sources]
@@ -96,7 +101,7 @@ class _Files(Source):
         self.types = self._common_types()
 
     def _common_types(self) -> dict[str, Any]:
-        """The types of the columns that have the same one in all files that have them."""
+        """Returns the type of each column that has the same type in all files that have the column."""
         found: dict[str, list[Any]] = {}
         for source in self._sources:
             for name, type in source.types.items():

@@ -1,4 +1,4 @@
-"""Values that JSON lacks: how a line holds them, and how they come back with the Arrow type they had.
+"""Writes values that JSON lacks in a form that a line can hold, and restores them to the Arrow type they had.
 
 | value                          | in a line                                     |
 |--------------------------------|-----------------------------------------------|
@@ -29,7 +29,7 @@ Restore = Callable[[Any], Any]
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it (see the table above)."""
+    """Returns a value in the form that JSON can hold, by this module's table."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -48,9 +48,9 @@ def plain(value: Any) -> Any:
 
 
 def type_at(types: Mapping[str, Any], path: str) -> Any:
-    """The Arrow type behind a path such as `meta.title` or `choices.0`; None where it is not known.
+    """Returns the Arrow type of a path such as `meta.title` or `choices.0`; None where it is not known.
 
-    types: of the columns. A type that could not be given back to the values of a line is not known either.
+    It counts as not known where `restorer` cannot restore it. types: {column: Arrow type}.
     """
     if path in types:
         found = types[path]
@@ -72,7 +72,10 @@ def type_at(types: Mapping[str, Any], path: str) -> Any:
 
 
 def restorer(type: Any) -> Restore | None:
-    """What makes a value for `pyarrow.array(..., type)` of a line's form of it; None for types that are not known."""
+    """Returns the function that turns a line's form of a value into one that `pyarrow.array(..., type)` takes.
+
+    Returns None for types that cannot be restored.
+    """
     import pyarrow as pa
 
     t = pa.types
@@ -132,7 +135,7 @@ def _is_list(pa: Any, type: Any) -> bool:
 
 
 def _timestamp(text: str, unit: str) -> int:
-    """Units since 1970 in UTC; a text without an offset is taken as UTC."""
+    """Returns the units since 1970 in UTC; a text without an offset is taken as UTC."""
     minutes = 0
     if len(text) > 19 and text[-6] in "+-" and text[-3] == ":":
         sign = -1 if text[-6] == "-" else 1

@@ -1,4 +1,4 @@
-"""Whether an input is what it was and more: longer, or with more files behind."""
+"""Checks that an input has only grown: that it begins with all it was, and is longer or has further files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["check_grown"]
 
 
 def check_grown(source: Source, before: dict[str, Any]) -> None:
-    """Refuse an input that does not begin with all it was when it had the identity `before`.
+    """Raises JobError unless the input begins with all it was when it had the identity `before`.
 
-    The last file of then may be longer now, where its records are lines, and further files may follow; the numbers of
-    the records that were there are then what they were. Raises JobError.
+    What was its last file may be longer now, where its records are lines, and further files may follow it. So the
+    records that were there before keep their numbers.
     """
     if not source.paths:
-        raise JobError("what comes from standard input cannot be told to have grown; --grown is for files")
+        raise JobError("nobody can tell whether standard input has only grown; give --grown with files")
     then, now = (identity.get("files", [identity]) for identity in (before, source.identity))
     for place, old in enumerate(then):
         if place < len(now) and now[place] == old:
@@ -32,8 +32,8 @@ def check_grown(source: Source, before: dict[str, Any]) -> None:
 
 def _other(name: Path | str) -> JobError:
     return JobError(
-        f"{name} does not begin with what it was, so it has not just grown; "
-        "--overwrite starts the job again, -o NAME writes elsewhere"
+        f"{name} does not begin with what it was when the job was run, so --grown cannot go on with it; "
+        "--overwrite starts the job again, -o NAME writes to another file"
     )
 
 

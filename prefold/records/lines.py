@@ -1,4 +1,4 @@
-"""Output lines: JSON with arrays of float32 written short and exact."""
+"""Writes output lines: JSON, with float32 numbers as short as they can be and still exact."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ __all__ = ["dumps", "error_object"]
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(", ", ": ")).encode
 
 
-# What str.splitlines and some readers of JSON lines take for the end of a line, though JSON lets it stand in text.
+# Characters that str.splitlines and some readers of JSON lines take for the end of a line, though JSON allows them in
+# texts.
 _LINE_ENDS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-# Halves of surrogate pairs, which UTF-8 cannot hold and many readers of JSON refuse even when they are escaped.
+# Halves of surrogate pairs. UTF-8 cannot hold them, and many readers of JSON refuse them even when they are escaped.
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def dumps(value: Any) -> str:
-    """One line of JSON that UTF-8 can hold, whatever a reader takes for the end of a line.
+    """Returns `value` as one line of JSON, which UTF-8 can hold and no reader takes for several lines.
 
-    Arrays of floats keep nine digits, which is what a float32 needs to come back exact. Half of a surrogate pair
+    Numbers of arrays keep nine digits, which is what a float32 needs to come back exact. Half of a surrogate pair
     becomes U+FFFD.
     """
     line = _dumps(value)
@@ -50,7 +51,7 @@ def _dumps(value: Any) -> str:
 
 
 def error_object(error: InputError) -> dict[str, Any]:
-    """An error as the output carries it: code, message, and the field and remedy when there are any."""
+    """Returns an error as an output line has it: code, message, and field and remedy where there are any."""
     out: dict[str, Any] = {"code": error.code, "message": error.message}
     if error.field:
         out["field"] = error.field

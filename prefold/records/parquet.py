@@ -1,4 +1,4 @@
-"""Parquet files as a source; needs pyarrow."""
+"""Reads the records of Parquet files; needs pyarrow."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ _BATCH_BYTES = 4 << 20
 
 
 class ParquetSource(Source):
+    """Reads the records of a Parquet file.
+
+    Raises MissingExtraError without pyarrow, and JobError where the file is no Parquet file.
+    """
+
     def __init__(self, name: str, path: Path, identity: dict[str, Any]):
         try:
             import pyarrow as pa
@@ -36,7 +41,7 @@ class ParquetSource(Source):
 
         assert self.columns is not None
         names = self.columns if columns is None else [name for name in self.columns if name in columns]
-        names = names or self.columns[:1]  # rows without any column could not be counted
+        names = names or self.columns[:1]  # one column is read in any case, as its rows have to be counted
         number = 0
         try:
             with pq.ParquetFile(self._path) as file:
@@ -48,7 +53,7 @@ class ParquetSource(Source):
 
 
 def _batch_rows(metadata: Any) -> int:
-    """How many rows are read at once: 512, or fewer where they are large."""
+    """Returns how many rows are read at once: 512, or fewer where they are large."""
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return max(1, min(512, _BATCH_BYTES * metadata.num_rows // max(1, size)))
 

@@ -1,4 +1,4 @@
-"""Records as they are read, and what reads them."""
+"""Defines a record of the input, and a source of records."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ FORMATS = ("jsonl", "csv", "tsv", "parquet")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of the input: its number (from 1), and its data or what is wrong with it.
+    """A record is one line of the input.
 
-    size: about how many bytes it takes; who holds many records goes by it.
+    number  its place in the input, from 1
+    data    its columns and their values; None where there is an error
+    error   what is wrong with it, else None
+    size    about how many bytes it takes, for callers that hold many records
     """
 
     number: int
@@ -29,16 +32,17 @@ class Record:
 
 
 class Source:
-    """The records of one input.
+    """A source reads the records of one input.
 
-    name      as the user wrote it
-    format    one of FORMATS
-    columns   names known before the first record is read (CSV, TSV, Parquet), else None
-    types     {column: Arrow type} of a Parquet file; of other formats nothing is known
-    identity  what tells this input from another: its size and a digest (of a very large file: of
-              blocks all over it; of standard input: of the first line)
-    paths     its files; none of standard input
-    lost_lines  lines of the last pass that a broken quote took along and that became no records of their own
+    name        the input's name as the user wrote it
+    format      one of FORMATS
+    columns     the names of the columns where they are known before the first record is read (CSV, TSV, Parquet), else
+                None
+    types       {column: Arrow type} of a Parquet file; empty for other formats
+    identity    what tells this input from another: its size and a digest. The digest is that of the whole file, of
+                blocks all over a very large file, and of the first line of standard input
+    paths       the files of the input; empty for standard input
+    lost_lines  how many lines of the last pass a broken quote took in that did not become records of their own
     """
 
     paths: tuple[Path, ...] = ()
@@ -52,9 +56,12 @@ class Source:
         self.types: Mapping[str, Any] = {}
 
     def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
-        """The records in order. `columns`: those that will be used; a Parquet file reads no others."""
+        """Returns the records in order. columns: those that will be used; a Parquet file reads no others.
+
+        Raises JobError where the file itself is damaged or cannot be read.
+        """
         raise NotImplementedError
 
     def peek(self) -> dict[str, Any] | None:
-        """The first record that can be read, None when there is none among the first few."""
+        """Returns the data of the first record that can be read, or None when none of the first 100 can."""
         return next((record.data for record in islice(self.records(), 100) if record.data is not None), None)

@@ -1,4 +1,4 @@
-"""Sets of record numbers in one bit a record, and sets of texts in eight bytes a text."""
+"""Holds sets of record numbers in one bit a record, and sets of texts in eight bytes a text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["RecordSet", "TextSet", "format_ranges", "parse_ranges"]
 
 
 class RecordSet:
-    """Record numbers >= 0, one bit each."""
+    """Holds a set of record numbers, which are 0 or more, in one bit each."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -24,7 +24,7 @@ class RecordSet:
         return byte < len(self._bits) and bool(self._bits[byte] >> (number & 7) & 1)
 
     def add(self, number: int) -> bool:
-        """Add a number; False when it was there."""
+        """Adds a number. Returns False when it was there already."""
         byte, bit = number >> 3, 1 << (number & 7)
         if byte >= len(self._bits):
             self._bits.extend(bytes(max(byte + 1 - len(self._bits), len(self._bits), 64)))
@@ -36,7 +36,7 @@ class RecordSet:
 
 
 class TextSet:
-    """Texts seen, as 64-bit digests in one flat table.
+    """Holds a set of texts, as 64-bit digests in one flat table.
 
     Two different texts share a digest with a probability of about n^2 / 2^65 (1e-9 for 200,000).
     """
@@ -46,8 +46,8 @@ class TextSet:
         self._count = 0
 
     def add(self, text: str) -> bool:
-        """Add a text; False when it was there."""
-        # Zero marks a free place, so no digest is zero.
+        """Adds a text. Returns False when it was there already."""
+        # Zero marks a free place of the table, so a digest of zero is replaced by one.
         digest = int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()) or 1
         if 2 * self._count >= len(self._table):
             self._grow()
@@ -74,7 +74,7 @@ def _insert(table: array, digest: int) -> bool:
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
-    """Distinct numbers as "1-5,7,9-12"."""
+    """Returns distinct numbers as a text of ranges such as "1-5,7,9-12"."""
     parts: list[str] = []
     start = last = None
     for number in sorted(numbers):
@@ -90,7 +90,7 @@ def format_ranges(numbers: Iterable[int]) -> str:
 
 
 def parse_ranges(text: str) -> Iterator[int]:
-    """The numbers of `format_ranges`. Raises ValueError when it is none."""
+    """Yields the numbers of a text that `format_ranges` wrote. Raises ValueError for any other text."""
     for part in filter(None, text.split(",")):
         start, _, stop = part.partition("-")
         yield from range(int(start), int(stop or start) + 1)

@@ -1,4 +1,4 @@
-"""Tables: JSONL, CSV or Parquet records whose columns become the prompts of one task."""
+"""Reads and writes tables: JSONL, CSV, TSV or Parquet records whose columns become the prompts of one task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .record import Record
 
 __all__ = ["Columns", "TableAdapter", "default_columns", "reserved_names"]
 
-# What lines have of their own, and what the tasks put into them.
+# The names in an output line that are not the user's: those of every line (""), and those that each task adds.
 _RESERVED = {
     "": {"record", "id", "error", "results", "num_tokens"},
     "embed": {"embedding", "embeddings"},
@@ -34,21 +34,22 @@ _USUAL = {
 
 
 def reserved_names(task: str) -> frozenset[str]:
-    """The names of what a line of this task has of its own, which nothing that is kept may have."""
+    """Returns the names that an output line of this task has itself; columns that it repeats need other names."""
     return frozenset(_RESERVED[""] | _RESERVED[task])
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns make a record's prompts. What a task does not use is None.
+    """Says which columns make a record's prompts, and which the output line repeats. What a task does not use is None.
 
     prompt, query, document, continuation   templates, or bare column names
     messages   a column of chat messages, in place of prompt
-    tools      of generate: a column of the tools that the chat template is told of
-    adapter    a column that names the LoRA adapter; null or no text for none
-    id         a column whose value the output line repeats; "record" where there is none such: the record's number
-    keep       further columns it repeats: {name in the line: column}
-    keep_all   it repeats all columns of the record, under the names that `kept_name` gives them
+    tools      for generate: a column of the tools that the chat template is told of
+    adapter    a column that names the LoRA adapter; null or an empty text for none
+    id         a column whose value the output line repeats; "record", where no column has that name, is the record's
+               number
+    keep       further columns that the output line repeats: {name in the line: column}
+    keep_all   whether the line repeats all columns of the record, under the names that `kept_name` gives them
     """
 
     prompt: Template | None = None
@@ -63,10 +64,11 @@ class Columns:
     keep_all: bool = False
 
     def repeated(self) -> dict[str, str]:
-        """{name in the line: column} of what a line repeats."""
+        """Returns {name in the line: column} of the columns that a line repeats."""
         return ({"id": self.id} if self.id is not None else {}) | dict(self.keep)
 
     def paths(self) -> list[str]:
+        """Returns the paths of all columns that are named here."""
         templates = [t for t in (self.prompt, self.query, self.document, self.continuation) if t is not None]
         names = [path for template in templates for path in template.paths]
         single = (self.messages, self.tools, self.adapter, self.id)
@@ -74,14 +76,17 @@ class Columns:
 
 
 def kept_name(task: str, column: str) -> str:
-    """The name under which a line repeats a column: its own, or "input_" and its own where a line has that itself."""
+    """Returns the name under which a line repeats a column: its own, or input_NAME where lines have that name too."""
     return f"input_{column}" if column in _RESERVED[""] | _RESERVED[task] else column
 
 
 def default_columns(task: str, have: list[str] | None, given: dict[str, Any]) -> dict[str, Template]:
-    """Templates for what was not given, by usual column names. `have`: the columns, None when not known.
+    """Returns templates for the options that were not given, out of columns that have a usual name.
 
-    Raises JobError naming the option to give when no usual name is there.
+    have   the names of the columns; None when they are not known
+    given  {option: value}, None for an option that was not given
+
+    Raises JobError, naming the option to give, when no column has a usual name.
     """
     out: dict[str, Template] = {}
     for option, names in _USUAL[task].items():
@@ -100,12 +105,16 @@ def default_columns(task: str, have: list[str] | None, given: dict[str, Any]) ->
 
 
 class TableAdapter:
-    """The adapter for tables, for the task of that name.
+    """Adapts records that are rows of a table.
 
-    render_chat makes a text, or token ids, of a list of chat messages (of generate: the task does). A record
-    whose last column (document, continuation, else prompt) is a list makes one line for all of it.
-    chat: of generate: a prompt is what a user says, and is put into the chat template.
-    keep_empty: null, NaN and an empty text are taken as an empty text; they are errors otherwise.
+    task         the name of the task
+    columns      the columns that make prompts. Where the last of them (document, continuation, else prompt) holds a
+                 list, the record's line has the results of the whole list
+    render_chat  makes a text, or token ids, of a list of chat messages; not used for generate, whose task does so
+    chat         for generate: a prompt is what a user says, and is put into the chat template
+    keep_empty   null, NaN and an empty text are taken as an empty text; they are errors otherwise
+
+    Raises JobError where a column is to be repeated under a name that lines have themselves.
     """
 
     def __init__(
@@ -119,7 +128,9 @@ class TableAdapter:
     ):
         for name in columns.keep:
             if name in _RESERVED[""] | _RESERVED[task]:
-                raise JobError(f"--keep {name}: a line has its own {name!r}; name it: --keep my_{name}={name}")
+                raise JobError(
+                    f"--keep {name} cannot be, as a line has its own {name!r}; write --keep my_{name}={name}"
+                )
         self.task = task
         self.columns_used = columns
         used = {part for path in columns.paths() for part in (path, path.split(".")[0])}
@@ -130,10 +141,10 @@ class TableAdapter:
         self._names = self._field_names()
 
     def check(self, have: list[str] | None) -> None:
-        """Refuse a table that lacks a column altogether. `have` None: not known beforehand."""
+        """Raises JobError where the table lacks a column that is used. have: its columns; None: not known yet."""
         for path in self.columns_used.paths() if have is not None else []:
             if path == self.columns_used.id == "record":
-                continue  # the records' numbers, where there is no such column
+                continue  # it stands for the records' numbers
             if path not in have and path.split(".")[0] not in have:
                 raise JobError(f"the input has no column {path!r}; it has: {', '.join(have)}")
 
@@ -155,7 +166,8 @@ class TableAdapter:
         if columns.id is not None:
             value = number if columns.id == "record" and "record" not in data else lookup(data, columns.id)
             if not isinstance(value, (str, int)) or isinstance(value, bool):
-                remedy, message = "give it a text or a whole number", f"the id {columns.id!r} is {value!r:.100}"
+                remedy = "give it a text or a whole number"
+                message = f"the id in column {columns.id!r} is {value!r:.100}"
                 raise InputError(message, field=columns.id, remedy=remedy, code="wrong_type")
             meta["id"] = check_utf8(value, columns.id) if isinstance(value, str) else value
         if columns.keep or columns.keep_all:
@@ -164,7 +176,7 @@ class TableAdapter:
         return meta
 
     def _items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
-        """The task's items, each with its adapter, and whether the line has a list of results."""
+        """Returns (whether the line has a list of results, the task's items, each with its adapter)."""
         many, items = self._texts_of(data)
         column = self.columns_used.adapter
         if column is None:
@@ -215,7 +227,7 @@ class TableAdapter:
         return render(data, self._keep_empty)
 
     def _field_names(self) -> dict[str, str]:
-        """The columns that stand behind the tasks' names for their inputs."""
+        """Returns {name of a task's input: the columns it is made of}, with which errors name the user's columns."""
         columns = self.columns_used
         names = {"query": columns.query, "document": columns.document, "continuation": columns.continuation}
         out = {name: ", ".join(template.paths) for name, template in names.items() if template is not None}

@@ -196,7 +196,7 @@ def test_the_report_is_written(prefold, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["embed", "missing.jsonl"], 1, "no such input file"),
+        (["embed", "missing.jsonl"], 1, "there is no input file"),
         (["run", "in.jsonl"], 1, "--task"),
         (["run", "in.jsonl", "--task", "classify"], 1, "labels"),
         (["embed", "in.jsonl", "--prompt", "{"], 1, "--prompt"),

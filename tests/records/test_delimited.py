@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from prefold.errors import JobError
 from prefold.records.delimited import read_rows
-from prefold.records.source import TableOptions, open_source
+from prefold.records.source import open_source
+from prefold.records.textual import TableOptions
 
 
 def read(text, *, delimiter=",", **options):

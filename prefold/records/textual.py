@@ -1,0 +1,197 @@
+"""Reads records that are lines of text: JSONL, CSV and TSV."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import zlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from ..errors import InputError, JobError
+from .delimited import MAX_CELL_LINES, read_rows
+from .fields import check_depth
+from .record import Record, Source
+
+__all__ = ["LineSource", "TableOptions", "delimiter_of", "file_errors"]
+
+_BOM = b"\xef\xbb\xbf"
+_BROKEN = (EOFError, OSError, zlib.error)
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """Says how CSV and TSV are read.
+
+    delimiter        the character between cells; None: a comma in CSV, a tab in TSV
+    max_cell_lines   how many lines a quoted cell may have; 0: any number (see `read_rows`)
+    """
+
+    delimiter: str | None = None
+    max_cell_lines: int = MAX_CELL_LINES
+
+
+@contextmanager
+def file_errors(name: str, number: int) -> Iterator[None]:
+    """Turns errors of reading the file `name` into JobErrors. number: how many records were read before."""
+    try:
+        yield
+    except _BROKEN as error:
+        raise _job_error(name, number, error) from error
+
+
+def _job_error(name: str, number: int, error: BaseException) -> JobError:
+    if isinstance(error, (EOFError, gzip.BadGzipFile, zlib.error)):
+        where = f"after record {number}" if number else "at its start"
+        return JobError(f"the gzip stream of {name} is damaged {where} ({error}); make the file again")
+    return JobError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}")
+
+
+class LineSource(Source):
+    """Reads an input whose records are lines of UTF-8 bytes: JSONL, CSV, TSV.
+
+    opener  opens the input's bytes anew for each pass, as a context manager
+    head    the first line, of JSONL only
+    """
+
+    @classmethod
+    def make(cls, name: str, format: str, identity: dict, head: bytes, opener: Any, options: TableOptions) -> Source:
+        """Returns the source of this format. Raises JobError where the first line, `head`, shows that it is another."""
+        if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise JobError(f"{name} is UTF-16; convert it first: iconv -f UTF-16 -t UTF-8 {name}")
+        head = head.removeprefix(_BOM)
+        if format == "jsonl":
+            if head.lstrip()[:1] == b"[":
+                raise JobError(f"{name} is a JSON array, not an object a line; convert it first: jq -c '.[]' {name}")
+            return _JsonlSource(name, format, identity, None, opener, head)
+        sign = delimiter_of(format, options.delimiter)
+        columns = _header(name, head, sign, opener, sure=options.delimiter is not None)
+        return _DelimitedSource(name, format, identity, columns, opener, sign, options.max_cell_lines)
+
+    def __init__(
+        self, name: str, format: str, identity: dict, columns: list[str] | None, opener: Any, head: bytes = b""
+    ):
+        super().__init__(name, format, identity, columns)
+        self._opener = opener
+        self._head = head
+        self._number = 0
+
+    def _lines(self) -> Iterator[bytes]:
+        self._number = 0
+        with self._opener() as file:
+            lines = iter(file)
+            with file_errors(self.name, self._number):
+                line = next(lines, b"")
+            line = line.removeprefix(_BOM)
+            while line:
+                yield line
+                try:
+                    line = next(lines, b"")
+                except _BROKEN as error:
+                    raise _job_error(self.name, self._number, error) from error
+
+
+class _JsonlSource(LineSource):
+    def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
+        for line in self._lines():
+            if not line.strip():
+                continue
+            self._number += 1
+            try:
+                yield Record(self._number, _parse_line(line), size=len(line))
+            except InputError as error:
+                yield Record(self._number, error=error)
+
+    def peek(self) -> dict[str, Any] | None:
+        with contextlib.suppress(InputError):
+            return _parse_line(self._head)
+        return super().peek() if self.name != "-" else None
+
+
+def _parse_line(line: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"the line is not valid UTF-8 at byte {error.start}", remedy="re-encode it as UTF-8", code="invalid_utf8"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"the line is not valid JSON: {error.msg} at column {error.colno}",
+            remedy="write one JSON object a line",
+            code="invalid_json",
+        ) from None
+    except (RecursionError, ValueError) as error:
+        raise InputError(f"the line cannot be read as JSON: {error}", code="invalid_json") from None
+    if not isinstance(data, dict):
+        kind = type(data).__name__
+        raise InputError(f"the line is a JSON {kind}", remedy="write one JSON object a line", code="wrong_type")
+    return check_depth(data, line.count(b"[") + line.count(b"{"), "the line")
+
+
+def delimiter_of(format: str, given: str | None) -> str:
+    """Returns the character between cells. given: the value of --delimiter; None: the format's own delimiter."""
+    if given is None:
+        return "\t" if format == "tsv" else ","
+    if format not in ("csv", "tsv"):
+        raise JobError(f"--delimiter is for CSV and TSV; the input is {format}")
+    found = {"tab": "\t", "\\t": "\t"}.get(given, given)
+    if len(found) != 1 or found in '"\r\n':
+        raise JobError(f"--delimiter {given!r} is not one character; write ';', or tab")
+    return found
+
+
+def _header(name: str, head: bytes, delimiter: str, opener: Any, *, sure: bool) -> list[str]:
+    """Returns the names of the columns. sure: whether the user gave the delimiter, so that it is not questioned."""
+    with opener() as file:
+        rest = iter(file)
+        next(rest, b"")
+        row = next(read_rows(chain([head], rest), delimiter), None)
+    if row is None:
+        raise JobError(f"{name} is empty; a table starts with a line of column names")
+    if row.error is not None:
+        raise JobError(f"the header of {name} cannot be read: {row.error}")
+    columns = row.cells or []
+    other = next((c for c in ";\t|," if c in columns[0]), None) if len(columns) == 1 and not sure else None
+    if other is not None:
+        option = f"--delimiter {'tab' if other == chr(9) else repr(other)}"
+        raise JobError(
+            f"the header of {name} is one column, {columns[0]!r}; if its cells are parted by {other!r}, add {option} "
+            f"(if they are not, --delimiter {delimiter!r})"
+        )
+    twice = {c for c in columns if columns.count(c) > 1}
+    if twice:
+        raise JobError(f"the header of {name} names a column twice: {', '.join(sorted(twice))}; give each its own name")
+    return columns
+
+
+class _DelimitedSource(LineSource):
+    def __init__(
+        self,
+        name: str,
+        format: str,
+        identity: dict,
+        columns: list[str],
+        opener: Any,
+        delimiter: str,
+        max_cell_lines: int,
+    ):
+        super().__init__(name, format, identity, columns, opener)
+        self._delimiter = delimiter
+        self._max_cell_lines = max_cell_lines
+
+    def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
+        assert self.columns is not None
+        width, most = len(self.columns), self._max_cell_lines
+        rows = read_rows(self._lines(), self._delimiter, width=width, max_cell_lines=most)
+        next(rows)  # the header
+        self.lost_lines = 0
+        for row in rows:
+            self._number += 1
+            self.lost_lines += row.lost
+            data = None if row.cells is None else dict(zip(self.columns, row.cells, strict=True))
+            yield Record(self._number, data, row.error, row.size)
