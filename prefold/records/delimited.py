@@ -157,7 +157,8 @@ class _Rows:
         if certain or 2 * sum(self._look_like_rows(lines.taken[-behind:])) >= behind:
             lines.give_back(behind)
             if behind and error is not None:
-                what += f"; the {behind:,} lines behind it are read as rows of their own"
+                one = "the line behind it is read as a row of its own"
+                what += f"; the {behind:,} lines behind it are read as rows of their own" if behind > 1 else f"; {one}"
             return self._row(what, remedy, 0)
         return self._row(f"{what}; {behind:,} lines went with it", remedy, behind)
 

@@ -71,7 +71,7 @@ def expand_names(names: Sequence[str]) -> list[str]:
 def holds_records(name: str) -> bool:
     """Returns whether a name ends as an input file's does, or is that of a folder with such files."""
     path = Path(name)
-    if len(name) > 4096 or "\0" in name:
+    if not name or len(name) > 4096 or "\0" in name:  # Path("") is the folder one is in
         return False
     if _has_suffix(path):
         return True

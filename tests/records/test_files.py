@@ -59,7 +59,7 @@ def test_folders_of_parquet(tmp_path):
     assert source.types["text"] == pa.string()
 
 
-def test_names_patterns_and_folders(tmp_path):
+def test_names_patterns_and_folders(tmp_path, monkeypatch):
     a, b = jsonl(tmp_path / "a.jsonl", "x"), jsonl(tmp_path / "b.jsonl", "x")
     assert expand_names([f"{tmp_path}/*.jsonl"]) == expand_names([str(tmp_path)]) == [a, b]
     assert expand_names([b, a, "-"]) == [b, a, "-"]
@@ -67,6 +67,8 @@ def test_names_patterns_and_folders(tmp_path):
     assert expand_names([odd]) == [odd]
     (tmp_path / "empty").mkdir()
     assert holds_records(str(tmp_path)) and holds_records("x.csv.gz") and holds_records("no/such.parquet")
+    monkeypatch.chdir(tmp_path)
+    assert not holds_records("")
     assert not holds_records(str(tmp_path / "empty")) and not holds_records("why?") and not holds_records("a.txt")
     for name, says in (("*.csv", "no file matches"), ("empty", "holds no file that ends in .ndjson")):
         with pytest.raises(JobError, match=says):
