@@ -1,4 +1,4 @@
-"""Tasks: what is wanted of a text turned into requests, and the engine's results into answers. Never imports torch.
+"""Tasks turn what is wanted of a text into requests, and the engine's results into answers. They never import torch.
 
 See `base.py` for the protocol; `make_task` makes a task the way a checkpoint wants it.
 """

@@ -1,7 +1,7 @@
-"""What the tasks have in common: items in, requests out, and errors kept to the item they belong to.
+"""Defines what the tasks have in common: items in, requests out, and each error kept to the item that it belongs to.
 
 A task turns items (one record each) into requests for the engine, and the engine's results into a
-dict. It holds no state between the two calls but a small JSON-able note, so a job may put the
+dict. Between the two calls it keeps nothing but a small JSON-able note, so a job may put the
 requests on disk and run them in any order.
 
     works = task.prepare(items)                    # a Work, or an InputError, for each item
@@ -34,14 +34,17 @@ Text = str | np.ndarray
 
 @dataclass(frozen=True)
 class Work:
-    """The requests of one item, at least one, and what `finish` must know about the item (JSON-able, or None)."""
+    """A Work holds the requests of one item, at least one, and what `finish` must know about the item (JSON-able, or
+    None)."""
 
     requests: list[Request] | list[GenerateRequest]
     note: Any = None
 
 
 class Task(Protocol):
-    """name       the word for the task: "embed", "rerank", "classify", "score", "generate"
+    """A Task prepares the requests of items and makes answers of their results.
+
+    name       the word for the task: "embed", "rerank", "classify", "score", "generate"
     readout    what the engine reads for every request
     item_type  the dataclass of an item; `prepare` also takes mappings with its fields
     """
@@ -56,7 +59,8 @@ class Task(Protocol):
 
 
 def attempt(make: Callable[..., T], *args: Any) -> T | InputError:
-    """What make(*args) returns, or the InputError that stands for the exception it raised (see `record_error`)."""
+    """Returns what make(*args) returns, or the InputError that stands for the exception it raised (see
+    `record_error`)."""
     try:
         return make(*args)
     except Exception as error:
@@ -66,10 +70,10 @@ def attempt(make: Callable[..., T], *args: Any) -> T | InputError:
 def prepare_each(
     tokenizer: Tokenizer | None, items: Sequence[Any], plan: Callable[[Any, TextBatch], Callable[[], Work]]
 ) -> list[Work | InputError]:
-    """The `prepare` of a task, with all texts of all items encoded in one batch.
+    """Returns a Work, or an InputError, for each item; all texts of all items are encoded in one batch.
 
-    `plan(item, batch)` checks an item, adds its texts to the batch and returns what makes the Work
-    once the batch is encoded. What either of them raises is the error of that item alone.
+    plan  plan(item, batch) checks an item, adds its texts to the batch and returns a function that makes the Work
+          once the batch is encoded. What either of them raises is the error of that item alone
     """
     batch = TextBatch(tokenizer)
     makers = [attempt(plan, item, batch) for item in items]
@@ -78,7 +82,7 @@ def prepare_each(
 
 
 class TextBatch:
-    """Texts to be encoded together, without special tokens. What is token ids already passes through."""
+    """Encodes many texts together, without special tokens. Token ids in place of a text are taken as they are."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
@@ -86,13 +90,13 @@ class TextBatch:
         self._ids: list[np.ndarray | InputError] = []
 
     def add(self, text: Text) -> Callable[[], np.ndarray]:
-        """A function that returns the ids, int32, once `encode` was called; it raises InputError for a text that
-        cannot be encoded. Raises InputError where there is no tokenizer."""
+        """Returns a function that gives the text's ids, int32 [n], once `encode` was called. That function raises
+        InputError for a text that cannot be encoded, and this one where there is no tokenizer."""
         if isinstance(text, np.ndarray):
             return lambda: text
         if self._tokenizer is None:
             raise InputError("the model has no tokenizer", remedy="give token ids instead of text", code="no_tokenizer")
-        # The labels of one text all have the same prompt.
+        # A text that is added again is encoded once: all labels of a text have the same prompt.
         place = self._texts.setdefault(text, len(self._texts))
         return partial(self._get, place)
 
@@ -103,7 +107,10 @@ class TextBatch:
         return ids
 
     def add_pieces(self, pieces: Sequence[Text]) -> Callable[[], np.ndarray]:
-        """One prompt out of pieces: neighbouring texts are joined and encoded as one, ids stay as they are."""
+        """Returns a function that gives the ids of one prompt made of pieces, as `add` does for one text.
+
+        Neighbouring texts are joined and encoded as one; token ids among the pieces are taken as they are.
+        """
         joined: list[Text] = []
         for piece in pieces:
             if isinstance(piece, str) and joined and isinstance(joined[-1], str):
@@ -116,7 +123,7 @@ class TextBatch:
         return lambda: np.concatenate([np.empty(0, np.int32), *(get() for get in getters)])
 
     def now(self, text: str) -> np.ndarray:
-        """The ids of one text, at once."""
+        """Returns the ids of one text, int32 [n], without waiting for `encode`."""
         assert self._tokenizer is not None
         return self._tokenizer.encode(text, special=False)
 
@@ -127,16 +134,18 @@ class TextBatch:
         try:
             self._ids = list(self._tokenizer.encode_batch(texts, special=False))
         except Exception:
-            # Of many texts it does not say which one is at fault. One by one, each has its own error.
+            # The error does not say which text is at fault. Encoded one by one, each text has an error of its own.
             self._ids = [attempt(self._tokenizer.encode, text, False) for text in texts]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The checks every task makes.
+    """Checks the inputs of all tasks, and makes requests of them.
 
-    max_length  rows of one request, None for any; vocab_size: None when unknown
-    adapter     the LoRA adapter of items that name none; adapters: those there are
+    max_length  rows that one request may have, None for any number
+    vocab_size  the size of the model's vocabulary, None when unknown
+    adapter     the LoRA adapter of items that name none
+    adapters    the names of the LoRA adapters that are loaded
     """
 
     tokenizer: Tokenizer | None
@@ -149,20 +158,20 @@ class Inputs:
         self.check_adapter(self.adapter)
 
     def check_adapter(self, name: Any) -> str | None:
-        """The name, if there is an adapter of that name, or none is named. Raises InputError."""
+        """Returns `name`: that of a loaded adapter, or None. Raises InputError for any other value."""
         if name is not None and not isinstance(name, str):
-            message = f"adapter is of type {type(name).__name__}"
+            message = f"adapter is of type {type(name).__name__}, not a text"
             raise InputError(message, field="adapter", remedy="give the name of an adapter", code="wrong_type")
         if name is not None and name not in self.adapters:
             known = ", ".join(sorted(self.adapters)) or "none"
-            remedy = f"the adapters that were loaded: {known}"
+            remedy = f"the adapters that are loaded: {known}"
             raise InputError(f"there is no adapter {name!r}", field="adapter", remedy=remedy, code="unknown_adapter")
         return name
 
     def prepare(
         self, items: Sequence[Any], plan: Callable[[Any, TextBatch], Callable[[], Work]]
     ) -> list[Work | InputError]:
-        """`prepare_each` of a numeric task; the requests of an item run with the adapter that it names."""
+        """Returns what `prepare_each` does; the requests of an item run with the adapter that the item names."""
         works = prepare_each(self.tokenizer, items, plan)
         if not self.adapters and self.adapter is None:
             return works
@@ -177,7 +186,8 @@ class Inputs:
         return replace(work, requests=[replace(request, adapter=name) for request in work.requests])
 
     def text(self, value: Any, field: str) -> Text:
-        """A text as it is, or token ids as int32 [n]. Raises InputError for anything else, and for no ids."""
+        """Returns a text as it is, or token ids as int32 [n]. Raises InputError for any other value, and for no
+        token ids."""
         if isinstance(value, str) or value is None or isinstance(value, (bytes, Mapping)):
             return valid_text(value, field)
         return self._ids(value, field)
@@ -190,7 +200,7 @@ class Inputs:
             ids = np.empty(0, object)
         if ids.ndim == 1 and ids.size == 0 and isinstance(value, (list, tuple, np.ndarray)) and len(value) == 0:
             raise InputError(f"{field!r} has no tokens", field=field, remedy=remedy, code="empty")
-        # NumPy reads [True, 5] as whole numbers.
+        # NumPy takes [True, 5] for whole numbers.
         has_bool = isinstance(value, (list, tuple)) and any(type(v) is bool for v in value)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or has_bool:
             kind = type(value).__name__
@@ -200,7 +210,7 @@ class Inputs:
         return ids.astype(np.int32)
 
     def check_ids(self, ids: np.ndarray, field: str) -> None:
-        """Raises InputError where an id is not one of the model's vocabulary."""
+        """Raises InputError for a token id that is not one of the model's vocabulary."""
         limit = self.vocab_size if self.vocab_size is not None else 2**31
         if ids.size and (ids.min() < 0 or ids.max() >= limit):
             worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
@@ -220,10 +230,14 @@ class Inputs:
         truncate: Truncate = False,
         change: Callable[[str], str] = str,
     ) -> Callable[[], Request]:
-        """A request of a whole text: `change` applied, the tokenizer's special tokens around it.
+        """Returns a function that makes the request of a whole text, once the batch is encoded.
 
-        Token ids are taken as they are. truncate: cut what is too long, keeping the special tokens: of a text made of
-        a template the longest column, of another one the end that the tokenizer says, or "left" or "right".
+        change    applied to the text before it is encoded; the tokenizer's special tokens are put around it
+        truncate  whether to cut a text that is too long; the special tokens are kept. True: the longest column of a
+                  text that was made of a template, else the end that the tokenizer's files say. "left", "right": that
+                  end
+
+        Token ids are taken as they are.
         """
         whole = text = self.text(value, field)
         nothing = np.empty(0, np.int32)
@@ -235,7 +249,7 @@ class Inputs:
         get = batch.add(text)
         left = self.tokenizer is not None and self.tokenizer.truncation_side == "left"
         left = left if truncate is True else truncate == "left"
-        # The tokenizer's end is that of the whole; what is put before a text must not be cut for it.
+        # Where the beginning is cut, it must be that of the text, and not of what `change` puts before the text.
         by_column = truncate is True and (isinstance(whole, Filled) or (left and whole != text))
 
         def make() -> Request:
@@ -259,19 +273,20 @@ class Inputs:
         *,
         left: bool = False,
     ) -> np.ndarray:
-        """The ids that `make` gives for the text with its longest column cut, at most `room`; `ids` where nothing of it
-        would be left."""
+        """Returns the ids, at most `room`, that `make` gives for the text with its longest column cut; `ids` where
+        nothing of that column would be left."""
         assert self.tokenizer is not None
         columns, filled = columns_of(text)
         cut = cut_columns(self.tokenizer, columns, lambda values: make(filled(values)), len, room, left=left)
         return ids if cut is None else cut
 
     def over(self, num_tokens: int) -> int:
-        """By how many tokens a request of `num_tokens` rows is too long."""
+        """Returns by how many tokens a request of `num_tokens` rows is too long."""
         return 0 if self.max_length is None else max(0, num_tokens - self.max_length)
 
     def request(self, tokens: np.ndarray, field: str, targets: np.ndarray | None = None, remedy: str = "") -> Request:
-        """A Request, checked. Raises InputError when it is empty, too long, or leaves the vocabulary."""
+        """Returns the Request. Raises InputError for one that is empty, too long, or has ids outside of the
+        vocabulary."""
         if tokens.size == 0:
             remedy = "give a text that is not empty"
             raise InputError(f"{field!r} has no tokens", field=field, remedy=remedy, code="empty")
@@ -289,7 +304,8 @@ class Inputs:
 
 
 def as_item(kind: type[T], value: Any) -> T:
-    """`value` as an item of the dataclass `kind`: one already, or a mapping with its fields. Raises InputError."""
+    """Returns `value`, an item of the dataclass `kind` or a mapping with its fields, as such an item. Raises
+    InputError."""
     if isinstance(value, kind):
         return value
     known = kind.__dataclass_fields__  # type: ignore[attr-defined]
@@ -310,7 +326,7 @@ def as_item(kind: type[T], value: Any) -> T:
 
 
 def check_count(value: Any, field: str, *, least: int = 1) -> int:
-    """A whole number >= least. Raises InputError."""
+    """Returns `value`, a whole number of at least `least`. Raises InputError for any other value."""
     remedy = f"give a whole number from {least}"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         message = f"{field!r} is {value!r}, not a whole number"

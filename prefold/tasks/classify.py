@@ -1,7 +1,7 @@
-"""Classification: which of some labels fits a text.
+"""Classification says which of some labels fits a text.
 
-Either by how likely the model finds each label after a prompt (any causal model; labels of several
-tokens are scored whole), or by the classification head of the checkpoint.
+It compares how likely the model finds each label after a prompt (with any causal model; labels of several
+tokens are scored whole), or reads the classification head of the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ Normalization = Literal["tokens", "bytes"] | None
 
 @dataclass(frozen=True)
 class ClassifyItem:
-    """text     a text or token ids
+    """A ClassifyItem is one text to classify.
+
+    text     a text or token ids
     adapter  the LoRA adapter; None: the task's
     """
 
@@ -39,7 +41,7 @@ class ClassifyItem:
 
 
 class ClassifyTask:
-    """By label likelihoods. Items: ClassifyItem, a mapping with its field, or a bare text.
+    """Classifies by how likely each label is. Items are ClassifyItem, a mapping with its fields, or a bare text.
 
     Result: {"label": the best, "probabilities": {label: p}, "logprobs": {label: log-likelihood},
     "num_tokens": prompt and label tokens}. Probabilities are the softmax of the labels' summed
@@ -69,17 +71,19 @@ class ClassifyTask:
         calibrate: bool = False,
         truncate: Truncate = False,
     ):
-        """
+        """Checks the labels and the examples. Raises InputError for labels that could not be told apart, and bad
+        examples.
+
         labels         the labels, or {label: how it is written in the prompt}
-        instructions, examples, template, separator   see FewShotPrompt; examples are (text, label)
-                       pairs or {"text": ..., "label": ...}
-        normalization  divide a label's log-likelihood by its number of "tokens" or of UTF-8 "bytes"
-        calibrate      ask for contextual calibration, with `calibration_items`
-        truncate       cut texts that make a prompt too long: True the longest column of one made of a template, else
-                       the end; "left" the beginning. Such a text is encoded by itself
+        instructions, examples, template, separator   the parts of the prompt, as in FewShotPrompt; examples are
+                       (text, label) pairs or {"text": ..., "label": ...}
+        normalization  "tokens" or "bytes": divide a label's log-likelihood by its number of tokens or of UTF-8 bytes
+        calibrate      whether to ask for contextual calibration, with `calibration_items`
+        truncate       whether to cut texts that make a prompt too long: True the longest column of a text that was made
+                       of a template, else the end; "left" the beginning. Such a text is encoded by itself
         """
         if normalization not in (None, "tokens", "bytes"):
-            message = f"normalization is {normalization!r}"
+            message = f"normalization (--normalization) is {normalization!r}"
             raise InputError(message, field="normalization", remedy="give tokens, bytes or nothing")
         self.inputs = inputs
         self.labels, self.written = _labels(labels)
@@ -95,7 +99,7 @@ class ClassifyTask:
         self._check_label_tokens()
 
     def _check_label_tokens(self) -> None:
-        """Labels that encode alike could not be told apart."""
+        """Raises InputError for labels that have the same token ids, or none: they could not be told apart."""
         batch = TextBatch(self.inputs.tokenizer)
         pairs = self._add_pairs(batch, self.prompt.render("x"))
         batch.encode()
@@ -112,14 +116,16 @@ class ClassifyTask:
         return [add_pair(batch, self.inputs, prompt, label) for label in self.written]
 
     def calibration_items(self) -> list[ClassifyItem]:
-        """The texts without content that are to run first; none when that is not asked for, or done."""
+        """Returns the texts without content that are to run first; none where calibration is not wanted, or is done."""
         wanted = self.calibrate and self.calibration is None
         return [ClassifyItem(text) for text in CONTENT_FREE] if wanted else []
 
     def with_calibration(self, outputs: Sequence[Mapping[str, Any]] | np.ndarray) -> ClassifyTask:
-        """A task calibrated by what this one, uncalibrated, gave for `calibration_items()`.
+        """Returns a copy of the task that is calibrated by what this one, uncalibrated, gave for `calibration_items()`.
 
         outputs   the dicts of `finish`, or probabilities, float [labels] or [texts, labels]
+
+        Raises InputError for outputs of another shape, and for values that are not probabilities.
         """
         rows = [[o["probabilities"][label] for label in self.labels] if isinstance(o, Mapping) else o for o in outputs]
         mean = np.asarray(rows, dtype=np.float64)
@@ -157,7 +163,8 @@ class ClassifyTask:
         return self._work_of_ids(whole)
 
     def _work_of_ids(self, text: np.ndarray) -> Work:
-        """The prompt with its parts encoded apart, the text cut if it must be."""
+        """Returns the Work of a text in token ids: the parts of the prompt are encoded apart, and the text is cut if
+        need be."""
         ids = self._pairs_around(text)
         over = self._over(ids)
         if over and self.truncate and over < text.size:
@@ -166,12 +173,13 @@ class ClassifyTask:
 
     @cached_property
     def _around(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
-        """Ids of the prompt before a text, and for each label those between the text and it, and its own."""
+        """Returns the ids of the prompt before a text, and for each label those between the text and the label, and
+        its own."""
         batch = TextBatch(self.inputs.tokenizer)
         head = batch.add(self.prompt.head)
         tails = [add_joint(batch, self.prompt.tail, label) for label in self.written]
         batch.encode()
-        # Without a head the prompt begins with the text itself, which is not empty.
+        # Where nothing stands before the text the prompt begins with the text, which is not empty: "x" stands for it.
         before = leading_ids(self.inputs.tokenizer, self.prompt.head or "x")
         return np.concatenate((before, head())), [tail() for tail in tails]
 
@@ -186,7 +194,7 @@ class ClassifyTask:
         requests = []
         for name, (prompt, label) in zip(self.labels, ids, strict=True):
             if label.size == 0:
-                message = f"the label {name!r} melts into the last token of the prompt"
+                message = f"the label {name!r} has no token of its own: its letters are part of the prompt's last token"
                 raise InputError(message, field="text", remedy="end the template's text before {label} differently")
             tokens = prompt if label.size == 1 else np.concatenate((prompt, label[:-1]))
             requests.append(self.inputs.request(tokens, "text", label))
@@ -215,7 +223,7 @@ class ClassifyTask:
 
 
 class ClassifyHeadTask:
-    """By the checkpoint's classification head. Items as for ClassifyTask; the text is encoded as it is.
+    """Classifies by the checkpoint's classification head. Items are those of ClassifyTask; a text is encoded as it is.
 
     Result: {"label": the best, "probabilities": {label: p}, "logits": {label: logit}, "num_tokens"}.
     One label: the sigmoid of its logit, as for reward models. Several labels: their softmax, or, where
@@ -265,9 +273,9 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def _labels(labels: Any) -> tuple[list[str], list[str]]:
-    """Labels and how each is written. Raises InputError for what could not be told apart."""
+    """Returns the labels and how each is written. Raises InputError for labels that could not be told apart."""
     if isinstance(labels, str) or not isinstance(labels, (Sequence, Mapping)) or len(labels) < 2:
-        message = f"labels is {labels!r}"
+        message = f"labels is {labels!r:.200}"
         raise InputError(message, field="labels", remedy="give a list of two labels or more, or {label: text}")
     names = list(labels)
     written = list(labels.values()) if isinstance(labels, Mapping) else names
@@ -275,15 +283,17 @@ def _labels(labels: Any) -> tuple[list[str], list[str]]:
         for i, text in enumerate(texts):
             valid_text(text, f"labels[{i}]")
             if not text.strip():
-                raise InputError(f"a {kind} is empty", field=f"labels[{i}]", remedy="write it out", code="empty")
+                raise InputError(
+                    f"a {kind} is empty", field=f"labels[{i}]", remedy="give a text that is not empty", code="empty"
+                )
             if text in texts[:i]:
-                message = f"the {kind} {text!r} is there twice"
+                message = f"the {kind} {text!r} is given twice"
                 raise InputError(message, field=f"labels[{i}]", remedy="give each once", code="duplicate")
     return names, written
 
 
 def _example(example: Any, index: int, written: Mapping[str, str]) -> tuple[str, str]:
-    """A (text, written label) pair."""
+    """Returns the (text, written label) pair of an example. Raises InputError for anything else."""
     field = f"examples[{index}]"
     if isinstance(example, Mapping):
         pair: Any = (example.get("text"), example.get("label"))
@@ -294,6 +304,6 @@ def _example(example: Any, index: int, written: Mapping[str, str]) -> tuple[str,
         raise InputError(message, field=field, remedy='write (text, label) or {"text": ..., "label": ...}')
     text, label = valid_text(pair[0], f"{field}.text"), valid_text(pair[1], f"{field}.label")
     if label not in written:
-        message = f"the label {label!r} of {field!r} is none of the labels"
+        message = f"the label {label!r} of {field!r} is not one of the labels"
         raise InputError(message, field=f"{field}.label", remedy=f"the labels are {', '.join(written)}")
     return text, written[label]

@@ -1,4 +1,4 @@
-"""Cutting a prompt that is too long: its longest column goes, and what is around it stays."""
+"""Cuts a prompt that is too long: its longest column is cut, and what stands around that column stays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ TRIES = 16
 
 
 def columns_of(text: str) -> tuple[list[str], Callable[[Sequence[str]], str]]:
-    """(the columns of a text, what makes the text of other ones). A text of no template is one column."""
+    """Returns the columns of a text, and a function that makes the text of other columns. A text that was not made
+    of a template is one column."""
     if isinstance(text, Filled) and any(text.columns):
         return text.columns, text.refilled
     return [text], lambda columns: columns[0]
@@ -30,11 +31,17 @@ def cut_columns(
     *,
     left: bool = False,
 ) -> T | None:
-    """make(columns), the longest of them cut so that size(...) is at most `room`, and one token more would be too much.
+    """Returns make(columns) with the longest columns cut, so that its size is at most `room` and one token more is too
+    much.
 
-    Columns that are longer than the others are cut to one length. Each keeps its beginning, or with `left` its end.
-    None where nothing would be left of them. What is made is encoded as a whole, so its size need not be the sum of
-    its parts' sizes: the number of tokens that are kept is searched for, beginning with what the sizes say.
+    make  makes a prompt of columns
+    size  gives the tokens of what `make` returned
+    room  tokens that the prompt may have
+    left  whether each column keeps its end instead of its beginning
+
+    All columns that are longer than some length are cut to that length. Returns None where nothing would be left of
+    them. The prompt is encoded as a whole, so that its size need not be the sum of the sizes of its parts: the number
+    of tokens to keep is searched for, beginning with the one that those sizes suggest.
     """
     spans = [tokenizer.spans(column) for column in columns]
     total = sum(len(each) for each in spans)
@@ -44,7 +51,7 @@ def cut_columns(
         return make([_part(*one, left) for one in zip(columns, spans, counts, strict=True)])
 
     best: T | None = None
-    low, high = 0, total  # it is known that `low` tokens fit, or that there are none, and that `high` do not
+    low, high = 0, total  # `low` tokens are known to fit (or low is 0), and `high` tokens are known not to
     keep = total - (size(make(columns)) - room)
     for _ in range(TRIES):
         keep = min(max(keep, low + 1), high - 1)
@@ -63,9 +70,10 @@ def cut_columns(
 
 
 def _level(sizes: Sequence[int], keep: int) -> list[int]:
-    """How much of each is kept so that `keep` are in all, and the largest are cut to one size."""
+    """Returns how many tokens to keep of each column, `keep` in all, so that the largest columns are cut to one
+    size."""
     low, high = 0, max(sizes)
-    while low < high:  # the largest cap under which at most `keep` are left
+    while low < high:  # searches for the largest cap that leaves at most `keep` tokens
         cap = (low + high + 1) // 2
         low, high = (cap, high) if sum(min(size, cap) for size in sizes) <= keep else (low, cap - 1)
     counts = [min(size, low) for size in sizes]
@@ -77,7 +85,8 @@ def _level(sizes: Sequence[int], keep: int) -> list[int]:
 
 
 def _part(text: str, spans: Sequence[tuple[int, int]], count: int, left: bool) -> str:
-    """The first `count` tokens of a text, or with `left` the last ones. spans: where each begins and ends in it."""
+    """Returns the first `count` tokens of a text, or with `left` the last ones. spans: where each token begins and
+    ends."""
     if count >= len(spans):
         return text
     if not count:

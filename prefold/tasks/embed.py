@@ -1,4 +1,4 @@
-"""Embedding: one vector for a text."""
+"""Embedding makes one vector of a text."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ __all__ = ["EmbedItem", "EmbedTask"]
 
 @dataclass(frozen=True)
 class EmbedItem:
-    """text        a text or token ids, or a list of several of them
-    dimensions  length of the vector, None for the task's
+    """An EmbedItem is one text to embed, or several.
+
+    text        a text or token ids, or a list of several of them
+    dimensions  the length of the vector, None for the task's
     adapter     the LoRA adapter; None: the task's
 
     Token ids are taken as they are: no prompt and no special tokens are added.
@@ -35,7 +37,7 @@ class EmbedItem:
 
 
 class EmbedTask:
-    """Items: EmbedItem, a mapping with its fields, or a bare text.
+    """Embeds texts. Items are EmbedItem, a mapping with its fields, or a bare text.
 
     Result of one text: {"embedding": float32 [dimensions], "num_tokens": int}; of a list of texts:
     {"embeddings": float32 [n, dimensions], "num_tokens": int}.
@@ -56,13 +58,15 @@ class EmbedTask:
         hidden: int | None = None,
         truncate: Truncate = False,
     ):
-        """
-        dimensions   keep this many leading values, before normalising (Matryoshka models)
+        """Chooses the prompt. Raises InputError for options that exclude each other, or that the checkpoint does not
+        have.
+
+        dimensions   how many leading values to keep, before normalising (Matryoshka models)
         prompt       a text put before every input
-        prompt_name  the checkpoint's prompt of that name
-        instruction  what the queries are for, in Qwen3-Embedding's format; documents go without
+        prompt_name  the name of one of the checkpoint's prompts
+        instruction  what queries are for, in Qwen3-Embedding's format; documents are embedded without one
         hidden       the model's width, to refuse larger `dimensions`; None when unknown
-        truncate     cut texts that are too long, keeping the special tokens around them; see Inputs.plan_whole
+        truncate     whether to cut texts that are too long, as in Inputs.plan_whole; the special tokens are kept
         """
         self.inputs = inputs
         self.settings = settings = settings or EmbedSettings()
@@ -75,8 +79,10 @@ class EmbedTask:
         self.truncate = truncate
         self.before, self.instructed = self._prompt(prompt, prompt_name, instruction)
         if settings.chat is not None and self.instructed:
-            message = "the checkpoint's texts are chat messages, which Qwen3-Embedding's instruction is not for"
-            raise InputError(message, field="instruction", remedy="give prompt: it becomes the system message")
+            message = "the checkpoint embeds chat messages, and an instruction is in Qwen3-Embedding's format"
+            raise InputError(
+                message, field="instruction", remedy="give prompt instead, which becomes the system message"
+            )
         left_out = not settings.pool_prompt and settings.chat is None and settings.pooling != "last"
         if (self.before or self.instructed) and left_out:
             raise UnsupportedModelError(
@@ -85,18 +91,22 @@ class EmbedTask:
             )
 
     def _prompt(self, prompt: str | None, name: str | None, instruction: str | None) -> tuple[str, str]:
-        """The text before every input, and the instruction; at most one of them."""
+        """Returns the text before every input and the instruction; at most one of them is not empty."""
         given = {"prompt": prompt, "prompt_name": name, "instruction": instruction}
         given = {key: valid_text(value, key) for key, value in given.items() if value is not None}
         if len(given) > 1:
-            raise InputError(f"{' and '.join(given)} exclude each other", field=next(iter(given)), remedy="give one")
+            raise InputError(
+                f"{' and '.join(given)} exclude each other", field=next(iter(given)), remedy="give one of them"
+            )
         if prompt is not None or instruction is not None:
             return prompt or "", instruction or ""
         prompts, name = self.settings.prompts, name or self.settings.default_prompt_name
         if name is not None and name not in prompts:
             known = ", ".join(prompts) or "none"
             message = f"the checkpoint has no prompt {name!r}"
-            raise InputError(message, field="prompt_name", remedy=f"it has: {known}; or give prompt or instruction")
+            raise InputError(
+                message, field="prompt_name", remedy=f"name one that it has ({known}), or give prompt or instruction"
+            )
         return ("" if name is None else prompts[name]), ""
 
     def _dimensions(self, value: Any) -> int:
@@ -130,7 +140,10 @@ class EmbedTask:
         return self.inputs.plan_whole(text, field, batch, truncate=self.truncate, change=self._prompted)
 
     def _plan_message(self, text: Any, field: str, batch: TextBatch) -> Callable[[], Request]:
-        """A request of a text in the chat template, as sentence-transformers makes it. Token ids stay as they are."""
+        """Returns a function that makes the request of a text in the chat template, as sentence-transformers does.
+
+        Token ids are taken as they are.
+        """
         chat, tokenizer, text = self.settings.chat, self.inputs.tokenizer, self.inputs.text(text, field)
         if not isinstance(text, str) or tokenizer is None or chat is None:
             return self._plan_text(text, field, batch)
@@ -161,7 +174,7 @@ class EmbedTask:
 
     @cached_property
     def _suffix(self) -> np.ndarray:
-        """The token ids that the template writes after every text, int32 [n]: what two different texts end with."""
+        """Returns the token ids that the chat template writes after every text, int32 [n]."""
         chat, tokenizer = self.settings.chat, self.inputs.tokenizer
         assert chat is not None and tokenizer is not None
         texts = [self._in_template(text, chat, tokenizer) for text in ("0", "1 2 3 4")]
@@ -173,7 +186,7 @@ class EmbedTask:
 
     def _prompted(self, text: str) -> str:
         text = instructed_query(self.instructed, text) if self.instructed else self.before + text
-        # One character at a time, as tokenizers lower-case: no rule for a final sigma.
+        # Tokenizers lower-case one character at a time, so that a sigma at the end of a word is no special case.
         return "".join(map(str.lower, text)) if self.settings.lower_case else text
 
     def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
@@ -182,14 +195,14 @@ class EmbedTask:
         if dimensions is not None:
             vectors = vectors[:, :dimensions]
         if self.settings.normalize:
-            # The floor keeps a vector of zeros as it is.
+            # The lower bound keeps a vector of zeros as it is.
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
         key, value = ("embeddings", vectors) if note["many"] else ("embedding", vectors[0])
         return {key: np.ascontiguousarray(value), "num_tokens": note["tokens"]}
 
 
 def is_list_of_texts(value: Any) -> bool:
-    """Whether a value is a list of texts (or of lists of token ids) rather than one of them."""
+    """Returns whether a value is a list of texts (or of lists of token ids) rather than one of them."""
     if isinstance(value, np.ndarray):
         return value.ndim == 2 or value.dtype.kind in "OU"
     return isinstance(value, (list, tuple)) and len(value) > 0 and not isinstance(value[0], (int, np.integer, float))

@@ -1,4 +1,5 @@
-"""What a checkpoint says about its use: length limit, classification head, what ends a text and how to sample."""
+"""Says what a checkpoint's files say about its use: length limit, classification head, ends of a text, how to
+sample."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["generation_settings", "inputs_of", "labels_of_head", "require_lm_head"]
 
-# What chat templates end a message with. A checkpoint that has one of them in its template ends its own with it too,
-# also where its files name another EOS.
+# What chat templates end a message with. A model whose template has one of them ends its own messages with it too,
+# even where its files name another EOS.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>", "<|eot|>")
-GGUF_EOS = ("eos", "eot", "eom")  # tokenizer.ggml.{}_token_id
-# generation_config.json's names that Sampling has too.
+GGUF_EOS = ("eos", "eot", "eom")  # the {} of the keys tokenizer.ggml.{}_token_id
+# The settings of generation_config.json that Sampling has by the same name.
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -32,7 +33,10 @@ def inputs_of(
     adapter: Any = None,
     adapters: Collection[str] = (),
 ) -> Inputs:
-    """The checks for a model; max_length None means all its positions. Learned ones are all there are."""
+    """Returns the checks for a model. max_length: rows of a request, None for all positions of the model.
+
+    Without rotary embeddings a model has no more than its own positions, so max_length cannot be larger.
+    """
     limit = config.max_positions if max_length is None else max_length
     if config.rope is None:
         limit = min(limit, config.max_positions)
@@ -40,14 +44,14 @@ def inputs_of(
 
 
 def labels_of_head(config: ModelConfig) -> list[str] | None:
-    """The labels of the model's classification head, None when it has none."""
+    """Returns the labels of the model's classification head, None when it has none."""
     if config.num_labels is None:
         return None
     return list(config.labels) or [f"LABEL_{i}" for i in range(config.num_labels)]
 
 
 def require_lm_head(config: ModelConfig, checkpoint: Checkpoint, task: str) -> None:
-    """Raises UnsupportedModelError for a model that gives no logits."""
+    """Raises UnsupportedModelError for a model without an LM head, which gives no logits. task: what needs them."""
     if not config.lm_head:
         has = "a classification head" if config.num_labels else "no head at all"
         message = f"{task} needs a language model's logits; {checkpoint.name} has {has}"
@@ -62,11 +66,11 @@ def require_lm_head(config: ModelConfig, checkpoint: Checkpoint, task: str) -> N
 def generation_settings(
     checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int | None = None
 ) -> tuple[tuple[int, ...], dict[str, int | float]]:
-    """(ids that end a text, {field of Sampling: value} that the checkpoint recommends).
+    """Returns the ids that end a text, and {field of Sampling: value}, the sampling that the checkpoint recommends.
 
-    The ids are those of generation_config.json, config.json, the tokenizer and a GGUF file's metadata, and what
-    the chat template ends a message with. Ids from `vocab_size` on, of which the model has no logits, are left out.
-    Recommended is what generation_config.json sets; nothing where it does not ask for sampling.
+    The ids are those of generation_config.json, config.json, the tokenizer and a GGUF file's metadata, and what the
+    chat template ends a message with. Ids from `vocab_size` on are left out, since the model has no logits for them.
+    The recommendation is that of generation_config.json; it is empty where that file does not ask for sampling.
     """
     config = read_object(checkpoint, "generation_config.json")
     ids = [*_ids(config.get("eos_token_id")), *_ids(checkpoint.config.get("eos_token_id"))]

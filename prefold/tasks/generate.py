@@ -1,4 +1,4 @@
-"""Generation: a prompt, or a conversation, is continued."""
+"""Generation continues a prompt, or a conversation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .score import leading_ids
 
 __all__ = ["AUTO_MAX_TOKENS", "GenerateItem", "GenerateTask"]
 
-# max_tokens "auto": so many, or fewer where the model's context ends.
+# What max_tokens "auto" stands for; it is fewer where the model's context ends.
 AUTO_MAX_TOKENS = 256
 _TOOL = '[{"type": "function", "function": {...}}]'
 _NOT_VARIABLES = {"messages", "template", "tools", "documents", "add_generation_prompt", "continue_final_message"}
@@ -31,17 +31,20 @@ _NOT_VARIABLES |= {"template_seconds"}
 
 @dataclass(frozen=True)
 class GenerateItem:
-    """prompt                  a text or token ids; or else
+    """A GenerateItem is one prompt, or one conversation, to continue.
+
+    prompt                  a text or token ids; or else
     messages                a conversation: [{"role": "user", "content": "..."}, ...]
-    tools, documents        passed to the chat template, with
-    chat_template_kwargs    {name: value}
-    chat_template           the name of one of the checkpoint's templates, or a template itself
-    add_generation_prompt   end with what introduces the assistant's message. None: unless the last one is continued
-    continue_final_message  the last message is continued
-    sampling                {field of Sampling: value}, over the task's own
+    tools, documents        passed to the chat template
+    chat_template_kwargs    {name: value}, further names for the chat template
+    chat_template           the name of one of the checkpoint's templates, or the text of a template
+    add_generation_prompt   whether to end with what introduces the assistant's message. None: unless the last message
+                            is continued
+    continue_final_message  whether the last message is continued
+    sampling                {field of Sampling: value}, in place of the task's own values
     adapter                 the LoRA adapter; None: the task's
-    salt                    see GenerateRequest; None: the task's
-    priority                the same
+    salt                    as in GenerateRequest; None: the task's
+    priority                as in GenerateRequest; None: the task's
     """
 
     prompt: Any = None
@@ -59,13 +62,14 @@ class GenerateItem:
 
 
 class GenerateTask:
-    """Items: GenerateItem, a mapping with its fields, a bare prompt (text or token ids), or a list of messages.
+    """Continues prompts. Items are GenerateItem, a mapping with its fields, a bare prompt (text or token ids), or a
+    list of messages.
 
     Result: {"text", "finish_reason" ("stop" or "length"), "num_tokens" (of the prompt), "num_generated",
-    "cached_tokens" (tokens of the prompt that were not computed for it)}, with "stop" (the text or id) where one
-    ended the output, "logprobs" if asked for, a list of {"id", "token", "logprob", "top": [the same]}, and "tokens"
-    (ids) in place of "text" where the model has no tokenizer. With several samples "text", "finish_reason", "stop",
-    "logprobs" and "tokens" are in "choices", one object a sample.
+    "cached_tokens" (tokens of the prompt that were not computed for it)}, with "stop" (the text or id) where one ended
+    the output, "logprobs" if asked for, a list of {"id", "token", "logprob", "top": [{"id", "token", "logprob"}]}, and
+    "tokens" (ids) in place of "text" where the model has no tokenizer. With several samples "text", "finish_reason",
+    "stop", "logprobs" and "tokens" are in "choices", one object a sample.
 
     The tokenizer's leading special tokens (BOS) come before a prompt, unless it begins with the BOS itself. A chat
     template writes its own. Token ids are taken as they are.
@@ -93,16 +97,17 @@ class GenerateTask:
         priority: int = 0,
         truncate: Truncate = False,
     ):
-        """
+        """Checks the options. Raises InputError for sampling options that are wrong.
+
         context     tokens of prompt and output together, None for any number
-        max_tokens  of an output; "auto": AUTO_MAX_TOKENS, or fewer where the context ends; None: until it ends
-        sampling    {field of Sampling: value}; the others are Sampling's defaults, so greedy
-        system      a system message before conversations without one
-        template_seconds   processor time the chat template may take for one conversation
+        max_tokens  tokens of an output; "auto": AUTO_MAX_TOKENS, or fewer where the context ends; None: as many as fit
+        sampling    {field of Sampling: value}; the others are Sampling's defaults, which are greedy
+        system      a system message for conversations without one
+        template_seconds   processor seconds that the chat template may take for one conversation
         json_space  white space in answers that a grammar makes JSON: "compact", or "free" (see `Grammar.compact`)
-        max_n, max_logprobs   what an item's own sampling may ask for, unless `sampling` itself says more
-        truncate    cut a prompt that leaves no room for the output: True its longest column or content, where it has
-                    any, else its beginning; "left", "right": the whole prompt at that end
+        max_n, max_logprobs   the most that an item's own sampling may ask for, unless `sampling` itself asks for more
+        truncate    whether to cut a prompt that leaves no room for the output: True its longest column or content,
+                    where it has any, else its beginning; "left", "right": the whole prompt at that end
         """
         self.inputs = inputs
         self.context = context
@@ -127,7 +132,7 @@ class GenerateTask:
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
         item = as_item(GenerateItem, _named(item))
         sampling = self._items_sampling(item.sampling) if item.sampling else self.sampling
-        # A number that nobody asked for never makes a prompt too long.
+        # A prompt is too long for the max_tokens that was asked for, but never for a default.
         asked = not self.auto_max_tokens or "max_tokens" in (item.sampling or {})
         beside = {
             "adapter": self.inputs.adapter if item.adapter is None else self.inputs.check_adapter(item.adapter),
@@ -151,17 +156,21 @@ class GenerateTask:
         return replace(made, grammar=replace(made.grammar, compact=False))
 
     def _items_sampling(self, given: Mapping[str, Any]) -> Sampling:
-        """The sampling of an item that has options of its own, which may not ask for any amount."""
+        """Returns the sampling of an item with options of its own. Raises InputError where it asks for more than
+        `bounds`."""
         sampling = self._sampling(given, self.sampling)
         for name, most in self.bounds.items():
             value = getattr(sampling, name)
             if value is not None and value > most:
                 remedy = f"give at most {most}, or allow more with max_{name} (--max-{name})"
-                raise InputError(f"{name!r} is {value}", field=name, remedy=remedy, code="out_of_range")
+                raise InputError(
+                    f"{name!r} is {value}, more than is allowed", field=name, remedy=remedy, code="out_of_range"
+                )
         return sampling
 
     def _prompt(self, item: GenerateItem, batch: TextBatch) -> tuple[np.ndarray, Callable[[], np.ndarray], str]:
-        """(special tokens that come first, what gives the others once the batch is encoded, the field they are of)"""
+        """Returns the special tokens before a prompt, a function that gives its other tokens once the batch is
+        encoded, and the field that they come from."""
         nothing = np.empty(0, np.int32)
         if item.messages is not None:
             if item.prompt is not None:
@@ -179,8 +188,8 @@ class GenerateTask:
             raise InputError("the model has no tokenizer", field="messages", remedy=remedy, code="no_tokenizer")
         variables = {**_variables(self.chat_template_kwargs), **_variables(item.chat_template_kwargs)}
         for name in _NOT_VARIABLES & variables.keys():
-            message = f"chat_template_kwargs holds {name!r}"
-            raise InputError(message, field="chat_template_kwargs", remedy=f"give {name} by itself")
+            message = f"chat_template_kwargs holds {name!r}, which is an option of its own"
+            raise InputError(message, field="chat_template_kwargs", remedy=f"give {name} beside chat_template_kwargs")
         messages = item.messages
         if isinstance(messages, (list, tuple)):
             messages = [_message(message, i) for i, message in enumerate(messages)]
@@ -206,10 +215,13 @@ class GenerateTask:
         max_tokens: int | None,
         cut: Callable[[int], np.ndarray | None] | None,
     ) -> np.ndarray:
-        """The prompt's tokens, if there is room behind them for max_tokens, or one when that is None.
+        """Returns the prompt's tokens, if there is room behind them for max_tokens (None: for one token). Raises
+        InputError.
 
-        cut: what gives the prompt's ids with its longest column cut; where it cannot, the whole prompt is, at the end
-        that was asked for, else at its beginning: the text goes on where it ends."""
+        cut: cut(room) gives the prompt's ids with its longest column cut, or None. Where there is no such column the
+        whole prompt is cut at the end that was asked for, by default its beginning, because the text goes on at its
+        end.
+        """
         room = self.inputs.max_length
         if self.context is not None:
             room = min(self.context if room is None else room, self.context - (max_tokens or 1))
@@ -226,8 +238,9 @@ class GenerateTask:
         return self.inputs.request(np.concatenate((before, ids)), field).tokens
 
     def _cut(self, item: GenerateItem, batch: TextBatch, before: int, room: int) -> np.ndarray | None:
-        """The ids of an item's prompt with its longest column cut, at most `room` with the `before` tokens that come
-        first; None where nothing can be cut so. Of a conversation, contents are columns, but for system messages."""
+        """Returns the ids of an item's prompt with its longest column cut, at most `room` with the `before` tokens
+        before them; None where it has no column. The columns of a conversation are its contents, but for those of
+        system messages."""
         tokenizer = self.inputs.tokenizer
         if tokenizer is None:
             return None
@@ -255,9 +268,9 @@ class GenerateTask:
         elif max_tokens:
             remedy = f"shorten it, give a smaller max_tokens, or have it cut with {TRUNCATE}"
         if self.truncate and room >= 1:
-            remedy = "what is around its columns and contents leaves no room; shorten that"
+            remedy = "shorten the text around its columns and contents, which is never cut"
         if room == self.inputs.max_length:
-            message += f"it may have {room}"
+            message += f"it may have at most {room}"
         else:
             message += f"with max_tokens {max_tokens} it" if max_tokens else "with a token to generate it"
             message += f" is more than the model's context of {self.context}"
@@ -265,7 +278,7 @@ class GenerateTask:
 
     def finish(self, note: Any, results: Sequence[list[Generated] | InputError]) -> dict[str, Any]:
         samples = results[0]
-        if isinstance(samples, InputError):  # found out when it was to run
+        if isinstance(samples, InputError):  # the engine could not run the request
             raise samples
         counts = {
             "num_tokens": note["tokens"],
@@ -295,16 +308,18 @@ class GenerateTask:
 
 
 def _named(item: Any) -> Any:
-    """A bare prompt, or a list of messages, as an item with names."""
+    """Returns an item: a bare prompt or a list of messages becomes a GenerateItem, and other values stay as they
+    are."""
     if isinstance(item, (list, tuple)) and item and isinstance(item[0], Mapping):
         return GenerateItem(messages=item)
     return GenerateItem(prompt=item) if isinstance(item, (str, list, tuple, np.ndarray)) else item
 
 
 def _message(message: Any, index: int) -> Any:
-    """A message in OpenAI's format as chat templates expect it: parts of text joined, arguments of calls as objects."""
+    """Returns a message in OpenAI's format as chat templates expect it: parts of text joined, arguments of calls as
+    objects."""
     if not isinstance(message, Mapping):
-        return message  # the template's own checks say what is wrong with it
+        return message  # `ChatTemplates.render` says what is wrong with it
     out, field = dict(message), f"messages[{index}]"
     if isinstance(out.get("content"), list):
         parts = enumerate(out["content"])
@@ -320,7 +335,9 @@ def _part(part: Any, field: str) -> str:
     text = part.get("text") if kind == "text" and isinstance(part, Mapping) else part
     if not isinstance(text, str):
         remedy = 'give text: {"type": "text", "text": "..."}'
-        raise InputError(f"{field!r} is of type {kind!r}", field=field, remedy=remedy, code="unsupported")
+        raise InputError(
+            f"{field!r} is of type {kind!r}, which is not supported", field=field, remedy=remedy, code="unsupported"
+        )
     return text
 
 
@@ -337,13 +354,13 @@ def _tool_call(call: Any, field: str) -> Any:
 
 
 def _is_cut(message: Mapping[str, Any]) -> bool:
-    """Whether a message's content is cut when a conversation is too long."""
+    """Returns whether a message's content is cut when a conversation is too long."""
     content = message.get("content")
     return isinstance(content, str) and bool(content) and message.get("role") not in ("system", "developer")
 
 
 def _objects(values: Any, field: str, example: str) -> Any:
-    """A list of objects, or None for none. Raises InputError."""
+    """Returns a list of objects, or None for None. Raises InputError for anything else."""
     if not values:
         return None
     if not isinstance(values, (list, tuple)) or not all(isinstance(value, Mapping) for value in values):

@@ -1,4 +1,4 @@
-"""Tasks by name, as a checkpoint wants them."""
+"""Makes the tasks by name, as a checkpoint wants them."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ def make_task(
     adapters: Collection[str] = (),
     **given: Any,
 ) -> Task:
-    """The task `name` for a checkpoint, with the options that `prefold.options` has for it.
+    """Returns the task `name` for a checkpoint, with the options that `prefold.options` has for it.
 
-    options    as its dataclass, or as a mapping; or else they are given as keywords
-    tokenizer  None: token ids only
+    options    as the task's dataclass or as a mapping; or else they are given as keywords
+    tokenizer  None: the task takes token ids only
     adapters   the names of the LoRA adapters that are loaded
 
-    Raises InputError for an unknown task or option, and for bad values.
+    Raises InputError for an unknown task or option, and for bad values; UnsupportedModelError for a model that cannot
+    do the task.
     """
     if not isinstance(options, TaskOptions):
         options = options_of(name, {**(options or {}), **given})

@@ -1,4 +1,4 @@
-"""Reranking: how well documents answer a query, by the model's "yes" against its "no"."""
+"""Reranking says how well documents answer a query, by the logit of "yes" against that of "no"."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ __all__ = ["RerankItem", "RerankTask", "sigmoid", "word_id"]
 
 @dataclass(frozen=True)
 class RerankItem:
-    """query             a text or token ids
+    """A RerankItem is a query with one document, or with several to be ranked.
+
+    query             a text or token ids
     document          one text or token ids; or else
     documents         a list of them; {"text": ...} is taken for a text
     instruction       what is wanted of a document, None for the task's
-    top_n             list only the best so many
-    return_documents  give the documents back in the result
+    top_n             list only so many documents, the best
+    return_documents  whether to give the documents back in the result
     adapter           the LoRA adapter; None: the task's
     """
 
@@ -44,7 +46,8 @@ class RerankItem:
 
 
 class RerankTask:
-    """Items: RerankItem, a mapping with its fields, or a pair (query, document or list of documents).
+    """Scores documents. Items are RerankItem, a mapping with its fields, or a pair (query, document or list of
+    documents).
 
     Result of one document: {"score": float}. Of a list: {"scores": [float] in the order given,
     "order": [index], best first, equal ones in the order given, `top_n` of them at most}, and with
@@ -71,14 +74,15 @@ class RerankTask:
         raw_scores: bool = False,
         truncate: Truncate = False,
     ):
-        """
+        """Checks the template and the words. Raises InputError where they are wrong, or there is no tokenizer.
+
         instruction  what is wanted of a document
         template     a prompt with {query}, {document} and, if wanted, {instruction}; None for Qwen3-Reranker's
         words        the two words whose logits are compared; each must be one token
-        head         score by the checkpoint's classification head instead
+        head         whether to score by the checkpoint's classification head instead
         pair         without a template: no prompt, but query and document with the special tokens of a pair
-        truncate     cut documents that make a prompt too long: True the longest column of one made of a template,
-                     else the end; "left" the beginning
+        truncate     whether to cut documents that make a prompt too long: True the longest column of a document that
+                     was made of a template, else the end; "left" the beginning
         """
         if inputs.tokenizer is None:
             raise InputError("reranking needs a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
@@ -129,7 +133,8 @@ class RerankTask:
         return make
 
     def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
-        """One item out of several that have one document each and the same query: they are ranked together."""
+        """Returns one item made of several that have one document each and the same query, so that they are ranked
+        together."""
         requests = [request for work in works for request in work.requests]
         top_n = None if top_n is None else check_count(top_n, "top_n")
         return Work(
@@ -169,13 +174,13 @@ class RerankTask:
         return lambda: np.concatenate((query(), self.between, document()))
 
     def _check_room_for_document(self, fields: Mapping[str, Text], name: str) -> None:
-        """Raises InputError when truncation would have to cut more than the document."""
+        """Raises InputError where truncation would have to cut more than the document."""
         before = self._encode_body({**fields, "document": ""})
         if self.inputs.over(self.prefix.size + before.size + 1 + self.suffix.size):
             raise InputError(
                 f"the prompt leaves no room for {name!r} in the {self.inputs.max_length} tokens the model takes",
                 field="query",
-                remedy="shorten the query; truncation cuts the document only",
+                remedy="shorten the query, since truncation cuts the document only",
                 code="too_long",
             )
 
@@ -184,7 +189,7 @@ class RerankTask:
         scores = margins if self.raw_scores else [sigmoid(margin) for margin in margins]
         if not note.get("list"):
             return {"score": scores[0], "num_tokens": note["tokens"]}
-        # Ordered by the margin: far from zero the sigmoid rounds different margins to one score.
+        # Documents are ordered by the margin, since far from zero the sigmoid rounds different margins to one score.
         order = sorted(range(len(margins)), key=lambda i: -margins[i])[: note["top_n"]]
         line: dict[str, Any] = {"scores": scores, "order": order, "num_tokens": note["tokens"]}
         if "documents" in note:
@@ -197,13 +202,13 @@ class RerankTask:
 
 
 def sigmoid(x: float) -> float:
-    """1 / (1 + exp(-x)) without overflow."""
+    """Returns 1 / (1 + exp(-x)), without overflow."""
     z = float(np.exp(-abs(x)))
     return 1.0 / (1.0 + z) if x >= 0 else z / (1.0 + z)
 
 
 def word_id(tokenizer: Tokenizer, word: str) -> int:
-    """The id of a word that is one token. Raises InputError when it is not."""
+    """Returns the id of a word that is one token. Raises InputError for a word that is not."""
     ids = tokenizer.encode(word, special=False)
     if ids.size != 1:
         message = f"the word {word!r} is {ids.size} tokens in this model's vocabulary, not one"
@@ -213,7 +218,9 @@ def word_id(tokenizer: Tokenizer, word: str) -> int:
 
 def word_ids(inputs: Inputs, words: Sequence[str]) -> tuple[int, int]:
     if isinstance(words, str) or len(words) != 2 or not all(isinstance(word, str) for word in words):
-        raise InputError(f"words is {words!r}", field="words", remedy='give two words, like ("yes", "no")')
+        raise InputError(
+            f"words (--words) is {words!r}, not two words", field="words", remedy='give two words, like ("yes", "no")'
+        )
     assert inputs.tokenizer is not None
     yes, no = (word_id(inputs.tokenizer, word) for word in words)
     if yes == no:
@@ -224,7 +231,7 @@ def word_ids(inputs: Inputs, words: Sequence[str]) -> tuple[int, int]:
 
 
 def _named(item: Any) -> Any:
-    """A pair as an item with names."""
+    """Returns an item: a pair becomes a RerankItem, and other values stay as they are."""
     if isinstance(item, (tuple, list)) and len(item) == 2:
         query, value = item
         several = is_list_of_texts(value) or (isinstance(value, (list, tuple)) and len(value) == 0)
@@ -233,10 +240,10 @@ def _named(item: Any) -> Any:
 
 
 def _documents(item: RerankItem) -> tuple[list[Any], list[str]]:
-    """The documents of an item and the names to report them by."""
+    """Returns the documents of an item, and the field that errors call each of them. Raises InputError."""
     if (item.document is None) == (item.documents is None):
         both = "both" if item.document is not None else "neither"
-        message = f"the item has {both} of 'document' and 'documents'"
+        message = f"the item has {both} of the fields 'document' and 'documents'"
         raise InputError(message, field="documents", remedy="give one of them", code="missing_field")
     if item.documents is None:
         return [item.document], ["document"]
@@ -258,7 +265,7 @@ def _json_text(text: Any) -> Any:
 
 
 def _pieces(template: str, values: Mapping[str, Text]) -> list[Text]:
-    """A filled template as one text, or cut where a field's value is token ids."""
+    """Returns a filled template as one text, or as several pieces where the value of a field is token ids."""
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
     pieces: list[Text] = []
     rest = template

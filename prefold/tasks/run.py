@@ -1,4 +1,4 @@
-"""A task's items through an engine, in memory: for the Python face, direct answers, samples and probes."""
+"""Runs a task's items through an engine, in memory: for the Python face, direct answers, samples and probes."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def results_of(
     stopping: Callable[[], bool] | None = None,
     **run: Any,
 ) -> Iterator[tuple[bytes, Any]]:
-    """(tag, result) of every request, as they come.
+    """Yields (tag, result) of every request, as the results come.
 
-    stopping  where text is generated: once it says so, the run ends after the step
-    run       how: `on_step`, and for numeric tasks `sharing` and `max_batch_rows`, as `Engine.run` takes them
+    stopping  where text is generated: called after each step; once it returns True, the run ends
+    run       how to run: `on_step`, and for numeric tasks `sharing` and `max_batch_rows`, as `Engine.run` takes them
 
     A result is a Result; where text is generated it is a list of Generated, or the InputError of a request that
     cannot be run.
@@ -66,10 +66,11 @@ def run_works(
     on_done: Callable[[], object] | None = None,
     **run: Any,
 ) -> list[list[Any] | None]:
-    """The results of each Work's requests, in order; None where `works` holds an InputError.
+    """Returns the results of each Work's requests, in order; None where `works` holds an InputError.
 
-    seed: see `with_seed`; None draws one. on_done: called for each result as it comes. run: see
-    `results_of`.
+    seed     the job's seed (see `with_seed`); None: a new one
+    on_done  called for each result as it comes
+    run      as in `results_of`
     """
     out: list[list[Any] | None] = [None if isinstance(w, InputError) else [None] * len(w.requests) for w in works]
     seed = draw_seed() if seed is None else seed
@@ -88,7 +89,7 @@ def run_works(
 
 
 def finish(task: Any, note: Any, results: Sequence[Any]) -> dict[str, Any]:
-    """What the task makes of an item's results.
+    """Returns what the task makes of an item's results.
 
     Raises the InputError that is among them, and one of code "not_finite" for a result that holds NaN or infinity.
     """
@@ -115,7 +116,7 @@ def all_finite(value: Any) -> bool:
 
 
 def finish_items(task: Any, works: Sequence[Any], results: Sequence[list[Any] | None]) -> list[Any]:
-    """What the task makes of each item's results, or the item's InputError."""
+    """Returns what the task makes of each item's results, or the item's InputError."""
     return [
         work if isinstance(work, InputError) else attempt(finish, task, work.note, result)
         for work, result in zip(works, results, strict=True)
@@ -123,13 +124,13 @@ def finish_items(task: Any, works: Sequence[Any], results: Sequence[list[Any] | 
 
 
 def run_items(engine: Any, task: Any, items: Sequence[Any], *, seed: int | None = None) -> list[Any]:
-    """The task's result of each item, or its InputError, in order."""
+    """Returns the task's result of each item, or its InputError, in order."""
     works = task.prepare(items)
     return finish_items(task, works, run_works(engine, task, works, seed=seed))
 
 
 def calibrated(engine: Any, task: Any) -> Any:
-    """The task itself, or where it asks for a calibration (classify), the task after it."""
+    """Returns the task, which for a classification that asks for it is calibrated first."""
     items = task.calibration_items() if hasattr(task, "calibration_items") else []
     if not items:
         return task
@@ -144,14 +145,14 @@ def calibrated(engine: Any, task: Any) -> Any:
 
 
 def draw_seed() -> int:
-    """A number nobody has seen, small enough for JSON."""
+    """Returns a new random seed that JSON can hold exactly."""
     return secrets.randbits(53)
 
 
 def with_seed(request: Request | GenerateRequest, seed: int, *place: int) -> Request | GenerateRequest:
-    """The request; one that samples without a seed of its own with one made of the job's seed and its place there.
+    """Returns the request; one that samples without a seed gets one that is made of the job's seed and its place there.
 
-    So equal prompts of a job are continued differently, and each the same way when the job is run again.
+    So equal prompts of a job are continued differently, and each in the same way when the job is run again.
     """
     if not isinstance(request, GenerateRequest):
         return request

@@ -1,4 +1,4 @@
-"""Sampling options as users write them, checked."""
+"""Checks the sampling options that users write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["format_grammar", "grammar_from", "sampling_from"]
 
 NAMES = [field.name for field in fields(Sampling)]
 GRAMMARS = ("json_schema", "json", "regex", "choice", "lark")
-# None says something about these; of the others it says nothing.
+# None is a value of these fields. For all others it means that the default holds.
 NULLABLE = ("max_tokens", "seed", "logprobs", "grammar")
 
 
@@ -36,11 +36,11 @@ def sampling_from(
     tokenizer: Tokenizer | None,
     defaults: Sampling | None = None,
 ) -> Sampling:
-    """`options`, {field of Sampling: value}, over `defaults`, Sampling's own when None.
+    """Returns the Sampling that `options`, {field of Sampling: value}, make of `defaults` (None: Sampling's own).
 
-    As in Sampling, but: top_k -1 is 0; stop is a text or a list of texts; stop_ids an id or a list; logit_bias
-    {id: number}, where an id may be written as a text; grammar what `grammar_from` takes. None stands for the
-    default where Sampling does not have it. Raises InputError, with the option's name as `field`.
+    The values are those of Sampling, but: top_k -1 means 0; stop is a text or a list of texts; stop_ids an id or a
+    list; logit_bias {id: number}, where an id may be written as a text; grammar what `grammar_from` takes. None stands
+    for the default where Sampling does not know it. Raises InputError, with the option's name as `field`.
     """
     checks = _CHECKS | {
         "stop": partial(_stop, tokenizer=tokenizer),
@@ -60,16 +60,17 @@ def sampling_from(
             values[name] = None
     sampling = replace(defaults or Sampling(), **values)
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
-        message = f"min_tokens is {sampling.min_tokens}, more than max_tokens, {sampling.max_tokens}"
-        raise InputError(message, field="min_tokens", remedy="give a smaller one", code="out_of_range")
+        message = f"min_tokens is {sampling.min_tokens}, which is more than max_tokens ({sampling.max_tokens})"
+        raise InputError(message, field="min_tokens", remedy="give a smaller min_tokens", code="out_of_range")
     return sampling
 
 
 def grammar_from(value: Any, field: str = "grammar") -> Grammar:
-    """One of {"json_schema": schema}, {"json": true}, {"regex": text}, {"choice": [text, ...]}, {"lark": text}.
+    """Returns the Grammar of {"json_schema": schema}, {"json": true}, {"regex": text}, {"choice": [text, ...]} or
+    {"lark": text}.
 
-    A schema may be given as its text, or as a pydantic class. Raises InputError, also for what is no schema,
-    expression or grammar; MissingExtraError without the library that grammars need.
+    A schema may be given as its text, or as a pydantic class. Raises InputError for any other value and for an invalid
+    schema, expression or grammar, MissingExtraError without the library that grammars need.
     """
     if isinstance(value, Grammar):
         check_grammar(value)
@@ -84,7 +85,8 @@ def grammar_from(value: Any, field: str = "grammar") -> Grammar:
 
 
 def format_grammar(value: Any) -> dict[str, Any] | None:
-    """What `grammar_from` takes, of a pydantic class, or of OpenAI's `response_format`; None for plain text."""
+    """Returns a pydantic class, or OpenAI's `response_format`, in the form that `grammar_from` takes; None for plain
+    text."""
     if hasattr(value, "model_json_schema"):
         return {"json_schema": value}
     kind = value.get("type") if isinstance(value, Mapping) else None
@@ -97,10 +99,17 @@ def format_grammar(value: Any) -> dict[str, Any] | None:
         schema = inner.get("schema") if isinstance(inner, dict) else None
         if schema is None:
             remedy = 'give {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
-            raise InputError("response_format has no schema", field="response_format", remedy=remedy)
+            raise InputError(
+                "response_format of type json_schema has no schema", field="response_format", remedy=remedy
+            )
         return {"json_schema": schema}
     remedy = "use text, json_object or json_schema"
-    raise InputError(f"response_format is of type {kind!r}", field="response_format", remedy=remedy, code="unsupported")
+    raise InputError(
+        f"response_format is of type {kind!r}, which is not supported",
+        field="response_format",
+        remedy=remedy,
+        code="unsupported",
+    )
 
 
 def _wrong(value: Any, field: str, wanted: str, code: str = "wrong_type") -> InputError:
@@ -110,7 +119,7 @@ def _wrong(value: Any, field: str, wanted: str, code: str = "wrong_type") -> Inp
 def _whole(value: Any, field: str, *, least: int | None = None, below: int | None = None) -> int:
     wanted = "a whole number" + (f" from {least}" if least is not None else "")
     wanted += f" to {below - 1}" if below is not None else ""
-    # What was read from a table or computed may be 5.0.
+    # A whole number that was computed, or read from a table, may come as 5.0.
     if isinstance(value, Real) and not isinstance(value, (bool, np.bool_)) and value == value // 1:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -121,7 +130,7 @@ def _whole(value: Any, field: str, *, least: int | None = None, below: int | Non
 
 
 def _number(value: Any, field: str, *, least: float = -math.inf, most: float = math.inf, above: bool = False) -> float:
-    """least is not allowed itself when `above`."""
+    """Returns the number `value`, in [least, most], or in (least, most] when `above`. Raises InputError."""
     wanted = "a number" + (f" {'above' if above else 'from'} {least:g}" if least > -math.inf else "")
     wanted += f" to {most:g}" if most < math.inf else ""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
@@ -164,7 +173,8 @@ def _token(value: Any, field: str, vocab_size: int | None) -> int:
 
 
 def _logit_bias(value: Any, field: str, *, vocab_size: int | None) -> tuple[tuple[int, float], ...]:
-    """OpenAI's limits; what is given twice is added."""
+    """Returns (id, bias) pairs; biases of an id that is given twice are added. The limits are OpenAI's. Raises
+    InputError."""
     if isinstance(value, Mapping):
         value = value.items()
     biases: dict[int, float] = {}
@@ -189,7 +199,7 @@ def _grammar(value: Any, field: str, *, tokenizer: Tokenizer | None) -> Grammar:
 
 def _need_tokenizer(tokenizer: Tokenizer | None, field: str, remedy: str) -> None:
     if tokenizer is None:
-        message = f"{field!r} is about text, and the model has no tokenizer"
+        message = f"{field!r} needs text, and the model has no tokenizer"
         raise InputError(message, field=field, remedy=remedy, code="no_tokenizer")
 
 
@@ -204,7 +214,7 @@ def _schema(value: Any, field: str) -> str:
         except (TypeError, ValueError, RecursionError) as error:
             message = f"{field!r} cannot be written as JSON: {error}"
             raise InputError(message, field=field, remedy="give JSON values only", code="wrong_type") from None
-    if value is True:  # the schema that anything fits
+    if value is True:  # the schema `true` allows any JSON
         return "{}"
     raise _wrong(value, field, "a JSON schema")
 

@@ -1,4 +1,4 @@
-"""Scoring: the log-probability a model gives a continuation, or a whole text.
+"""Scoring gives the log-probability that a model assigns to a continuation, or to a whole text.
 
 The conventions are those of EleutherAI's lm-evaluation-harness, so that its numbers come out.
 """
@@ -19,14 +19,16 @@ from ..types import Readout, Request, Result
 from .base import Inputs, Text, TextBatch, Work, as_item, check_count
 from .cut import columns_of, cut_columns
 
-__all__ = ["ScoreItem", "ScoreTask", "add_joint", "add_pair", "leading_ids", "rolling_windows"]
+__all__ = ["ScoreItem", "ScoreTask", "add_joint", "add_pair", "leading_ids", "rolling_stretches"]
 
 PairOfIds = Callable[[], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class ScoreItem:
-    """prompt, continuation   texts or token ids: how likely is the continuation after the prompt; or else
+    """A ScoreItem is a continuation with its prompt, or a whole text.
+
+    prompt, continuation   texts or token ids: how likely is the continuation after the prompt; or else
     text                   a text or token ids: how likely is it, as a whole (rolling)
     adapter                the LoRA adapter; None: the task's
     """
@@ -38,7 +40,7 @@ class ScoreItem:
 
 
 class ScoreTask:
-    """Items: ScoreItem, a mapping with its fields, a pair (prompt, continuation), or a bare text (rolling).
+    """Scores items: ScoreItem, a mapping with its fields, a pair (prompt, continuation), or a bare text (rolling).
 
     Result: {"logprob": sum, natural logarithm, "logprobs": one for each token, "greedy": whether every
     token is the model's first choice, "num_tokens": tokens scored}, and for a rolling text "num_bytes"
@@ -49,7 +51,7 @@ class ScoreTask:
     tokens (BOS) come before the prompt, unless the text begins with the BOS itself. An empty prompt
     stands for the prefix token: BOS, or EOS where there is none. Token ids are taken as they are.
 
-    A rolling text is scored in windows of max_length rows, every token exactly once. The first window
+    A rolling text is scored in stretches of max_length rows, every token exactly once. The first stretch
     begins with the prefix token, a later one with the token before its first target, and the last one
     as far back as the model allows.
     """
@@ -58,10 +60,11 @@ class ScoreTask:
     item_type = ScoreItem
 
     def __init__(self, inputs: Inputs, *, prefix_token: int | None = None, truncate: Truncate = False):
-        """
-        prefix_token  token id that stands for an empty prompt; None: the tokenizer's BOS, else EOS
-        truncate      cut prompts that are too long: True the longest column of one made of a template, else the
-                      beginning; "right" the end
+        """Chooses the prefix token.
+
+        prefix_token  the token id that stands for an empty prompt; None: the tokenizer's BOS, else EOS
+        truncate      whether to cut prompts that are too long: True the longest column of a prompt that was made of a
+                      template, else the beginning; "right" the end
         """
         self.inputs = inputs
         self.truncate = truncate
@@ -86,7 +89,7 @@ class ScoreTask:
             if getattr(item, name) is None:
                 raise InputError(f"{name!r} is missing", field=name, remedy="give it", code="missing_field")
         prompt = item.prompt
-        # No tokens are as good as no text.
+        # An empty list of token ids is an empty text.
         empty = isinstance(prompt, (list, tuple, np.ndarray)) and len(prompt) == 0
         prompt = "" if empty else self.inputs.text(prompt, "prompt")
         continuation = self.inputs.text(item.continuation, "continuation")
@@ -98,7 +101,8 @@ class ScoreTask:
     def _cut(
         self, prompt: Filled, continuation: str, ids: tuple[np.ndarray, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a prompt, with its longest column cut where it is too long, and of its continuation."""
+        """Returns the ids of a prompt, with its longest column cut where it is too long, and those of its
+        continuation."""
         tokenizer = self.inputs.tokenizer
 
         def size(pair: tuple[np.ndarray, np.ndarray]) -> int:
@@ -122,12 +126,12 @@ class ScoreTask:
             raise InputError(
                 "'continuation' has no tokens of its own",
                 field="continuation",
-                remedy="give a text that is not empty and does not melt into the prompt's last token",
+                remedy="give a text that is not empty, and whose letters are not part of the prompt's last token",
                 code="empty",
             )
         if prompt.size == 0:
             prefix = self._prefix("prompt")
-            # A continuation that begins with the prefix token brings its prompt along.
+            # Where the continuation begins with the prefix token, that token is the prompt.
             begins = continuation.size > 1 and continuation[0] == prefix[0]
             prompt, continuation = (prefix, continuation[1:]) if begins else (prefix, continuation)
         tokens = np.concatenate((prompt, continuation[:-1]))
@@ -137,7 +141,7 @@ class ScoreTask:
                 raise InputError(
                     f"'continuation' has {continuation.size} tokens; the model takes {self.inputs.max_length}",
                     field="continuation",
-                    remedy="shorten it; truncation cuts the prompt only",
+                    remedy="shorten it, since truncation cuts the prompt only",
                     code="too_long",
                 )
             kept = tokens.size - over
@@ -158,8 +162,8 @@ class ScoreTask:
         ids = get()
         if ids.size == 0:
             raise InputError("'text' has no tokens", field="text", remedy="give a text that is not empty", code="empty")
-        windows = rolling_windows(ids, self._prefix("text"), self.inputs.max_length)
-        requests = [self.inputs.request(tokens, "text", targets) for tokens, targets in windows]
+        stretches = rolling_stretches(ids, self._prefix("text"), self.inputs.max_length)
+        requests = [self.inputs.request(tokens, "text", targets) for tokens, targets in stretches]
         return Work(requests, {"bytes": num_bytes})
 
     def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
@@ -174,13 +178,13 @@ class ScoreTask:
 
 
 def add_pair(batch: TextBatch, inputs: Inputs, prompt: Text, continuation: Text) -> PairOfIds:
-    """Add a prompt and its continuation to a batch; what it returns gives the ids of both after `encode`.
+    """Adds a prompt and its continuation to a batch, and returns a function that gives the ids of both after `encode`.
 
     Special tokens come before the prompt as ScoreTask says; an empty prompt gives no ids.
     """
     pair = add_joint(batch, prompt, continuation)
     if isinstance(prompt, str) and isinstance(continuation, str):
-        prompt = prompt.rstrip()  # where nothing is left the prefix token takes its place
+        prompt = prompt.rstrip()  # a prompt of which nothing is left is empty: the prefix token takes its place
     before = leading_ids(inputs.tokenizer, prompt)
     if not before.size:
         return pair
@@ -193,10 +197,11 @@ def add_pair(batch: TextBatch, inputs: Inputs, prompt: Text, continuation: Text)
 
 
 def add_joint(batch: TextBatch, prompt: Text, continuation: Text) -> PairOfIds:
-    """The same without special tokens: two texts encoded together and split after the prompt's own length.
+    """Adds two texts to a batch, without special tokens, and returns a function that gives the ids of both after
+    `encode`.
 
-    White space at the prompt's end goes to the continuation. Where one of the two is token ids
-    already, each is encoded by itself.
+    They are encoded together and split after the length of the prompt's own ids. White space at the prompt's end goes
+    to the continuation. Where one of the two is token ids already, each is encoded by itself.
     """
     if isinstance(prompt, str) and isinstance(continuation, str):
         kept = prompt.rstrip()
@@ -207,25 +212,26 @@ def add_joint(batch: TextBatch, prompt: Text, continuation: Text) -> PairOfIds:
 
 
 def leading_ids(tokenizer: Tokenizer | None, prompt: Text) -> np.ndarray:
-    """The special tokens to put before a prompt: none before ids, no text, or a BOS written out."""
+    """Returns the special tokens to put before a prompt, int32 [n]: none before token ids, before an empty text, and
+    before a text that begins with the BOS."""
     if tokenizer is None or not isinstance(prompt, str) or not prompt or _starts_with_bos(tokenizer, prompt):
         return np.empty(0, np.int32)
     return tokenizer.prefix_ids
 
 
 def _starts_with_bos(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether a text begins with the BOS token written out, so that no second one is put before it."""
+    """Returns whether a text begins with the BOS token written out, so that no second one is put before it."""
     bos = tokenizer.special_tokens.get("bos_token")
     return bos is not None and text.startswith(bos)
 
 
-def rolling_windows(
+def rolling_stretches(
     ids: np.ndarray, prefix: np.ndarray, max_length: int | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(tokens, targets) that score every id exactly once, tokens at most max_length long.
+    """Yields (tokens, targets) that score every id exactly once, tokens at most max_length long.
 
-    The first window reads `prefix` (one token) and all but its last target. Later windows are as long
-    as the model allows: the last one reaches back over ids that are scored already, as context.
+    The first pair reads `prefix` (one token) and all but its last target. Later ones are as long as the model allows:
+    the last one reaches back over ids that are scored already, as context.
     """
     size = ids.size if max_length is None else min(max_length, ids.size)
     yield np.concatenate((prefix, ids[: size - 1])), ids[:size]
@@ -237,7 +243,7 @@ def rolling_windows(
 
 
 def _named(item: Any) -> Any:
-    """A pair, or a bare text, as an item with names. A list of numbers is a text in token ids."""
+    """Returns an item: a pair or a bare text becomes a ScoreItem. A list of numbers is a text in token ids."""
     if isinstance(item, (str, np.ndarray)):
         return ScoreItem(text=item)
     if isinstance(item, (list, tuple)) and len(item) == 2 and not isinstance(item[0], (int, np.integer)):

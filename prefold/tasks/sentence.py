@@ -1,5 +1,5 @@
-"""How a checkpoint wants to embed, or to score pairs: what sentence-transformers' files in its folder say, or a GGUF
-file's metadata."""
+"""Reads how a checkpoint wants to embed, or to score pairs: from sentence-transformers' files in its folder, or from
+a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ __all__ = [
 
 Pooling = Literal["last", "mean", "first"]
 
-# Names of sentence-transformers' pooling modes; the ones not here are refused.
+# The pooling modes of sentence-transformers, by their names there. Others are refused.
 POOLING_MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "first"}
-# {architecture}.pooling_type of GGUF files.
+# The pooling modes of GGUF files, by the value of {architecture}.pooling_type.
 GGUF_POOLING: dict[int, Pooling] = {1: "mean", 2: "first", 3: "last"}
-# Arguments of a tokenizer's call, which a folder may set for the chat template. They would change what is cut.
+# Arguments of a tokenizer's call that a folder may set for the chat template. They are refused, because they would
+# change how a text is cut.
 _CALL_OPTIONS = {"padding", "truncation", "max_length", "return_tensors", "tokenize", "return_dict"}
 _SIGNS_OF_PARTS = ("content[0]", ".type", "'type'", '"type"', "message.content[")
 
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How texts become messages.
+    """A ChatSettings says how texts become messages.
 
-    parts           a content is a list of parts, [{"type": "text", "text": "..."}], not a text
+    parts           whether a content is a list of parts, [{"type": "text", "text": "..."}], instead of a text
     options         what the chat template is given beside the messages
-    restore_suffix  where a text was cut, what the template writes after every text stands at the end all the same
+    restore_suffix  whether a text that was cut still ends with what the template writes after every text
     """
 
     parts: bool = False
@@ -53,15 +54,15 @@ class ChatSettings:
 
 @dataclass(frozen=True)
 class EmbedSettings:
-    """How an embedding checkpoint wants to be used.
+    """An EmbedSettings says how an embedding checkpoint wants to be used.
 
     pooling      where the embedding is read
-    normalize    scale it to length 1
+    normalize    whether it is scaled to length 1
     max_length   tokens a text may have, None for what the model takes
     prompts      {name: text put before the input}
     default_prompt_name   the prompt used when none is asked for, None for none
-    lower_case   texts are lower-cased first
-    pool_prompt  the prompt's tokens take part in pooling
+    lower_case   whether texts are lower-cased first
+    pool_prompt  whether the prompt's tokens take part in pooling
     chat         a text is written as a user's message by the chat template, a prompt as a system message before it;
                  None: texts are taken as they are
     """
@@ -77,15 +78,21 @@ class EmbedSettings:
 
 
 def embed_settings(checkpoint: Checkpoint) -> EmbedSettings:
-    """From sentence-transformers' files (modules.json), or a GGUF file's pooling type.
+    """Returns the settings in sentence-transformers' files (modules.json), or by a GGUF file's pooling type.
 
-    Without either: the last token, normalised, as Qwen3-Embedding and most embedding models made of
-    causal transformers do. Raises UnsupportedModelError for modules and pooling modes prefold lacks,
+    Without either they are the last token, normalised, as Qwen3-Embedding and most embedding models made of
+    causal transformers have it. Raises UnsupportedModelError for modules and pooling modes that prefold lacks,
     CheckpointError for files that cannot be read.
     """
     try:
         return _embed_settings(checkpoint)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:  # values of another type
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+    ) as error:  # the files hold values of another type
         line = f"{type(error).__name__}: {error}"[:200]
         raise CheckpointError(f"the files of sentence-transformers in {checkpoint.name} are broken: {line}") from error
 
@@ -130,9 +137,9 @@ def _transformer_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _chat_settings(checkpoint: Checkpoint, transformer: Mapping[str, Any]) -> ChatSettings | None:
-    """How sentence-transformers (6 and later) makes messages of texts; None where it takes texts as they are.
+    """Returns how sentence-transformers (6 and later) makes messages of texts; None where it takes texts as they are.
 
-    It does so for every folder whose `modality_config` has "message": that of a decoder with a chat template.
+    It makes messages for every folder whose `modality_config` has "message": that of a decoder with a chat template.
     """
     modalities = transformer.get("modality_config") or {}
     for name in {"text", "message"} & modalities.keys():
@@ -160,7 +167,8 @@ def _chat_settings(checkpoint: Checkpoint, transformer: Mapping[str, Any]) -> Ch
 
 
 def _takes_parts(checkpoint: Checkpoint, form: str) -> bool:
-    """Whether the chat template wants a list of parts; "auto" looks for signs of it, as sentence-transformers does."""
+    """Returns whether the chat template wants a list of parts; "auto" looks for signs of it, as
+    sentence-transformers does."""
     if form != "auto":
         return form == "structured"
     source = folder_templates(checkpoint).get("default", "")
@@ -170,7 +178,7 @@ def _takes_parts(checkpoint: Checkpoint, form: str) -> bool:
 def _max_length(checkpoint: Checkpoint, transformer: Mapping[str, Any]) -> int | None:
     limits = [transformer.get("max_seq_length")]
     if limits[0] is None:
-        # As sentence-transformers does: the tokenizer's own limit counts when the model sets none.
+        # Where the model sets no limit, that of the tokenizer counts, as in sentence-transformers.
         limits = [(checkpoint.read_json("tokenizer_config.json") or {}).get("model_max_length")]
     limits.append(checkpoint.config.get("max_position_embeddings"))
     known = [int(limit) for limit in limits if limit is not None and 0 < limit < 1e12]
@@ -199,10 +207,10 @@ def _gguf_pooling(checkpoint: Checkpoint) -> Pooling:
 
 @dataclass(frozen=True)
 class PairSettings:
-    """How a reranker with a classification head wants its pairs.
+    """A PairSettings says how a reranker with a classification head wants its pairs.
 
     prompt   None: query and document as they are, with the special tokens of a pair
-    raw      the score is the head's logit itself, not its sigmoid
+    raw      whether the score is the head's logit itself, not its sigmoid
     """
 
     prompt: RerankPrompt | None = None
@@ -210,11 +218,13 @@ class PairSettings:
 
 
 def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSettings:
-    """From what sentence-transformers' CrossEncoder writes of itself; else by the tokenizer.
+    """Returns the settings in the files of sentence-transformers' CrossEncoder; without them, those that the tokenizer
+    suggests.
 
     A CrossEncoder joins the pair plainly, or writes it as messages of the roles query and document where its
-    `modality_config` has "message". What says nothing and has Qwen3's thinking tokens is taken for Qwen3-Reranker
-    turned into a classifier, which keeps its prompt. Any other classifier reads the pair as its tokenizer writes one.
+    `modality_config` has "message". A checkpoint without such files that has Qwen3's thinking tokens is taken for
+    Qwen3-Reranker turned into a classifier, which keeps its prompt. Any other classifier reads the pair as its
+    tokenizer writes one.
     """
     saved = checkpoint.read_json("config_sentence_transformers.json") or {}
     own = checkpoint.config.get("sentence_transformers")

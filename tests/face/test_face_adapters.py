@@ -69,7 +69,7 @@ def test_adapters_that_are_wrong(llm):
         return llm.classify(texts, LABELS, **options)
 
     for call in (llm.embed, llm.score, classify, lambda texts, **options: llm.rerank("q", texts, **options)):
-        with pytest.raises(InputError, match=r"no adapter 'c'; the adapters that were loaded: a, b"):
+        with pytest.raises(InputError, match=r"no adapter 'c'; the adapters that are loaded: a, b"):
             call(TEXTS, adapter="c")
     for call in (llm.embed, llm.score, classify):
         with pytest.raises(InputError, match="list of 1, for 3"):

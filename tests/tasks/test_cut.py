@@ -97,7 +97,7 @@ def test_a_frame_that_fills_the_context_is_an_error():
     for item in (
         {"prompt": None, "messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "yes"}]},
     ):
-        with pytest.raises(InputError, match="leaves no room"):
+        with pytest.raises(InputError, match="shorten the text around its columns"):
             decoded(made, item)
 
 

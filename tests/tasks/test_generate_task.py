@@ -122,7 +122,7 @@ def test_adapter_salt_and_priority():
     found = request(made, {"prompt": "a", "adapter": "de", "salt": "t", "priority": 0})
     assert (found.adapter, found.salt, found.priority) == ("de", "t", 0)
     assert request(task(), "a").adapter is None
-    with pytest.raises(InputError, match=r"no adapter 'xx'; the adapters that were loaded: de, fr"):
+    with pytest.raises(InputError, match=r"no adapter 'xx'; the adapters that are loaded: de, fr"):
         request(made, {"prompt": "a", "adapter": "xx"})
     for field, value in (("salt", 5), ("priority", "high"), ("priority", True)):
         with pytest.raises(InputError) as caught:
@@ -140,7 +140,7 @@ def test_prompts_that_leave_no_room():
     assert (caught.value.code, caught.value.field) == ("too_long", "prompt")
     with pytest.raises(InputError, match="max_tokens 12"):
         request(task(), {"prompt": [5] * 501, "sampling": {"max_tokens": 12}})
-    with pytest.raises(InputError, match="11 tokens; it may have 10"):
+    with pytest.raises(InputError, match="11 tokens; it may have at most 10"):
         request(task(max_length=10), [5] * 11)
     cut = task(max_tokens=12, truncate=True)
     assert request(cut, [*range(3, 30), *[5] * 500]).tokens.tolist() == [5] * 500

@@ -1,4 +1,4 @@
-"""Scoring: prompts and continuations split as evaluation harnesses do, rolling windows, the arithmetic."""
+"""Scoring: prompts and continuations split as evaluation harnesses do, rolling texts, the arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from task_inputs import FakeCheckpoint, backend, ids, result, tokenizer
 
 from prefold.errors import InputError
 from prefold.tasks import ScoreItem, make_task
-from prefold.tasks.score import rolling_windows
+from prefold.tasks.score import rolling_stretches
 
 transformers = pytest.importorskip("transformers")
 BOS, EOS = 1, 2
@@ -125,26 +125,26 @@ def test_too_long_and_truncation():
 
 
 @given(st.integers(1, 40), st.integers(1, 12))
-def test_rolling_windows_score_every_token_once(length, max_length):
-    """Each window is a piece of prefix + text, as long as the model allows; its targets are the piece one further."""
+def test_rolling_stretches_score_every_token_once(length, max_length):
+    """Each stretch is a piece of prefix + text, as long as the model allows; its targets are the piece one further."""
     text = np.arange(100, 100 + length)
     full = [7, *text.tolist()]
     scored = []
-    windows = list(rolling_windows(text, np.array([7]), max_length))
-    for tokens, targets in windows:
+    stretches = list(rolling_stretches(text, np.array([7]), max_length))
+    for tokens, targets in stretches:
         at = full.index(tokens[0])
         assert tokens.tolist() == full[at : at + tokens.size]
         assert targets.tolist() == full[at + 1 : at + 1 + tokens.size][-targets.size :]
         assert tokens.size == min(max_length, length)
         scored += targets.tolist()
     assert scored == text.tolist()
-    assert len(windows) == -(-length // max_length)
-    ((tokens, targets),) = rolling_windows(text, np.array([7]), None)
+    assert len(stretches) == -(-length // max_length)
+    ((tokens, targets),) = rolling_stretches(text, np.array([7]), None)
     assert (tokens.tolist(), targets.tolist()) == (full[:-1], full[1:])
 
 
-def harness_windows(token_list: list[int], prefix_token: int, max_seq_len: int) -> list[tuple[list[int], list[int]]]:
-    """The harness's windows with context_len=1, as model inputs and targets."""
+def harness_stretches(token_list: list[int], prefix_token: int, max_seq_len: int) -> list[tuple[list[int], list[int]]]:
+    """The harness's stretches with context_len=1, as model inputs and targets."""
     out, done = [], 0
     while done < len(token_list):
         n = min(max_seq_len, len(token_list) - done)
@@ -157,16 +157,16 @@ def harness_windows(token_list: list[int], prefix_token: int, max_seq_len: int) 
 
 
 @given(st.lists(st.integers(3, 99), min_size=1, max_size=30), st.integers(1, 9))
-def test_rolling_windows_equal_the_harness(tokens, max_length):
-    ours = rolling_windows(np.array(tokens), np.array([1]), max_length)
-    assert [(a.tolist(), b.tolist()) for a, b in ours] == harness_windows(tokens, 1, max_length)
+def test_rolling_stretches_equal_the_harness(tokens, max_length):
+    ours = rolling_stretches(np.array(tokens), np.array([1]), max_length)
+    assert [(a.tolist(), b.tolist()) for a, b in ours] == harness_stretches(tokens, 1, max_length)
 
 
 def test_rolling_texts():
     tok = tokenizer("<|im_start|> $A")
     text, listed, named = score(tok, max_length=4).prepare(["é yes no", [5, 6, 7, 8, 9], ScoreItem(text="a")])
     encoded = ids(tok, "é yes no")
-    assert pairs(text) == harness_windows(encoded, BOS, 4)
+    assert pairs(text) == harness_stretches(encoded, BOS, 4)
     assert pairs(listed) == [([BOS, 5, 6, 7], [5, 6, 7, 8]), ([5, 6, 7, 8], [9])]
     assert pairs(named) == [([BOS], ids(tok, "a"))]
     assert text.note == {"bytes": 9}

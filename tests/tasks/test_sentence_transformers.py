@@ -159,7 +159,7 @@ def test_chat_messages_too_long_are_refused_unless_they_may_be_cut(model_folder,
     checkpoint = Folder(chat_folder(model_folder, tmp_path, CHATML, "lasttoken", 20))
     (bad,) = make_task("embed", checkpoint, load_tokenizer(checkpoint)).prepare(["Zz" * 40])
     assert isinstance(bad, InputError) and bad.code == "too_long"
-    with pytest.raises(InputError, match="give prompt: it becomes the system message"):
+    with pytest.raises(InputError, match="give prompt instead, which becomes the system message"):
         make_task("embed", checkpoint, load_tokenizer(checkpoint), instruction="find")
 
 
