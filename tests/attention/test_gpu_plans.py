@@ -64,9 +64,9 @@ def test_rows_work_is_that_of_the_visible_pairs():
     rows = 2048 + 32 * 256
     end = np.concatenate((np.full(2048, rows), 2048 + 256 * (np.arange(32 * 256) // 256 + 1)))
     plan = plan_rows(end, np.arange(rows), compiled=False)
-    started = time.perf_counter()
+    started = time.process_time()
     tiles = row_tiles(plan, 0, 64, 64)
-    assert time.perf_counter() - started < 0.1
+    assert time.process_time() - started < 0.1
     pairs = int((end - np.arange(rows)).sum())
     assert len(tiles.blocks) * 64 * 64 < 1.04 * pairs
 
@@ -127,11 +127,11 @@ def test_sequences_that_share_are_read_together():
     plan = of_slots.Case(nest, query_rows=rows, heads=(2, 1), dim=2, jumps=1e-9).plan()
     seconds = []
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.process_time()
         joined = stretches(plan.runs)
         block_q = pick_rows(joined, 2, 2) // 2
         tiles = slot_tiles(plan, joined, block_q, 64)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
     assert min(seconds) < 2e-3
     assert tiles.num_keys <= 256 * 257 + 2048 * -(-256 // block_q)
     assert tiles.num_keys < 1.3 * (256 * 257 + 2048)

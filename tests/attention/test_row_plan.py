@@ -81,9 +81,9 @@ def test_blocks_hold_the_visible_pairs_and_no_useless_key(data):
 @needs_kernels
 def test_long_prompts_need_little_memory_and_time():
     nest = chains([100_000])
-    started = time.perf_counter()
+    started = time.process_time()
     plan = plan_rows(nest.end, np.arange(100_000))
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     assert len(plan.lists.runs) <= 100_000 / 16
     assert len(plan.lists.masked) <= 100_000
     assert seconds < 0.5

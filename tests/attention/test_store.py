@@ -417,9 +417,9 @@ def test_planning_is_cheap():
     prompt = Case(chains([4096]), heads=(9, 3), jumps=0.01)
     for case, limit in ((decode, 0.01), (prompt, 0.1)):
         runs, positions = case.runs, np.zeros(0)
-        started = time.perf_counter()
+        started = time.process_time()
         plan = plan_slots(runs, len(case.q), positions, group=3)
-        assert time.perf_counter() - started < limit
+        assert time.process_time() - started < limit
         assert len(plan.lists.runs) + len(plan.lists.masked) + len(plan.lists.own) <= 20 * len(case.q)
 
 

@@ -104,7 +104,7 @@ def test_what_agenerate_used_is_freed(tmp_path, close):
     if close:
         llm.close()
     del llm
-    for _ in range(20):
+    for _ in range(400):
         gc.collect()
         if model() is None and threading.active_count() <= threads:
             break
