@@ -45,12 +45,13 @@ WORDY = (
 
 
 def question(country: str) -> list[dict[str, str]]:
+    """Returns the conversation that asks for a country's capital."""
     ask = f"Which city is the capital of {country}?"
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ask}]
 
 
 def make_pairs(tokenizer: Tokenizer) -> tuple[list[list[int]], list[int]]:
-    """Sequences, chosen and rejected in turn, and the length of each one's prompt."""
+    """Returns sequences, chosen and rejected in turn, and the length of each one's prompt."""
     sequences, prompt_lengths = [], []
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     for country, capital in CAPITALS.items():

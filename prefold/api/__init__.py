@@ -1,10 +1,10 @@
-"""Wire formats: the bodies of OpenAI-style requests and responses, as items and results.
+"""Reads and writes wire formats: the bodies of OpenAI-style requests become items, and results become responses.
 
-`endpoints.py` says which URL is answered by which task. Never imports torch, and knows nothing of files or sockets.
+`endpoints.py` says which URL is answered by which task. Nothing here imports torch, or knows of files or sockets.
 """
 
 from __future__ import annotations
 
-from .endpoints import ENDPOINTS, KINDS, TASKS, Kind, error_body, response_body
+from .endpoints import ENDPOINTS, KINDS, TASKS, RequestKind, error_body, response_body
 
-__all__ = ["ENDPOINTS", "KINDS", "TASKS", "Kind", "error_body", "response_body"]
+__all__ = ["ENDPOINTS", "KINDS", "TASKS", "RequestKind", "error_body", "response_body"]

@@ -1,4 +1,4 @@
-"""Checks that the readers of all request bodies share."""
+"""Holds the checks that the readers of all request bodies share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _IGNORED = {"user", "model", "priority", "request_id"}
 
 
 def check_names(body: dict[str, Any], known: set[str]) -> None:
-    """Raises InputError for a parameter that is neither known nor one that changes no result."""
+    """Raises InputError for a parameter that is not known, unless it is one that changes no result."""
     for key in body:
         if key == "truncate_prompt_tokens" and body[key] is not None:
             remedy = "leave it out, and give --truncate to cut what is too long"
@@ -22,9 +22,10 @@ def check_names(body: dict[str, Any], known: set[str]) -> None:
 
 
 def required(body: dict[str, Any], *names: str) -> Any:
-    """The value of the first of these names that is there. Raises InputError where none is, or its value is null."""
+    """Returns the value of the first of these names that is in the body. Raises InputError where there is none, or
+    it is null."""
     name = next((n for n in names if n in body), names[0])
     if body.get(name) is None:
         what = "null" if name in body else "missing"
-        raise InputError(f"{name!r} is {what}", field=name, remedy="give it", code="missing_field")
+        raise InputError(f"{name!r} is {what}", field=name, remedy=f"give {name}", code="missing_field")
     return body[name]

@@ -1,7 +1,7 @@
-"""/v1/chat/completions and /v1/completions: requests as items of the task "generate", results as responses.
+"""/v1/chat/completions and /v1/completions: requests become items of the task "generate", results become responses.
 
-The parameters are OpenAI's, and those that vLLM adds. One that cannot be honoured is an error, unless its value asks
-for nothing.
+The parameters are OpenAI's, and those that vLLM adds. A parameter that cannot be honoured is an error, unless its
+value asks for nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from ..tasks.sampling import format_grammar
 
 __all__ = ["chat_body", "completion_body", "read_chat", "read_completion", "usage_of"]
 
-# OpenAI's defaults, where they are not Sampling's. max_tokens None: until the model's context is full.
+# OpenAI's defaults where they differ from those of Sampling. max_tokens None: until the model's context is full.
 CHAT_DEFAULTS = {"temperature": 1.0, "max_tokens": None}
 COMPLETION_DEFAULTS = {"temperature": 1.0, "max_tokens": 16}
-# Parameter -> field of Sampling; its values are the field's.
+# {parameter: field of Sampling that takes its value}
 _SAMPLING = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "n": "n", "seed": "seed",
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
@@ -26,19 +26,19 @@ _SAMPLING = {
     "ignore_eos": "ignore_eos",
 }  # fmt: skip
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-# vLLM's names for what `grammar_from` knows.
+# {vLLM's name: the name that `grammar_from` knows}
 _STRUCTURED = {"json": "json_schema", "json_object": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}
 _COMMON = {*_SAMPLING, *_GUIDED, "logprobs", "response_format", "structured_outputs", "cache_salt"}
 _CHAT = {
     "messages", "tools", "tool_choice", "top_logprobs", "documents", "chat_template", "chat_template_kwargs",
     "add_generation_prompt", "continue_final_message",
 }  # fmt: skip
-# What changes no result here: bookkeeping, and hints for other servers.
+# Parameters that change no result here: bookkeeping, and hints for other servers.
 _IGNORED = {
     "model", "user", "priority", "request_id", "metadata", "store", "service_tier", "safety_identifier",
     "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "stream_options", "guided_decoding_backend",
 }  # fmt: skip
-# What can be asked for only with the value that asks for nothing.
+# Parameters that are not supported, with the values that ask for nothing, which are allowed.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,), "echo": (False,), "suffix": ("",), "best_of": (1,), "use_beam_search": (False,),
     "length_penalty": (1,), "early_stopping": (False,), "skip_special_tokens": (True,), "prompt_logprobs": (),
@@ -48,7 +48,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",), "functions": (), "guided_whitespace_pattern": (), "add_special_tokens": (),
 }  # fmt: skip
 _REMEDIES = {
-    "stream": "a batch answers with whole responses; leave it out",
+    "stream": "leave it out, since a batch answers with whole responses",
     "best_of": "use n, and choose among the choices",
     "truncate_prompt_tokens": "leave it out, and give --truncate to cut what is too long",
     "reasoning_effort": "pass it to the chat template, in chat_template_kwargs",
@@ -61,7 +61,10 @@ _REMEDIES = {
 
 
 def read_chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(one item of the task, what the response needs). defaults: of sampling, over OpenAI's own. Raises InputError."""
+    """Returns one item of the task, and what the response needs.
+
+    defaults: {field of Sampling: value}, in place of OpenAI's own. Raises InputError.
+    """
     _check(body, _COMMON | _CHAT, neutral={"add_special_tokens": (False,)})
     if body.get("messages") is None:
         raise InputError("messages is missing", field="messages", remedy="give it", code="missing_field")
@@ -78,7 +81,10 @@ def read_chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[d
 
 
 def read_completion(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(an item of the task for each prompt, what the response needs). defaults: of sampling. Raises InputError."""
+    """Returns an item of the task for each prompt, and what the response needs.
+
+    defaults: {field of Sampling: value}, in place of OpenAI's own. Raises InputError.
+    """
     _check(body, _COMMON | {"prompt"}, neutral={"add_special_tokens": (True,)})
     prompt = body.get("prompt")
     if prompt is None or prompt == []:
@@ -107,7 +113,7 @@ def _beside(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sampling(body: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    """What the request says of sampling; notes in meta which parameter asks for a format."""
+    """Returns the sampling options of a request, and notes in `meta` which parameter asks for a format."""
     found = {field: body[name] for name, field in _SAMPLING.items() if body.get(name) is not None}
     asked = [(name, grammar) for name in _FORMATS if (grammar := _FORMATS[name](body.get(name))) is not None]
     if len(asked) > 1:
@@ -146,10 +152,13 @@ _FORMATS: dict[str, Callable[[Any], dict[str, Any] | None]] = {
 
 
 def _tools(body: dict[str, Any]) -> Any:
-    """What the template is told of tools. The answer stays text: whoever reads it finds the calls in it."""
+    """Returns what the template is told of tools. The answer stays text, in which a call is to be found."""
     choice = body.get("tool_choice")
     if choice not in (None, "none", "auto"):
-        remedy, message = "use auto; a call is in the text of the answer", f"tool_choice {choice!r} is not supported"
+        remedy, message = (
+            "use auto, and find calls in the text of the answer",
+            f"tool_choice {choice!r} is not supported",
+        )
         raise InputError(message, field="tool_choice", remedy=remedy, code="unsupported")
     return None if choice == "none" else body.get("tools") or None
 
@@ -158,7 +167,7 @@ def _tools(body: dict[str, Any]) -> Any:
 
 
 def chat_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response to a chat request, without its id, time, model and usage."""
+    """Returns the response to a chat request, without its id, time, model and usage."""
     choices = []
     for index, choice in enumerate(_choices(results[0])):
         logprobs = None
@@ -172,7 +181,7 @@ def chat_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, 
 
 
 def completion_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response to a request with one prompt or several, without its id, time, model and usage.
+    """Returns the response to a request with one prompt or several, without its id, time, model and usage.
 
     The samples of each prompt follow each other.
     """
@@ -185,7 +194,7 @@ def completion_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict
 
 
 def usage_of(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tokens of the prompts and of what was generated."""
+    """Returns how many tokens the prompts have, and how many were generated."""
     prompt, generated, cached = (
         sum(result[name] for result in results) for name in ("num_tokens", "num_generated", "cached_tokens")
     )
@@ -207,7 +216,7 @@ def _ending(choice: dict[str, Any]) -> dict[str, Any]:
 
 def _chat_token(entry: dict[str, Any]) -> dict[str, Any]:
     token = entry.get("token", "")
-    # A token that is part of a letter is no text, and its bytes cannot be told from that.
+    # A token that is only a part of a letter is decoded to U+FFFD, from which its bytes cannot be known.
     whole = None if "\ufffd" in token else list(token.encode())
     return {"token": token, "logprob": entry["logprob"], "bytes": whole}
 
@@ -217,7 +226,7 @@ def _completion_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
     offsets = [0]
     for token in tokens[:-1]:
         offsets.append(offsets[-1] + len(token))
-    # The chosen token is always among them.
+    # OpenAI lists the chosen token among the most likely ones, even where it is none of them.
     top = [{t.get("token", ""): t["logprob"] for t in [*reversed(e["top"]), e]} for e in entries]
     return {
         "tokens": tokens,

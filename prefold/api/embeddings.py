@@ -1,4 +1,4 @@
-"""/v1/embeddings: requests as items of the task "embed", results as responses."""
+"""/v1/embeddings: requests become items of the task "embed", results become responses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["embeddings_body", "read_embeddings"]
 
 
 def read_embeddings(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """(one item, what the response needs). `defaults` are of sampling, and nothing is sampled here.
+    """Returns one item, and what the response needs. Raises InputError.
 
-    Raises InputError.
+    defaults: of sampling; they are not used, since nothing is sampled here.
     """
     check_names(body, {"input", "dimensions", "encoding_format"})
     format = body.get("encoding_format") or "float"
@@ -27,7 +27,7 @@ def read_embeddings(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[
 
 
 def embeddings_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response without model and usage: a vector for each text of the item."""
+    """Returns the response without model and usage: a vector for each text of the item."""
     result = results[0]
     vectors = result["embeddings"] if "embeddings" in result else [result["embedding"]]
     if meta["format"] == "base64":

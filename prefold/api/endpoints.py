@@ -1,4 +1,4 @@
-"""Which URL is answered by which task, and how bodies are read and made."""
+"""Says which URL is answered by which task, and how bodies of requests are read and those of responses made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .completions import chat_body, completion_body, read_chat, read_completion,
 from .embeddings import embeddings_body, read_embeddings
 from .scores import read_rerank, read_score, rerank_body, score_body
 
-__all__ = ["ENDPOINTS", "KINDS", "TASKS", "Kind", "error_body", "response_body"]
+__all__ = ["ENDPOINTS", "KINDS", "TASKS", "RequestKind", "error_body", "response_body"]
 
 Body = dict[str, Any]
 Meta = dict[str, Any]
@@ -20,8 +20,8 @@ Results = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of request.
+class RequestKind:
+    """A RequestKind says how requests of one kind are read and answered.
 
     task    the name of the task that answers it
     read    (body, {field of Sampling: default}) -> (items of the task, what the response needs, JSON-able).
@@ -38,7 +38,8 @@ class Kind:
     id: str | None = None
 
     def name_of(self, field: str | None, meta: Meta) -> str | None:
-        """What the request calls a field of the task's items: "text[3]" is "input[3]"."""
+        """Returns what the request calls a field of the task's items: "text[3]" is "input[3]" of an embeddings
+        request."""
         name, bracket, index = (field or "").partition("[")
         if name.partition(".")[0] == "grammar":
             return meta.get("format", name)
@@ -48,13 +49,13 @@ class Kind:
 _SAMPLING = {"stop_ids": "stop_token_ids", "salt": "cache_salt"}
 _PAIR = {"query": "text_1", "document": "text_2", "documents": "text_2"}
 KINDS = {
-    "embeddings": Kind("embed", read_embeddings, embeddings_body, {"text": "input"}),
-    "rerank": Kind("rerank", read_rerank, rerank_body),
-    "score": Kind("rerank", read_score, score_body, _PAIR),
-    "chat": Kind("generate", read_chat, chat_body, _SAMPLING | {"logprobs": "top_logprobs"}, "chatcmpl-"),
-    "completion": Kind("generate", read_completion, completion_body, _SAMPLING, "cmpl-"),
+    "embeddings": RequestKind("embed", read_embeddings, embeddings_body, {"text": "input"}),
+    "rerank": RequestKind("rerank", read_rerank, rerank_body),
+    "score": RequestKind("rerank", read_score, score_body, _PAIR),
+    "chat": RequestKind("generate", read_chat, chat_body, _SAMPLING | {"logprobs": "top_logprobs"}, "chatcmpl-"),
+    "completion": RequestKind("generate", read_completion, completion_body, _SAMPLING, "cmpl-"),
 }
-# URL -> the kind of request it takes
+# {URL: the kind of request that it takes}
 ENDPOINTS = {
     "/v1/embeddings": "embeddings",
     "/v1/score": "score",
@@ -69,7 +70,7 @@ TASKS = tuple(dict.fromkeys(KINDS[kind].task for kind in ENDPOINTS.values()))
 
 
 def response_body(kind: str, meta: Meta, results: Results, *, model: str, id: str) -> Body:
-    """The body of the response to a request of that kind.
+    """Returns the body of the response to a request of that kind.
 
     model   the model's name in it
     id      what is put behind the prefix of the response's id, for kinds that have one
@@ -84,6 +85,7 @@ def response_body(kind: str, meta: Meta, results: Results, *, model: str, id: st
 
 
 def error_body(error: InputError) -> Body:
-    """The body of a response with status 400. The error's field is the request's (see `Kind.name_of`)."""
+    """Returns the body of a response with status 400. The error's field is the request's (see
+    `RequestKind.name_of`)."""
     found = {"message": str(error), "type": "invalid_request_error", "param": error.field, "code": error.code}
     return {"error": found}

@@ -1,4 +1,5 @@
-"""/rerank and /v1/score, as Cohere and vLLM have them: requests as items of the task "rerank", results as responses."""
+"""/rerank and /v1/score, as Cohere and vLLM have them: requests become items of the task "rerank", results
+responses."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ __all__ = ["read_rerank", "read_score", "rerank_body", "score_body"]
 
 
 def read_rerank(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """(one item, what the response needs). `defaults` are of sampling, and nothing is sampled here.
+    """Returns one item, and what the response needs. Raises InputError.
 
-    Raises InputError.
+    defaults: of sampling; they are not used, since nothing is sampled here.
     """
     names = {"query", "documents", "top_n", "return_documents", "instruction"}
     check_names(body, names)
@@ -27,7 +28,7 @@ def read_rerank(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list
 
 
 def rerank_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response without model and usage: the documents that were asked for, the best first."""
+    """Returns the response without model and usage: the documents that were asked for, the best first."""
     result = results[0]
     entries: list[dict[str, Any]] = [{"index": i, "relevance_score": result["scores"][i]} for i in result["order"]]
     for entry, document in zip(entries, result.get("documents", []), strict=False):
@@ -36,9 +37,9 @@ def rerank_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str
 
 
 def read_score(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """(items, what the response needs): one text against one or many, or as many against as many.
+    """Returns items, and what the response needs: one text against one or many, or as many against as many.
 
-    Raises InputError.
+    defaults: of sampling; they are not used, since nothing is sampled here. Raises InputError.
     """
     check_names(body, {"text_1", "text_2", "queries", "documents", "instruction"})
     first, second = required(body, "text_1", "queries"), required(body, "text_2", "documents")
@@ -48,12 +49,12 @@ def read_score(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[
     if len(first) == 1:
         return [{"query": first[0], "documents": second, **fixed}], {}
     if len(first) != len(second):
-        message = f"'text_1' holds {len(first)} texts, 'text_2' {len(second)}"
+        message = f"'text_1' holds {len(first)} texts and 'text_2' {len(second)}, which are not pairs"
         raise InputError(message, field="text_1", remedy="give one text, or as many as in text_2", code="wrong_type")
     return [{"query": a, "document": b, **fixed} for a, b in zip(first, second, strict=True)], {}
 
 
 def score_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response without model and usage: a score for each pair, in order."""
+    """Returns the response without model and usage: a score for each pair, in order."""
     scores = [score for result in results for score in result.get("scores", [result.get("score")])]
     return {"object": "list", "data": [{"object": "score", "index": i, "score": s} for i, s in enumerate(scores)]}

@@ -1,1 +1,1 @@
-"""prefold inside other people's programs. Each module needs that program, and an extra of its name."""
+"""Runs prefold inside other programs. Each module needs that program, and an extra of its name."""

@@ -1,4 +1,4 @@
-"""EleutherAI's lm-evaluation-harness on prefold: its model "prefold".
+"""Adds the model "prefold" to EleutherAI's lm-evaluation-harness.
 
     python -m prefold.integrations.lm_eval --model prefold --model_args pretrained=smollm2-135m --tasks ...
 
@@ -31,7 +31,7 @@ from ..tasks import ScoreItem
 from ..tasks.score import leading_ids
 
 try:
-    import lm_eval.models  # noqa: F401  (the list of models: it is only read while it is empty)
+    import lm_eval.models  # noqa: F401  (it fills the list of models, which the harness does only while that is empty)
     from lm_eval.api.model import LM
     from lm_eval.api.registry import model_registry
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
@@ -43,28 +43,27 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefoldLM", "main"]
 
-# Options of a task's generation_kwargs, by our names. The first only matter to a request that samples.
+# {option of a task's generation_kwargs: its name in prefold}. The first four count only where a request samples.
 _SAMPLED = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
 _ALWAYS = {name: name for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "seed")}
 _ALWAYS |= {"min_new_tokens": "min_tokens"}
 
 
 class PrefoldLM(LM):
-    """A model of the harness.
+    """A PrefoldLM is a model of the harness that prefold computes.
 
     pretrained           what `LLM` takes (hub id, folder, .gguf file, built-in name), or an LLM
     max_length           tokens of context; None: what the checkpoint says
     max_gen_toks         tokens generated where a task does not say
-    prefix_token_id      stands for an empty context; None: BOS, else EOS
+    prefix_token_id      the token that stands for an empty context; None: BOS, else EOS
     enable_thinking      passed to the chat template, unless None
     think_end_token      text that ends a model's reasoning; the answer is what follows it
     device               "auto", "cpu", "cuda", ...; the harness names a GPU where nobody did, and where there is none
                          the CPU is used, as by its own model
     options              further ones of `LLM`: dtype, threads, revision, sharing, ...
 
-    Raises InputError without `pretrained`, and for an option there is not.
-
-    batch_size and max_batch_size are not needed, and no code of a checkpoint is ever run: ignored.
+    batch_size, max_batch_size and trust_remote_code are ignored: batches are not needed, and no code of a checkpoint is
+    ever run. Raises InputError without `pretrained`, and for an option that `LLM` does not have.
     """
 
     def __init__(
@@ -105,22 +104,22 @@ class PrefoldLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Tells the harness's cached requests of one chat template from those of another."""
+        """Returns a name by which the harness keeps cached requests of different chat templates apart."""
         return str(self.llm.checkpoint.name).replace("/", "__")
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """(log-probability, whether every token is the first choice) of each continuation after its context."""
+        """Returns (log-probability, whether every token is the first choice) of each continuation after its context."""
         items = [ScoreItem(prompt=context, continuation=text) for context, text in (r.args for r in requests)]
         return [(line["logprob"], line["greedy"]) for line in self.llm.run(self._score, items)]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """The log-probability of each text, its tokenizer's leading BOS scored like any other token."""
+        """Returns the log-probability of each text; its tokenizer's leading BOS is scored like any other token."""
         texts = self._encode([request.args[0] for request in requests])
         lines = iter(self.llm.run(self._score, [ScoreItem(text=ids) for ids in texts if ids.size]))
         return [next(lines)["logprob"] if ids.size else 0.0 for ids in texts]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """The text after each context, up to the first of its stop texts."""
+        """Returns the text after each context, up to the first of its stop texts."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -139,11 +138,11 @@ class PrefoldLM(LM):
             raise InputError(
                 f"max_gen_toks is {max_tokens}; the model's context is {self.max_length} tokens",
                 field="max_gen_toks",
-                remedy="ask for less",
+                remedy="give a smaller max_gen_toks",
             )
         eos = None if self.eot_token_id is None else self._tokenizer.decode([self.eot_token_id])
         until = [text for text in handle_stop_sequences(wanted.pop("until"), eos=eos) if text]
-        # A special token is no text once it is decoded, so it ends the output as an id.
+        # A special token gives no text when it is decoded, so it ends the output as an id.
         ids = (self._tokenizer.token_id(text) for text in until)
         found = self.llm.generate(
             [(ids if ids.size else self._prefix())[-room:] for ids in self._encode(contexts)],
@@ -161,14 +160,14 @@ class PrefoldLM(LM):
         return np.array([self.prefix_token_id], np.int32)
 
     def _encode(self, texts: Iterable[str]) -> list[np.ndarray]:
-        """Token ids, int32, after the tokenizer's leading special tokens, which an empty text has as well."""
+        """Returns token ids, int32, after the tokenizer's leading special tokens, which an empty text has as well."""
         texts = list(texts)
         found = self._tokenizer.encode_batch(texts, special=False)
         before = [leading_ids(self._tokenizer, text) if text else self._tokenizer.prefix_ids for text in texts]
         return [np.concatenate(both) for both in zip(before, found, strict=True)]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation; without its system message where the template refuses one."""
+        """Returns the text of a conversation; without its system message where the template refuses one."""
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         options |= self._template_options
         try:
@@ -180,7 +179,7 @@ class PrefoldLM(LM):
             return self._tokenizer.render_chat(others, **options)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template that conversations are written with, for the record of a run."""
+        """Returns the template that conversations are written with, for the record of a run."""
         templates = self._tokenizer.chat_templates.templates
         if not chat_template or not templates:
             return None
@@ -188,7 +187,7 @@ class PrefoldLM(LM):
         return named or templates.get("default") or next(iter(templates.values()))
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the record of a run says of the model."""
+        """Returns what the record of a run says of the model."""
         from .. import __version__
 
         return {
@@ -199,7 +198,8 @@ class PrefoldLM(LM):
 
 
 def device_or_cpu(name: str | None) -> str:
-    """The device to load on: the named one; where it is not there "cpu", and a line on standard error says so."""
+    """Returns the name of the device to load on: the given one, or "cpu" where that is missing, with a line on
+    standard error."""
     if name is None:
         return "auto"
     kind = str(name).partition(":")[0]
@@ -226,7 +226,8 @@ def _check_options(pretrained: object, options: Mapping[str, object]) -> None:
 
 
 def _sampling(wanted: dict[str, Any]) -> dict[str, Any]:
-    """The options of `LLM.generate` in what is left of a task's generation_kwargs. Raises InputError for others."""
+    """Returns options of `LLM.generate` for what is left of a task's generation_kwargs. Raises InputError for
+    unknown ones."""
     sampled = wanted.pop("do_sample")
     if wanted.get("num_beams") == 1:
         del wanted["num_beams"]
@@ -234,13 +235,15 @@ def _sampling(wanted: dict[str, Any]) -> dict[str, Any]:
     for name in wanted:
         if name not in known:
             raise InputError(
-                f"generation_kwargs has {name!r}", field=name, remedy=f"leave it out; known are {', '.join(known)}"
+                f"generation_kwargs has the unknown option {name!r}",
+                field=name,
+                remedy=f"leave it out; known are {', '.join(known)}",
             )
     return {ours: wanted[name] for name, ours in (known if sampled else _ALWAYS).items() if name in wanted}
 
 
 def main() -> None:
-    """The harness's own command line. What is wrong with the model is one line and exit status 1."""
+    """Runs the harness's own command line. What is wrong with the model is one line and exit status 1."""
     from lm_eval.__main__ import cli_evaluate
 
     try:
@@ -249,7 +252,7 @@ def main() -> None:
         sys.exit(f"prefold: {error}")
 
 
-# By its path, not as a class: `python -m` runs this file under another name than the one it is imported by.
+# The class is named by its path, because `python -m` runs this file under another name than that of the module.
 model_registry.register("prefold", target="prefold.integrations.lm_eval:PrefoldLM")
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Training on shared prefixes: completions of one prompt compute it once, forward and backward.
+"""Training on shared prefixes: the completions of one prompt compute it once, forward and backward.
 
-`TrainBatch` lays sequences out as rows, `logprobs` reads their targets with gradients, and there are the usual losses;
-`prefold.train.hf` is the same for a model of transformers.
+`TrainBatch` lays sequences out as rows, `logprobs` reads their targets with gradients, and the usual losses take those.
+`prefold.train.hf` does this with a model of transformers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sequences to train on, laid out as one step of a row stream."""
+"""Lays sequences to train on out as one step of a row stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Examples", "TrainBatch"]
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Checked sequences, and which of their tokens are targets: learned from, or read.
+    """Holds checked sequences, and says which of their tokens are targets: learned from, or read.
 
     tokens      int32 [N], offsets int64 [B + 1]: sequence s is tokens[offsets[s]:offsets[s + 1]]
     is_target   bool [N]; a target is read at the token before it, so a sequence's first token is none
@@ -42,10 +42,14 @@ class Examples:
         prompt_lengths: Sequence[int] | None = None,
         masks: Sequence[Any] | None = None,
     ) -> Examples:
-        """sequences: token ids, each a list, array or tensor. What are targets: the tokens behind each sequence's
-        first `prompt_lengths` ones, or those that its mask (one truth value a token) names; by default, all but
-        the first. Raises InputError, naming the sequence, where there is nothing to learn from, or it does not fit
-        the model.
+        """Returns the examples that sequences of token ids make.
+
+        sequences       token ids, each a list, array or tensor
+        prompt_lengths  one number for each sequence: the tokens after its first so many are targets
+        masks           one truth value for each token of each sequence: whether it is a target
+
+        With neither of them all tokens but the first of each sequence are targets. Raises InputError, naming the
+        sequence, where there is nothing to learn from, or a sequence does not fit the model.
         """
         arrays = [np.asarray(tokens) for tokens in sequences]
         if not arrays:
@@ -76,17 +80,17 @@ class Examples:
 
     @property
     def num_rows(self) -> np.ndarray:
-        """int64 [B]: of each sequence the tokens before its last target. What follows needs no row."""
+        """Returns how many tokens of each sequence come before its last target, int64 [B]: only these need rows."""
         where = np.where(self.is_target, np.arange(len(self.tokens)), 0)
         return np.maximum.reduceat(where, self.offsets[:-1]) - self.offsets[:-1]
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Those tokens, ragged: int32 tokens, int64 offsets [B + 1]."""
+        """Returns the tokens of each sequence before its last target: int32 tokens, int64 offsets [B + 1]."""
         lengths = self.num_rows
         return self.tokens[ragged_ranges(self.offsets[:-1], lengths)], np.concatenate(([0], np.cumsum(lengths)))
 
     def take(self, numbers: np.ndarray) -> Examples:
-        """Some of the sequences, in the order of their numbers."""
+        """Returns the sequences with these numbers, in their order."""
         lengths = np.diff(self.offsets)[numbers]
         index = ragged_ranges(self.offsets[:-1][numbers], lengths)
         return Examples(self.tokens[index], np.concatenate(([0], np.cumsum(lengths))), self.is_target[index])
@@ -94,13 +98,14 @@ class Examples:
 
 @dataclass(frozen=True, eq=False)
 class TrainBatch:
-    """One forward and backward pass: rows, and the targets that are read at them, (row, target id) pairs.
+    """A TrainBatch is one forward and backward pass: rows, and (row, target id) pairs, the targets that are read at
+    them.
 
     sharing         "full": the trie's rows; "mlp": attention over the sequences as they are, all else over the
                     trie's rows; "off": the sequences as they are
     step            the rows, as the engine knows them: one step of the whole stream, nothing carried
     num_tokens      rows of the sequences without sharing
-    numbers         int64 [sequences]: which of the sequences that were given these are
+    numbers         int64 [sequences]: the numbers of its sequences among those that were given
     target_offsets  int64 [sequences + 1]: the targets of sequence s are target_offsets[s] .. target_offsets[s + 1],
                     here and in every array of targets, in the order of its tokens
     target_ids      int64 [targets]
@@ -127,7 +132,8 @@ class TrainBatch:
         masks: Sequence[Any] | None = None,
         sharing: Sharing = "full",
     ) -> TrainBatch:
-        """Arguments as of `Examples.build`; raises InputError as it does."""
+        """Returns the batch of these sequences. The arguments but `sharing`, and the errors, are those of
+        `Examples.build`."""
         examples = Examples.build(config, sequences, prompt_lengths=prompt_lengths, masks=masks)
         return cls.lay_out(config, examples, sharing=sharing)
 
@@ -135,7 +141,7 @@ class TrainBatch:
     def lay_out(
         cls, config: ModelConfig, examples: Examples, *, sharing: Sharing = "full", numbers: np.ndarray | None = None
     ) -> TrainBatch:
-        """A batch of examples that have been checked. numbers: what they were called, by default 0, 1, 2, ..."""
+        """Returns the batch of examples that have been checked. numbers: what to call them, by default 0, 1, 2, ..."""
         if sharing not in SHARING_MODES:
             raise InputError(
                 f"sharing is {sharing!r}", field="sharing", remedy=f"give one of {', '.join(SHARING_MODES)}"
@@ -145,7 +151,8 @@ class TrainBatch:
         fold = None if sharing == "off" else PrefixMap.build(tokens, offsets)
         targets = np.flatnonzero(examples.is_target)
         target_offsets = np.searchsorted(targets, examples.offsets)
-        # A target is read at the token before it; sequences lie closer here, without what follows their last targets.
+        # A target is read at the token before it. Sequences lie closer together here than in `examples`, because the
+        # tokens after their last targets are left out.
         moved = np.repeat(offsets[:-1] - examples.offsets[:-1], np.diff(target_offsets))
         at = targets - 1 + moved
         read_rows, target_reads = np.unique(at if fold is None else fold.scatter[at], return_inverse=True)
@@ -170,35 +177,35 @@ class TrainBatch:
 
     @property
     def num_rows(self) -> int:
-        """Rows that go through the position-wise layers."""
+        """Returns how many rows go through the position-wise layers."""
         return self.step.num_rows
 
     def prepared(self, device: torch.device) -> Batch:
-        """The step as tensors and attention plans; made once for each device."""
+        """Returns the step as tensors and attention plans, which are made once for each device."""
         if device not in self._prepared:
             self._prepared[device] = prepare(self.step, self.config.planes, device)
         return self._prepared[device]
 
     def target_counts(self, device: torch.device) -> Tensor:
-        """int64 [sequences]: how many targets each has."""
+        """Returns how many targets each sequence has, int64 [sequences]."""
         return torch.from_numpy(np.diff(self.target_offsets)).to(device)
 
     def sums(self, values: Tensor) -> Tensor:
-        """values [targets] -> the sum over each sequence's targets, [sequences]."""
+        """Returns the sum of `values` [targets] over each sequence's targets, [sequences]."""
         owner = torch.repeat_interleave(self.target_counts(values.device))
         return values.new_zeros(self.num_sequences).index_add(0, owner, values)
 
     def means(self, values: Tensor) -> Tensor:
-        """values [targets] -> the mean over each sequence's targets, [sequences]."""
+        """Returns the mean of `values` [targets] over each sequence's targets, [sequences]."""
         return self.sums(values) / self.target_counts(values.device)
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """values [targets] -> those of each sequence."""
+        """Returns the part of `values` [targets] that belongs to each sequence."""
         return list(values.split(np.diff(self.target_offsets).tolist()))
 
 
 def _step(trie: Trie, fold: PrefixMap | None, read_rows: np.ndarray) -> StreamStep:
-    """All rows of a stream in one step."""
+    """Returns all rows of a stream as one step."""
     tokens, positions = trie.tokens, trie.positions
     if fold is not None:
         tokens, positions = tokens[fold.gather], positions[fold.gather]
@@ -206,7 +213,7 @@ def _step(trie: Trie, fold: PrefixMap | None, read_rows: np.ndarray) -> StreamSt
         tokens=tokens,
         positions=positions,
         path=0,
-        end=trie.end.copy(),  # torch has no read-only views
+        end=trie.end.copy(),  # a copy, because torch does not take read-only arrays
         key_positions=trie.positions,
         fold=fold,
         read_rows=read_rows,
@@ -220,7 +227,7 @@ def _from_lengths(prompt_lengths: Sequence[int], offsets: np.ndarray) -> np.ndar
         raise InputError(
             f"{len(prompts)} prompt lengths for {len(lengths)} sequences",
             field="prompt_lengths",
-            remedy="give one a sequence",
+            remedy="give one for each sequence",
         )
     for s in np.flatnonzero((prompts < 1) | (prompts >= lengths))[:1].tolist():
         raise InputError(
@@ -236,7 +243,7 @@ def _from_masks(masks: Sequence[Any], offsets: np.ndarray) -> np.ndarray:
     lengths = np.diff(offsets)
     if len(masks) != len(lengths):
         raise InputError(
-            f"{len(masks)} masks for {len(lengths)} sequences", field="masks", remedy="give one a sequence"
+            f"{len(masks)} masks for {len(lengths)} sequences", field="masks", remedy="give one for each sequence"
         )
     parts = [np.asarray(mask).astype(bool) for mask in masks]
 
@@ -245,9 +252,11 @@ def _from_masks(masks: Sequence[Any], offsets: np.ndarray) -> np.ndarray:
 
     for s, (mask, length) in enumerate(zip(parts, lengths.tolist(), strict=True)):
         if mask.shape != (length,):
-            fail(s, f" has {length} tokens and a mask of shape {list(mask.shape)}", "give one truth value a token")
+            fail(
+                s, f" has {length} tokens and a mask of shape {list(mask.shape)}", "give one truth value for each token"
+            )
         if mask[0]:
-            fail(s, "'s first token is a target", "no token comes before it that it could be read at")
+            fail(s, "'s first token is a target", "leave it out, since a target is read at the token before it")
         if not mask.any():
             fail(s, " has no target", "leave it out, or name what is learned from it")
     return np.concatenate(parts)

@@ -1,4 +1,4 @@
-"""Log-probabilities of targets, with neither logits nor their gradients ever there as a whole."""
+"""Computes log-probabilities of targets in blocks, so that neither the logits nor their gradients are ever whole."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from ..model.ops import log_sum_exp, wide
 
 __all__ = ["target_logprobs"]
 
-# Logits that are there at once, in numbers; and the fewest columns of a block, however many rows there are.
+# The most logits that a block has; and the fewest columns that it has, however many rows there are.
 BLOCK = 1 << 22
 MIN_COLUMNS = 512
 
 
 def target_logprobs(hidden: Tensor, weight: Tensor, reads: np.ndarray, ids: np.ndarray) -> Tensor:
-    """log softmax(hidden weight^T) at (reads, ids): float32 [targets], float64 where hidden is.
+    """Returns log softmax(hidden weight^T) at (reads, ids): float32 [targets], or float64 for hidden states in float64.
 
-    hidden      [rows, hidden], weight [vocabulary, hidden]
-    reads, ids  int64 [targets]: of each target its row of `hidden` and its id. A row's log-sum-exp is
+    hidden      [rows, hidden]
+    weight      [vocabulary, hidden]
+    reads, ids  int64 [targets]: for each target its row of `hidden` and its id. The log-sum-exp of a row is
                 computed once, however many targets are read at it
 
-    Goes through the vocabulary in blocks of columns, and again in the backward pass: a block's logits are made
+    It goes through the vocabulary in blocks of columns, and again in the backward pass: a block's logits are made
     anew, and the gradient of its part of the weight is complete when the block is.
     """
     return _TargetLogprobs.apply(hidden, weight, Pairs(reads, ids, hidden.device))
 
 
 class Pairs:
-    """Targets by ascending id, so that those of a block of columns are a slice.
+    """Holds targets sorted by their ids, so that those of a block of columns are a slice.
 
-    order   int64 [targets]: which target each is
+    order   int64 [targets]: the number of each target, in this order
     """
 
     def __init__(self, reads: np.ndarray, ids: np.ndarray, device: torch.device):
@@ -44,7 +45,7 @@ class Pairs:
         self.order, self.reads, self.ids = (torch.from_numpy(x).to(device) for x in (order, reads[order], self._ids))
 
     def within(self, start: int, stop: int) -> slice:
-        """The targets whose id is in start .. stop."""
+        """Returns the slice of the targets whose ids are in start .. stop."""
         return slice(*np.searchsorted(self._ids, (start, stop)).tolist())
 
 
@@ -92,7 +93,7 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def _blocks(rows: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
-    """Blocks of the vocabulary, (first, past last)."""
+    """Yields blocks of the vocabulary, (first, past last)."""
     columns = max(MIN_COLUMNS, BLOCK // max(1, len(rows)))
     for start in range(0, len(weight), columns):
         yield start, min(start + columns, len(weight))

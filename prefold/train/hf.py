@@ -5,12 +5,12 @@
     loss = sft_loss(logprobs(model, batch))                # or: model(**folded_inputs(model, batch)), `from_logits`
     loss.backward()
 
-The model sees one sequence of rows with positions; which row sees which, the attention knows by what `folded_inputs`
-passes along to it. Without that (in `generate`, or for a padded batch) it is transformers' own sdpa attention. Works
-with transformers' gradient checkpointing, and with every sharing mode.
+The model sees one sequence of rows with positions. Which row sees which, the attention learns from an argument that
+`folded_inputs` adds. Without that argument (in `generate`, or for a padded batch) it is transformers' own sdpa
+attention. It works with transformers' gradient checkpointing, and with every sharing mode.
 
-Dropout would fall on a shared row once, where the sequences would each have their own: that of attention is refused,
-set any other to 0 as well.
+Dropout would fall on a shared row once, where each of the sequences would have its own. Attention dropout is therefore
+refused; set any other dropout to 0 as well.
 """
 
 from __future__ import annotations
@@ -37,29 +37,31 @@ except ImportError as error:
 
 __all__ = ["completion_logprobs", "config_of", "folded_inputs", "from_logits", "logprobs", "share"]
 
-NAME = "prefold"  # of the attention implementation
+# The name of the attention implementation.
+NAME = "prefold"
 LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 def share(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives the model the attention that knows of rows, and returns it.
+    """Gives the model the attention that knows of rows, and returns the model.
 
-    The same as from_pretrained(..., attn_implementation="prefold"), once this module has been imported.
+    Once this module is imported, from_pretrained(..., attn_implementation="prefold") does the same.
     """
     model.set_attn_implementation(NAME)
     return model
 
 
 def config_of(model: PreTrainedModel) -> ModelConfig:
-    """What `TrainBatch.build` needs to know. Raises UnsupportedModelError for a family that is not known."""
+    """Returns the model's config as `TrainBatch.build` takes it. Raises UnsupportedModelError for an unknown family."""
     return config_from(model.config.to_dict())
 
 
 def folded_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, Any]:
-    """Arguments for the model's forward: input_ids, position_ids int64 [1, rows], and what attention needs to know.
+    """Returns arguments for the model's forward: input_ids and position_ids, int64 [1, rows], and what attention needs.
 
-    What the model returns is of rows: hidden states [1, rows, hidden], logits [1, rows, vocabulary]; with
-    logits_to_keep=torch.from_numpy(batch.step.read_rows), of the rows that are read. See `from_logits`.
+    The model then returns results of rows: hidden states [1, rows, hidden], logits [1, rows, vocabulary]; with
+    logits_to_keep=torch.from_numpy(batch.step.read_rows) logits of the rows that are read. `from_logits` reads them.
+    Raises InputError for a model without this attention (see `share`).
     """
     if model.config._attn_implementation != NAME:
         raise InputError(
@@ -71,7 +73,7 @@ def folded_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, Any]:
     return {
         "input_ids": prepared.tokens[None],
         "position_ids": prepared.positions[None],
-        # Of four dimensions: models pass such a mask on as it is, and make none of their own.
+        # Models pass a mask of four dimensions on as it is, and make none of their own.
         "attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device),
         "use_cache": False,
         "prefold": batch,
@@ -79,23 +81,27 @@ def folded_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, Any]:
 
 
 def logprobs(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
-    """log p(target | what comes before it) of all targets, in order of the sequences: float32 [targets].
+    """Returns log p(target | what comes before it) of all targets, in order of the sequences: float32 [targets].
 
-    The logits are never there as a whole. Calls the model's decoder, not the model: where the call of a wrapper
-    matters (DistributedDataParallel, FSDP), call it with `folded_inputs` and use `from_logits`.
+    The logits are never whole in memory. This calls the model's decoder, not the model: where the call of a wrapper
+    matters (DistributedDataParallel, FSDP), call the wrapper with `folded_inputs` and use `from_logits`.
+    Raises UnsupportedModelError for a model whose logits are not a plain product with the LM head's weight.
     """
     head = model.get_output_embeddings()
     strange = [name for name in LOGITS if getattr(model.config, name, None) not in (None, 1, 1.0)]
     if strange or type(head) is not torch.nn.Linear or head.bias is not None:
         what = f"has {strange[0]}" if strange else "has an LM head that is no plain linear"
-        raise UnsupportedModelError(f"the model {what}; use its logits: `from_logits`")
+        raise UnsupportedModelError(f"the model {what}; compute its logits and use `from_logits`")
     hidden = model.get_decoder()(**folded_inputs(model, batch)).last_hidden_state[0]
     read = batch.prepared(model.device).read_rows
     return target_logprobs(hidden.index_select(0, read), head.weight, batch.target_reads, batch.target_ids)
 
 
 def from_logits(logits: Tensor, batch: TrainBatch) -> Tensor:
-    """The same from logits [1, rows, vocabulary], of all rows or of those that are read."""
+    """Returns the log-probabilities of all targets, as `logprobs` does, from logits [1, rows, vocabulary].
+
+    The rows are all rows of the batch, or those that are read.
+    """
     logits = logits[0].float()
     reads = batch.target_reads if len(logits) == len(batch.step.read_rows) else batch.step.read_rows[batch.target_reads]
     at, ids = (torch.from_numpy(x).to(logits.device) for x in (reads, batch.target_ids))
@@ -110,11 +116,11 @@ def completion_logprobs(
     *,
     sharing: Sharing = "full",
 ) -> Tensor:
-    """Log-probabilities of completions in a padded batch, as TRL's trainers ask for them.
+    """Returns the log-probabilities of completions in a padded batch, float32 [batch, logits_to_keep], as TRL's
+    trainers ask for them. Places of padding have 0.
 
-    input_ids, attention_mask  int64 [batch, length], padded on any side; of each row the last `logits_to_keep` places
+    input_ids, attention_mask  int64 [batch, length], padded on any side; the last `logits_to_keep` places of each row
                                are the completion and its padding
-    Returns float32 [batch, logits_to_keep], 0 in places of padding.
     """
     ids, given = input_ids.cpu().numpy(), attention_mask.cpu().numpy().astype(bool)
     is_target = given.copy()
@@ -140,7 +146,8 @@ def _attention(
     prefold: TrainBatch | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, rows, dim], key, value [1, kv_heads, rows, dim] -> [1, rows, heads, dim]."""
+    """Returns the attention of query [1, heads, rows, dim] over key, value [1, kv_heads, rows, dim]: [1, rows,
+    heads, dim]."""
     if prefold is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
@@ -151,7 +158,7 @@ def _attention(
             field="model",
             remedy="set attention_dropout (GPT-2: attn_pdrop) to 0",
         )
-    # Under autocast queries and keys come out of the rotation in float32.
+    # Under autocast the rotary embedding gives queries and keys in float32.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = StepAttend(prefold.prepared(query.device), Path(), prefold.config.planes, scale)

@@ -1,4 +1,4 @@
-"""Log-probabilities of a batch's targets under our own model, with gradients."""
+"""Reads the log-probabilities of a batch's targets under one of prefold's own models, with gradients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ __all__ = ["logprobs"]
 
 
 def logprobs(model: CausalLM, batch: TrainBatch) -> Tensor:
-    """log p(target | what comes before it) of all targets, in order of the sequences: float32 [targets].
+    """Returns log p(target | what comes before it) of all targets, in order of the sequences: float32 [targets], or
+    float64 for a model in float64.
 
-    Differentiable; under torch.no_grad the compiled kernels serve where they can. float64 of a model in float64.
-    Raises InputError for a model without an LM head, one that is split over ranks, of another config than the batch's,
-    or packed and so without gradients.
+    The result is differentiable. Under torch.no_grad the compiled kernels are used where they can be.
+    Raises InputError for a model without an LM head, one that is split over ranks, one with another config than the
+    batch's, and one whose weights are packed, which have no gradients.
     """
     _check(model, batch)
     prepared = batch.prepared(model.device)
@@ -38,7 +39,7 @@ def _check(model: CausalLM, batch: TrainBatch) -> None:
         raise InputError(
             "the model is split over ranks, which generate and read; they have no gradients",
             field="model",
-            remedy="load it whole",
+            remedy="load it without splitting it",
         )
     if (config.planes, config.vocab_size) != (batch.config.planes, batch.config.vocab_size):
         raise InputError("the batch was laid out for another model", field="batch", remedy="build it with model.config")

@@ -1,7 +1,7 @@
 """Losses of a batch's log-probabilities.
 
 Each is a mean: over targets, pairs or sequences. `count` is how many of them the mean is over where the batch is a
-part of a larger one (see `micro_batches`): the losses of the parts add up to the loss of the whole.
+part of a larger one (see `micro_batches`): the losses of the parts then add up to the loss of the whole.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ __all__ = ["dpo_loss", "dpo_margins", "group_loss", "sft_loss"]
 
 
 def sft_loss(logprobs: Tensor, *, count: int | None = None) -> Tensor:
-    """Cross entropy: the mean of -log p over targets."""
+    """Returns the cross entropy: the mean of -log p over targets."""
     return -logprobs.sum() / (count or len(logprobs))
 
 
 def dpo_margins(logprobs: Tensor, reference: Tensor, batch: TrainBatch) -> Tensor:
-    """[pairs]: by how much more than under the reference the chosen one is likelier than the rejected one, in log p.
+    """Returns, for each pair, how much the chosen sequence gained on the rejected one in log p, against the reference;
+    [pairs].
 
     Sequences 2 i and 2 i + 1 of the batch are a pair: chosen, rejected. reference: log-probabilities of the same
     batch under the model that training began with. Positive where the pair is ranked as it should be.
     """
     if batch.num_sequences % 2:
         raise InputError(
-            f"a batch of {batch.num_sequences} sequences has one without a partner",
+            f"a batch of {batch.num_sequences} sequences is not made of pairs",
             field="batch",
             remedy="give pairs: chosen, rejected, chosen, rejected, ...",
         )
@@ -46,10 +47,10 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     count: int | None = None,
 ) -> Tensor:
-    """Direct preference optimisation (Rafailov et al. 2023, equation 7): the mean of -log sigmoid(beta margin).
+    """Returns the loss of direct preference optimisation, the mean of -log sigmoid(beta margin) over pairs.
 
-    Arguments as of `dpo_margins`. label_smoothing: how likely a pair is the wrong way round (Mitchell 2023). Over
-    pairs.
+    The source is Rafailov et al. 2023, equation 7. The margins are those of `dpo_margins`. label_smoothing: how likely
+    a pair is the wrong way round (Mitchell 2023). Raises InputError for an odd number of sequences.
     """
     margins = beta * dpo_margins(logprobs, reference, batch)
     losses = -(1 - label_smoothing) * F.logsigmoid(margins) - label_smoothing * F.logsigmoid(-margins)
@@ -68,17 +69,18 @@ def group_loss(
     kl: float = 0.0,
     count: int | None = None,
 ) -> Tensor:
-    """The clipped objective of group-relative policy optimisation, negated (GRPO, Shao et al. 2024, equations 3, 4).
+    """Returns the clipped objective of group-relative policy optimisation, negated (GRPO, Shao et al. 2024, equations
+    3, 4).
 
     old         float32 [targets]: log-probabilities under the policy that the completions were drawn from
-    advantages  float32 [sequences], in the batch's order (`advantages[batch.numbers]` of a larger whole's)
+    advantages  float32 [sequences], in the batch's order (advantages[batch.numbers] for a part of a larger batch)
     clip        how far the ratio of probabilities counts below 1, and above it unless `clip_high` says otherwise
     reference   float32 [targets], with kl > 0: kl times the estimate of the divergence from it is added
 
-    The mean over a sequence's targets, then over sequences.
+    It is the mean over a sequence's targets, then over sequences.
     """
     if (kl > 0) != (reference is not None):
-        raise InputError("kl and reference belong together", field="kl", remedy="give both, or none")
+        raise InputError("only one of kl and reference is given", field="kl", remedy="give both, or none")
     owner = torch.repeat_interleave(batch.target_counts(logprobs.device))
     weights = advantages.to(logprobs)[owner]
     ratio = (logprobs - old).exp()

@@ -1,4 +1,5 @@
-"""A batch in parts that fit: groups of sequences stay together, and gradients add up to those of the whole."""
+"""Divides a batch into parts that fit: groups of sequences stay together, and gradients add up to those of the
+whole."""
 
 from __future__ import annotations
 
@@ -27,12 +28,13 @@ def micro_batches(
     groups: Sequence[int] | None = None,
     sharing: Sharing = "full",
 ) -> list[TrainBatch]:
-    """The sequences in batches of at most `max_rows` rows each; a batch's `numbers` say which it has.
+    """Returns the sequences in batches of at most `max_rows` rows each; a batch's `numbers` say which it has.
 
-    groups: a number for each sequence; those with the same number come into the same batch, in their order (the two
-    of a DPO pair, the completions of a prompt). By default each is by itself. Groups that begin alike lie side by
-    side, so that batches share what they can. Other arguments, and errors, as of `TrainBatch.build`; InputError also
-    for a group that has more rows than a batch may have.
+    groups  a number for each sequence: those with the same number come into the same batch, in their order (the two
+            of a DPO pair, the completions of a prompt). By default each sequence is a group
+
+    Groups that begin alike lie side by side, so that batches share what they can. Other arguments, and errors, are
+    those of `TrainBatch.build`. Raises InputError also for a group of more than `max_rows` rows.
     """
     examples = Examples.build(config, sequences, prompt_lengths=prompt_lengths, masks=masks)
     numbers = np.arange(examples.num_sequences) if groups is None else np.asarray(groups)
@@ -40,14 +42,14 @@ def micro_batches(
         raise InputError(
             f"{numbers.size} group numbers for {examples.num_sequences} sequences",
             field="groups",
-            remedy="give one a sequence",
+            remedy="give one for each sequence",
         )
-    parts = _pack(_members(numbers), _Rows(examples, sharing), max_rows)
+    parts = _pack(_members(numbers), _CountedRows(examples, sharing), max_rows)
     return [TrainBatch.lay_out(config, examples.take(part), sharing=sharing, numbers=part) for part in parts]
 
 
 def accumulate(batches: Iterable[TrainBatch], loss: Callable[[TrainBatch], Tensor]) -> float:
-    """The sum of the batches' losses; the backward pass of each is run before the next one begins."""
+    """Returns the sum of the batches' losses; the backward pass of each is run before the next one begins."""
     total = 0.0
     for batch in batches:
         part = loss(batch)
@@ -56,8 +58,8 @@ def accumulate(batches: Iterable[TrainBatch], loss: Callable[[TrainBatch], Tenso
     return total
 
 
-class _Rows:
-    """Which rows of the whole each sequence has, so that the rows of any set of them can be counted."""
+class _CountedRows:
+    """Says which rows of the whole each sequence has, so that the rows of any set of sequences can be counted."""
 
     def __init__(self, examples: Examples, sharing: Sharing):
         tokens, self.offsets = examples.rows()
@@ -68,7 +70,7 @@ class _Rows:
         return int(self.of_token[self.offsets[sequence + 1] - 1])
 
     def fresh(self, sequences: np.ndarray) -> np.ndarray:
-        """The rows of these sequences that no sequence has that was `add`ed."""
+        """Returns the rows of these sequences that were not yet given to `add`."""
         pieces = [self.of_token[self.offsets[s] : self.offsets[s + 1]] for s in sequences.tolist()]
         rows = np.unique(np.concatenate(pieces))
         return rows[~self.seen[rows]]
@@ -81,13 +83,13 @@ class _Rows:
 
 
 def _members(numbers: np.ndarray) -> list[np.ndarray]:
-    """The sequences of each group."""
+    """Returns the sequences of each group."""
     order = np.argsort(numbers, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
 
 
-def _pack(groups: list[np.ndarray], rows: _Rows, max_rows: int) -> list[np.ndarray]:
-    """Groups, as they lie in the stream, into one batch after the other."""
+def _pack(groups: list[np.ndarray], rows: _CountedRows, max_rows: int) -> list[np.ndarray]:
+    """Returns the sequences of each batch: groups, in the order of the stream, fill one batch after the other."""
     parts: list[list[np.ndarray]] = []
     used = 0
     for group in sorted(groups, key=lambda g: min(map(rows.last, g.tolist()))):
@@ -100,7 +102,7 @@ def _pack(groups: list[np.ndarray], rows: _Rows, max_rows: int) -> list[np.ndarr
             raise InputError(
                 f"the group of sequence {group[0]} has {len(fresh)} rows; a batch may have {max_rows}",
                 field="max_rows",
-                remedy="allow more rows, or make the groups smaller",
+                remedy="give a larger max_rows, or make the groups smaller",
             )
         rows.add(fresh)
         used += len(fresh)

@@ -1,4 +1,4 @@
-"""A model as a folder that transformers, and `load_model`, load."""
+"""Saves a model as a folder that transformers, and `load_model`, can load."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from ..text import load_tokenizer
 
 __all__ = ["save_model"]
 
-# What lies beside the weights: tokenizer, chat templates, settings of generation.
+# Files that lie beside the weights: tokenizer, chat templates, settings of generation.
 COMPANIONS = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*.jinja")
-# What is written anew, or tells of how the weights lay before.
+# Files that are not copied: they are written anew, or describe how the weights lay in files before.
 WRITTEN = ("config.json", "*.safetensors.index.json", "*.bin.index.json")
 
 
 def save_model(
     model: CausalLM, checkpoint: Checkpoint, folder: str | Path, *, dtype: torch.dtype | None = None
 ) -> Path:
-    """Write `model`, which was loaded from `checkpoint`, to `folder`: config.json, model.safetensors, the tokenizer.
+    """Writes `model`, which was loaded from `checkpoint`, to `folder`, and returns the folder's path.
 
-    dtype: of the tensors; the model's by default. Raises CheckpointError where the folder is the checkpoint's own, or
-    the model is packed or split over ranks, and UnsupportedModelError where transformers has no such rotary settings.
+    It holds config.json, model.safetensors and the tokenizer. dtype: that of the tensors, by default the model's.
+    Raises CheckpointError where the folder is the checkpoint's own, or the model is packed or split over ranks, and
+    UnsupportedModelError for rotary settings that transformers lacks.
     """
     folder = Path(folder)
     if checkpoint.path is not None and folder.resolve() == checkpoint.path.resolve():
@@ -59,7 +60,7 @@ def save_model(
 
 
 def _tensors(model: CausalLM, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The model's tensors as checkpoints have them, each linear by itself, under our names."""
+    """Returns the model's tensors as checkpoints have them, each linear by itself, under prefold's names."""
     tensors = {}
     for weight in model_weights(model):
         if weight.parameter is None:
@@ -71,7 +72,8 @@ def _tensors(model: CausalLM, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _stored(tensors: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
-    """The same under the names of the checkpoint's family, and in its shapes: `Names.of_tensor`, backwards."""
+    """Returns the tensors under the names of the checkpoint's family, and in its shapes: the inverse of
+    `Names.of_tensor`."""
     stored_as = {here: (stored, parts) for stored, parts in names.parts.items() for here in parts}
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -80,7 +82,7 @@ def _stored(tensors: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
         path, rest = ("", module) if layer is None else (f"{names.layers}.{layer[1]}.", layer[2])
         called, parts = stored_as.get(rest, (rest, (rest,)))
         if rest != parts[0]:
-            continue  # stored with the first of its parts
+            continue  # a tensor of several parts is stored when its first part comes
         if len(parts) > 1:
             tensor = torch.cat([tensors[f"{module.removesuffix(rest)}{part}.{kind}"] for part in parts])
         if names.transposed and layer is not None and tensor.dim() == 2:
@@ -91,7 +93,8 @@ def _stored(tensors: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
 
 
 def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
-    """What lies beside a folder's weights, as it is; of a GGUF file the tokenizer. Returns keys for the config."""
+    """Writes a GGUF file's tokenizer, or copies the files beside a folder's weights, and returns keys for the
+    config."""
     if checkpoint.gguf is None:
         if checkpoint.path is not None:
             _copy_companions(checkpoint.path, folder)
