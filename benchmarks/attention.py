@@ -1,11 +1,11 @@
-"""Attention and the element-wise operations of a layer: the compiled kernels beside PyTorch, and the best rate.
+"""Times attention and the element-wise operations of a layer, with the compiled kernels and with PyTorch.
 
     python benchmarks/attention.py [--heads 9 --kv-heads 3 --head-dim 64] [--threads T] [--repeats N] [--json FILE]
 
 `trie` is a step of a reranking job: a head of 60 rows, 4 queries, 8 passages each. `reads` is the same with one
-query row in 120, as in the last layer. `causal` is 4 plain sequences of 1024 rows, the easiest there is: its rate
-is what `attention_rate` gives to other benchmarks as the machine's limit. Useful GFLOP/s: 4 x head_dim for each
-visible pair and head, nothing for pairs computed and thrown away; packing of keys and values included.
+query row in 120, as in the last layer. `causal` is 4 plain sequences of 1024 rows, the easiest case: other benchmarks
+take its rate (`attention_rate`) for the machine's limit. Useful GFLOP/s count 4 x head_dim operations for each visible
+pair and head, and none for pairs that are computed and thrown away; the time includes packing keys and values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What batching is: padding, compute-then-mask and flat varlen side by side, and what tensor parallelism sees of it.
+"""Compares padding, compute-then-mask and flat varlen batches, and counts what tensor parallelism exchanges for each.
 
     python benchmarks/batching.py --data FOLDER [--page docs/batching.md] [--sections example,lengths,ranks,...]
 

@@ -1,4 +1,4 @@
-"""Few-shot classification on a CPU: accuracy and time of our modes, transformers and vLLM on the same prompts.
+"""Measures few-shot classification on a CPU: accuracy and time of prefold's modes, transformers and vLLM, same prompts.
 
     python benchmarks/classify.py --data FOLDER [--tasks sst2,trec,banking77,mmlu] [--vllm VENV] [--transformers]
 

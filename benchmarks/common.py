@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine, its limits, peers, tables."""
+"""Holds what the benchmarks share: the description of the machine, its limits, other systems, tables."""
 
 from __future__ import annotations
 

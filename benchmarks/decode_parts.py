@@ -1,10 +1,10 @@
-"""One decode step outside attention, in parts, beside oneDNN's packed products.
+"""Times the parts of a decode step outside attention, beside oneDNN's packed products.
 
     python benchmarks/decode_parts.py [--model smollm2-135m] [--rows 1,8,64,256] [--repeats N] [--json FILE]
 
-Random weights. `linears` are those of all layers and nothing else; `forward` is the model with an attention
-that does nothing; `head` is the LM head. `oneDNN` does the same products with its own packed weights, and the
-head's with the result in the model's dtype; `widened` is the head without kernels. All in turn, medians.
+Weights are random. `linears` are the linears of all layers and nothing else; `forward` is the model with an attention
+that does nothing; `head` is the LM head. `oneDNN` computes the same products with its own packed weights, the head's
+with the result in the model's dtype; `widened` is the head without kernels. All take turns; medians are shown.
 """
 
 from __future__ import annotations

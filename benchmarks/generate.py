@@ -1,4 +1,4 @@
-"""Generation on a CPU: ours, vLLM's CPU build at several block sizes and transformers, beside the machine's limit.
+"""Times generation on a CPU: prefold, transformers and several block sizes of vLLM's CPU build, beside the limit.
 
     python benchmarks/generate.py --data FOLDER [--cases groups,mmlu,...] [--vllm VENV] [--transformers] [--json FILE]
 
@@ -15,8 +15,8 @@ The limit is the time that this machine needs at least, measured in the same rou
   + for every decode step, were all requests to run side by side: the bytes of the weights and the LM head, and of the
     K/V of every row that is visible to someone, at the rate at which all threads read memory
 
-"unlike ours" counts the requests whose tokens differ from ours (in bfloat16 some do: where two tokens are about as
-likely, either may come, and another text follows), and says how many tokens they had in common before that.
+"unlike ours" counts the requests whose tokens differ from prefold's, and says how many tokens they have in common
+before that. In bfloat16 some do: where two tokens are about as likely either may be picked, and another text follows.
 
 The case `cache` asks 60 unrelated questions, one call each, with the radix cache and without, and compares the outputs.
 """

@@ -1,4 +1,4 @@
-"""The prompts of generate.py: {name: Case}, made of the token ids of local data."""
+"""Makes the prompts of generate.py, {name: Case}, of the token ids of local data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything there is to measure on a GPU, in one command; random weights of real geometries, no network.
+"""Measures everything there is to measure on a GPU in one command, with random weights of real shapes and no network.
 
     python benchmarks/gpu.py [--sections correctness,grid,rerank,decode,kernels] [--models qwen3-0.6b,qwen3-4b,qwen3-8b]
                              [--data msmarco.jsonl.gz] [--json FILE] [--repeats 3]
@@ -10,7 +10,7 @@ rerank       pairs a second, peak memory, where the time goes; transformers besi
 decode       a step of generation with and without grouping, and a whole job
 kernels      attention and the other kernels alone, beside FlexAttention, torch's flash attention and other tile sizes
 
-What fails is written down, and the rest is measured all the same. The exit status is 1 if anything failed.
+A section that fails is reported, and the others are measured all the same. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the sections of gpu.py share: the device, its clock and its limits, models, prompts, and what they report."""
+"""Holds what the sections of gpu.py share: the device, its clock and limits, models, prompts, and their reports."""
 
 from __future__ import annotations
 

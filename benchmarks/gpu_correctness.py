@@ -1,4 +1,4 @@
-"""Section correctness of gpu.py: what runs on the device, beside float32 and float64 on the CPU.
+"""Compares what runs on the device with float32 and float64 on the CPU: the section `correctness` of gpu.py.
 
 Errors are norms of differences over norms of the reference. First the kernels one by one, then whole models.
 """

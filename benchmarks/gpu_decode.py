@@ -1,4 +1,4 @@
-"""Section decode of gpu.py: a step of generation, with what sequences share read once and without; and a whole job."""
+"""Times a step of generation, with and without reading shared K/V once, and a job: the section `decode` of gpu.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section grid of gpu.py: RadixMLP's grid, forward passes of all rows, beside its published times (H100, fp16)."""
+"""Times RadixMLP's grid, beside its published times (H100, fp16): the section `grid` of gpu.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section kernels of gpu.py: attention alone, beside other ways to compute it; other tile sizes; other kernels."""
+"""Times attention alone, beside other implementations and tile sizes, and other kernels: `kernels` of gpu.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section rerank of gpu.py: MS MARCO pairs through the whole engine, in three modes, and transformers beside it."""
+"""Times MS MARCO pairs through the whole engine in three modes, beside transformers: the section `rerank` of gpu.py."""
 
 from __future__ import annotations
 

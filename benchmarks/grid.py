@@ -1,9 +1,9 @@
-"""RadixMLP's synthetic grid: a shared prefix and unique suffixes, in three modes, beside the theoretical caps.
+"""Times RadixMLP's synthetic grid, a shared prefix and unique suffixes, in three modes, beside the theoretical caps.
 
     python benchmarks/grid.py [--model qwen3-0.6b] [--layers 4] [--batch 32] [--json FILE]
 
-Random weights of a real geometry, cut to a few layers so that a CPU gets through. The cap of a mode is the
-ratio of its FLOPs (linears on rows plus attention over visible pairs) to those of plain varlen batching.
+Weights are random, of a real model's shapes, cut to a few layers so that a CPU gets through. The cap of a mode is the
+ratio of the FLOPs of plain varlen batching (linears on rows plus attention over visible pairs) to those of the mode.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on prefold beside its own "hf" model: the same scores, and the time of both.
+"""Runs lm-evaluation-harness on prefold and on its own "hf" model, and compares scores and times.
 
     python benchmarks/harness.py --data FOLDER [--limit 100] [--tasks mmlu_5shot_local,...] [--dtype bfloat16]
 

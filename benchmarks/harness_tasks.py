@@ -1,4 +1,4 @@
-"""Task files of lm-evaluation-harness made of local data: `python benchmarks/harness_tasks.py DATA FOLDER`.
+"""Writes task files of lm-evaluation-harness out of local data: `python benchmarks/harness_tasks.py DATA FOLDER`.
 
 DATA holds mmlu_5shot and gsm8k (dev.jsonl.gz, prefixes.jsonl.gz each). FOLDER receives a YAML and a JSONL file for
 

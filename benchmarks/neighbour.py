@@ -1,4 +1,4 @@
-"""A busy neighbour on a CPU: decode of one sequence and reranking beside other processes that spin on the same cores.
+"""Times generation and reranking on a CPU beside other processes that keep the same cores busy.
 
     python benchmarks/neighbour.py [--rounds 3] [--neighbours 0,1,2] [--checkouts NAME=FOLDER ...] [--json FILE]
 

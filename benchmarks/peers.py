@@ -1,4 +1,4 @@
-"""Other systems on the same prompts, each in a process of its own: `python peers.py SYSTEM JOB.json [OUT.json]`.
+"""Runs another system on the same prompts, in a process of its own: `python peers.py SYSTEM JOB.json [OUT.json]`.
 
 Runs under any interpreter that has the system installed; imports nothing of prefold. Reading prompts, JOB holds
 

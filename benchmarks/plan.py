@@ -1,4 +1,4 @@
-"""Time to plan a batch: prefold's Trie and PrefixMap beside PyPI `radix-mlp`'s index maps.
+"""Times the planning of a batch: prefold's Trie and PrefixMap beside the index maps of PyPI's `radix-mlp`.
 
     python benchmarks/plan.py [--repeats N] [--json FILE]
 

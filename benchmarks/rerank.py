@@ -1,4 +1,4 @@
-"""Reranking on a CPU: prefold's three modes, transformers and vLLM on the same prompts and weights, in one run.
+"""Times reranking on a CPU: prefold's three modes, transformers and vLLM on the same prompts and weights, in one run.
 
     python benchmarks/rerank.py --data msmarco.jsonl.gz --vllm VENV [--pairs 800] [--repeats 3] [--json FILE]
 

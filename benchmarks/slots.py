@@ -1,11 +1,12 @@
-"""Attention over slots, as generation runs it: decoding with and without common prefixes, and prefill over a store.
+"""Times attention over slots, as generation runs it: decode with and without shared prefixes, and prefill over a store.
 
     python benchmarks/slots.py [--heads 9 --kv-heads 3 --head-dim 64] [--planes P] [--threads T] [--repeats N]
 
-A run goes through all planes once, as a step does, so that K/V comes from memory; times are a plane's. `useful
-GFLOP/s`: 4 x head_dim for each key, query and head. `GB/s`: K/V of the slots in use, each counted once, so where
-queries share keys more than memory could give is no wonder. Prefill is also given to the interval kernel, which
-packs its keys at every call. `plan` is the host's part of a step, `write` that of putting its rows into slots.
+A run goes through all planes once, as a step does, so that K/V comes from memory; times are those of a plane. `useful
+GFLOP/s` count 4 x head_dim operations for each key, query and head. `GB/s` count the K/V of the
+runs that are read; where several runs cover the same slots they may exceed what memory delivers. Prefill is also timed
+with the interval kernel, which packs its keys at every call. `plan` is the host's part of a step, `write` the time to
+put its rows into slots.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A training step with and without sharing: completions of one prompt, forward, backward and optimizer apart.
+"""Times a training step with and without sharing, on completions of one prompt; forward, backward and optimizer apart.
 
     python benchmarks/train.py [--model smollm2-135m] [--completions 16] [--prompt 576] [--completion 64] [--json FILE]
 

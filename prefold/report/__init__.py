@@ -1,4 +1,4 @@
-"""What a person looks at: the icicle of a trie, the report page, and progress on a terminal or in a log."""
+"""Shows a job to a person: the icicle of its trie, the report page, and progress on a terminal or in a log."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The shape of a job's stream, small enough to draw.
+"""Keeps the shape of a job's stream, and makes a tree of it that is small enough to draw.
 
-`StreamShape` takes the windows as they go by and keeps eight bytes a prompt and a few thousand
-sampled prompts for their text. `icicle` makes the trie's nodes of it from the top, and folds what
-would be too narrow to see.
+`StreamShape` sees the windows as they are run and keeps eight bytes a prompt, and a few thousand sampled prompts for
+their text. `icicle` makes the nodes of the trie from the root down, and folds those that would be too narrow to see.
 """
 
 from __future__ import annotations
@@ -23,7 +22,10 @@ _SAMPLE_TOKENS = 2048
 
 @dataclass(slots=True)
 class Rest:
-    """Branches below a node that are not drawn one by one. depth: where their prompts end, on average."""
+    """Holds the sums of the branches below a node that are not drawn one by one.
+
+    depth: the position at which their prompts end, on average.
+    """
 
     branches: int
     prompts: int
@@ -33,13 +35,14 @@ class Rest:
 
 @dataclass(slots=True)
 class Node:
-    """A run of rows shared by the same prompts.
+    """A node is a run of rows shared by the same prompts.
 
     start   position of its first row
-    length  its rows
-    prompts prompts that go through it; first: the first of them, in stream order
-    rows    rows of its subtree, its own included
-    ending  prompts that end with its last row
+    length  how many rows it has
+    prompts how many prompts go through it
+    first   the first of these prompts, in stream order
+    rows    how many rows its subtree has, its own included
+    ending  how many prompts end with its last row
     """
 
     start: int
@@ -53,7 +56,7 @@ class Node:
 
 
 class StreamShape:
-    """Lengths and shared prefixes of the prompts of consecutive windows (of one stream, or of several)."""
+    """Holds the lengths and shared prefixes of the prompts of consecutive windows, of one stream or of several."""
 
     def __init__(self, *, samples: int = _SAMPLES) -> None:
         self._lengths: list[np.ndarray] = []
@@ -66,7 +69,10 @@ class StreamShape:
         self.num_rows = 0
 
     def add(self, tokens: np.ndarray, offsets: np.ndarray, *, common: int = 0) -> None:
-        """A window's prompts in lexicographic order. common: what its first shares with the one before."""
+        """Takes in a window's prompts, which are in lexicographic order.
+
+        common: how many leading tokens the first shares with the last prompt of the window before.
+        """
         from ..prefix import common_prefix_lengths
 
         count = len(offsets) - 1
@@ -90,21 +96,21 @@ class StreamShape:
         self.num_rows += int((lengths - shared).sum())
 
     def watch(self, windows: Any) -> Iterator[Any]:
-        """Yield the windows, each taken note of as it goes by. Several reads of a prompt are one prompt."""
+        """Yields the windows, and takes in each before it is yielded. Several reads of a prompt count as one prompt."""
         for window in windows:
             prompts = window.without_twins()
             self.add(prompts.tokens, prompts.offsets, common=prompts.common)
             yield window
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """(lengths, shared) int32 [prompts], in stream order; shared[0] is 0."""
+        """Returns (lengths, shared), each int32 [prompts], in stream order; shared[0] is 0."""
         if not self._lengths:
             return np.zeros(0, np.int32), np.zeros(0, np.int32)
         self._lengths, self._shared = [np.concatenate(self._lengths)], [np.concatenate(self._shared)]
         return self._lengths[0], self._shared[0]
 
     def tokens_of(self, node: Node, limit: int = 96) -> np.ndarray | None:
-        """The first tokens of a node; None when no sampled prompt goes through it."""
+        """Returns the first tokens of a node; None when no sampled prompt goes through it."""
         number = -(-node.first // self._stride) * self._stride
         if number >= node.first + node.prompts:
             return None
@@ -113,10 +119,11 @@ class StreamShape:
 
 
 def icicle(shape: StreamShape, *, max_nodes: int = 2000) -> Node:
-    """The trie of a stream as a tree of at most max_nodes nodes; the root has no rows of its own.
+    """Returns the trie of a stream as a tree of at most max_nodes nodes, whose root has no rows of its own.
 
-    The branches of most prompts come first; those that are left, and in a larger stream those of a few
-    prompts, are folded into their parent's `rest`. Every prompt and every row is in exactly one node or rest.
+    Branches are taken by how many prompts they have, the most first. Branches beyond max_nodes, and in a large stream
+    those of few prompts, are folded into the `rest` of their parent. Each prompt and each row is in exactly one node
+    or rest.
     """
     lengths, shared = shape.arrays()
     tree = _Tree(lengths, shared)
@@ -139,7 +146,10 @@ def icicle(shape: StreamShape, *, max_nodes: int = 2000) -> Node:
 
 
 def _branches(tree: _Tree, node: Node, least: int) -> list[tuple[int, int, int, Node]]:
-    """(-prompts, first, stop, node) of each branch below a node; prompts that end there, and thin ones, are folded."""
+    """Returns (-prompts, first, stop, node) of each branch below a node.
+
+    Prompts that end with the node are counted in it; branches of fewer than `least` prompts are folded into its rest.
+    """
     out = []
     for first, stop in tree.below(node):
         if tree.lengths[first] == node.start + node.length:
@@ -159,7 +169,7 @@ class _Tree:
         self.ends = np.concatenate(([0], np.cumsum(lengths.astype(np.int64))))
 
     def below(self, node: Node) -> list[tuple[int, int]]:
-        """The groups of prompts that part at the end of a node."""
+        """Returns the groups of prompts that part at the end of a node, as (first, stop)."""
         at = node.start + node.length
         inner = self.shared[node.first + 1 : node.first + node.prompts]
         cuts = np.flatnonzero(inner <= at) + node.first + 1
@@ -182,7 +192,7 @@ class _Tree:
 
 
 def walk(root: Node) -> Iterator[tuple[Node, int]]:
-    """Every node with the place of its parent in this walk (-1: none), depth-first."""
+    """Yields every node, depth-first, with the place of its parent in this order (-1 for the root)."""
     stack, place = [(root, -1)], 0
     while stack:
         node, parent = stack.pop()
@@ -192,9 +202,9 @@ def walk(root: Node) -> Iterator[tuple[Node, int]]:
 
 
 def to_data(shape: StreamShape, root: Node, decode: Callable[[np.ndarray], str] | None) -> list[list[Any]]:
-    """The tree as plain data: [parent, start, length, prompts, rows, ending, rest or 0, text or 0] of each node.
+    """Returns the tree as plain data: for each node [parent, start, length, prompts, rows, ending, rest, text].
 
-    rest: [branches, prompts, rows, mean depth at their end].
+    rest is [branches, prompts, rows, mean depth at their end], or 0 where there is none; text is 0 where none is known.
     """
     out: list[list[Any]] = []
     for node, parent in walk(root):

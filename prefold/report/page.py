@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page about a job, with the trie drawn as an icicle."""
+"""Writes the report: one self-contained HTML page about a job, with the trie drawn as an icicle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_BINS = 320
 
 
 class StepLog:
-    """The steps of a run over time; adjacent ones are added up when there are very many.
+    """Holds the steps of a run over time; adjacent steps are added up when there are very many.
 
     Each entry: start (s), seconds computed, number of steps, rows, path rows, sequences running.
     """
@@ -42,12 +42,12 @@ class StepLog:
             self._values = array("d", _merged(self.bins(), self._limit // 2).ravel())
 
     def bins(self) -> np.ndarray:
-        """float64 [entries, 6]"""
+        """Returns the entries, float64 [entries, 6]."""
         return np.array(self._values).reshape(-1, 6)
 
 
 def _merged(entries: np.ndarray, most: int) -> np.ndarray:
-    """Neighbours added up, until there are at most `most`."""
+    """Returns the entries, with neighbours added up until there are at most `most`."""
     size = -(-len(entries) // max(1, most))
     if size <= 1:
         return entries
@@ -59,7 +59,7 @@ def _merged(entries: np.ndarray, most: int) -> np.ndarray:
 
 @dataclass
 class Report:
-    """What the page shows. tokens, rows: of the whole run; seconds: of the model's part of it."""
+    """Holds what the page shows. tokens and rows are those of the whole run, seconds those of the model's part."""
 
     title: str
     when: str
@@ -76,7 +76,7 @@ class Report:
     decode: Callable[[np.ndarray], str] | None = None
 
     def data(self) -> dict[str, Any]:
-        """The page's data, as plain JSON."""
+        """Returns the page's data, as values that JSON has."""
         steps = _merged(self.steps.bins(), _MAX_BINS) if self.steps is not None else np.empty((0, 6))
         nodes = None
         if self.shape is not None and self.shape.num_requests:
@@ -119,16 +119,16 @@ class Report:
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write the page; it appears under its name only when it is whole. Raises JobError."""
+    """Writes the page, which appears under its name only when it is whole. Raises JobError."""
     page = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
-    # "<" inside the data could end the script element.
+    # "</script>" inside the data would end the script element, so "<" is escaped.
     data = json.dumps(report.data(), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     with writing(f"the report {path}"), replacing(path) as temporary:
         temporary.write_text(page.replace("/*DATA*/", data), encoding="utf-8", errors="replace")
 
 
 def machine() -> list[tuple[str, str]]:
-    """What the run ran on; versions only of what is loaded."""
+    """Returns what the run ran on, as (name, value); versions only of packages that are loaded."""
     import sys
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

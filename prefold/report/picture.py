@@ -1,4 +1,4 @@
-"""A small picture of a stream's trie for the terminal: a column is some prompts, a line some tokens of depth."""
+"""Draws a stream's trie on the terminal: a column stands for some prompts, a line for some tokens of depth."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from .icicle import StreamShape
 
 __all__ = ["trie_picture"]
 
-_SHADES = "░▒▓█"  # computed for one prompt, for a few, for many, for most of them
+_SHADES = "░▒▓█"  # rows that are computed for one prompt, for a few, for many, for most prompts
 
 
 def trie_picture(shape: StreamShape, *, width: int = 64, height: int = 12) -> list[str]:
-    """Lines of block characters: the more prompts share a token, the darker; a blank where prompts have ended.
+    """Returns lines of block characters: the more prompts share a token, the darker; blank where prompts have ended.
 
-    Between neighbouring branches there is a thin line where there is room for one.
+    Where there is room, a thin line separates neighbouring branches.
     """
     lengths, shared = (a.astype(np.int64) for a in shape.arrays())
     count = len(lengths)

@@ -1,4 +1,4 @@
-"""How far a job is: a live line on a terminal, plain lines in a log. Always on standard error."""
+"""Shows how far a job is, on standard error: a live line on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Counts", "Progress", "format_bytes", "format_count", "format_seconds
 
 @dataclass(slots=True)
 class Counts:
-    """What progress shows.
+    """Holds the counts that progress shows.
 
     phase      "reading", "loading the model", "computing", ...
     read       records read; read_all: whether these are all
     done       records with their line, those of earlier runs included; errors: error lines among them
     tokens     tokens spooled; tokens_done: tokens of the requests whose results are there, generated ones included
-    requests   spooled; requests_done: those whose results are there
+    requests   requests spooled; requests_done: those whose results are there
     rows       rows computed
     generated  tokens generated
     """
@@ -39,18 +39,21 @@ class Counts:
 
     @property
     def saved(self) -> float | None:
-        """Share of the tokens done that was not computed; None while more rows are computed than tokens are done."""
+        """Returns which share of the tokens done was not computed; None while rows outnumber the tokens done."""
         return 1 - self.rows / self.tokens_done if self.tokens_done > self.rows > 0 else None
 
     @property
     def share_done(self) -> float:
-        """Of what was read, in [0, 1]: by requests where text is generated, as nobody knows how long it becomes."""
+        """Returns which share of what was read is done, in [0, 1].
+
+        It is counted in tokens; where text is generated in requests, as nobody knows how long the texts become.
+        """
         done, all_ = (self.requests_done, self.requests) if self.generated else (self.tokens_done, self.tokens)
         return min(1.0, done / all_) if all_ else 0.0
 
 
 class Progress:
-    """Draws nothing; the base of the others. `tick` is called a few times a second, from any one thread."""
+    """Shows nothing, and is the base of the other classes. `tick` is called a few times a second, by one thread."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -59,12 +62,12 @@ class Progress:
     def tick(self, counts: Counts) -> None: ...
 
     def note(self, text: str) -> None:
-        """Say something between the lines."""
+        """Prints a text between the lines of progress."""
 
     def close(self, counts: Counts) -> None: ...
 
     def text(self, counts: Counts) -> str:
-        """Records, rows, rate, share saved and time left, as far as they are known."""
+        """Returns a line of records, rows, rate, share saved and time left, as far as they are known."""
         if counts.phase == "computing" and self._computing is None:
             self._computing = time.monotonic()
         total = f"/{format_count(counts.read)}" if counts.read_all else ""
@@ -96,7 +99,7 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """A line every few seconds, further apart as the job goes on (5 s, up to a minute)."""
+    """Prints a line every 5 seconds at first, and less often as the job goes on, up to a minute apart."""
 
     def __init__(self, stream: TextIO):
         super().__init__()
@@ -116,7 +119,7 @@ class PlainProgress(Progress):
 
 
 class LiveProgress(Progress):
-    """A rich progress bar."""
+    """Shows a progress bar on a terminal, drawn by rich."""
 
     def __init__(self, stream: TextIO):
         super().__init__()
@@ -152,7 +155,7 @@ class LiveProgress(Progress):
 
 
 def open_progress(show: bool | None = None, stream: TextIO | None = None) -> Progress:
-    """The progress for `stream` (standard error). show: None shows it, False draws nothing."""
+    """Returns the progress for `stream`, by default standard error. show: False for one that shows nothing."""
     stream = stream or sys.stderr
     if show is False:
         return Progress()
@@ -160,7 +163,7 @@ def open_progress(show: bool | None = None, stream: TextIO | None = None) -> Pro
 
 
 def format_count(number: float) -> str:
-    """12,345 in full below a million; 1.23M and 4.56G above."""
+    """Returns a number as text: in full below a million (12,345), else in millions or more (1.23M, 4.56G)."""
     for limit, unit in ((1e9, "G"), (1e6, "M")):
         if number >= limit:
             return f"{number / limit:.2f}{unit}"
@@ -168,7 +171,7 @@ def format_count(number: float) -> str:
 
 
 def format_bytes(number: float) -> str:
-    """12.3 KiB, 4.56 MiB, ..."""
+    """Returns a number of bytes as text: 12.3 KiB, 4.56 MiB, ..."""
     for unit in ("bytes", "KiB", "MiB"):
         if number < 1024:
             return f"{number:,.3g} {unit}" if unit != "bytes" else f"{number:.0f} bytes"
