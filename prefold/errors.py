@@ -28,15 +28,18 @@ __all__ = [
 
 
 class PrefoldError(Exception):
-    """Base of every error raised on purpose."""
+    """Is the base of every error that prefold raises on purpose."""
 
 
 class InputError(PrefoldError, ValueError):
     """One record, prompt or argument is wrong.
 
-    `message` says what is wrong; `field` is the name of what is wrong as the user wrote it (a column, an option, an
-    argument); `remedy` says what to do about it. A job turns it into that record's error line and goes on.
-    `code` is a short stable word for machines (`"missing_field"`, `"too_long"`, ...).
+    message  what is wrong
+    field    the name of what is wrong, as the user wrote it: a column, an option, an argument
+    remedy   what to do about it
+    code     a short stable word for machines ("missing_field", "too_long", ...)
+
+    A job turns the error into that record's error line and goes on.
     """
 
     def __init__(self, message: str, *, field: str | None = None, remedy: str = "", code: str = "invalid_input"):
@@ -47,7 +50,7 @@ class InputError(PrefoldError, ValueError):
         self.code = code
 
     def renamed(self, field: str | None) -> InputError:
-        """This error with `field` in place of its own field, also where its message quotes that."""
+        """Returns this error with `field` in place of its own field, also where its message quotes that."""
         message = self.message if self.field is None else self.message.replace(repr(self.field), repr(field))
         found = InputError(message, field=field, remedy=self.remedy, code=self.code)
         found.__cause__ = self.__cause__
@@ -71,9 +74,10 @@ class RankError(PrefoldError):
 
 
 class ForkedError(PrefoldError, RuntimeError):
-    """This process was forked from one that had loaded a model: its threads are not here, and a step would never end.
+    """This process was forked from one that had loaded a model. The model's threads are not here, so no step would end.
 
-    Start processes with "spawn" or "forkserver", or fork before the first LLM is made."""
+    Start processes with "spawn" or "forkserver", or fork before the first LLM is made.
+    """
 
 
 class MissingExtraError(PrefoldError, ImportError):
@@ -89,11 +93,11 @@ class JobError(PrefoldError):
 
 
 def record_error(error: Exception) -> InputError:
-    """The InputError that a record gets for `error`, which was raised while that record was worked on.
+    """Returns the InputError that a record gets for `error`, which was raised while that record was worked on.
 
-    An InputError is returned as it is, and any other exception as one that names its type (code "unexpected"). So is a
-    MemoryError: what one record asked for was more than there is, and is free again.
-    Raises `error` again where no record can be at fault: an OSError, a module that cannot be imported, and all of
+    An InputError is returned as it is. For any other exception an InputError of code "unexpected" names its type. A
+    MemoryError is such an exception: the record asked for more memory than there is, and it is free again.
+    Raises `error` itself where no record can be at fault: an OSError, a module that cannot be imported, and all of
     prefold's own errors but InputError.
     """
     if isinstance(error, InputError):

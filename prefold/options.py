@@ -1,7 +1,8 @@
-"""The options of the tasks: a dataclass each, read by the methods of LLM, the command line, the journal and the docs.
+"""Defines the options of each task as a dataclass, read by the methods of LLM, the command line, the journal and the
+docs.
 
-A field's metadata says what it means (`doc`) and which options of the command line it is made of (`cli`, as their
-parameters are called there; none for what only Python has). Neither torch nor NumPy is imported here.
+The metadata of a field say what it means (`doc`) and of which parameters of the command line it is made (`cli`; empty
+for an option that only Python has). Neither torch nor NumPy is imported here.
 """
 
 # ruff: noqa: RUF009  (a field that is made by a function of ours is a field)
@@ -46,10 +47,12 @@ def _option(
     kind: type | None = None,
     journal: bool = True,
 ) -> Any:
-    """A field. cli: parameters of the command line; the field's own name where nothing is given, none for None.
+    """Returns a field of a dataclass of options.
 
-    one_of: the values there are; kind: bool, str or int, where only that is allowed (or the default);
-    journal: whether a job with another value is another job.
+    cli      the parameters of the command line that it is made of: by default one of the field's own name; None: none
+    one_of   the values that are allowed, where not all are
+    kind     bool, str or int, where only that (or the default) is allowed
+    journal  whether a job with another value is another job
     """
     metadata = {"doc": doc, "cli": cli, "one_of": one_of, "kind": kind, "journal": journal}
     return field(default=default, metadata=metadata)
@@ -57,7 +60,7 @@ def _option(
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """What all tasks take. Raises InputError for a value that no checkpoint could take."""
+    """Holds the options of all tasks. Raises InputError for a value that no checkpoint could take."""
 
     task: ClassVar[str] = ""
 
@@ -85,21 +88,24 @@ class TaskOptions:
                 remedy = {bool: "give True or False", str: "give a text", int: "give a whole number"}[kind]
                 raise InputError(f"{one.name} is {value!r:.80}", field=one.name, remedy=remedy, code="wrong_type")
         if self.adapter is not None and not isinstance(self.adapter, (str, list, tuple)):
-            message = f"adapter is {self.adapter!r:.80}"
+            message = f"adapter is {self.adapter!r:.80}, not a name"
             raise InputError(message, field="adapter", remedy="give the name of an adapter", code="wrong_type")
         if self.max_length is not None and self.max_length < 1:
             raise InputError(f"max_length is {self.max_length}", field="max_length", remedy="give 1 or more")
 
 
 def _is_a(kind: type, value: object) -> bool:
-    """Whether a value is a `kind`; a NumPy integer is a whole number, and True is none."""
+    """Returns whether a value is a `kind`; a NumPy integer is a whole number, and True is none."""
     return hasattr(value, "__index__") and not isinstance(value, bool) if kind is int else isinstance(value, kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedOptions(TaskOptions):
-    """Of `embed`. None everywhere means what the checkpoint says (sentence-transformers' files, or a GGUF file's
-    pooling type); a checkpoint that says nothing is read at the last token, and its vectors have length 1."""
+    """Holds the options of `embed`.
+
+    None means what the checkpoint says (sentence-transformers' files, or a GGUF file's pooling type). A checkpoint that
+    says nothing is read at the last token, and its vectors have length 1.
+    """
 
     task = "embed"
 
@@ -120,7 +126,7 @@ class EmbedOptions(TaskOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RerankOptions(TaskOptions):
-    """Of `rerank`."""
+    """Holds the options of `rerank`."""
 
     task = "rerank"
 
@@ -138,7 +144,8 @@ class RerankOptions(TaskOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyOptions(TaskOptions):
-    """Of `classify`. A checkpoint with a classification head takes none but max_length and truncate."""
+    """Holds the options of `classify`. With a checkpoint's classification head only max_length and truncate are
+    allowed."""
 
     task = "classify"
 
@@ -162,7 +169,7 @@ class ClassifyOptions(TaskOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions(TaskOptions):
-    """Of `score`."""
+    """Holds the options of `score`."""
 
     task = "score"
 
@@ -176,7 +183,8 @@ class ScoreOptions(TaskOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions(TaskOptions):
-    """Of `generate`, `chat` and `stream`: the fields of Sampling as users write them, and where the text comes from."""
+    """Holds the options of `generate`, `chat` and `stream`: the fields of Sampling as users write them, and what
+    makes the prompt."""
 
     task = "generate"
 
@@ -239,7 +247,7 @@ OPTIONS: dict[str, type[TaskOptions]] = {
 
 
 def options_of(task: str, given: Mapping[str, Any]) -> TaskOptions:
-    """The options of a task. Raises InputError for a task or an option there is not, and for bad values."""
+    """Returns the options of a task. Raises InputError for an unknown task or option, and for bad values."""
     if task not in OPTIONS:
         raise InputError(f"there is no task {task!r}", field="task", remedy=f"the tasks are {', '.join(OPTIONS)}")
     known = [*cli_names(task)]
@@ -253,12 +261,13 @@ def options_of(task: str, given: Mapping[str, Any]) -> TaskOptions:
 
 
 def doc_of(task: str, name: str) -> str:
-    """What an option means, in a sentence or two."""
+    """Returns what an option means, in a sentence or two."""
     return cast(str, next(one.metadata["doc"] for one in fields(OPTIONS[task]) if one.name == name))
 
 
 def cli_names(task: str) -> dict[str, tuple[str, ...]]:
-    """{option: the parameters of the command line it is made of} of a task; what all tasks have comes last."""
+    """Returns {option of a task: the parameters of the command line that it is made of}; options of all tasks come
+    last."""
     common = {one.name for one in fields(TaskOptions)}
     found = {}
     for one in sorted(fields(OPTIONS[task]), key=lambda one: one.name in common):
@@ -268,7 +277,8 @@ def cli_names(task: str) -> dict[str, tuple[str, ...]]:
 
 
 def journal_names() -> tuple[str, ...]:
-    """The parameters of the command line that make a job of a task this one and no other, adapters left out."""
+    """Returns the parameters of the command line, but for adapters, with which a job of a task is another job when
+    they differ."""
     names = [
         name
         for task, kind in OPTIONS.items()

@@ -1,4 +1,4 @@
-"""The words the layers share: what is asked of the engine, and what comes back. NumPy only."""
+"""Defines the words that the layers share: what is asked of the engine, and what comes back. It imports NumPy only."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SHARING_MODES: tuple[Sharing, ...] = ("full", "mlp", "off")
 
 
 class Jsonable:
-    """What a user is given: `to_dict` makes plain values of its fields."""
+    """Is the base of what a user is given: `to_dict` makes plain values of its fields."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, object]:
-        """The fields by their names, in what JSON knows: arrays and tuples become lists, errors their text."""
+        """Returns {name of a field: its value as JSON knows it}: arrays and tuples become lists, errors their text."""
         return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
 
 
@@ -51,12 +51,12 @@ def _plain(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """What a run reads from the model; one kind a run.
+    """A Readout says what a run reads from the model; a run has one kind.
 
     kind        result of a request                                   read at
     "last"      hidden state after the final norm, [hidden]           its last row
-    "first"     the same                                              its first row
-    "mean"      the same, averaged in float32 over the prompt         all its rows
+    "first"     hidden state after the final norm, [hidden]           its first row
+    "mean"      the float32 mean of these hidden states, [hidden]     all its rows
     "head"      the checkpoint's classification head, [num_labels]    its last row
     "logits"    logits of the vocabulary ids `ids`, [len(ids)]        its last row
     "logprobs"  log-probability of each target, [len(targets)],       its last len(targets) rows
@@ -71,14 +71,14 @@ class Readout:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt, as token ids.
+    """A Request is one prompt, as token ids.
 
-    tokens   int32 [n], n >= 1: the rows of the prompt.
+    tokens   int32 [n], n >= 1: the rows of the prompt
     targets  int32 [m], m <= n, for readout "logprobs" only: targets[t] is the token whose
              log-probability is wanted at the row of position n - m + t. A continuation's last
-             token is a target and no row: score(P, C) is tokens = P + C[:-1], targets = C.
+             token is a target and no row: score(P, C) is tokens = P + C[:-1], targets = C
     adapter  the LoRA adapter it runs with, None: the base model. Requests of two adapters share
-             nothing.
+             nothing
     """
 
     tokens: np.ndarray
@@ -88,7 +88,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a request's read-out gave: float32 `values`, and for "logprobs" bool `greedy` of the same shape."""
+    """A Result holds what a request's read-out gave: float32 `values`, and for "logprobs" bool `greedy` of the same
+    shape."""
 
     values: np.ndarray
     greedy: np.ndarray | None = None
@@ -96,12 +97,13 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What generated text must look like.
+    """A Grammar says what generated text must look like.
 
     kind     "json_schema" (text: the schema as JSON), "json" (any JSON object), "regex", "choice" (text: a JSON
              list of strings), "lark" (text: a grammar in Lark's syntax)
-    compact  of JSON: no white space between its parts but one blank after a comma or colon. False: up to 64
-             blanks and line ends, as the model likes. A schema's own "x-guidance" goes before it
+    text     the schema, expression, list or grammar; empty for "json"
+    compact  for JSON: no white space between its parts but one blank after a comma or colon. False: up to 64
+             blanks and line ends, as the model likes. A schema's own "x-guidance" takes precedence
     """
 
     kind: Literal["json_schema", "json", "regex", "choice", "lark"]
@@ -111,22 +113,23 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the tokens of a request are chosen, and when they end.
+    """A Sampling says how the tokens of a request are chosen, and when they end.
 
-    max_tokens           None: until the model's context is full
-    min_tokens           no end before so many
-    temperature          0: greedy
-    top_k                0: off
-    top_p, min_p         Holtzman et al. 2020; Nguyen et al. 2024 (relative to the most likely token)
-    repetition_penalty   of tokens in prompt or output (Keskar et al. 2019); 1: off
-    presence_penalty, frequency_penalty   of tokens in the output, as OpenAI defines them; 0: off
-    logit_bias           (id, added to its logit)
+    max_tokens           the most tokens of an output; None: until the model's context is full
+    min_tokens           the output does not end before so many tokens
+    temperature          what logits are divided by; 0: the most likely token is always taken
+    top_k                only so many of the most likely tokens may be drawn; 0: all
+    top_p                only the most likely tokens that together have this probability (Holtzman et al. 2020)
+    min_p                only tokens this likely, relative to the most likely one (Nguyen et al. 2024)
+    repetition_penalty   for tokens in prompt or output (Keskar et al. 2019); 1: off
+    presence_penalty, frequency_penalty   for tokens in the output, as OpenAI defines them; 0: off
+    logit_bias           (id, what is added to its logit)
     seed                 None: drawn once a job. The noise of a draw depends on seed, sample, position and token alone,
                          on a CPU or a GPU; rounding of the logits changes a draw only where two tokens are that close
     n                    samples of the prompt
-    stop, stop_ids       texts and ids that end the output; a text is cut off, with what follows it
-    ignore_eos           go on after the model's end-of-text ids
-    logprobs             None: none; k: the chosen token's, and the k most likely ones
+    stop, stop_ids       texts and ids that end the output; it is cut off where a stop text begins
+    ignore_eos           whether to go on after the model's end-of-text ids
+    logprobs             None: none; k: the chosen token's, and those of the k most likely tokens
     grammar              what the text must look like
     """
 
@@ -151,12 +154,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One prompt to be continued.
+    """A GenerateRequest is one prompt to be continued.
 
     tokens    int32 [n], n >= 1
+    sampling  how its tokens are chosen
     adapter   the LoRA adapter it runs with, None: the base model
     salt      requests share a prefix only where adapter and salt are equal
-    priority  a larger one is kept longer in a cache with the "priority" policy
+    priority  what a request of larger priority computed is kept longer, in a cache with the "priority" policy
     """
 
     tokens: np.ndarray
@@ -168,9 +172,9 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One generated token's log-probability, and the most likely (id, log-probability) at its place, best first.
+    """Holds one generated token's log-probability, and the most likely (id, log-probability) at its place, best first.
 
-    Of the model's own distribution: before temperature, penalties and filters.
+    They are those of the model's own distribution: before temperature, penalties and filters.
     """
 
     logprob: float
@@ -179,14 +183,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Generated(Jsonable):
-    """One sample of a request.
+    """A Generated is one sample of a request.
 
     tokens         the ids, without what ended them
-    text           decoded, None without a tokenizer
+    text           the decoded text, None without a tokenizer
     finish_reason  "stop" (end of text, a stop text or id, the grammar's end), "length", "cancelled"
     stop           the text or id that ended it, None for the end of text and for "length"
     cached_tokens  tokens of the prompt that were not computed for this request
-    logprobs       one a token, if asked for
+    logprobs       one for each token, if asked for
     """
 
     tokens: tuple[int, ...]
@@ -204,20 +208,20 @@ class Generated(Jsonable):
 
 @dataclass(slots=True)
 class GenerationStats(Jsonable):
-    """What generation did, beside what `Stats` says.
+    """Counts what generation did, beside what `Stats` counts.
 
     generated_tokens        tokens of all outputs
     prefill_rows            rows of prompts, those computed again included
-    decode_rows             rows of running sequences: one a sequence and step
+    decode_rows             rows of running sequences: one for each sequence and step
     recomputed_rows         rows computed again after a preemption
-    discarded_rows          rows of sequences of which it showed while they ran that they had ended before
+    discarded_rows          rows of sequences that had ended already, which showed only while they ran
     first_admission_hits    tokens of prompts that were there when the request was first admitted
     in_step_hits            tokens of prompts shared with a prompt admitted in the same step
     cross_window_hits       tokens of prompts found in the cache, from an earlier window or call
-    preemptions             sequences taken out for want of memory
-    kv_bytes_now            K/V held
-    kv_bytes_peak           most K/V held at once
-    kv_bytes_unshared_peak  the same, had every sequence K/V of its own
+    preemptions             sequences taken out because memory was full
+    kv_bytes_now            bytes of K/V held
+    kv_bytes_peak           most bytes of K/V held at once
+    kv_bytes_unshared_peak  most bytes of K/V held at once, had every sequence K/V of its own
     steps                   forward passes
     running_peak            most sequences running in one step
     """
@@ -240,12 +244,12 @@ class GenerationStats(Jsonable):
 
 @dataclass(slots=True)
 class Stats(Jsonable):
-    """What was asked, what was computed, and where the time went.
+    """Counts what was asked and what was computed, and says where the time went.
 
     tokens          tokens of all prompts, as the user sees them: what sharing "off" computes. A prompt that is read
-                    more than once (for labels of one token) counts once. Where text is generated, of each sample's
-                    prompt and output, but for the last token, which needs no row
-    unique_tokens   rows of the job's stream: its unique tokens, were they computed each exactly once
+                    more than once (for labels of one token) counts once. Where text is generated, the tokens of each
+                    sample's prompt and output, but for the last token, which needs no row
+    unique_tokens   rows of the job's stream: its unique tokens, were each computed exactly once
     rows_computed   rows that went through the model's position-wise layers
     requests        prompts
     steps           forward passes
@@ -268,7 +272,7 @@ class Stats(Jsonable):
 
     @property
     def saved(self) -> float:
-        """Share of the tokens that was not computed, below 1."""
+        """Returns the share of the tokens that was not computed, below 1."""
         return 1.0 - self.rows_computed / self.tokens if self.tokens else 0.0
 
     def __str__(self) -> str:
