@@ -64,7 +64,9 @@ class TaskOptions:
 
     task: ClassVar[str] = ""
 
-    max_length: int | None = _option(None, "Tokens a prompt may have; by default what the model takes.", kind=int)
+    max_length: int | None = _option(
+        None, "The most tokens a prompt may have; by default what the model takes.", kind=int
+    )
     truncate: Truncate = _option(
         False,
         "Cut what is too long instead of raising an error: True cuts the longest column of a template, the longest"
@@ -114,11 +116,15 @@ class EmbedOptions(TaskOptions):
         one_of=(None, "last", "mean", "first"),
     )  # fmt: skip
     normalize: bool | None = _option(
-        None, "Scale it to length 1; by default what the checkpoint says, else yes.", one_of=(None, False, True)
+        None,
+        "Whether to scale the embedding to length 1; by default what the checkpoint says, else yes.",
+        one_of=(None, False, True),
     )
-    dimensions: int | None = _option(None, "Keep the first so many values (before they are scaled).", kind=int)
-    prompt: str | None = _option(None, "A text before every text.", None, kind=str)
-    prompt_name: str | None = _option(None, "One of the checkpoint's own prompts, before every text.", kind=str)
+    dimensions: int | None = _option(None, "Keep only so many values, the first (before they are scaled).", kind=int)
+    prompt: str | None = _option(None, "A text to put before every text.", None, kind=str)
+    prompt_name: str | None = _option(
+        None, "The name of one of the checkpoint's own prompts, which is put before every text.", kind=str
+    )
     instruction: str | None = _option(
         None, "What queries are for; written before each text as Qwen3-Embedding wants it.", kind=str
     )
@@ -139,7 +145,7 @@ class RerankOptions(TaskOptions):
         " pair for a cross-encoder that was trained on it.",
     )
     words: tuple[str, str] = _option(("yes", "no"), "The two words whose logits are compared, one token each.")
-    raw_scores: bool = _option(False, "The difference of the logits, without the sigmoid.", kind=bool)
+    raw_scores: bool = _option(False, "Give the difference of the logits, without the sigmoid.", kind=bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +168,15 @@ class ClassifyOptions(TaskOptions):
     )
     separator: str = _option("\n\n", "What stands between examples; by default an empty line.", None, kind=str)
     normalization: Normalization | None = _option(
-        None, "Divide a label's log-likelihood by its length in tokens or bytes.", one_of=(None, "tokens", "bytes")
+        None,
+        "Divide a label's log-likelihood by the label's length in tokens or bytes.",
+        one_of=(None, "tokens", "bytes"),
     )
-    calibrate: bool = _option(False, "Contextual calibration (Zhao et al. 2021).", kind=bool)
+    calibrate: bool = _option(
+        False,
+        "Whether to calibrate the labels with texts without content (contextual calibration, Zhao et al. 2021).",
+        kind=bool,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,27 +202,37 @@ class GenerationOptions(TaskOptions):
 
     max_tokens: int | Literal["auto"] | None = _option(
         "auto",
-        "Tokens of an answer, at most; by default 256, or fewer where the context ends. None (on the command line 0):"
+        "The most tokens of an answer; by default 256, or fewer where the context ends. None (on the command line 0):"
         " until the model's context is full.",
     )  # fmt: skip
-    min_tokens: int = _option(0, "No end before so many.")
-    temperature: float = _option(0.0, "0: always the most likely token.")
-    top_k: int = _option(0, "Only so many of the most likely tokens; 0: all.")
-    top_p: float = _option(1.0, "Only the most likely tokens that together have this probability.")
-    min_p: float = _option(0.0, "Only tokens this likely, relative to the most likely one.")
-    repetition_penalty: float = _option(1.0, "Of tokens in prompt or answer; 1: none.")
-    presence_penalty: float = _option(0.0, "Of tokens in the answer, once.")
-    frequency_penalty: float = _option(0.0, "Of tokens in the answer, each time.")
-    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = _option((), "{token id: added to its logit}.")
-    seed: int | None = _option(None, "Of sampling; by default drawn anew for each call.", None)
-    n: int = _option(1, "Answers to each prompt.")
-    stop: str | Sequence[str] = _option((), "Texts that end the answer; they are cut off.")
-    stop_ids: int | Sequence[int] = _option((), "Token ids that end it.", "stop_id")
+    min_tokens: int = _option(0, "The answer does not end before so many tokens.")
+    temperature: float = _option(
+        0.0, "What logits are divided by before a token is drawn; 0: always the most likely token."
+    )
+    top_k: int = _option(0, "Draw only from so many of the most likely tokens; 0: from all.")
+    top_p: float = _option(1.0, "Draw only from the most likely tokens that together have this probability.")
+    min_p: float = _option(0.0, "Draw only from tokens this likely, relative to the most likely one.")
+    repetition_penalty: float = _option(
+        1.0, "Makes tokens of the prompt and the answer less likely, by this factor; 1: off."
+    )
+    presence_penalty: float = _option(0.0, "Taken off the logits of tokens in the answer, once; 0: off.")
+    frequency_penalty: float = _option(
+        0.0, "Taken off the logits of tokens in the answer, once for each time they occur; 0: off."
+    )
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = _option(
+        (), "{token id: what is added to its logit}."
+    )
+    seed: int | None = _option(None, "The seed of sampling; by default drawn anew for each call.", None)
+    n: int = _option(1, "How many answers each prompt gets.")
+    stop: str | Sequence[str] = _option((), "Texts that end the answer, which is cut off before them.")
+    stop_ids: int | Sequence[int] = _option((), "Token ids that end the answer.", "stop_id")
     ignore_eos: bool = _option(False, "Go on after the model's end of text.")
-    logprobs: int | None = _option(None, "Each token's log-probability, and those of so many of the most likely.")
-    max_n: int = _option(128, "Answers that a prompt's own options may ask for, where n says no more.", kind=int)
+    logprobs: int | None = _option(
+        None, "Give each token's log-probability, and those of so many of the most likely tokens."
+    )
+    max_n: int = _option(128, "The most answers that a prompt's own options may ask for, unless n is larger.", kind=int)
     max_logprobs: int = _option(
-        20, "Log-probabilities that a prompt's own options may ask for, where logprobs says no more.", kind=int
+        20, "The most log-probabilities that a prompt's own options may ask for, unless logprobs is larger.", kind=int
     )
     grammar: Grammar | Mapping[str, object] | None = _option(
         None, 'What the text must look like: {"json_schema": ...}, {"json": True}, {"regex": ...}, {"choice": [...]} or'
@@ -226,19 +248,21 @@ class GenerationOptions(TaskOptions):
     response_format: type | Mapping[str, object] | None = _option(
         None, "In place of grammar: a pydantic class, or OpenAI's object.", None
     )
-    system: str | None = _option(None, "A system message before conversations without one.", kind=str)
+    system: str | None = _option(None, "A system message for conversations without one.", kind=str)
     tools: Sequence[object] | None = _option(
         None, "What the chat template is told of tools: JSON schemas as OpenAI writes them."
     )
     chat_template: str | None = _option(
-        None, "The name of one of the checkpoint's chat templates, or a template.", kind=str
+        None, "The name of one of the checkpoint's chat templates, or the text of a template.", kind=str
     )
-    chat_template_kwargs: Mapping[str, object] | None = _option(None, "Variables of the chat template.")
+    chat_template_kwargs: Mapping[str, object] | None = _option(None, "Further variables for the chat template.")
     template_seconds: float | None = _option(
-        None, "Processor time the chat template may take for a conversation; by default 10.", journal=False
+        None, "Processor seconds that the chat template may take for a conversation; by default 10.", journal=False
     )
-    salt: str = _option("", "Prompts share what is computed only where it is the same.", None, kind=str)
-    priority: int = _option(0, 'What a larger one computed is kept longer, by the cache policy "priority".', None)
+    salt: str = _option("", "Prompts share what is computed only where their salts are equal.", None, kind=str)
+    priority: int = _option(
+        0, 'What a prompt of larger priority computed is kept longer, with the cache policy "priority".', None
+    )
 
 
 OPTIONS: dict[str, type[TaskOptions]] = {
