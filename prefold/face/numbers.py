@@ -101,8 +101,8 @@ class Numbers(TaskRunner):
         """
         items, single = as_items(documents, "documents")
         if single or not items:
-            found = "one text" if single else "empty"
-            raise InputError(f"documents is {found}", field="documents", remedy="give a list of texts")
+            what = "one text" if single else "empty"
+            raise InputError(f"documents is {what}", field="documents", remedy="give a list of texts")
         task: Any = self.task("rerank", **options)
         call = Call("documents", back=check_errors(errors), progress=progress)
         works = task.prepare([{"query": query, "document": item} for item in items])
