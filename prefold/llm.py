@@ -17,7 +17,7 @@ from .engine import Engine, EngineOptions, GenerateOptions
 from .errors import InputError
 from .face.arguments import Prompt
 from .face.keywords import GenerationKeywords
-from .face.numbers import Numbers
+from .face.numbers import NumericTasks
 from .face.running import check_process
 from .face.texts import Texts
 from .model import config_from, load_adapter, load_model
@@ -31,7 +31,7 @@ from .worker.team import Team
 __all__ = ["LLM"]
 
 
-class LLM(Numbers, Texts):
+class LLM(NumericTasks, Texts):
     """An LLM is a model that is loaded and ready to run.
 
     model           hub id, local Hugging Face folder, .gguf file, a built-in name (`prefold models`), or a Checkpoint

@@ -12,9 +12,9 @@ from ..tasks.run import finish_items
 from .arguments import Ids, Text, Vector, as_items, as_texts, check_errors, first_error, pair_up, take_adapters
 from .keywords import ClassifyKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
 from .results import Classification, Ranking, Score
-from .running import Call, TaskRunner
+from .running import CallForm, TaskRunner
 
-__all__ = ["Numbers"]
+__all__ = ["NumericTasks"]
 
 T = TypeVar("T")
 Labels = Sequence[str] | Mapping[str, str] | None
@@ -23,7 +23,7 @@ Raise = Literal["raise"]
 Return = Literal["return"]
 
 
-class Numbers(TaskRunner):
+class NumericTasks(TaskRunner):
     """Has the methods embed, rerank, classify and score. Four keywords mean the same in all of them:
 
     errors    "raise": the first bad item raises its InputError, before anything is computed. "return": the good items
@@ -69,7 +69,7 @@ class Numbers(TaskRunner):
         Raises InputError naming the text that cannot be embedded.
         """
         items, single = as_texts(texts, "texts")
-        call = Call("texts", single, check_errors(errors), progress)
+        call = CallForm("texts", single, check_errors(errors), progress)
         named, given = take_adapters(_named(items, "text"), single, options)
         lines = self._lines(self.task("embed", **given), named, call)
         found: list[Any] = [line if isinstance(line, InputError) else line["embedding"] for line in lines]
@@ -104,7 +104,7 @@ class Numbers(TaskRunner):
             what = "one text" if single else "empty"
             raise InputError(f"documents is {what}", field="documents", remedy="give a list of texts")
         task: Any = self.task("rerank", **options)
-        call = Call("documents", back=check_errors(errors), progress=progress)
+        call = CallForm("documents", back=check_errors(errors), progress=progress)
         works = task.prepare([{"query": query, "document": item} for item in items])
         if not call.back:
             first_error(works, call.argument)
@@ -181,7 +181,7 @@ class Numbers(TaskRunner):
         Raises InputError naming the text that cannot be classified.
         """
         items, single = as_texts(texts, "texts")
-        call = Call("texts", single, check_errors(errors), progress)
+        call = CallForm("texts", single, check_errors(errors), progress)
         named, given = take_adapters(_named(items, "text"), single, options)
         task = self.task("classify", labels=labels, **given)
         found = [
@@ -263,18 +263,18 @@ class Numbers(TaskRunner):
         if continuations is None:
             items, single = as_texts(prompts, "prompts")
             named, given = take_adapters(_named(items, "text"), single, options)
-            found = self._scores(self.task("score", **given), named, Call("prompts", single, back, progress))
+            found = self._scores(self.task("score", **given), named, CallForm("prompts", single, back, progress))
             return _only(found) if single else found
         lists, single, many = pair_up(prompts, continuations)
         lists, given = take_adapters(lists, single, options)
         task = self.task("score", **given)
         flat = [pair for pairs in lists for pair in pairs]
-        call = Call("continuations" if single else "pairs", single and not many, back, progress)
+        call = CallForm("continuations" if single else "pairs", single and not many, back, progress)
         each = iter(self._scores(task, flat, call))
         answers = [[next(each) for _ in pairs] if many else next(each) for pairs in lists]
         return _only(answers) if single else answers
 
-    def _scores(self, task: Any, records: Sequence[Any], call: Call) -> list[Score | InputError]:
+    def _scores(self, task: Any, records: Sequence[Any], call: CallForm) -> list[Score | InputError]:
         return [
             line
             if isinstance(line, InputError)

@@ -21,7 +21,7 @@ from .arguments import first_error
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["Call", "TaskRunner", "check_process"]
+__all__ = ["CallForm", "TaskRunner", "check_process"]
 
 KEPT_TASKS = 64
 _process: int | None = None  # the process that made the first LLM
@@ -44,8 +44,8 @@ def check_process() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A call says how a method was called.
+class CallForm:
+    """A CallForm says how a method was called.
 
     argument  the argument that holds the items; it is named in errors
     single    whether a single item was given, and a single answer is returned
@@ -104,14 +104,14 @@ class TaskRunner:
 
     def run(self, task: Task, items: Iterable[Any]) -> list[dict[str, Any]]:
         """Runs a task over items and returns a dict for each, in their order. Raises the InputError of a bad item."""
-        return self._lines(task, list(items), Call())
+        return self._lines(task, list(items), CallForm())
 
-    def _lines(self, task: Task, items: Sequence[Any], call: Call) -> list[Any]:
+    def _lines(self, task: Task, items: Sequence[Any], call: CallForm) -> list[Any]:
         """Returns the task's dict of each item; of a bad item its InputError, where the call wants it back."""
         found = finish_items(task, *self._results(task, items, call))
         return found if call.back else first_error(found, call.argument, single=call.single)
 
-    def _results(self, task: Task, items: Sequence[Any], call: Call) -> tuple[list[Any], list[Any]]:
+    def _results(self, task: Task, items: Sequence[Any], call: CallForm) -> tuple[list[Any], list[Any]]:
         """Returns two lists: for each item its Work or InputError, and the results of its requests or None.
 
         Items may be InputErrors themselves. Raises the first InputError, before anything is computed, unless the call
@@ -123,7 +123,7 @@ class TaskRunner:
             first_error(works, call.argument, single=call.single)
         return works, self._run_works(task, works, call)
 
-    def _run_works(self, task: Task, works: Sequence[Work | InputError], call: Call) -> list[list[Any] | None]:
+    def _run_works(self, task: Task, works: Sequence[Work | InputError], call: CallForm) -> list[list[Any] | None]:
         total = sum(len(work.requests) for work in works if not isinstance(work, InputError))
         with _bar(task.name, total if call.progress else 0) as advance:
             return run_works(self.engine, task, works, on_done=advance)

@@ -11,7 +11,7 @@ from ..types import Generated, GenerateRequest
 from .arguments import Ids, Message, Prompt, Text, as_prompts, chats_of, check_errors, first_error
 from .keywords import GenerationKeywords
 from .results import Piece
-from .running import Call, TaskRunner
+from .running import CallForm, TaskRunner
 
 __all__ = ["Texts"]
 
@@ -117,7 +117,7 @@ class Texts(TaskRunner):
         Raises InputError naming the prompt that cannot be continued.
         """
         items, single = as_prompts(prompts, "prompts", adapter)
-        call = Call("prompts", single, check_errors(errors), progress)
+        call = CallForm("prompts", single, check_errors(errors), progress)
         return self._generate(items, call, n, adapter, options)
 
     @overload
@@ -191,11 +191,11 @@ class Texts(TaskRunner):
         InputError naming the conversation that cannot be answered.
         """
         items, single = chats_of(messages, adapter)
-        call = Call("messages", single, check_errors(errors), progress)
+        call = CallForm("messages", single, check_errors(errors), progress)
         return self._generate(items, call, n, adapter, options)
 
     def _generate(
-        self, items: list[Any], call: Call, n: int | None, adapter: Adapter, options: Mapping[str, Any]
+        self, items: list[Any], call: CallForm, n: int | None, adapter: Adapter, options: Mapping[str, Any]
     ) -> Answer | Sequence[Answer]:
         given = {} if n is None else {"n": n}
         one = adapter if adapter is None or isinstance(adapter, str) else None

@@ -53,13 +53,13 @@ def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> F
 
     def finish(lines: Path, made: Path) -> list[str]:
         with replacing(made) as temporary, lines.open("rb") as file:
-            notes = write(_Lines(file, keep_order), temporary, made, form or TableForm())
+            notes = write(_OutputLines(file, keep_order), temporary, made, form or TableForm())
         return notes
 
     return finish
 
 
-class _Lines:
+class _OutputLines:
     """The lines, each time they are iterated, in input order when asked for."""
 
     def __init__(self, file: BinaryIO, keep_order: bool):
@@ -85,18 +85,18 @@ class _Lines:
             yield self._file.readline().split(b"\t", 1)[1]
 
 
-def _write_jsonl(lines: _Lines, path: Path, made: Path, form: TableForm) -> list[str]:
+def _write_jsonl(lines: _OutputLines, path: Path, made: Path, form: TableForm) -> list[str]:
     with gzip.open(path, "wb") if made.suffix == ".gz" else path.open("wb") as file:
         for line in lines:
             file.write(line)
     return []
 
 
-def _write_parquet(lines: _Lines, path: Path, made: Path, form: TableForm) -> list[str]:
+def _write_parquet(lines: _OutputLines, path: Path, made: Path, form: TableForm) -> list[str]:
     return write_parquet(lines, path, form)
 
 
-def _write_csv(lines: _Lines, path: Path, made: Path, form: TableForm) -> list[str]:
+def _write_csv(lines: _OutputLines, path: Path, made: Path, form: TableForm) -> list[str]:
     columns = list(form.head)
     for line in lines:
         columns += [name for name in json.loads(line) if name not in columns]

@@ -9,13 +9,13 @@ from __future__ import annotations
 from .calls import RowLists, SlotLists, SlotPlane
 from .library import DTYPES, MAX_HEAD_DIM, Kernels
 from .loader import load, status
-from .panels import Pool, can_pack_words, pack_words
+from .panels import PanelPool, can_pack_words, pack_words
 
 __all__ = [
     "DTYPES",
     "MAX_HEAD_DIM",
     "Kernels",
-    "Pool",
+    "PanelPool",
     "RowLists",
     "SlotLists",
     "SlotPlane",

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Pool", "can_pack_words", "pack_words"]
+__all__ = ["PanelPool", "can_pack_words", "pack_words"]
 
 COLUMNS = 32  # of a panel
 # Memory comes from NumPy, which asks for huge pages, in pieces this large: with few rows the time of a product is
@@ -19,17 +19,17 @@ def can_pack_words(weight: Tensor) -> bool:
     return weight.dtype in (torch.float32, torch.bfloat16) and weight.shape[1] * weight.itemsize % 4 == 0
 
 
-def pack_words(weight: Tensor, pool: Pool | None = None) -> Tensor:
+def pack_words(weight: Tensor, pool: PanelPool | None = None) -> Tensor:
     """weight [columns, k] -> int32 [columns / 32, words along k, 32]; zeros past the last column."""
     words = weight.detach().contiguous().view(torch.int32)
-    packed = (pool or Pool()).take((-(-len(words) // COLUMNS), words.shape[1], COLUMNS))
+    packed = (pool or PanelPool()).take((-(-len(words) // COLUMNS), words.shape[1], COLUMNS))
     for panel, rows in zip(packed, words.split(COLUMNS), strict=True):
         panel[:, : len(rows)] = rows.T
         panel[:, len(rows) :] = 0
     return packed
 
 
-class Pool:
+class PanelPool:
     """Hands out memory of a few large pieces; a piece lives as long as any tensor in it."""
 
     def __init__(self) -> None:

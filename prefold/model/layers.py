@@ -47,7 +47,7 @@ class Linear(nn.Module):
         """Multiplies with `product` from now on, and frees the weight."""
         self.product, self.weight = product, None
 
-    def pack(self, pool: kernels.Pool | None = None) -> None:
+    def pack(self, pool: kernels.PanelPool | None = None) -> None:
         """Replaces the weight by a packed copy where that is faster: the same products and sums, but no gradients.
 
         pool: where the memory of our own layout comes from.
@@ -55,7 +55,7 @@ class Linear(nn.Module):
         if self.weight is not None and (product := self._packed(self.weight, pool)):
             self.use(product)
 
-    def _packed(self, weight: Tensor, pool: kernels.Pool | None) -> Product | None:
+    def _packed(self, weight: Tensor, pool: kernels.PanelPool | None) -> Product | None:
         return pack(weight, pool)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,5 +106,5 @@ class GatedLinear(Linear):
                 return out
         return self.activate(self(x), ops)
 
-    def _packed(self, weight: Tensor, pool: kernels.Pool | None) -> Product | None:
+    def _packed(self, weight: Tensor, pool: kernels.PanelPool | None) -> Product | None:
         return pack(weight, pool, gated=True)

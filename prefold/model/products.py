@@ -67,7 +67,7 @@ class Panels(Product):
     pool: where its memory comes from
     """
 
-    def __init__(self, weight: Tensor, compiled: kernels.Kernels, pool: kernels.Pool | None = None):
+    def __init__(self, weight: Tensor, compiled: kernels.Kernels, pool: kernels.PanelPool | None = None):
         self.outputs = len(weight)
         self._compiled = compiled
         self._packed = kernels.pack_words(weight.detach(), pool)
@@ -85,7 +85,7 @@ class GatePanels(Panels):
     """Panels of gate and up, whose columns lie in turn, LANES of each: the kernel applies the gate to what it has just
     summed, and no copy of gate and up is made in memory."""
 
-    def __init__(self, weight: Tensor, compiled: kernels.Kernels, pool: kernels.Pool | None = None):
+    def __init__(self, weight: Tensor, compiled: kernels.Kernels, pool: kernels.PanelPool | None = None):
         super().__init__(_in_turn(weight), compiled, pool)
 
     @staticmethod
@@ -124,7 +124,7 @@ class _Reused:
         return torch.from_numpy(self._memory)[:size].view(rows, columns)
 
 
-def pack(weight: Tensor, pool: kernels.Pool | None = None, *, gated: bool = False) -> Product | None:
+def pack(weight: Tensor, pool: kernels.PanelPool | None = None, *, gated: bool = False) -> Product | None:
     """The fastest product with a copy of `weight` [outputs, inputs]; None where PyTorch's own is as fast.
 
     pool: where the memory of Panels comes from. gated: half of the outputs is gate, half up.

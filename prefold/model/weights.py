@@ -88,7 +88,7 @@ def load_model(
         model = CausalLM(settled, dtype=dtype, device=torch.device("meta"), ranks=ranks)
         weights = list(model_weights(model))
     _check_memory(checkpoint, weights, device, dtype)
-    pool = kernels.Pool()
+    pool = kernels.PanelPool()
     with torch.no_grad():
         for weight in weights:
             _fill(weight, source, device)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Node", "Rest", "StreamShape", "icicle", "to_data", "walk"]
+__all__ = ["DrawnNode", "Rest", "StreamShape", "icicle", "to_data", "walk"]
 
 _SAMPLES = 4096
 _SAMPLE_TOKENS = 2048
@@ -34,7 +34,7 @@ class Rest:
 
 
 @dataclass(slots=True)
-class Node:
+class DrawnNode:
     """A node is a run of rows shared by the same prompts.
 
     start   position of its first row
@@ -51,7 +51,7 @@ class Node:
     first: int
     rows: int
     ending: int = 0
-    kids: list[Node] = field(default_factory=list)
+    kids: list[DrawnNode] = field(default_factory=list)
     rest: Rest | None = None
 
 
@@ -109,7 +109,7 @@ class StreamShape:
         self._lengths, self._shared = [np.concatenate(self._lengths)], [np.concatenate(self._shared)]
         return self._lengths[0], self._shared[0]
 
-    def tokens_of(self, node: Node, limit: int = 96) -> np.ndarray | None:
+    def tokens_of(self, node: DrawnNode, limit: int = 96) -> np.ndarray | None:
         """Returns the first tokens of a node; None when no sampled prompt goes through it."""
         number = -(-node.first // self._stride) * self._stride
         if number >= node.first + node.prompts:
@@ -118,7 +118,7 @@ class StreamShape:
         return tokens if len(tokens) else None
 
 
-def icicle(shape: StreamShape, *, max_nodes: int = 2000) -> Node:
+def icicle(shape: StreamShape, *, max_nodes: int = 2000) -> DrawnNode:
     """Returns the trie of a stream as a tree of at most max_nodes nodes, whose root has no rows of its own.
 
     Branches are taken by how many prompts they have, the most first. Branches beyond max_nodes, and in a large stream
@@ -127,7 +127,7 @@ def icicle(shape: StreamShape, *, max_nodes: int = 2000) -> Node:
     """
     lengths, shared = shape.arrays()
     tree = _Tree(lengths, shared)
-    root = Node(0, 0, len(lengths), 0, shape.num_rows)
+    root = DrawnNode(0, 0, len(lengths), 0, shape.num_rows)
     least = 1 if len(lengths) <= max_nodes else max(2, len(lengths) // (8 * max_nodes))
     made, todo = 1, _branches(tree, root, least)
     heapq.heapify(todo)
@@ -145,7 +145,7 @@ def icicle(shape: StreamShape, *, max_nodes: int = 2000) -> Node:
     return root
 
 
-def _branches(tree: _Tree, node: Node, least: int) -> list[tuple[int, int, int, Node]]:
+def _branches(tree: _Tree, node: DrawnNode, least: int) -> list[tuple[int, int, int, DrawnNode]]:
     """Returns (-prompts, first, stop, node) of each branch below a node.
 
     Prompts that end with the node are counted in it; branches of fewer than `least` prompts are folded into its rest.
@@ -168,7 +168,7 @@ class _Tree:
         self.new_rows = np.concatenate(([0], np.cumsum(lengths.astype(np.int64) - shared)))
         self.ends = np.concatenate(([0], np.cumsum(lengths.astype(np.int64))))
 
-    def below(self, node: Node) -> list[tuple[int, int]]:
+    def below(self, node: DrawnNode) -> list[tuple[int, int]]:
         """Returns the groups of prompts that part at the end of a node, as (first, stop)."""
         at = node.start + node.length
         inner = self.shared[node.first + 1 : node.first + node.prompts]
@@ -176,14 +176,14 @@ class _Tree:
         edges = [node.first, *cuts.tolist(), node.first + node.prompts]
         return list(pairwise(edges))
 
-    def node(self, first: int, stop: int, start: int) -> Node:
+    def node(self, first: int, stop: int, start: int) -> DrawnNode:
         end = int(self.shared[first + 1 : stop].min()) if stop - first > 1 else int(self.lengths[first])
-        return Node(start, end - start, stop - first, first, self._rows(first, stop, start))
+        return DrawnNode(start, end - start, stop - first, first, self._rows(first, stop, start))
 
     def _rows(self, first: int, stop: int, start: int) -> int:
         return int(self.lengths[first]) - start + int(self.new_rows[stop] - self.new_rows[first + 1])
 
-    def fold(self, node: Node, first: int, stop: int) -> Rest:
+    def fold(self, node: DrawnNode, first: int, stop: int) -> Rest:
         prompts, depth = stop - first, int(self.ends[stop] - self.ends[first])
         rows = self._rows(first, stop, node.start + node.length)
         rest = node.rest or Rest(0, 0, 0, 0.0)
@@ -191,7 +191,7 @@ class _Tree:
         return Rest(rest.branches + 1, rest.prompts + prompts, rest.rows + rows, total / (rest.prompts + prompts))
 
 
-def walk(root: Node) -> Iterator[tuple[Node, int]]:
+def walk(root: DrawnNode) -> Iterator[tuple[DrawnNode, int]]:
     """Yields every node, depth-first, with the place of its parent in this order (-1 for the root)."""
     stack, place = [(root, -1)], 0
     while stack:
@@ -201,7 +201,7 @@ def walk(root: Node) -> Iterator[tuple[Node, int]]:
         place += 1
 
 
-def to_data(shape: StreamShape, root: Node, decode: Callable[[np.ndarray], str] | None) -> list[list[Any]]:
+def to_data(shape: StreamShape, root: DrawnNode, decode: Callable[[np.ndarray], str] | None) -> list[list[Any]]:
     """Returns the tree as plain data: for each node [parent, start, length, prompts, rows, ending, rest, text].
 
     rest is [branches, prompts, rows, mean depth at their end], or 0 where there is none; text is 0 where none is known.
@@ -214,7 +214,7 @@ def to_data(shape: StreamShape, root: Node, decode: Callable[[np.ndarray], str] 
     return out
 
 
-def _text(shape: StreamShape, node: Node, decode: Callable[[np.ndarray], str]) -> str | None:
+def _text(shape: StreamShape, node: DrawnNode, decode: Callable[[np.ndarray], str]) -> str | None:
     tokens = shape.tokens_of(node)
     if tokens is None:
         return None

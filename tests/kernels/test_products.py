@@ -116,7 +116,7 @@ def test_what_does_not_fit_never_reaches_the_kernel():
 
 def test_packing():
     """Words of a panel's columns side by side, zeros past the last; matrices of a pool do not overlap."""
-    pool = kernels.Pool()
+    pool = kernels.PanelPool()
     for dtype, width in ((F32, 1), (BF16, 2)):
         weights = [torch.randn(columns, 12).to(dtype) for columns in (1, 32, 45, 300)]
         packed = [kernels.pack_words(weight, pool) for weight in weights]
