@@ -136,7 +136,8 @@ def _byte_level_bpe(pre: str, tokens: list[str], types: list[int], merges: list[
     try:
         model = models.BPE(vocab=vocab, merges=[tuple(m.split(" ")) for m in merges], ignore_merges=whole_words)
     except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"the GGUF file's vocabulary and merges do not fit each other: {error}") from None
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"the GGUF file's vocabulary and merges do not fit each other: {why}") from None
     backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.NFC() if nfc else None
     backend.pre_tokenizer = split()
