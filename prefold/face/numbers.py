@@ -109,10 +109,10 @@ class NumericTasks(TaskRunner):
         if not call.back:
             first_error(works, call.argument)
         results = self._run_works(task, works, call)
-        found = finish_items(task, works, results)
+        lines = finish_items(task, works, results)
         if not call.back:
-            first_error(found, call.argument)
-        bad = {i: one for i, one in enumerate(found) if isinstance(one, InputError)}
+            first_error(lines, call.argument)
+        bad = {i: one for i, one in enumerate(lines) if isinstance(one, InputError)}
         scores = np.full(len(items), np.nan)
         good = [i for i in range(len(items)) if i not in bad]
         if not good:
