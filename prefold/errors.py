@@ -28,7 +28,7 @@ __all__ = [
 
 
 class PrefoldError(Exception):
-    """Is the base of every error that prefold raises on purpose."""
+    """PrefoldError is the base of every error that prefold raises on purpose."""
 
 
 class InputError(PrefoldError, ValueError):

@@ -28,7 +28,7 @@ SHARING_MODES: tuple[Sharing, ...] = ("full", "mlp", "off")
 
 
 class Jsonable:
-    """Is the base of what a user is given: `to_dict` makes plain values of its fields."""
+    """Jsonable is the base of what a user is given: `to_dict` makes plain values of its fields."""
 
     __slots__ = ()
 
@@ -268,6 +268,7 @@ class Stats(Jsonable):
     generation: GenerationStats | None = None
 
     def add_seconds(self, part: str, seconds: float) -> None:
+        """Adds to the seconds of a part."""
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
     @property

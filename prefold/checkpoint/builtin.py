@@ -38,6 +38,7 @@ class WheelFile:
 
     @property
     def wanted(self) -> str:
+        """Returns the package and its version, as pip takes them."""
         return f"{self.package}=={self.version}"
 
 

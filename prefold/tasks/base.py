@@ -53,9 +53,11 @@ class Task(Protocol):
     readout: Readout
     item_type: type
 
-    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]: ...
+    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
+        """Returns a Work for each item, or the InputError of an item that is wrong."""
 
-    def finish(self, note: Any, results: Sequence[Result] | Sequence[list[Generated]]) -> dict[str, Any]: ...
+    def finish(self, note: Any, results: Sequence[Result] | Sequence[list[Generated]]) -> dict[str, Any]:
+        """Returns the answer to an item, by the note of its Work and the results of its requests, in their order."""
 
 
 def attempt(make: Callable[..., T], *args: Any) -> T | InputError:

@@ -1,4 +1,5 @@
-"""Text: tokenizers, chat templates and the prompts of the tasks. It never imports torch."""
+"""Holds what makes token ids of text: tokenizers, chat templates and the prompts of the tasks. It never imports
+torch."""
 
 from __future__ import annotations
 

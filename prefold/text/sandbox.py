@@ -60,6 +60,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def check_time() -> None:
+    """Raises TemplateLimit once the templates on this thread have taken the time that `time_limit` allows."""
     limit = getattr(_clock, "limit", None)
     if limit is not None and time.thread_time() > limit[0]:
         raise TemplateLimit(f"it ran for more than {limit[1]:g} s")
@@ -99,7 +100,7 @@ def compile_template(source: str) -> Program:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Is Jinja's sandbox with bounds on what operators and calls make."""
+    """An _Environment is Jinja's sandbox with bounds on what operators and calls make."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -203,7 +204,7 @@ class _Generation(Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Is Jinja's namespace() without the attributes of Python objects (`__class__` and the like)."""
+    """A _Namespace is Jinja's namespace() without the attributes of Python objects (`__class__` and the like)."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):

@@ -1,4 +1,4 @@
-"""Training on shared prefixes: the completions of one prompt compute it once, forward and backward.
+"""Trains on shared prefixes: the completions of one prompt compute it once, forward and backward.
 
 `TrainBatch` lays sequences out as rows, `logprobs` reads their targets with gradients, and the usual losses take those.
 `prefold.train.hf` does this with a model of transformers.

@@ -76,6 +76,7 @@ class Examples:
 
     @property
     def num_sequences(self) -> int:
+        """Returns the number of sequences."""
         return len(self.offsets) - 1
 
     @property
@@ -169,10 +170,12 @@ class TrainBatch:
 
     @property
     def num_sequences(self) -> int:
+        """Returns the number of sequences."""
         return len(self.numbers)
 
     @property
     def num_targets(self) -> int:
+        """Returns the number of targets of all sequences."""
         return len(self.target_ids)
 
     @property
