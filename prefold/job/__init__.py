@@ -1,7 +1,7 @@
-"""Jobs: records in, one line for each out, whatever happens in between.
+"""Runs jobs: a job reads records and writes exactly one line for each, whatever happens in between.
 
-Reader, journal, gather and output of a job, planning and verifying. Never imports torch at import time; whoever runs
-a job brings an LLM along.
+Here are the reader, the gathering, the journal and the output of a job, and planning and verifying. Importing this
+package does not import torch; the caller of a job brings an LLM.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the columns of a table are, found out from lines of JSON: the narrowest Arrow type that holds every value.
+"""Finds the type of each column of a table from lines of JSON: the narrowest Arrow type that holds every value.
 
 Nothing is rounded and nothing is guessed: where values have no type in common the column is text, and a note says why.
 """
@@ -19,18 +19,18 @@ __all__ = ["Kind", "TableForm", "cell"]
 
 _MOST_FIELDS = 256  # of a struct; an object with more keys is a map
 _EXACT = 1 << 53  # whole numbers up to here are exact in a float64
-# Numbers of these names are no whole numbers, also where all of them happen to be.
+# Columns whose numbers are real numbers, even where all of them happen to be whole.
 _REAL = {"embedding", "embeddings", "score", "scores", "logprob", "logprobs", "probabilities", "logits"}
-_SINGLE = {"embedding": 1, "embeddings": 2}  # and these are computed in float32: lists, so many deep
+_SINGLE = {"embedding": 1, "embeddings": 2}  # columns of float32 numbers, in lists nested so many deep
 
 
 @dataclass(frozen=True)
 class TableForm:
-    """What is known of a table's columns before its lines are.
+    """Holds what is known of a table's columns before its lines are read.
 
-    head    columns that come first, and are there though no line is
-    made    columns that a task makes; the others' values are the user's. None: all
-    types   {column: Arrow type} of those that a Parquet input gives
+    head    columns that come first, and exist even in a table without lines
+    made    columns that a task makes; the values of other columns are the user's. None: the task makes all
+    types   {column: Arrow type} of the columns that a Parquet input gives
     """
 
     head: tuple[str, ...] = ("record",)
@@ -39,7 +39,7 @@ class TableForm:
 
     @classmethod
     def of(cls, adapter: RecordAdapter, source: Source) -> TableForm:
-        """The form of a job's output: columns that repeat some of the input's have the types they have there."""
+        """Returns the form of a job's output, in which columns that repeat columns of the input have their types."""
         if not isinstance(adapter, TableAdapter):
             return cls(head=())
         kept = adapter.columns_used.repeated()
@@ -48,24 +48,24 @@ class TableForm:
         return cls(("record", *kept), reserved_names(adapter.task), types)
 
     def is_made(self, name: str) -> bool:
-        """Whether a task makes the column of this name."""
+        """Returns whether a task makes the column of this name."""
         return self.made is None or name in self.made
 
     def kind(self, name: str) -> Kind:
-        """A Kind that has seen nothing yet, for a column of this name."""
+        """Returns a Kind for a column of this name, which has seen no value yet."""
         return Kind(self.is_made(name) and name in _REAL, self.is_made(name))
 
 
 class NoType(Exception):
-    """Values have no Arrow type in common; says why."""
+    """Says that values have no Arrow type in common, and why."""
 
 
 @dataclass(slots=True)
 class Kind:
-    """What was seen of a column, or of what lies inside its values.
+    """Collects the kinds of values of a column, or of what lies inside its values.
 
     real   whole numbers count as real ones
-    named  fields inside are a task's: those with names in _REAL are real
+    named  fields inside are those of a task: the ones with names in _REAL are real
     listed it lies in a list: its fields are real by their own names only
     """
 
@@ -79,7 +79,7 @@ class Kind:
     fields: dict[str, Kind] = field(default_factory=dict)
 
     def add(self, value: Any) -> None:
-        """Take in a value of a line."""
+        """Takes in a value of a line. Raises NoType."""
         if value is None:
             return
         kind = type(value)
@@ -121,7 +121,7 @@ class Kind:
         return self.fields[name]
 
     def arrow(self, pa: Any) -> Any:
-        """The Arrow type of all values seen. Raises NoType."""
+        """Returns the Arrow type of all values seen. Raises NoType."""
         kinds = self.kinds
         if not kinds:
             return pa.string()
@@ -160,7 +160,7 @@ class Kind:
 
 
 def single(pa: Any, name: str) -> Any:
-    """The type of a task's column of float32 vectors; None for any other."""
+    """Returns the Arrow type of a task's column of float32 vectors; None for any other column."""
     type = pa.float32()
     for _ in range(_SINGLE.get(name, 0)):
         type = pa.list_(type)
@@ -168,7 +168,7 @@ def single(pa: Any, name: str) -> Any:
 
 
 def cell(value: Any) -> Any:
-    """A value as a cell of text: an error as its message, anything nested as JSON."""
+    """Returns a value as a cell of text: an error as its message, anything nested as JSON."""
     if isinstance(value, dict) and set(value) >= {"code", "message"}:
         remedy = f"; {value['remedy']}" if "remedy" in value else ""
         return f"{value['code']}: {value['message']}{remedy}"

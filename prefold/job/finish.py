@@ -1,6 +1,6 @@
-"""The last pass over a job's lines: into input order, CSV, Parquet or gzip.
+"""Makes the last pass over a job's lines, which brings them into input order, CSV, Parquet or gzip.
 
-The lines file holds `number TAB json NEWLINE`, in the order the results came. The made file appears
+The lines file holds `number TAB json NEWLINE`, in the order in which results came. The file that is made of it appears
 under its name only when it is whole.
 """
 
@@ -24,14 +24,14 @@ from .parquet import need_pyarrow, write_parquet
 
 __all__ = ["Finish", "finish_for"]
 
-# (lines file, the file to be made) -> notes for the user
+# A function of (lines file, file to be made) that makes the file and returns notes for the user.
 Finish = Callable[[Path, Path], list[str]]
 
 
 def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> Finish | None:
-    """How the file `path` is made of the lines; None when the lines are the file. `form`: of a table.
+    """Returns the function that makes the file `path` of the lines; None when the lines are the file.
 
-    Raises JobError for a name that tells no format, MissingExtraError.
+    form: the columns of a table. Raises JobError for a name that tells no format, MissingExtraError without pyarrow.
     """
     suffixes = [s.lower() for s in path.suffixes]
     zipped = suffixes[-1:] == [".gz"]
@@ -40,12 +40,15 @@ def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> F
         write: Any = _write_csv
     elif format == [".parquet"]:
         if zipped:
-            raise JobError(f"{path.name}: Parquet is compressed inside; write {path.stem}")
+            raise JobError(f"{path.name} cannot be written, as Parquet is compressed inside; name it {path.stem}")
         need_pyarrow(f"writing {path}")  # refuse before the work, not after it
         write = _write_parquet
     elif format not in ([".jsonl"], [".ndjson"], [".json"]):
         what = f"of {''.join(format)} files" if format else "without an ending"
-        raise JobError(f"{path.name}: an output {what} is not known; name it .jsonl, .csv, .tsv or .parquet, with .gz")
+        raise JobError(
+            f"{path.name} cannot be written, as an output {what} is not known; name it .jsonl, .csv, .tsv or .parquet "
+            "(.gz may follow, but not .parquet)"
+        )
     elif keep_order or zipped:
         write = _write_jsonl
     else:
@@ -60,7 +63,7 @@ def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> F
 
 
 class _OutputLines:
-    """The lines, each time they are iterated, in input order when asked for."""
+    """Iterates over the lines, as often as wanted, in input order when asked for."""
 
     def __init__(self, file: BinaryIO, keep_order: bool):
         self._file = file
@@ -100,7 +103,7 @@ def _write_csv(lines: _OutputLines, path: Path, made: Path, form: TableForm) -> 
     columns = list(form.head)
     for line in lines:
         columns += [name for name in json.loads(line) if name not in columns]
-    columns.sort(key="error".__eq__)  # behind the others
+    columns.sort(key="error".__eq__)  # the column of errors is the last one
     tsv = ".tsv" in [s.lower() for s in made.suffixes]
     opener = gzip.open if made.suffix == ".gz" else open
     with opener(path, "wb") as raw, TextIOWrapper(raw, encoding="utf-8", newline="") as file:

@@ -1,9 +1,8 @@
-"""Tags, and gathering: a record's requests go their own ways through the stream and meet here.
+"""Gathers the results of a record's requests, which run at different times, by the tags that the requests carry.
 
-A record holds items (a rerank record holds one a document), an item holds requests. The tag of a
-request says which it is; the tag of an item's first request also carries the item's note, and that
-of the record's first request what its output line needs. So nothing about a record is held in
-memory while its requests wait on disk.
+A record holds items (a rerank record has an item for each document), and an item holds requests. The tag of a request
+says which one it is. The tag of an item's first request also carries the item's note, and the tag of a record's first
+request what the output line needs. So nothing of a record is held in memory while its requests wait on disk.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _HEAD = struct.Struct("<QIIII")  # record, item, items of the record, part, part
 def tagged(
     number: int, meta: Any, works: list[Any], seed: int = 0
 ) -> Iterator[tuple[Request | GenerateRequest, bytes]]:
-    """Every request of a record with its tag. `works`: tasks.Work of each of its items; seed: of the job."""
+    """Yields every request of a record with its tag. works: the tasks.Work of each of its items; seed: the job's."""
     for item, work in enumerate(works):
         for part, request in enumerate(work.requests):
             tag = _HEAD.pack(number, item, len(works), part, len(work.requests))
@@ -43,7 +42,7 @@ def _encode(value: Any) -> bytes:
 
 @dataclass(slots=True)
 class Done:
-    """A record whose results are all there: of each item its note, and its results in order.
+    """Holds a record whose results are all there: the note of each item, and its results in order.
 
     A result is what the engine gives for a request (see `results_of`).
     """
@@ -68,7 +67,7 @@ class _Record:
 
 
 class Gather:
-    """Collects results by record; `waiting` is the number of records seen in part."""
+    """Collects results by record; `waiting` is how many records have some of their results and not all."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
@@ -78,7 +77,7 @@ class Gather:
         return len(self._records)
 
     def add(self, tag: bytes, result: Any) -> Done | None:
-        """Take one result; the record, when it was the last one missing."""
+        """Takes one result. Returns its record when this was the last result missing, else None."""
         number, item, items, part, parts = _HEAD.unpack_from(tag)
         head = json.loads(tag[_HEAD.size :].decode("utf-8", "surrogatepass")) if part == 0 else None
         if items == 1 and parts == 1:

@@ -1,17 +1,18 @@
-"""The journal of a job: which records are written, so that a killed job goes on where it was.
+"""Keeps the journal of a job: which records are written, so that a killed job goes on where it was.
 
-A file beside the output, append-only, one JSON object a line. The first names the job; each of the
-others commits a piece of the output:
+The journal is a file beside the output, one JSON object a line, to which lines are only appended. The first line names
+the job; each of the others commits a piece of the output. For example
 
     {"to": 81234, "done": "1-400,402", "errors": 3, "crc": "9a0b1c2d"}
 
-says that the output's bytes up to 81,234 hold the lines of these records (and of those committed
-before), three of them errors so far. Lines reach the output in one write, then the disk, and only
-then is their commit written; so what lies behind the last commit is cut off on resuming and computed
-again, and every record has exactly one line whenever the process dies.
+says that the output's bytes up to 81,234 hold the lines of these records (and of those committed before), and that
+three of all these lines are errors. The lines reach the output, then the disk, and only then is their commit written.
+A job that is resumed cuts off what lies behind the last commit and computes it again, so every record has exactly one
+line whenever the process dies.
 
-`crc` is the CRC-32 of the entry without it, begun with that of the line before: an entry that is damaged,
-missing or out of its place shows. The last line may be torn, and then does not count; damage before it is an error.
+`crc` is the CRC-32 of the entry without `crc`, begun with the checksum of the line before, so that an entry which is
+damaged, missing or in the wrong place is noticed. The last line may be torn, and then does not count; damage before it
+is an error.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def journal_path(output: Path) -> Path:
 
 
 def recorded_job(output: Path) -> dict[str, Any]:
-    """The fingerprint in the journal beside an output; {} when there is none that can be read."""
+    """Returns the fingerprint in the journal beside an output; {} when there is none that can be read."""
     try:
         with journal_path(output).open("rb") as file:
             entry = _unseal(file.readline(), 0)[0]
@@ -49,17 +50,17 @@ def recorded_job(output: Path) -> dict[str, Any]:
 
 
 class Journal:
-    """An open journal, locked against a second process. Opening changes nothing that is there.
+    """Is an open journal, locked against a second process. Opening it changes nothing that is there.
 
-    job        the fingerprint of the job it is of; None when it has none yet (see `start`)
-    done       records committed
-    offset     bytes of the lines file that are committed
-    errors     error lines among them
+    job        the fingerprint of the journal's job; None when it has none yet (see `start`)
+    done       the records that are committed
+    offset     how many bytes of the lines file are committed
+    errors     how many of the committed lines are errors
     ended      how the job ended, {"limit": its --limit or None}; None while records of it are missing
     """
 
     def __init__(self, path: Path):
-        """Open and lock the journal; makes an empty one where there is none, which `close` takes away again.
+        """Opens and locks the journal, and makes an empty one where there is none, which `close` removes again.
 
         Raises JobError when another process has it, or when it cannot be written.
         """
@@ -74,7 +75,7 @@ class Journal:
         self._file = _open_locked(path)
 
     def read(self) -> None:
-        """Find out whose journal it is. Raises JobError when it is damaged; the last line may be torn."""
+        """Reads which job the journal is of. Raises JobError when it is damaged; the last line may be torn."""
         for _, entry, _ in self._entries():
             if "job" in entry:
                 self.job = entry["job"]
@@ -83,7 +84,7 @@ class Journal:
                 self.job["input"] = entry["input"]
 
     def start(self, job: dict[str, Any]) -> None:
-        """Begin the journal of a new job, in place of what is there. Raises OSError, and then the old one stays."""
+        """Begins the journal of a new job, in place of what is there. Where it raises OSError the old one stays."""
         new = self.path.with_name(self.path.name + ".tmp")
         file = new.open("w+b")
         try:
@@ -94,18 +95,20 @@ class Journal:
         except OSError:
             self._file = old
             new.unlink(missing_ok=True)
-            with suppress(OSError):  # what could not be written is still held, and fails once more
+            with suppress(OSError):  # the buffer still holds what could not be written, and closing tries once more
                 file.close()
             raise
         old.close()
         self.job = job
 
     def resume(self, job: dict[str, Any], output_bytes: int, limit: int | None, *, made: bool = False) -> None:
-        """Take in what is committed. `output_bytes`: the present size of the lines file; `limit`: the present --limit.
+        """Reads what is committed.
 
-        Commits beyond that size (the disk lost them) do not count, unless the job has ended and the
-        file made of the lines is there (`made`). Raises JobError naming what differs when the journal
-        is of another job.
+        output_bytes  the present size of the lines file. Commits beyond it, which the disk has lost, do not count
+        limit         the present --limit
+        made          whether the file that is made of the lines is there; commits of an ended job then count anyway
+
+        Raises JobError, naming what differs, when the journal is of another job.
         """
         assert self.job is not None
         found = differences(self.job, job)
@@ -121,12 +124,12 @@ class Journal:
         self._replay(output_bytes, whole=made and covers(ended, limit))
 
     def cut(self) -> None:
-        """Take away what lies behind the last entry that counts."""
+        """Cuts off what lies behind the last entry that counts."""
         self._file.truncate(self._end)
         self._file.seek(self._end)
 
     def commit(self, numbers: list[int], offset: int, errors: int) -> None:
-        """Record that the lines of `numbers` are on disk, up to `offset`."""
+        """Records that the lines of the records `numbers` are on disk, up to `offset`; `errors` of them are errors."""
         for number in numbers:
             if not self.done.add(number):
                 raise AssertionError(f"record {number} has a second line")
@@ -134,17 +137,17 @@ class Journal:
         self._append({"to": offset, "done": format_ranges(numbers), "errors": errors})
 
     def grow(self, input: dict[str, Any]) -> None:
-        """Record that the job's input has become longer; `input`: its identity now."""
+        """Records that the job's input has become longer; `input`: its identity now."""
         self.ended = None
         self._append({"input": input})
 
     def finish(self, limit: int | None) -> None:
-        """Mark the job as ended: every record up to `limit` (None: all) has its line."""
+        """Marks the job as ended: every record up to `limit` (None: all) has its line."""
         self.ended = {"limit": limit}
         self._append({"ended": self.ended})
 
     def close(self) -> None:
-        """Let go of the lock. A journal in which nothing was written leaves no file."""
+        """Lets go of the lock, and removes a journal in which nothing was written."""
         if self._file.closed:
             return
         if os.fstat(self._file.fileno()).st_size == 0:
@@ -159,7 +162,7 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def _entries(self) -> Iterator[tuple[int, dict[str, Any], int]]:
-        """Each whole entry, the byte behind it, and its checksum. A torn last line ends them; other damage raises."""
+        """Yields (entry, the byte behind it, its checksum), without a torn last line; other damage is a JobError."""
         self._file.seek(0)
         number = end = crc = 0
         while line := self._file.readline():
@@ -173,8 +176,9 @@ class Journal:
                     )
                 if self._file.readline():
                     raise JobError(
-                        f"line {number} of {self.path} is damaged: its checksum does not hold; --overwrite starts the "
-                        f"job again, and without that and all lines behind it (head -n {number - 1}) it goes on there"
+                        f"line {number} of {self.path} is damaged, as its checksum does not hold; --overwrite starts "
+                        f"the job again, or keep only the lines before it (head -n {number - 1}), and the job goes on "
+                        "from there"
                     )
                 return
             yield end, entry, crc
@@ -192,21 +196,21 @@ class Journal:
 
 
 def covers(ended: dict[str, Any] | None, limit: int | None) -> bool:
-    """Whether a job that ended so has done all that one with this --limit would."""
+    """Returns whether a job that ended as `ended` says has done all that a job with this --limit would do."""
     if ended is None:
         return False
     return ended["limit"] is None or (limit is not None and limit <= ended["limit"])
 
 
 def _seal(entry: dict[str, Any], before: int) -> tuple[bytes, int]:
-    """An entry's line, and its checksum. `before`: that of the line before."""
+    """Returns (an entry's line, its checksum). before: the checksum of the line before."""
     body = json.dumps(entry, separators=(",", ":")).encode()
     crc = zlib.crc32(body, before)
     return body[:-1] + b',"crc":"%08x"}\n' % crc, crc
 
 
 def _unseal(line: bytes, before: int) -> tuple[dict[str, Any] | None, int]:
-    """The entry of a line, and its checksum; None when the line is not whole, or not as it was written."""
+    """Returns (the entry of a line, its checksum); None as entry when the line is torn or damaged."""
     body = line[:-_SEAL] + b"}"
     crc = zlib.crc32(body, before)
     if line[-_SEAL:] != b',"crc":"%08x"}\n' % crc:
@@ -215,7 +219,7 @@ def _unseal(line: bytes, before: int) -> tuple[dict[str, Any] | None, int]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """What differs between two fingerprints, one line each."""
+    """Returns what differs between two fingerprints, a line for each difference."""
     out: list[str] = []
     for key in dict.fromkeys([*old, *new]):
         a, b = old.get(key), new.get(key)
@@ -244,7 +248,7 @@ def _open_locked(path: Path) -> BinaryIO:
                 return file
         except FileNotFoundError:
             pass
-        # Who had the lock until now has put another file in this one's place, or has taken it away.
+        # The process that had the lock until now has replaced or removed the file, so the lock is on a stale one.
         file.close()
 
 
@@ -258,5 +262,5 @@ def _lock(file: BinaryIO, path: Path) -> None:
     except BlockingIOError:
         file.close()
         raise JobError(f"another process writes this job ({path}); wait for it, or write to another -o") from None
-    except OSError:  # nor on this file system
+    except OSError:  # this file system has no such locks
         return

@@ -1,7 +1,7 @@
-"""Where the lines of a job go: a file with its journal, or standard output.
+"""Writes the lines of a job, to a file with its journal or to standard output.
 
-Lines are gathered and written together, at most a second (or a megabyte) later, so that small
-records stay cheap; each such group is one commit of the journal.
+Lines are gathered and written together, at most a second (or a megabyte) later, so that small records stay cheap. Each
+such group is one commit of the journal.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ RESUME = "give the same command to resume"
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """Where the lines go, and what may be there before.
+    """Says where the lines go, and what may be there before.
 
-    path         None: standard output
-    only_resume  there must be something to resume
-    grown        the input may have become longer since: raises JobError for an identity that is not its beginning's
-    form         of a table's columns
+    path         the output file; None: standard output
+    only_resume  there must be a job to resume
+    grown        with --grown: a function that raises JobError unless the input begins with the one of this identity
+    form         what is known of a table's columns
     """
 
     path: Path | None
@@ -52,11 +52,12 @@ class OutputOptions:
 class Output(Protocol):
     """Takes each record's line once, from any thread.
 
-    done     records that had their line when the output was opened, and those written since
-    count    how many records have their line, committed or not; errors: error lines among them
-    resumed  how many had it when the output was opened
-    ended    an earlier run has done everything this one would
-    begun    something of this run is written
+    done     the records that had their line when the output was opened, and those written since
+    count    how many records have their line, committed or not
+    errors   how many of these lines are errors
+    resumed  how many records had their line when the output was opened
+    ended    whether an earlier run has done everything this one would do
+    begun    whether something of this run is written
     notes    what the user should know of the file that was made
     """
 
@@ -69,10 +70,10 @@ class Output(Protocol):
     notes: list[str]
 
     def hold(self) -> None:
-        """Keep lines back until `release`: it is not known yet whether the job can be run."""
+        """Keeps lines back until `release`, as long as it is not known whether the job can be run."""
 
     def release(self) -> None:
-        """Let lines be written, and take the place of what was there before."""
+        """Lets lines be written, in place of what was there before."""
 
     def write(self, number: int, line: str, failed: bool) -> None: ...
     def commit(self, *, due_only: bool = False) -> None: ...
@@ -81,7 +82,7 @@ class Output(Protocol):
 
 
 def open_output(options: OutputOptions, job: dict[str, Any], stream: TextIO | None = None) -> Output:
-    """Open the output of the job named by the fingerprint `job`; resumes when its journal is there.
+    """Returns the output of the job with the fingerprint `job`, opened; it resumes where the job's journal is there.
 
     Raises JobError when the output exists and is not this job's, or cannot be written.
     """
@@ -96,12 +97,12 @@ def open_output(options: OutputOptions, job: dict[str, Any], stream: TextIO | No
 
 
 def partial_path(output: Path) -> Path:
-    """Where the lines are that an output is made of in the last pass."""
+    """Returns the path of the lines file, of which an output is made in the last pass."""
     return output.with_name(output.name + ".partial")
 
 
 class StreamOutput:
-    """Lines to a stream, as they come: no journal, nothing to resume."""
+    """Writes lines to a stream as they come. There is no journal, and nothing to resume."""
 
     def __init__(self, stream: TextIO):
         self.done = RecordSet()
@@ -134,13 +135,13 @@ class StreamOutput:
 
 
 class FileOutput:
-    """Lines to a file, each record's exactly once whenever the process dies.
+    """Writes lines to a file, each record's exactly once whenever the process dies.
 
-    JSONL is written as results come. Other formats, and --keep-order, are written to NAME.partial
-    and made from it when all is there.
+    JSONL is written as results come. For other formats, and with --keep-order, lines are written to NAME.partial, and
+    the file is made of it when all lines are there.
 
-    The journal is locked before anything is looked at, and nothing that is there is changed before the first line
-    is written: with `hold`, a job that cannot run leaves everything as it was.
+    The journal is locked before any file is looked at, and no file is changed before the first line is written. With
+    `hold`, a job that cannot run leaves everything as it was.
     """
 
     def __init__(self, options: OutputOptions, job: dict[str, Any]):
@@ -174,7 +175,7 @@ class FileOutput:
         self.ended = covers(self.journal.ended, self.limit)
 
     def _resume(self, options: OutputOptions) -> bool:
-        """Take in what earlier runs of the job have written; False when there were none."""
+        """Reads what earlier runs of the job have written. Returns False when there were none."""
         self.journal.read()
         if self.journal.job is not None:
             size = self.lines_path.stat().st_size if self.lines_path.exists() else 0
@@ -199,7 +200,7 @@ class FileOutput:
         return False
 
     def _check_lines(self, size: int) -> None:
-        """A job that had ended goes on only where its lines are still there."""
+        """Raises JobError where an ended job is to go on, with --grown, and its lines are not kept."""
         self.journal.ended = None
         if size < self.journal.offset:
             raise JobError(
@@ -214,7 +215,7 @@ class FileOutput:
         self._held = False
 
     def _begin(self) -> None:
-        """Take the place of what is there. What an earlier run wrote and did not commit is cut off."""
+        """Replaces what is there; of a job that is resumed, only what it wrote and did not commit is cut off."""
         if self.begun:
             return
         if self._resumes:
@@ -270,17 +271,17 @@ class FileOutput:
         self._pending, self._numbers, self._bytes = [], [], 0
 
     def finish(self) -> None:
-        """Commit what is left, make the final file, and mark the job as ended."""
+        """Commits what is left, makes the final file, and marks the job as ended."""
         if self.ended:
             return
         self.release()
         self.commit()
         with writing(self.path, "the records are done and kept", RESUME):
-            self._begin()  # where there was nothing to commit
+            self._begin()  # has not happened yet where there was nothing to commit
             if self._finish is not None:
                 self.notes = self._finish(self.lines_path, self.path)
             self.journal.finish(self.limit)
-            # With --limit or --grown, what is written is the beginning of what comes.
+            # With --limit or --grown a later run goes on from these lines, so they are kept.
             if self._finish is not None and not self._keeps_lines:
                 self.lines_path.unlink(missing_ok=True)
 

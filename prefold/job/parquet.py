@@ -1,4 +1,4 @@
-"""Lines of JSON as a Parquet file; needs pyarrow."""
+"""Writes lines of JSON as a Parquet file; needs pyarrow."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .columns import NoType, TableForm, cell, single
 
 __all__ = ["need_pyarrow", "write_parquet"]
 
-_ROWS, _BYTES = 8192, 32 << 20  # of a row group, at most
+_ROWS, _BYTES = 8192, 32 << 20  # the most rows and bytes of a row group
 
 
 def need_pyarrow(what: str) -> Any:
-    """pyarrow. Raises MissingExtraError."""
+    """Returns the module pyarrow. Raises MissingExtraError, in which `what` names what needs it."""
     try:
         import pyarrow as pa
         import pyarrow.parquet
@@ -33,7 +33,7 @@ class _Unfit(Exception):
 
 
 def write_parquet(lines: Iterable[bytes], path: Path, form: TableForm) -> list[str]:
-    """Write the lines (iterated several times) and return notes about columns that had to become text."""
+    """Writes the lines, which are iterated several times. Returns notes about columns that had to become text."""
     pa = need_pyarrow(f"writing {path.name}")
     columns, notes = _column_types(pa, lines, form)
     while True:
@@ -52,7 +52,7 @@ def _note(name: str, why: str) -> str:
 
 
 def _column_types(pa: Any, lines: Iterable[bytes], form: TableForm) -> tuple[dict[str, Any], dict[str, str]]:
-    """The type of every column, and the notes about those whose values have none in common."""
+    """Returns (the type of every column, notes about columns whose values have no type in common)."""
     types: dict[str, Any] = {name: form.types[name] for name in form.head if name in form.types}
     types = {name: t.value_type if pa.types.is_dictionary(t) else t for name, t in types.items()}
     notes: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What a job would share and cost: counted from its tokens, computing nothing."""
+"""Counts what a job would share and cost from its tokens, without running the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Cost", "JobPlan", "Prefix", "cost_of", "kv_row_bytes", "plan_job", "
 
 @dataclass(frozen=True)
 class Cost:
-    """Floating-point operations of a run: of the linear layers, and of attention."""
+    """Holds the floating-point operations of a run: those of the linear layers, and those of attention."""
 
     linear: float
     attention: float
@@ -32,10 +32,11 @@ class Cost:
 
 @dataclass
 class JobPlan:
-    """The counts of a job.
+    """Holds the counts of a job.
 
-    rows_mlp       rows of sharing "mlp" at `max_batch_rows`, first come
-    outputs        texts to be generated; output_tokens: the most tokens they may have together
+    rows_mlp       rows of sharing "mlp" at `max_batch_rows`, prompts taken in order of arrival
+    outputs        texts to be generated
+    output_tokens  the most tokens that these texts may have together
     """
 
     records: int = 0
@@ -56,7 +57,7 @@ class JobPlan:
 
 
 class _Tally:
-    """An output that keeps nothing but the first few errors."""
+    """Is an output that keeps nothing but the first few errors."""
 
     def __init__(self, plan: JobPlan) -> None:
         self.done = RecordSet()
@@ -92,7 +93,7 @@ def plan_job(
     progress: Progress | None = None,
     make_spool: Callable[[], Spool] = Spool,
 ) -> JobPlan:
-    """Read, tokenise and sort a job, and count."""
+    """Reads, tokenises and sorts a job, and returns the counts."""
     plan, counts = JobPlan(), Counts()
     tally = _Tally(plan)
 
@@ -131,13 +132,13 @@ def _count_outputs(plan: JobPlan, window: Window, context: int | None) -> None:
 
 
 def kv_row_bytes(config: ModelConfig) -> int:
-    """Bytes of one row's K/V in all planes, in the dtype the checkpoint is stored in."""
+    """Returns the bytes of one row's K/V in all planes, in the dtype that the checkpoint is stored in."""
     size = 2 if config.dtype in ("bfloat16", "float16") else 4
     return 2 * config.kv_size * len(config.planes) * size
 
 
 def _rows_mlp(window: Window, max_batch_rows: int) -> int:
-    """Rows of sharing "mlp": whole prompts in order of arrival, unique within steps of so many rows."""
+    """Returns the rows of sharing "mlp": whole prompts in order of arrival, unique within steps of so many rows."""
     rows, first, stops = 0, 0, window.offsets[1:]
     while first < window.num_requests:
         start = window.offsets[first]
@@ -154,9 +155,9 @@ def _unique(tokens: np.ndarray, offsets: np.ndarray) -> int:
 
 
 def cost_of(shape: StreamShape, config: ModelConfig) -> tuple[Cost, Cost]:
-    """(cost with every prefix once, cost with nothing shared). The read-out (LM head) is left out.
+    """Returns (cost with every prefix computed once, cost with nothing shared), without the LM head.
 
-    A row attends to its position + 1 keys, or to a plane's window of them.
+    A row attends to its position + 1 keys, or to the last ones of them in a plane with a sliding window.
     """
     weights = config.layers * config.layer_weights
     lengths, shared = (a.astype(np.int64) for a in shape.arrays())
@@ -170,14 +171,14 @@ def cost_of(shape: StreamShape, config: ModelConfig) -> tuple[Cost, Cost]:
 
 
 def _keys_seen(lengths: np.ndarray, window: int | None) -> np.ndarray:
-    """Keys that the first `lengths` rows of a prompt see together."""
+    """Returns how many keys the first `lengths` rows of a prompt see together. window: the sliding window."""
     inside = lengths if window is None else np.minimum(lengths, window)
     return inside * (inside + 1) // 2 + (lengths - inside) * (window or 0)
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """A node of the trie: its tokens, the prompts that share it, and how many tokens that saves."""
+    """Describes a node of the trie: its tokens, the prompts that share it, and how many tokens that saves."""
 
     start: int
     length: int
@@ -190,7 +191,7 @@ class Prefix:
 
 
 def shared_most(shape: StreamShape, decode: Callable[[np.ndarray], str] | None, count: int = 5) -> list[Prefix]:
-    """The nodes of the trie that save most, first the best."""
+    """Returns the `count` nodes of the trie that save most, the best first."""
     nodes = [node for node, _ in walk(icicle(shape)) if node.prompts > 1 and node.length]
     nodes.sort(key=lambda node: -node.length * (node.prompts - 1))
     out = []

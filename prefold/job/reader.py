@@ -1,4 +1,4 @@
-"""The background half of a job: records are read, tokenised in chunks and spooled while the model loads."""
+"""Reads the records of a job in the background: they are tokenised in chunks and spooled while the model loads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IDLE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The requests of one task, ready to run."""
+    """Holds the requests of one task that are ready to run."""
 
     task: str
     spool: Spool
@@ -37,7 +37,7 @@ class Ready:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Records of one task that wait to be tokenised together, and all their items."""
+    """Holds records of one task that wait to be tokenised together, and all their items."""
 
     records: list[tuple[int, Parsed]] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
@@ -48,11 +48,11 @@ class _Chunk:
 class Reader:
     """Reads a source in a thread of its own.
 
-    fill    None: the whole input is spooled before the first batch, so that all of it is one stream.
-            A number of tokens: a batch is handed on when it holds as many, or when nothing has come
-            for a moment, or the engine has waited for one.
-    seed    of the job, for requests that sample without one of their own
-    stop    set by the owner to end early.
+    fill    None: the whole input is spooled before the first batch, so that all of it is one stream. A number of
+            tokens: a batch is handed on when it holds as many, when no record has come for a moment, or when the
+            engine has waited for a while
+    seed    the job's, for requests that sample without a seed of their own
+    stop    an event that the owner sets to end the reading early
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class Reader:
         self._thread = threading.Thread(target=self._run, name="prefold-reader", daemon=True)
         self._wanted: float | None = None  # since when the owner waits for a batch
         self.stop = threading.Event()
-        self.found = False  # a request is there
+        self.found = False  # whether there was a request
         self.has_ended = threading.Event()  # everything is read, and waits to be taken
-        self.has_work = threading.Event()  # a request is there, or there will be none
+        self.has_work = threading.Event()  # there is a request, or it is known that there will be none
 
     def start(self) -> None:
         self._thread.start()
 
     def batches(self) -> Iterator[Ready]:
-        """The batches as they become ready. Raises what the reading raised."""
+        """Yields the batches as they become ready. Raises what the reading raised."""
         while True:
             self._wanted = time.monotonic()
             item = self._ready.get()
@@ -103,10 +103,10 @@ class Reader:
             yield item
 
     def close(self) -> None:
-        """End the reading, and drop what is spooled and not taken."""
+        """Ends the reading, and drops what is spooled and not taken."""
         self.stop.set()
         if self._thread.ident is not None:
-            self._thread.join(2)  # it may hang in a read of a pipe; it is a daemon
+            self._thread.join(2)  # not longer: it may wait for a pipe, and as a daemon it does not keep the process
         while not self._ready.empty():
             item = self._ready.get_nowait()
             if isinstance(item, Ready):
@@ -144,7 +144,7 @@ class Reader:
                     self._hand_on(task)
 
     def _pumped(self, records: Iterator[Record]) -> Iterator[Record | None]:
-        """The records; None whenever the source has had none for a moment (it may be a pipe that goes on later)."""
+        """Yields the records, and None whenever none has come for a moment (as from a pipe that goes on later)."""
         pipe: queue.Queue[Record | BaseException | None] = queue.Queue(maxsize=CHUNK_TEXTS)
         given = taken = 0  # bytes of the records that went into the pipe, and of those that came out of it
 
@@ -208,12 +208,13 @@ class Reader:
             self._flush(task)
 
     def _flush(self, task: str) -> None:
-        """Tokenise the records that wait, and spool their requests."""
+        """Tokenises the records that wait, and spools their requests."""
         chunk = self._chunks.pop(task)
         works = iter(self._works(task, chunk.items))
         for number, parsed in chunk.records:
             mine = [next(works) for _ in parsed.items]
-            # All of a record's tags are made before the first is spooled: half of a record would be waited for.
+            # All tags of a record are made before its first request is spooled, as that may fail: of a record that
+            # was spooled in part, the missing results would be waited for.
             found = _first_error(mine) or attempt(_tagged, number, parsed.meta, mine, self._seed)
             if isinstance(found, InputError):
                 self._fail(number, parsed.meta, found)
@@ -231,12 +232,13 @@ class Reader:
                 self._hand_on(task)
 
     def _works(self, task: str, items: list[Any]) -> list[Any]:
-        """What the task makes of each item. One that the model is not made for is the error of those who ask for it."""
+        """Returns what the task makes of each item; where the model is not made for the task, an InputError each."""
         try:
             return self._prepare(task, items)
         except (InputError, UnsupportedModelError) as error:
             remedy = "leave such records out, or use a model and options that fit them"
-            return [InputError(f"there is no {task!r} here: {error}", remedy=remedy, code="unsupported")] * len(items)
+            message = f"the task {task!r} cannot be run: {error}"
+            return [InputError(message, remedy=remedy, code="unsupported")] * len(items)
 
     def _fail(self, number: int, meta: Any, error: InputError) -> None:
         self._output.write(number, error_text(self._adapter, number, meta, error), failed=True)
@@ -257,7 +259,7 @@ class Reader:
 
 
 def _texts_of(item: Any) -> int:
-    """About how many texts an item holds: one, or as many as its longest list."""
+    """Returns about how many texts an item holds: one, or as many as its longest list has."""
     lists = [len(value) for value in item.values() if isinstance(value, list)] if isinstance(item, dict) else []
     return max(lists, default=1)
 

@@ -1,4 +1,4 @@
-"""A job: source -> records -> requests -> stream -> engine -> lines."""
+"""Runs a job: source -> records -> requests -> stream -> engine -> lines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TICK_SECONDS = 0.25
 
 
 class Interrupted(JobError):
-    """The job was stopped by a signal; what was done is written. `signal` is its number."""
+    """Says that the job was stopped by a signal, whose number is `signal`; what was done is written."""
 
     def __init__(self, number: int):
         super().__init__("the job was interrupted; what is done is written")
@@ -44,14 +44,14 @@ class Interrupted(JobError):
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a job needs.
+    """Holds everything a job needs.
 
-    tasks     by name, as the adapter asks for them
-    load      returns the LLM (or whatever has an `engine`); called while records are being read
-    window    tokens of a window
-    streaming windows are sorted each for itself as they fill; else the whole input is one stream
-    collect   keep the shape of the stream and the steps for the report
-    seed      what the seeds of records that sample without one of their own are made of
+    tasks     the tasks by name, as the adapter asks for them
+    load      returns the LLM (or another object with an `engine`); called while records are being read
+    window    how many tokens a window may have
+    streaming whether each window is sorted by itself, as it fills; otherwise the whole input is one stream
+    collect   whether to keep the shape of the stream and the steps, for the report
+    seed      what the seeds of records that sample without a seed of their own are made of
     """
 
     source: Source
@@ -69,7 +69,7 @@ class Job:
 
 @dataclass
 class Summary:
-    """What a job did. Records, errors and resumed count all lines of the output; the rest is this run's."""
+    """Says what a job did. records, errors and resumed count all lines of the output; the rest is that of this run."""
 
     records: int = 0
     errors: int = 0
@@ -83,19 +83,19 @@ class Summary:
     steps: StepLog | None = None
     sharing: str | None = None
     dtype: str | None = None
-    lost_lines: int = 0  # of the input, that a broken quote took along (see Source)
+    lost_lines: int = 0  # lines of the input that became no records, because of a broken quote (see Source)
 
     @property
     def excess(self) -> int:
-        """Rows computed more often than once, within the streams that were run."""
+        """Returns how many rows were computed again, within the streams that were run."""
         return max(0, self.stats.rows_computed - self.stats.unique_tokens)
 
 
 def run_job(job: Job, progress: Progress) -> Summary:
-    """Run a job to its end. Closes the output.
+    """Runs a job to its end, closes the output, and returns what was done.
 
-    Raises Interrupted after a signal (everything finished by then is written), JobError and other
-    PrefoldErrors when the job cannot go on.
+    Raises Interrupted after a signal (everything finished by then is written), and JobError or another PrefoldError
+    when the job cannot go on.
     """
     return _Run(job, progress).run()
 
@@ -216,7 +216,7 @@ class _Run:
         self.output.write(done.number, line, failed)
 
     def _line(self, task: Any, done: Done) -> str:
-        """The output line of a record whose results are there. Raises InputError as `finish` does."""
+        """Returns the output line of a record whose results are all there. Raises InputError where `finish` does."""
         results = [finish(task, note, values) for note, values in done.items]
         return dumps(self.job.adapter.line(done.number, done.meta, results))
 
@@ -235,7 +235,7 @@ class _Run:
 
     @contextmanager
     def _ticks(self) -> Iterator[None]:
-        """Progress and commits, a few times a second, in a thread of their own."""
+        """Shows progress and commits lines a few times a second, in a thread of its own."""
         stop = threading.Event()
 
         def tick() -> None:
@@ -257,8 +257,10 @@ class _Run:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and a closed terminal: the first signal lets the step end and what is done be written, the
-        second does not."""
+        """Handles Ctrl-C, SIGTERM and a closed terminal.
+
+        After the first signal the step is ended and what is done is written; a second one ends the job at once.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -273,7 +275,7 @@ class _Run:
             self.progress.note("stopping after this step (once more: at once)")
 
         names = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
-        # What is ignored (SIGHUP under nohup) stays so.
+        # A signal that is ignored (SIGHUP under nohup) stays ignored.
         numbers = [number for number in names if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, handle) for number in dict.fromkeys(numbers)}
         try:

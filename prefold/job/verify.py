@@ -1,4 +1,4 @@
-"""How far two runs of the same items are apart: differences of values, changed arg-maxes, changed ranks."""
+"""Measures how far two runs of the same items are apart: differences of values, changed arg-maxes, changed ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _BLOCK = 8
 def sample_items(
     records: Iterable[Record], adapter: RecordAdapter, count: int, *, seed: int = 0
 ) -> tuple[list[tuple[str, Any]], int]:
-    """(name of the task, item) of about `count` records, drawn evenly, and how many records were unusable.
+    """Returns pairs (name of the task, item) of about `count` records, and how many records were unusable.
 
-    Records are drawn in blocks of neighbours, which are the ones that share prefixes.
+    Records are drawn evenly over the input, in blocks of neighbours, as neighbours are likely to share prefixes.
     """
     draw = random.Random(seed)
     wanted = max(1, -(-count // _BLOCK))
@@ -63,15 +63,15 @@ def sample_items(
 
 @dataclass(frozen=True)
 class Difference:
-    """Between two runs.
+    """Says how far two runs are apart.
 
-    values     largest difference of what the model gave (logits, hidden values, log-probabilities)
-    results    largest difference of what the task made of it (scores, probabilities, cosines)
-    groups     rankings compared: a query's documents, a text's labels, an embedding's neighbours
-    first      rankings whose first place changed
-    orders     rankings whose order changed
-    pairs      pairs in them that changed sides, of `all_pairs`
-    greedy     tokens that stopped or began to be the model's first choice, of `all_tokens`
+    values     largest difference of the model's values (logits, hidden values, log-probabilities)
+    results    largest difference of the task's results (scores, probabilities, cosines)
+    groups     how many rankings were compared: a query's documents, a text's labels, an embedding's neighbours
+    first      how many rankings changed their first place
+    orders     how many rankings changed their order
+    pairs      how many pairs of the rankings changed their order, of `all_pairs`
+    greedy     how many tokens stopped or began to be the model's first choice, of `all_tokens`
     """
 
     values: float
@@ -92,7 +92,7 @@ def compare(
     a: Sequence[list[Result] | None],
     b: Sequence[list[Result] | None],
 ) -> Difference:
-    """Compare the results of two runs of `works = task.prepare(items)`. Works that are errors are left out."""
+    """Returns the Difference of two runs of `works = task.prepare(items)`. Works that are errors are left out."""
     kept = [i for i, work in enumerate(works) if not isinstance(work, InputError)]
     pairs = [(ra, rb) for i in kept for ra, rb in zip(a[i] or [], b[i] or [], strict=True)]
     values = max((float(np.abs(ra.values - rb.values).max(initial=0)) for ra, rb in pairs), default=0.0)
@@ -116,7 +116,7 @@ def compare(
 
 
 def _rankings(items: Sequence[Any], kept: Sequence[int], outputs: Sequence[dict[str, Any]]) -> dict[Any, np.ndarray]:
-    """The numbers that are ranked against each other, by what they belong to."""
+    """Returns the numbers that are ranked against each other, by what they belong to."""
     out: dict[Any, list[float]] = {}
     vectors: list[np.ndarray] = []
     for i, output in zip(kept, outputs, strict=True):
