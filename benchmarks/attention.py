@@ -20,7 +20,7 @@ import torch
 from common import machine, median, spread, table, visible_pairs, write_json
 
 from prefold import kernels
-from prefold.attention import RowPlan, interval_attention, plan_rows
+from prefold.attention import Heads, RowAttention, RowPlan, plan_rows
 from prefold.attention.row_torch import blocked_attention
 from prefold.model.ops import PYTORCH, choose_ops
 
@@ -79,10 +79,15 @@ def alternate(systems: dict[str, Callable[[], object]], repeats: int) -> dict[st
 def attention_rate(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, repeats: int = 9) -> float:
     """The best useful FLOP/s of attention here: plain causal sequences, the fastest of `repeats` runs."""
     shape, end = Shape(heads, kv_heads, head_dim), causal(4, 1024)
-    plan = plan_rows(end, np.arange(len(end)))
+    attention = attention_of(shape, dtype)
+    plan = attention.plan(end, np.arange(len(end)))
     q, k, v = shape.tensors(len(end), dtype)
-    seconds = alternate({"it": lambda: interval_attention(q, k, v, plan, scale=head_dim**-0.5)}, repeats)["it"]
+    seconds = alternate({"it": lambda: attention.attend(q, k, v, plan, scale=head_dim**-0.5)}, repeats)["it"]
     return visible_pairs(end) * 4 * heads * head_dim / min(seconds)
+
+
+def attention_of(shape: Shape, dtype: torch.dtype) -> RowAttention:
+    return RowAttention(Heads(shape.heads, shape.kv_heads, shape.head_dim, dtype), torch.device("cpu"))
 
 
 def measure_attention(shape: Shape, dtype: torch.dtype, repeats: int) -> list[dict]:
@@ -94,22 +99,25 @@ def measure_attention(shape: Shape, dtype: torch.dtype, repeats: int) -> list[di
     }
     found = []
     for name, (end, rows) in cases.items():
-        plan = plan_rows(end, rows)
+        attention = attention_of(shape, dtype)
+        plan = attention.plan(end, rows)
         pairs = sum(int(np.count_nonzero(end[: row + 1] > row)) for row in rows.tolist())
         q, k, v = shape.tensors(len(end), dtype)
         q = q if len(rows) == len(end) else q[torch.from_numpy(rows)]
-        systems = attention_systems(q, k, v, plan)
+        systems = attention_systems(attention, q, k, v, plan)
         flops = pairs * 4 * shape.heads * shape.head_dim
         for system, seconds in alternate(systems, repeats).items():
             found.append(figure(f"attention, {name}", system, dtype, seconds, rows=len(rows), flops=flops))
     return found
 
 
-def attention_systems(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan) -> dict[str, Callable]:
+def attention_systems(
+    attention: RowAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan
+) -> dict[str, Callable]:
     scale = q.shape[-1] ** -0.5
     systems: dict[str, Callable] = {"pytorch": lambda: blocked_attention(q, k, v, plan, scale=scale)}
     if kernels.load():
-        systems["compiled"] = lambda: interval_attention(q, k, v, plan, scale=scale)
+        systems["compiled"] = lambda: attention.attend(q, k, v, plan, scale=scale)
     return systems
 
 

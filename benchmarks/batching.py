@@ -24,7 +24,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from prefold import LLM
-from prefold.attention import KeyRuns, KVStore, interval_attention, plan_rows, plan_slots
+from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows, plan_slots
 from prefold.checkpoint import Checkpoint, resolve
 from prefold.model import load_model
 from prefold.types import Readout, Request
@@ -86,7 +86,8 @@ class Varlen:
 
     def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         started = time.perf_counter()
-        o = interval_attention(q, k, v, self.plan, scale=self.scale)
+        attention = RowAttention(Heads(q.shape[1], *k.shape[1:], q.dtype), q.device)
+        o = attention.attend(q, k, v, self.plan, scale=self.scale)
         self.seconds += time.perf_counter() - started
         return o
 

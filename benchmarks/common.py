@@ -111,16 +111,18 @@ def linear_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
 
 def attention_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
     """Useful FLOP/s of our kernel where it is best: plain causal prompts of 1,024 tokens."""
-    from prefold.attention import interval_attention, plan_rows
+    from prefold.attention import Heads, RowAttention
 
     rows = 4096
     end = (np.arange(rows) // 1024 + 1) * 1024
-    plan = plan_rows(end, np.arange(rows))
+    heads = Heads(config.heads, config.kv_heads, config.head_dim, dtype)
+    attention = RowAttention(heads, torch.device("cpu"))
+    plan = attention.plan(end, np.arange(rows))
     q = torch.randn(rows, config.heads, config.head_dim).to(dtype)
     k, v = (torch.randn(rows, config.kv_heads, config.head_dim).to(dtype) for _ in range(2))
     with torch.inference_mode():
-        interval_attention(q, k, v, plan, scale=config.scale)
-        seconds = min(timed(lambda: interval_attention(q, k, v, plan, scale=config.scale), repeats))
+        attention.attend(q, k, v, plan, scale=config.scale)
+        seconds = min(timed(lambda: attention.attend(q, k, v, plan, scale=config.scale), repeats))
     return attention_flops(config, visible_pairs(end)) / seconds
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from common import attention_flops, median, table, visible_pairs
 
+from prefold.attention import RowAttention
 from prefold.checkpoint.geometries import GEOMETRIES
 from prefold.model import CausalLM, config_from
 from prefold.prefix import Trie
@@ -161,7 +162,8 @@ def one_step(
             spool.add(Request(prompt), number.to_bytes(8, "little"))
         window = next(iter(spool.windows(max_tokens=1 << 30, share=sharing == "full")))
     scheduler = PrefillScheduler(window, readout, sharing=sharing, max_batch_rows=rows)
-    return prepare(scheduler.plan().message, model.config.planes, model.device, heads_of(model))
+    attention = RowAttention(heads_of(model), model.device)
+    return prepare(scheduler.plan().message, model.config.planes, attention)
 
 
 def forward(model: CausalLM, batch: Batch) -> torch.Tensor:

@@ -14,14 +14,7 @@ import torch
 from common import run_engine
 from gpu_common import TINY, Bench, random_model
 
-from prefold.attention import (
-    KeyRuns,
-    KVStore,
-    interval_attention,
-    plan_rows,
-    plan_slots,
-    visibility,
-)
+from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, plan_slots, visibility
 from prefold.checkpoint.geometries import GEOMETRIES
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.model import CausalLM
@@ -152,8 +145,12 @@ class Step:
         )
         self.scale = self.dim**-0.5
 
-    def plan(self, queries: np.ndarray):
-        return plan_rows(self.end, queries, self.positions, self.window)
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: np.ndarray, path: int = 0):
+        """Attention of some of the rows; the first `path` keys are those of a carried path."""
+        attention = RowAttention(Heads(self.heads, self.kv_heads, self.dim, q.dtype), q.device)
+        plan = attention.plan(self.end, queries, self.positions, self.window, path=path)
+        carried = {"path_k": k[:path], "path_v": v[:path]} if path else {}
+        return attention.attend(q, k[path:], v[path:], plan, scale=self.scale, **carried)
 
     def wanted(self, queries: np.ndarray) -> torch.Tensor:
         """By definition, in float64, a head at a time."""
@@ -180,11 +177,8 @@ def check_rows(report: Report, bench: Bench, dtype: torch.dtype, shape: tuple) -
 
         def both(queries=queries):
             q, k, v = (x.to(bench.device) for x in (step.q[queries], step.k, step.v))
-            path = step.path
             with torch.inference_mode():
-                found = interval_attention(
-                    q, k[path:], v[path:], step.plan(queries), scale=step.scale, path_k=k[:path], path_v=v[:path]
-                )
+                found = step.attend(q, k, v, queries, step.path)
             return found, step.wanted(queries)
 
         report.check(f"{what} {name_of(shape)}", dtype, LIMITS[dtype], both)
@@ -196,7 +190,7 @@ def check_gradients(report: Report, bench: Bench, dtype: torch.dtype, shape: tup
 
     def both():
         leaves = [x.to(bench.device).requires_grad_(True) for x in (step.q, step.k, step.v)]
-        out = interval_attention(*leaves, step.plan(queries), scale=step.scale)
+        out = step.attend(*leaves, queries)
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
         found = torch.autograd.grad((out.float() * weights.to(bench.device)).sum(), leaves)
         doubles = [x.double().requires_grad_(True) for x in (step.q, step.k, step.v)]

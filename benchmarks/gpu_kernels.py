@@ -13,7 +13,7 @@ from gpu_decode import decode_step
 from torch import Tensor
 from torch.nn import functional as F
 
-from prefold.attention import KeyRuns, KVStore, interval_attention, plan_rows, plan_slots
+from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows, plan_slots
 from prefold.attention.row_tiles import row_tiles
 from prefold.device import runs_triton
 from prefold.model.ops import PYTORCH, Ops, choose_ops
@@ -44,6 +44,7 @@ def rows(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
     total = prefix + batch * suffix
     end = np.concatenate((np.full(prefix, total), prefix + suffix * (np.arange(batch * suffix) // suffix + 1)))
     q, k, v = (torch.randn(total, h, dim, device=bench.device).to(bench.dtype) for h in (heads, kv_heads, kv_heads))
+    attention = RowAttention(Heads(heads, kv_heads, dim, bench.dtype), q.device)
     useful = 4.0 * visible_pairs(end) * heads * dim
     scale = dim**-0.5
     found = []
@@ -55,11 +56,11 @@ def rows(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
             print("  ", *found[-1], flush=True)
 
     def ours():
-        plan = plan_rows(end, np.arange(total), compiled=not runs_triton(bench.device))
+        plan = attention.plan(end, np.arange(total))
 
         def call() -> Tensor:
             with torch.inference_mode():
-                return interval_attention(q, k, v, plan, scale=scale)
+                return attention.attend(q, k, v, plan, scale=scale)
 
         return call
 
@@ -67,7 +68,7 @@ def rows(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
     reference = ours()()
     if runs_triton(bench.device):
         tile_sizes(bench, add, ours)
-        add("prefold, forward and backward", lambda: backward(q, k, v, end, scale))
+        add("prefold, forward and backward", lambda: backward(attention, q, k, v, end, scale))
     others = {
         "flash over nodes, joined": lambda: over_nodes(q, k, v, batch, prefix, scale),
         "SDPA, unfolded": lambda: unfolded(q, k, v, batch, prefix, scale),
@@ -99,10 +100,10 @@ def tile_sizes(bench: Bench, add, ours) -> None:
     row_triton.TILE_SIZES.update(before)
 
 
-def backward(q: Tensor, k: Tensor, v: Tensor, end: np.ndarray, scale: float) -> None:
+def backward(attention: RowAttention, q: Tensor, k: Tensor, v: Tensor, end: np.ndarray, scale: float) -> None:
     leaves = [x.detach().requires_grad_(True) for x in (q, k, v)]
-    plan = PLANS.setdefault(len(end), plan_rows(end, np.arange(len(end)), compiled=False))
-    interval_attention(*leaves, plan, scale=scale).sum().backward()
+    plan = PLANS.setdefault(len(end), attention.plan(end, np.arange(len(end))))
+    attention.attend(*leaves, plan, scale=scale).sum().backward()
 
 
 PLANS: dict[int, object] = {}

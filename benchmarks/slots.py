@@ -21,7 +21,7 @@ from attention import Shape, alternate, figure
 from common import machine, median, spread, table, write_json
 
 from prefold import kernels
-from prefold.attention import KeyRuns, KVStore, interval_attention, plan_rows, plan_slots
+from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, plan_slots
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,14 @@ def systems_of(case: Case, shape: Shape, planes: int, dtype: torch.dtype) -> dic
     systems = {"slots": attend, "write": write}
     if case.end is not None:
         rows = np.arange(len(case.end) - case.queries, len(case.end))
-        interval = plan_rows(case.end, rows)
+        heads = Heads(shape.heads, shape.kv_heads, shape.head_dim, dtype)
+        attention = RowAttention(heads, torch.device("cpu"))
+        interval = attention.plan(case.end, rows)
         _, keys, values = shape.tensors(len(case.end), dtype)
 
         def over_rows() -> None:
             for _ in range(planes):
-                interval_attention(q, keys, values, interval, scale=scale)
+                attention.attend(q, keys, values, interval, scale=scale)
 
         systems["interval"] = over_rows
     return systems

@@ -39,7 +39,6 @@ __all__ = [
     "on",
     "runs_triton",
     "send",
-    "takes_triton",
     "upload",
 ]
 
@@ -187,17 +186,6 @@ def has_triton() -> bool:
 def runs_triton(device: torch.device) -> bool:
     """Whether our Triton kernels run on this device: a GPU that Triton compiles for."""
     return device.type in TRITON_DEVICES and has_triton()
-
-
-def takes_triton(*tensors: Tensor | None) -> bool:
-    """Whether our Triton kernels take these tensors: one device that they run on, one dtype of theirs."""
-    given = [t for t in tensors if t is not None]
-    first = given[0]
-    return (
-        runs_triton(first.device)
-        and first.dtype in TRITON_DTYPES
-        and all(t.dtype == first.dtype and t.device == first.device for t in given)
-    )
 
 
 class _CompileClock:

@@ -8,7 +8,7 @@ import torch
 from nests import chains
 
 from prefold import device, kernels
-from prefold.attention import KeyRuns, KVStore, interval_attention, plan_rows, plan_slots, slot_triton
+from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, plan_slots, slot_triton
 from prefold.attention.slot_tiles import MOST_ROWS
 from prefold.model.ops import choose_ops
 from prefold.worker import draw_triton
@@ -23,9 +23,10 @@ def rows(heads: int, kv_heads: int, dim: int, dtype: str, window: int | None) ->
         for path in (0, 100):
             q, k, v = tensors(heads, kv_heads, dim, dtype)
             nest = chains([160])
-            plan = plan_rows(nest.end, np.arange(path, 160), nest.positions, window)
+            attention = RowAttention(Heads(heads, kv_heads, dim, q.dtype), q.device)
+            plan = attention.plan(nest.end, np.arange(path, 160), nest.positions, window, path=path)
             carried = {"path_k": k[:path], "path_v": v[:path]} if path else {}
-            interval_attention(q[path:], k[path:], v[path:], plan, scale=0.1, **carried)
+            attention.attend(q[path:], k[path:], v[path:], plan, scale=0.1, **carried)
     return list(recorder.launches.values())
 
 
@@ -33,8 +34,9 @@ def gradients(heads: int, kv_heads: int, dim: int, dtype: str, window: int | Non
     with aot.Recorder() as recorder:
         q, k, v = (x.requires_grad_(True) for x in tensors(heads, kv_heads, dim, dtype))
         nest = chains([160])
-        interval_attention(q, k, v, plan_rows(nest.end, np.arange(160), nest.positions, window), scale=0.1).sum(
-        ).backward()  # fmt: skip
+        attention = RowAttention(Heads(heads, kv_heads, dim, q.dtype), q.device)
+        plan = attention.plan(nest.end, np.arange(160), nest.positions, window)
+        attention.attend(q, k, v, plan, scale=0.1).sum().backward()
     return list(recorder.launches.values())
 
 

@@ -1,7 +1,7 @@
 """Interval attention: key row j is visible to query row i exactly when j <= i < end[j].
 
-`plan_rows` does the host's part once a step, `interval_attention` runs it once a plane, and `dense_attention` is the
-slow definition that both are tested against. For generation, where keys lie in the slots of a store, `plan_slots` does
+`RowAttention` plans on the host once a step (`plan_rows`) and attends once a plane; `dense_attention` is the slow
+definition that it is tested against. For generation, where keys lie in the slots of a store, `plan_slots` does
 the host's part, and `KVStore` keeps the keys and attends.
 
 Files named `row_` are about rows as they lie, those named `slot_` about slots; `_plan` is the host's part, `_torch` the
@@ -11,8 +11,9 @@ form in PyTorch, `_triton` the one for a GPU, `_tiles` what the host prepares fo
 from __future__ import annotations
 
 from .dense import dense_attention, visibility
-from .gpu import Heads, place_rows, place_slots
-from .row_attention import interval_attention
+from .gpu import place_slots
+from .heads import Heads
+from .row_attention import RowAttention
 from .row_plan import RowPlan, plan_rows
 from .slot_plan import KeyRuns, SlotPlan, plan_slots
 from .store import KVStore
@@ -21,11 +22,10 @@ __all__ = [
     "Heads",
     "KVStore",
     "KeyRuns",
+    "RowAttention",
     "RowPlan",
     "SlotPlan",
     "dense_attention",
-    "interval_attention",
-    "place_rows",
     "place_slots",
     "plan_rows",
     "plan_slots",

@@ -1,18 +1,16 @@
-"""Attention on a GPU: which kernel takes what, and what a plan must have ready on the device for it.
+"""Attention on a GPU: Triton's kernels, and what a plan must have ready on the device for them.
 
-Triton is imported here only when it is there and used. Which form is best for what is said in this file alone:
-now Triton's for everything it can take; benchmarks/gpu.py --sections kernels measures it beside others.
+Triton is imported here only when it is used.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..device import TRITON_DTYPES, runs_triton, takes_triton
+from .heads import Heads
 from .row_plan import RowPlan
 
 if TYPE_CHECKING:
@@ -21,35 +19,14 @@ if TYPE_CHECKING:
     from .slot_triton import FixedTables, SlotTables
 
 __all__ = [
-    "FixedTables", "Heads", "attend_fixed", "attend_rows", "attend_slots", "can_attend", "fixed_tables",
-    "pick_tile", "place_rows", "place_slots", "write_slots",
+    "FixedTables", "attend_fixed", "attend_rows", "attend_slots", "dense", "fixed_tables", "pick_tile", "place_rows",
+    "place_slots", "wants_gradient", "write_slots",
 ]  # fmt: skip
 
-MAX_HEAD_DIM = 256
 
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """What the kernels' tiles depend on. heads: of queries; dtype: of q, k and v."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.heads // self.kv_heads
-
-    def fits(self, device: torch.device) -> bool:
-        """Whether Triton's kernels take such heads on this device."""
-        return self.head_dim <= MAX_HEAD_DIM and self.dtype in TRITON_DTYPES and runs_triton(device)
-
-
-def can_attend(*tensors: Tensor | None) -> bool:
-    """Whether Triton's kernels take these tensors, q [queries, heads, dim] first."""
-    return takes_triton(*tensors) and tensors[0] is not None and tensors[0].shape[2] <= MAX_HEAD_DIM
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Returns whether what is computed of these tensors will be differentiated."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def place_rows(plan: RowPlan, path_rows: int, heads: Heads, device: torch.device) -> RowTables:
@@ -65,15 +42,16 @@ def attend_rows(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    path_k: Tensor | None,
+    path_v: Tensor | None,
     plan: RowPlan,
+    heads: Heads,
     *,
     scale: float,
-    path_k: Tensor | None = None,
-    path_v: Tensor | None = None,
 ) -> Tensor:
-    """`interval_attention` by Triton's kernels; differentiable."""
+    """`RowAttention.attend` by Triton's kernels; differentiable."""
     tensors = (q, k, v, path_k, path_v)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if wants_gradient(*tensors):
         from .row_triton_backward import attend_rows_with_gradient
 
         if path_k is not None:
@@ -81,8 +59,7 @@ def attend_rows(
         return attend_rows_with_gradient(*map(dense, (q, k, v)), plan, scale=scale)
     from . import row_triton
 
-    path_rows = 0 if path_k is None else len(path_k)
-    tables = place_rows(plan, path_rows, Heads(q.shape[1], k.shape[1], q.shape[2], q.dtype), q.device)
+    tables = place_rows(plan, 0 if path_k is None else len(path_k), heads, q.device)
     q, k, v, path_k, path_v = (None if t is None else dense(t) for t in tensors)
     window = plan.window
     return row_triton.attend_rows(q, k, v, tables, scale=scale, window=window, path_k=path_k, path_v=path_v)[0]

@@ -9,16 +9,10 @@ from torch import Tensor
 
 from .. import kernels
 
-__all__ = ["PackedLayout", "PackedPlane", "can_pack"]
+__all__ = ["PackedLayout", "PackedPlane"]
 
 LANES = 16
 PAGE = 4096
-
-
-def can_pack(head_dim: int, dtype: torch.dtype, device: torch.device) -> kernels.Kernels | None:
-    """The compiled kernels where they are there and work on such K/V, else None."""
-    fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and 1 <= head_dim <= kernels.MAX_HEAD_DIM
-    return kernels.load() if fits else None
 
 
 @dataclass(frozen=True, slots=True)

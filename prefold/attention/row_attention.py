@@ -1,65 +1,99 @@
-"""Attention on rows as they lie: one entry for the compiled kernel, for Triton's and for the PyTorch form."""
+"""Attention on rows as they lie: by the compiled kernel, by Triton's or by PyTorch."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .. import kernels
 from ..errors import InputError
 from . import gpu
-from .row_plan import RowPlan
+from .heads import Heads
+from .row_plan import RowPlan, plan_rows
 from .row_torch import blocked_attention
 
-__all__ = ["interval_attention"]
+__all__ = ["RowAttention"]
 
 
-def interval_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: RowPlan,
-    *,
-    scale: float,
-    path_k: Tensor | None = None,
-    path_v: Tensor | None = None,
-) -> Tensor:
-    """softmax(q k^T * scale) v, each query over the keys that `plan` makes visible to it.
+class RowAttention:
+    """Computes interval attention of a model's heads on a device; by what is chosen when this is made.
 
-    q [queries, heads, dim]; k, v [rows, kv_heads, dim], heads a multiple of kv_heads; path_k, path_v
-    [path, kv_heads, dim] are the carried keys that come before them. All of one dtype and device; any
-    strides. Returns [queries, heads, dim]. InputError where the shapes do not fit the plan.
+    It is the compiled kernel on a CPU, Triton's on a GPU, and otherwise the form in PyTorch, which takes any device
+    and dtype. Where gradients are wanted, PyTorch takes the place of the compiled kernel.
     """
-    _check(q, k, v, plan, path_k, path_v)
-    tensors = (q, k, v, path_k, path_v)
-    if plan.lists is not None and q.device.type == "cpu" and scale > 0 and not _needs_grad(*tensors):
-        compiled = kernels.load()
-        if compiled and compiled.can_attend(*tensors):
-            return compiled.attention(q, k, v, plan.lists, scale=scale, path_k=path_k, path_v=path_v)
-    if gpu.can_attend(*tensors):
-        return gpu.attend_rows(q, k, v, plan, scale=scale, path_k=path_k, path_v=path_v)
-    keys = k if path_k is None else torch.cat((path_k, k))
-    values = v if path_v is None else torch.cat((path_v, v))
-    return blocked_attention(q, keys, values, plan, scale=scale)
 
+    def __init__(self, heads: Heads, device: torch.device):
+        self.heads, self.device = heads, device
+        self._compiled = heads.compiled(device)
+        self._fused = heads.fits(device) and not self._compiled
 
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    def plan(
+        self,
+        end: np.ndarray,
+        query_rows: np.ndarray,
+        positions: np.ndarray | None = None,
+        window: int | None = None,
+        *,
+        path: int = 0,
+    ) -> RowPlan:
+        """Returns the plan of a step with what kernels read of it; arguments and errors as of `plan_rows`.
 
+        path: how many of the keys, the first ones, are those of the carried path.
+        """
+        plan = plan_rows(end, query_rows, positions, window, compiled=self._compiled is not None)
+        if self._fused:
+            gpu.place_rows(plan, path, self.heads, self.device)
+        return plan
 
-def _check(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, path_k: Tensor | None, path_v: Tensor | None) -> None:
-    path_rows = 0 if path_k is None else len(path_k)
-    if len(q) != plan.num_queries or path_rows + len(k) != plan.num_keys:
-        raise InputError(
-            f"{len(q)} queries and {path_rows} + {len(k)} keys, in place of {plan.num_queries} and {plan.num_keys}",
-            field="plan",
-            remedy="pass the plan of this step",
-        )
-    if v.shape != k.shape or q.shape[1] % k.shape[1] or q.shape[2] != k.shape[2]:
-        raise InputError(
-            f"shapes q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit together",
-            field="q",
-            remedy="q [queries, heads, dim], k and v [rows, kv_heads, dim], heads a multiple of kv_heads",
-        )
-    if (path_k is None) != (path_v is None) or (path_k is not None and path_k.shape != path_v.shape):
-        raise InputError("path keys and path values do not fit together", field="path_k", remedy="pass both or none")
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: RowPlan,
+        *,
+        scale: float,
+        path_k: Tensor | None = None,
+        path_v: Tensor | None = None,
+    ) -> Tensor:
+        """Returns softmax(q k^T * scale) v, each query over the keys that `plan` makes visible to it; differentiable.
+
+        q [queries, heads, dim]; k, v [rows, kv_heads, dim]; path_k, path_v [path, kv_heads, dim] are the carried keys
+        that come before them; any strides. The result is [queries, heads, dim]. Raises InputError where the tensors do
+        not fit the plan, or the heads that this was made for.
+        """
+        self._check(q, k, v, plan, path_k, path_v)
+        tensors = (q, k, v, path_k, path_v)
+        if self._fused:
+            return gpu.attend_rows(*tensors, plan, self.heads, scale=scale)
+        if self._compiled and plan.lists is not None and scale > 0 and not gpu.wants_gradient(*tensors):
+            q, k, v, path_k, path_v = (None if t is None else gpu.dense(t) for t in tensors)
+            return self._compiled.attention(q, k, v, plan.lists, scale=scale, path_k=path_k, path_v=path_v)
+        keys = k if path_k is None else torch.cat((path_k, k))
+        values = v if path_v is None else torch.cat((path_v, v))
+        return blocked_attention(q, keys, values, plan, scale=scale)
+
+    def _check(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, path_k: Tensor | None, path_v: Tensor | None
+    ) -> None:
+        path_rows = 0 if path_k is None else len(path_k)
+        if len(q) != plan.num_queries or path_rows + len(k) != plan.num_keys:
+            raise InputError(
+                f"{len(q)} queries and {path_rows} + {len(k)} keys, in place of {plan.num_queries} and {plan.num_keys}",
+                field="plan",
+                remedy="pass the plan of this step",
+            )
+        heads = self.heads
+        of_keys = (heads.kv_heads, heads.head_dim)
+        fits = q.shape[1:] == (heads.heads, heads.head_dim) and k.shape[1:] == of_keys and k.shape == v.shape
+        if not fits or not q.dtype == k.dtype == v.dtype == heads.dtype:
+            raise InputError(
+                f"q {list(q.shape)} ({q.dtype}), k {list(k.shape)} ({k.dtype}) and v {list(v.shape)} ({v.dtype}) do "
+                f"not fit {heads.heads} heads and {heads.kv_heads} KV heads of {heads.head_dim} ({heads.dtype})",
+                field="q",
+                remedy="q [queries, heads, dim], k and v [rows, kv_heads, dim]",
+            )
+        if (path_k is None) != (path_v is None) or (path_k is not None and path_k.shape != path_v.shape):
+            raise InputError(
+                "path keys and path values do not fit together", field="path_k", remedy="pass both or none"
+            )

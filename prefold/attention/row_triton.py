@@ -42,7 +42,6 @@ TILE_SIZES = {
     (4, 128): TileSize(64, 16, 8, 2),
     (4, 256): TileSize(32, 16, 8, 1),
 }
-MAX_HEAD_DIM = 256
 
 
 def tile_size(head_dim: int, dtype: torch.dtype) -> TileSize:
@@ -104,7 +103,7 @@ def attend_rows(
     path_v: Tensor | None = None,
     with_sums: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Shapes as for `interval_attention`, last dimensions contiguous. Returns the output, and with_sums each query's
+    """Shapes as for `RowAttention.attend`, last dimensions contiguous. Returns the output, and with_sums each query's
     log-sum-exp of its scores, to base 2, float32 [queries, heads]."""
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]

@@ -62,7 +62,7 @@ def backward_tables(plan: RowPlan, group: int, head_dim: int, dtype: torch.dtype
 
 
 def attend_rows_with_gradient(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, *, scale: float) -> Tensor:
-    """Differentiable attention; shapes as for `interval_attention`, all keys in k and v."""
+    """Differentiable attention; shapes as for `RowAttention.attend`, all keys in k and v."""
     group = q.shape[1] // k.shape[1]
     forward = plan.kept(
         ("rows", 0, group, q.shape[2], q.dtype, q.device),

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from . import gpu, slot_torch
-from .packed import PackedLayout, PackedPlane, can_pack
+from .heads import Heads
+from .packed import PackedLayout, PackedPlane
 from .slot_plan import SlotPlan
 
 __all__ = ["KVStore"]
@@ -36,13 +37,14 @@ class KVStore:
     ):
         self.planes, self.kv_heads, self.head_dim, self.slots = planes, kv_heads, head_dim, slots
         self.dtype, self.device = dtype, torch.device(device)
-        self._compiled = can_pack(head_dim, dtype, self.device)
+        heads = Heads(kv_heads, kv_heads, head_dim, dtype)
+        self._compiled = heads.compiled(self.device)
         if self._compiled:
             layout = PackedLayout.of(self._compiled, kv_heads, head_dim, dtype)
             self._memory = _zeros(planes, layout.plane_bytes(slots))
             self._packed = [PackedPlane(memory, layout, slots) for memory in self._memory]
         else:
-            self._fused = gpu.Heads(kv_heads, kv_heads, head_dim, dtype).fits(self.device)
+            self._fused = heads.fits(self.device)
             self._memory = torch.zeros((planes, 2, slots, kv_heads, head_dim), dtype=dtype, device=self.device)
 
     @property
@@ -55,7 +57,7 @@ class KVStore:
         planes: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> int:
         """Bytes of one slot in all planes, rounded up, to find out how many slots fit."""
-        compiled = can_pack(head_dim, dtype, torch.device(device))
+        compiled = Heads(kv_heads, kv_heads, head_dim, dtype).compiled(torch.device(device))
         if compiled:
             return -(-planes * PackedLayout.of(compiled, kv_heads, head_dim, dtype).pair_bytes // 2)
         return planes * 2 * kv_heads * head_dim * dtype.itemsize

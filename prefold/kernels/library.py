@@ -126,11 +126,6 @@ class Kernels:
             self._free_tiles(handle)
         return lists
 
-    def can_attend(self, *tensors: Tensor | None) -> bool:
-        """Whether `attention` takes q, k, v, path_k, path_v as they are."""
-        given = [t for t in tensors if t is not None]
-        return _on_cpu(*given) and 1 <= given[0].shape[-1] <= MAX_HEAD_DIM and all(t.stride(-1) == 1 for t in given)
-
     def attention(
         self,
         q: Tensor,
@@ -143,7 +138,8 @@ class Kernels:
         path_v: Tensor | None = None,
     ) -> Tensor:
         """softmax(q k^T * scale) v over the keys that `tiles` lists; arguments and result as of
-        `prefold.attention.interval_attention`, for tensors that `can_attend` accepts."""
+        `prefold.attention.RowAttention.attend`. Tensors of one of DTYPES on the CPU, the last dimension contiguous,
+        of at most MAX_HEAD_DIM; scale > 0."""
         out = torch.empty(q.shape, dtype=q.dtype)
         call = AttentionCall(rows=len(k), path=0 if path_k is None else len(path_k))
         _fill(call.tiles, q, out, kv_heads=k.shape[1], scale=scale)
@@ -408,8 +404,3 @@ def _gate_mul(functions: dict[torch.dtype, ctypes._CFuncPtr], gate_up: Tensor) -
     threads = torch.get_num_threads()
     functions[gate_up.dtype](gate_up.data_ptr(), out.data_ptr(), rows, width // 2, gate_up.stride()[0], threads)
     return out
-
-
-def _on_cpu(*tensors: Tensor) -> bool:
-    dtype = tensors[0].dtype
-    return dtype in DTYPES and all(t.dtype == dtype and t.is_cpu for t in tensors)

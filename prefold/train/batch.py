@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..attention import Heads, RowAttention
 from ..errors import InputError
 from ..model import ModelConfig
 from ..prefix import PrefixMap, Trie, check_ragged
@@ -121,7 +122,7 @@ class TrainBatch:
     target_offsets: np.ndarray
     target_ids: np.ndarray
     target_reads: np.ndarray
-    _prepared: dict[torch.device, Batch] = field(default_factory=dict, repr=False)
+    _prepared: dict[tuple[torch.device, torch.dtype], Batch] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
@@ -183,11 +184,14 @@ class TrainBatch:
         """Returns how many rows go through the position-wise layers."""
         return self.step.num_rows
 
-    def prepared(self, device: torch.device) -> Batch:
-        """Returns the step as tensors and attention plans, which are made once for each device."""
-        if device not in self._prepared:
-            self._prepared[device] = prepare(self.step, self.config.planes, device)
-        return self._prepared[device]
+    def prepared(self, device: torch.device, dtype: torch.dtype) -> Batch:
+        """Returns the step as tensors and attention plans, made once for each device and dtype of queries, keys and
+        values."""
+        if (device, dtype) not in self._prepared:
+            config = self.config
+            attention = RowAttention(Heads(config.heads, config.kv_heads, config.head_dim, dtype), device)
+            self._prepared[device, dtype] = prepare(self.step, config.planes, attention)
+        return self._prepared[device, dtype]
 
     def target_counts(self, device: torch.device) -> Tensor:
         """Returns how many targets each sequence has, int64 [sequences]."""
@@ -205,6 +209,12 @@ class TrainBatch:
     def split(self, values: Tensor) -> list[Tensor]:
         """Returns the part of `values` [targets] that belongs to each sequence."""
         return list(values.split(np.diff(self.target_offsets).tolist()))
+
+
+def dtype_on(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of queries, keys and values of a model of this dtype: under autocast that of linear layers."""
+    autocast = torch.is_autocast_enabled(device.type) and dtype != torch.float64
+    return torch.get_autocast_dtype(device.type) if autocast else dtype
 
 
 def _step(trie: Trie, fold: PrefixMap | None, read_rows: np.ndarray) -> StreamStep:

@@ -25,7 +25,7 @@ from ..errors import InputError, MissingExtraError, UnsupportedModelError
 from ..model import ModelConfig, config_from
 from ..types import Sharing
 from ..worker.attend import Path, StepAttend
-from .batch import TrainBatch
+from .batch import TrainBatch, dtype_on
 from .head import target_logprobs
 
 try:
@@ -69,7 +69,7 @@ def folded_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, Any]:
             field="model",
             remedy="call share(model) first",
         )
-    prepared = batch.prepared(model.device)
+    prepared = batch.prepared(model.device, dtype_on(model.device, model.dtype))
     return {
         "input_ids": prepared.tokens[None],
         "position_ids": prepared.positions[None],
@@ -93,7 +93,7 @@ def logprobs(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
         what = f"has {strange[0]}" if strange else "has an LM head that is no plain linear"
         raise UnsupportedModelError(f"the model {what}; compute its logits and use `from_logits`")
     hidden = model.get_decoder()(**folded_inputs(model, batch)).last_hidden_state[0]
-    read = batch.prepared(model.device).read_rows
+    read = batch.prepared(model.device, dtype_on(model.device, model.dtype)).read_rows
     return target_logprobs(hidden.index_select(0, read), head.weight, batch.target_reads, batch.target_ids)
 
 
@@ -161,7 +161,7 @@ def _attention(
     # Under autocast the rotary embedding gives queries and keys in float32.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attend = StepAttend(prefold.prepared(query.device), Path(), prefold.config.planes, scale)
+    attend = StepAttend(prefold.prepared(q.device, q.dtype), Path(), prefold.config.planes, scale)
     return attend(module.layer_idx, q, k, v)[None], None
 
 

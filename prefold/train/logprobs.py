@@ -9,7 +9,7 @@ from ..errors import InputError
 from ..model import CausalLM
 from ..model.layers import Linear
 from ..worker.attend import Path, StepAttend
-from .batch import TrainBatch
+from .batch import TrainBatch, dtype_on
 from .head import target_logprobs
 
 __all__ = ["logprobs"]
@@ -24,7 +24,7 @@ def logprobs(model: CausalLM, batch: TrainBatch) -> Tensor:
     batch's, and one whose weights are packed, which have no gradients.
     """
     _check(model, batch)
-    prepared = batch.prepared(model.device)
+    prepared = batch.prepared(model.device, dtype_on(model.device, model.dtype))
     attend = StepAttend(prepared, Path(), model.config.planes, model.config.scale)
     hidden = model(prepared.tokens, prepared.positions, attend, prepared.read_rows)
     weight = model.embedding if model.lm_head is None else model.lm_head

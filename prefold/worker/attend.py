@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..attention import Heads, interval_attention
+from ..attention import Heads
 from ..model import CausalLM
 from ..model.config import Plane
 from .batch import Batch
@@ -75,7 +75,7 @@ class StepAttend:
             k, v = k.index_select(0, batch.scatter), v.index_select(0, batch.scatter)
             unfolded_q = q.index_select(0, batch.read_order if read_only else batch.scatter)
         plan = (batch.read_plans if read_only else batch.plans)[window]
-        o = interval_attention(unfolded_q, k, v, plan, scale=self.scale, path_k=path_k, path_v=path_v)
+        o = batch.attention.attend(unfolded_q, k, v, plan, scale=self.scale, path_k=path_k, path_v=path_v)
         if batch.scatter is not None:
             o = (
                 torch.empty_like(o).index_copy_(0, batch.read_order, o)

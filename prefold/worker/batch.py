@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ..attention import Heads, RowPlan, place_rows, plan_rows
+from ..attention import RowAttention, RowPlan
 from ..device import send
 from ..model import NO_ADAPTERS, Adapter, RowAdapters
 from ..model.config import Plane
@@ -23,6 +22,7 @@ __all__ = ["Batch", "prepare"]
 class Batch:
     """What the forward pass of a step and its read-out need, on the device.
 
+    attention        who attends, by the plans
     plans            one per distinct attention window: every row queries
     read_plans       the same with only the read rows as queries (the last layer)
     read_order       sharing "mlp": sorts the read rows by the stream row that stands for each; else None
@@ -33,6 +33,7 @@ class Batch:
     """
 
     step: StreamStep
+    attention: RowAttention
     tokens: Tensor
     positions: Tensor
     read_rows: Tensor | None
@@ -50,26 +51,19 @@ class Batch:
 
 
 def prepare(
-    step: StreamStep,
-    planes: Sequence[Plane],
-    device: torch.device,
-    heads: Heads | None = None,
-    adapters: Sequence[Adapter] = (),
+    step: StreamStep, planes: Sequence[Plane], attention: RowAttention, adapters: Sequence[Adapter] = ()
 ) -> Batch:
     """Build everything the forward pass of `step` needs; runs on the host, ahead of the device.
 
-    heads: the model's, so that what a GPU's kernels read of the plans is made ahead too, and not in the first layer.
     adapters: those that steps number.
     """
+    device = attention.device
     new_keys = step.path + np.arange(len(step.end) - step.path, dtype=np.int64)
     windows = {plane.window for plane in planes}
     last_window = planes[-1].window
 
     def plan(query_rows: np.ndarray, window: int | None) -> RowPlan:
-        made = plan_rows(step.end, query_rows, step.key_positions, window, compiled=device.type == "cpu")
-        if heads is not None and heads.fits(device):
-            place_rows(made, step.path, heads, device)
-        return made
+        return attention.plan(step.end, query_rows, step.key_positions, window, path=step.path)
 
     plans = {window: plan(new_keys, window) for window in windows}
     read_order = None
@@ -92,6 +86,7 @@ def prepare(
     averages = step.readout.kind == "mean" and len(step.reads) > 0
     return Batch(
         step=step,
+        attention=attention,
         tokens=send(step.tokens, device),
         positions=send(step.positions, device),
         read_rows=tensor(step.read_rows),

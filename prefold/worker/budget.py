@@ -39,7 +39,8 @@ def slot_bytes(model: CausalLM) -> int:
     config, size = model.config, model.ranks.size
     parts = [Shard.of(config, rank, size).local(config) for rank in range(size)]
     return sum(
-        KVStore.bytes_per_slot(part.layers, part.kv_heads, part.head_dim, model.dtype, model.device) for part in parts
+        KVStore.bytes_per_slot(len(part.planes), part.kv_heads, part.head_dim, model.dtype, model.device)
+        for part in parts
     )
 
 

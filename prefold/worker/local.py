@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..attention import KVStore
+from ..attention import KVStore, RowAttention
 from ..device import compile_seconds, free_cached, give_back, keep_freed, on, runs_triton
 from ..errors import OutOfMemoryError
 from ..model import Adapter, CausalLM
@@ -65,13 +65,13 @@ class LocalWorker(Worker):
         give_back()  # what loading needed beside the weights
         if model.device.type == "cpu":
             keep_freed()
+        self._attention = RowAttention(heads_of(model), model.device)
         self._last = _Last()
 
     def prepare(self, message: Message) -> Batch | None:
         if not isinstance(message, StreamStep):
             return None
-        adapters = tuple(self.adapters.values())
-        return prepare(message, self.model.config.planes, self.model.device, heads_of(self.model), adapters)
+        return prepare(message, self.model.config.planes, self._attention, tuple(self.adapters.values()))
 
     def start(self, message: Message, prepared: Batch | None = None) -> Ticket:
         with self._lock, on(self.model.device), torch.inference_mode():

@@ -21,7 +21,7 @@ __all__ = ["SlotAttend", "SlotBatch", "fill_in", "make_store", "prepare_slots"]
 def make_store(model: CausalLM, slots: int) -> KVStore:
     """Room for the K/V of `slots` rows: of the heads that this rank has."""
     config = model.local
-    return KVStore(config.layers, config.kv_heads, config.head_dim, slots, model.dtype, model.device)
+    return KVStore(len(config.planes), config.kv_heads, config.head_dim, slots, model.dtype, model.device)
 
 
 @dataclass(frozen=True, slots=True)

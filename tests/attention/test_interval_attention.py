@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nests import Nest, chains, random_nest
 
 from prefold import kernels
-from prefold.attention import RowPlan, dense_attention, interval_attention, plan_rows, visibility
+from prefold.attention import Heads, RowAttention, RowPlan, dense_attention, visibility
 from prefold.attention.row_torch import blocked_attention
 from prefold.errors import InputError
 
@@ -48,7 +48,11 @@ class Case:
         self.v = torch.randn(nest.rows, heads[1], dim, generator=generator).to(dtype)
 
     def plan(self) -> RowPlan:
-        return plan_rows(self.nest.end, self.query_rows, self.nest.positions, self.window)
+        plan = self.attention().plan
+        return plan(self.nest.end, self.query_rows, self.nest.positions, self.window, path=self.path)
+
+    def attention(self) -> RowAttention:
+        return RowAttention(Heads(self.q.shape[1], *self.k.shape[1:], self.q.dtype), self.q.device)
 
     @property
     def visible(self) -> np.ndarray:
@@ -57,7 +61,8 @@ class Case:
     def run(self) -> torch.Tensor:
         new = slice(self.path, None)
         carried = {"path_k": self.k[: self.path], "path_v": self.v[: self.path]} if self.path else {}
-        return interval_attention(self.q, self.k[new], self.v[new], self.plan(), scale=self.scale, **carried)
+        attend = self.attention().attend
+        return attend(self.q, self.k[new], self.v[new], self.plan(), scale=self.scale, **carried)
 
     def expected(self) -> torch.Tensor:
         return dense_attention(self.q.double(), self.k.double(), self.v.double(), self.visible, scale=self.scale)
@@ -130,9 +135,8 @@ def test_one_row(backend):
 
 def test_no_queries(backend):
     case = Case(chains([5]))
-    plan = plan_rows(case.nest.end, np.empty(0, np.int64))
-    out = interval_attention(case.q[:0], case.k, case.v, plan, scale=1.0)
-    assert out.shape == (0, 6, 32)
+    case.query_rows, case.q = np.empty(0, np.int64), case.q[:0]
+    assert case.run().shape == (0, 6, 32)
 
 
 def test_repeated_query_rows(backend):
@@ -231,7 +235,7 @@ def test_float32_gradients_do_not_reach_the_kernel():
     assert case.q.grad is not None
 
 
-@pytest.mark.parametrize("change", ["queries", "keys", "heads", "path"])
+@pytest.mark.parametrize("change", ["queries", "keys", "heads", "kv_heads", "dtype", "path"])
 def test_shapes_that_do_not_fit(change):
     case = Case(chains([8]))
     plan = case.plan()
@@ -241,12 +245,16 @@ def test_shapes_that_do_not_fit(change):
     elif change == "keys":
         k, v = k[:-1], v[:-1]
     elif change == "heads":
-        q = q[:, :5]
+        q = q[:, :4]
+    elif change == "kv_heads":
+        k, v = k[:, :1], v[:, :1]
+    elif change == "dtype":
+        v = v.bfloat16()
     else:
         carried = {"path_k": k[:4]}
         k, v = k[4:], v[4:]
     with pytest.raises(InputError):
-        interval_attention(q, k, v, plan, scale=1.0, **carried)
+        case.attention().attend(q, k, v, plan, scale=1.0, **carried)
 
 
 def test_the_pytorch_form_does_not_need_a_compiled_plan(monkeypatch):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from nests import chains, random_nest
 from tritons import on_triton  # noqa: F401 (a fixture)
 
-from prefold.attention import KeyRuns, KVStore, gpu, interval_attention, plan_rows, plan_slots
-from prefold.attention.gpu import Heads
+from prefold.attention import Heads, KeyRuns, KVStore, gpu, plan_slots
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -80,8 +79,8 @@ def test_rows_of_one_fused_buffer():
 
 def test_no_queries():
     case = of_rows.Case(chains([5]))
-    plan = plan_rows(case.nest.end, np.empty(0, np.int64))
-    assert interval_attention(case.q[:0], case.k, case.v, plan, scale=1.0).shape == (0, 6, 32)
+    case.query_rows, case.q = np.empty(0, np.int64), case.q[:0]
+    assert case.run().shape == (0, 6, 32)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -11,7 +11,7 @@ import torch
 from nests import random_nest
 
 from prefold import kernels
-from prefold.attention import dense_attention, interval_attention, plan_rows, visibility
+from prefold.attention import Heads, RowAttention, dense_attention, visibility
 from prefold.kernels import loader
 from prefold.kernels.build import FLAGS, BuildError, build, find_compiler, fingerprint
 
@@ -111,9 +111,10 @@ def test_switched_off_by_the_environment(fresh, monkeypatch):
 
 def check_fallback() -> None:
     nest = random_nest(np.random.default_rng(0), 50, 0.2)
-    plan = plan_rows(nest.end, np.arange(50))
+    attention = RowAttention(Heads(6, 2, 8, torch.float32), torch.device("cpu"))
+    plan = attention.plan(nest.end, np.arange(50))
     q, k, v = torch.randn(50, 6, 8), torch.randn(50, 2, 8), torch.randn(50, 2, 8)
-    out = interval_attention(q, k, v, plan, scale=0.3)
+    out = attention.attend(q, k, v, plan, scale=0.3)
     wanted = dense_attention(q, k, v, visibility(nest.end, np.arange(50)), scale=0.3)
     torch.testing.assert_close(out, wanted, rtol=0, atol=1e-5)
 

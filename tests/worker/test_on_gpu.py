@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from tritons import DEVICE, on_triton  # noqa: F401 (a fixture)
 
 from prefold import LLM, device, kernels
-from prefold.attention import Heads, KVStore, plan_slots
+from prefold.attention import Heads, KVStore, RowAttention, plan_slots
 from prefold.attention.gpu import pick_tile
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine.meter import Meter
@@ -134,7 +134,8 @@ def one_step(model: CausalLM, some: list[list[int]], sharing: str, readout: Read
             spool.add(as_request(prompt, targets), str(number).encode())
         window = next(iter(spool.windows(max_tokens=1 << 20, share=sharing == "full")))
     scheduler = PrefillScheduler(window, readout, sharing=sharing, max_batch_rows=1000)
-    return prepare(scheduler.plan().message, model.config.planes, model.device, heads_of(model))
+    attention = RowAttention(heads_of(model), model.device)
+    return prepare(scheduler.plan().message, model.config.planes, attention)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="in the interpreter")
