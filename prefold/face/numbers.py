@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar, Unpack, cast, overload
 import numpy as np
 
 from ..errors import InputError
+from ..tasks.base import check_count
 from ..tasks.run import finish_items
 from .arguments import Ids, Text, Vector, as_items, as_texts, check_errors, first_error, pair_up, take_adapters
 from .keywords import ClassifyKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
@@ -103,6 +104,8 @@ class NumericTasks(TaskRunner):
         if single or not items:
             what = "one text" if single else "empty"
             raise InputError(f"documents is {what}", field="documents", remedy="give a list of texts")
+        if top_n is not None:
+            check_count(top_n, "top_n")  # before anything is computed
         task: Any = self.task("rerank", **options)
         call = CallForm("documents", back=check_errors(errors), progress=progress)
         works = task.prepare([{"query": query, "document": item} for item in items])

@@ -249,3 +249,11 @@ sys.exit(os.waitstatus_to_exitcode(status))
 def test_after_a_fork_a_call_is_an_error(folder):
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED, str(folder)], timeout=120, check=False)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("top_n", [0, -1, True, "2", 1.5])
+def test_a_bad_number_of_documents_is_said_before_anything_is_computed(llm, top_n):
+    before = llm.stats.requests
+    with pytest.raises(InputError, match="'top_n'"):
+        llm.rerank([60], [[61], [62]], top_n=top_n, template="{query}{document}")
+    assert llm.stats.requests == before
