@@ -56,7 +56,8 @@ def attend_rows(
 
         if path_k is not None:
             k, v = torch.cat((path_k, k)), torch.cat((path_v, v))
-        return attend_rows_with_gradient(*map(dense, (q, k, v)), plan, scale=scale)
+        tables = place_rows(plan, 0, heads, q.device)
+        return attend_rows_with_gradient(*map(dense, (q, k, v)), plan, tables, scale=scale)
     from . import row_triton
 
     tables = place_rows(plan, 0 if path_k is None else len(path_k), heads, q.device)

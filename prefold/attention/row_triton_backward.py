@@ -27,7 +27,6 @@ from .row_triton import (
     padded,
     precision,
     row_tables,
-    tile_size,
 )
 
 __all__ = ["KeyTables", "attend_rows_with_gradient", "backward_tables"]
@@ -61,13 +60,11 @@ def backward_tables(plan: RowPlan, group: int, head_dim: int, dtype: torch.dtype
     return KeyTables(rows, **upload({"bounds": tiles.bounds, "tiles": tiles.tiles, "order": tiles.order}, device))
 
 
-def attend_rows_with_gradient(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, *, scale: float) -> Tensor:
-    """Differentiable attention; shapes as for `RowAttention.attend`, all keys in k and v."""
+def attend_rows_with_gradient(
+    q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, forward: RowTables, *, scale: float
+) -> Tensor:
+    """Returns what `RowAttention.attend` does, differentiable; all keys in k and v. forward: the plan's tables."""
     group = q.shape[1] // k.shape[1]
-    forward = plan.kept(
-        ("rows", 0, group, q.shape[2], q.dtype, q.device),
-        lambda: row_tables(plan, 0, group, tile_size(q.shape[2], q.dtype), q.device),
-    )
     backward = plan.kept(
         ("keys", group, q.shape[2], q.dtype, q.device),
         lambda: backward_tables(plan, group, q.shape[2], q.dtype, q.device),

@@ -125,6 +125,17 @@ def test_other_dtypes_take_the_pytorch_form(dtype):
     Case(random_nest(np.random.default_rng(2), 90, 0.2), dtype=dtype, path=5).check()
 
 
+def test_who_computes_is_chosen_once(backend, monkeypatch):
+    case = Case(random_nest(np.random.default_rng(2), 90, 0.2))
+    attention, plan = case.attention(), case.plan()
+    asked = []
+    monkeypatch.setattr(kernels, "load", lambda: asked.append("kernels"))
+    monkeypatch.setattr("prefold.attention.heads.runs_triton", lambda device: asked.append("triton"))
+    out = attention.attend(case.q, case.k, case.v, plan, scale=case.scale)
+    torch.testing.assert_close(out.double(), case.expected(), rtol=0, atol=1e-5)
+    assert not asked, "a plane of a step does not choose"
+
+
 def test_head_dim_beyond_the_kernel():
     Case(random_nest(np.random.default_rng(2), 30, 0.2), dim=272).check()
 
