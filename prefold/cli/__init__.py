@@ -1,4 +1,4 @@
-"""The command line. Imports nothing heavy: every command brings in what it needs when it runs."""
+"""Holds the command line. It imports nothing heavy: every command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 
 class _Group(click.Group):
-    """Keeps the arguments, for the command that resumes, and turns our errors into one message and status 1."""
+    """Runs the commands. It keeps the arguments, for the command that resumes, and reports errors in one message."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         with guarded():
@@ -33,7 +33,7 @@ class _Group(click.Group):
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # as added, not by the alphabet
+        return list(self.commands)  # in the order in which they were added, not sorted by name
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""prefold bench: the three ways of sharing against each other."""
+"""Runs `prefold bench`, which times the three ways of sharing against each other."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bench(**o: Any) -> None:
 
 
 def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, tuple[Any, Any]]:
-    """(tasks, works by task, what they are of, checkpoint and tokenizer)"""
+    """Returns (tasks, works by task, a name for them, (checkpoint, tokenizer))."""
     from ..errors import JobError
     from .build import LazyTasks, open_model
     from .demo import demo_items
@@ -75,7 +75,10 @@ def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, tuple[A
 
 
 def measure(engine: Any, tasks: Any, prepared: dict[str, list[Any]], repeat: int) -> dict[str, dict[str, Any]]:
-    """Seconds of each run, tokens and rows, by mode. The modes take turns, so that a busy moment hits all."""
+    """Returns the seconds of each run, tokens and rows, by mode.
+
+    The modes take turns, so that a busy moment of the machine affects all of them.
+    """
     from ..tasks.run import run_works
 
     found: dict[str, dict[str, Any]] = {mode: {"seconds": []} for mode in MODES}
@@ -93,7 +96,7 @@ def measure(engine: Any, tasks: Any, prepared: dict[str, list[Any]], repeat: int
 
 
 def table(found: dict[str, dict[str, Any]]) -> list[str]:
-    """The numbers of `measure` as lines."""
+    """Returns the numbers of `measure` as the lines of a table."""
     base = statistics.median(found["off"]["seconds"])
     head = ("tokens", 10), ("rows", 10), ("saved", 8), ("seconds", 10), ("spread", 16), ("rows/s", 10), ("speed", 8)
     lines = [f"{'sharing':<9}" + "".join(f"{name:>{width}}" for name, width in head)]

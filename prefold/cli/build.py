@@ -1,4 +1,4 @@
-"""Out of a command's options: the model's files and the tasks."""
+"""Makes the model's files and the tasks out of a command's options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Options = dict[str, Any]
 
 
 def open_model(o: Options) -> tuple[Any, Any]:
-    """(checkpoint, tokenizer or None) of --model. Reads no weights."""
+    """Returns (checkpoint, tokenizer or None) of --model. Reads no weights."""
     from ..checkpoint import resolve
     from ..model import config_from
     from ..text import tokenizer_or_none
@@ -45,7 +45,7 @@ def check_tokenizer(checkpoint: Any, tokenizer: Any, texts: str) -> None:
 
 
 def load_llm(o: Options, checkpoint: Any, tokenizer: Any) -> Any:
-    """The LLM of the options. Imports torch."""
+    """Returns the LLM of the options. Imports torch."""
     from ..llm import LLM
 
     names = ("dtype", "device", "threads", "sharing", "max_batch_rows")
@@ -60,7 +60,7 @@ def load_llm(o: Options, checkpoint: Any, tokenizer: Any) -> Any:
 
 
 class LazyTasks(Mapping[str, Any]):
-    """The tasks of a batch, each made when the first record asks for it."""
+    """Holds the tasks of a batch, each of which is made when the first record asks for it."""
 
     def __init__(self, names: tuple[str, ...], o: Options, checkpoint: Any, tokenizer: Any):
         self._names, self._options = names, o
@@ -89,7 +89,7 @@ class LazyTasks(Mapping[str, Any]):
 
 
 def task_settings(task: str, o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
-    """The keyword arguments for make_task: those that were given."""
+    """Returns the keyword arguments for `make_task` out of the options that were given."""
     from ..records.fields import read_argument
 
     limits = {"max_length": o["max_length"]} if o.get("max_length") else {}
@@ -177,7 +177,7 @@ FORMATS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
 def generate_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
-    """The same for the task "generate"."""
+    """Returns the keyword arguments of `make_task` for the task "generate", out of the options that were given."""
     from ..records.fields import read_argument
 
     settings = sampling_settings(o, checkpoint, tokenizer)
@@ -192,7 +192,10 @@ def generate_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, 
 
 
 def sampling_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
-    """{field of Sampling: value}: what was given, over the checkpoint's with --recommended. The seed is the job's."""
+    """Returns {field of Sampling: value} of the options that were given, but the seed, which belongs to the job.
+
+    With --recommended the checkpoint's own settings fill in for options that were not given.
+    """
     from ..tasks import generation_settings
 
     settings: dict[str, Any] = generation_settings(checkpoint, tokenizer)[1] if o.get("recommended") else {}
@@ -250,7 +253,7 @@ def _json_option(text: str, option: str, kind: type) -> Any:
 
 
 def adapter_folders(o: Options) -> dict[str, str]:
-    """{name: folder} of --adapter."""
+    """Returns {name: folder} of --adapter."""
     out = {}
     for text in o.get("adapter") or ():
         name, equals, folder = text.partition("=")
@@ -263,7 +266,7 @@ def adapter_folders(o: Options) -> dict[str, str]:
 
 
 def uses_chat(o: Options, tokenizer: Any) -> bool:
-    """Whether a prompt is put into the chat template. Raises JobError where that was asked for and there is none."""
+    """Returns whether a prompt is put into the chat template. Raises JobError where it cannot be, though asked for."""
     has = tokenizer is not None and bool(tokenizer.chat_templates or o.get("chat_template"))
     if o.get("chat") and not has:
         raise JobError("--chat needs a chat template, and the model has none; leave it out, or give --chat-template")

@@ -1,4 +1,4 @@
-"""prefold demo: reranking a few passages, and what sharing saved of it."""
+"""Runs `prefold demo`, which reranks a few passages and shows what sharing saved."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL_MODEL = {
 
 
 def demo_items() -> list[dict[str, Any]]:
-    """The demo's data: queries, each with its documents."""
+    """Returns the demo's data: queries, each with its documents."""
     text = resources.files(__package__).joinpath("demo.jsonl").read_text(encoding="utf-8")
     return [{name: record[name] for name in ("query", "documents")} for record in map(json.loads, text.splitlines())]
 
@@ -72,7 +72,7 @@ _NEXT = (
 
 
 def _run(engine: Any, task: Any, works: list[Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any], Any]:
-    """(numbers of sharing full, numbers of off, scores of each query, shape of the stream)."""
+    """Returns (numbers with sharing full, numbers with sharing off, scores of each query, shape of the stream)."""
     from ..report.icicle import StreamShape
     from ..stream import Spool
     from ..tasks.run import finish_items, run_works

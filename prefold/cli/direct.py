@@ -1,4 +1,4 @@
-"""Answering texts given on the command line, for a person to read (or, with --json, for a program)."""
+"""Answers texts that are given on the command line, for a person to read or, with --json, for a program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CUT = click.style("(ended by --max-tokens, or by the model's context)", dim=Tru
 
 
 def job_options_of(o: dict[str, Any]) -> list[str]:
-    """The options that were given and that only jobs have."""
+    """Returns the options that were given and that only jobs have."""
     given = [name for name in _JOB_ONLY if o.get(name) not in (None, False, ())]
     return [f"--{name.removesuffix('_column').removeprefix('input_').replace('_', '-')}" for name in given]
 
@@ -41,7 +41,7 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
         raise click.UsageError("--tools COLUMN is for jobs; give @FILE")
     texts = [text for argument in arguments for text in expand(argument, piped)]
     texts += [_whole(name) for name in o.get("prompt_file") or ()]
-    # An empty prompt has a meaning of its own where something behind it is scored.
+    # An empty prompt is allowed where continuations are scored: it stands for the beginning of a text.
     if not texts or not all(texts[1:] if task == "score" and len(texts) > 1 else texts):
         raise JobError("a text is empty; give one" if texts else "there is no text; give one")
     checkpoint, tokenizer = open_model(o)
@@ -64,7 +64,7 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
 
 
 def on_terminal() -> bool:
-    """Whether a person reads along."""
+    """Returns whether standard output is a terminal, where a person reads along."""
     return sys.stdout.isatty()
 
 
@@ -84,7 +84,10 @@ def _checked(found: list[Any]) -> list[Any]:
 
 
 def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
-    """A text as it is; @FILE and - stand for the lines of a file, and of standard input (`piped`, if given)."""
+    """Returns the texts of an argument: itself, or for @FILE and - the lines of a file or of standard input.
+
+    piped: the lines of standard input, where they have been read already.
+    """
     if argument != "-" and not argument.startswith("@"):
         return [argument]
     return [line for line in _read(argument.removeprefix("@"), piped).splitlines() if line.strip()]
@@ -107,7 +110,10 @@ def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
 
 
 def make_items(task: str, texts: list[str], *, chat: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(items of the task, what JSON output says each result belongs to). chat: each text is a user's message."""
+    """Returns (items of the task, the fields that JSON output has beside each result).
+
+    chat: each text is a user's message.
+    """
     if task == "generate":
         prompts = [{"prompt": text} for text in texts]
         return [{"messages": [{"role": "user", "content": text}]} for text in texts] if chat else prompts, prompts
@@ -157,7 +163,7 @@ def _show_score(texts: list[str], results: list[dict[str, Any]]) -> None:
 
 
 def _show_live(texts: list[str], engine: Any, task: Any, works: list[Any], seed: int | None) -> None:
-    """Generate, and show each text as it comes, as `_show_generate` shows it in the end. Raises the first error."""
+    """Generates, and shows each text as it comes, in the form of `_show_generate`. Raises the first error."""
     from .live import InOrder, generate_live
 
     samples = [work.requests[0].sampling.n for work in works]
@@ -209,6 +215,6 @@ _SHOW = {
 
 
 def one_line(text: str, width: int = 90) -> str:
-    """A text in one line of at most `width` characters."""
+    """Returns a text as one line of at most `width` characters."""
     text = " ".join(text.split())
     return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,4 +1,4 @@
-"""What tells one job from another, so that a journal is never resumed by a job that would give other results."""
+"""Makes the fingerprint of a job, so that a journal is never resumed by a job that would give other results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["fingerprint"]
 
 
 def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) -> dict[str, Any]:
-    """What makes a job this one: its input, its model, its task, and the options that change a result.
+    """Returns the fingerprint of a job: its input, its model, its task, and the options that change a result.
 
-    seed: of sampling; None where nothing is sampled.
+    seed: the seed of sampling; None where nothing is sampled.
     """
     from ..records.fields import read_argument
 
@@ -39,7 +39,7 @@ def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) ->
         "options": options,
         **({} if seed is None else {"seed": seed}),
     }
-    return json.loads(json.dumps(found))  # as the journal gives it back: lists, not tuples
+    return json.loads(json.dumps(found))  # with lists in place of tuples, as the journal gives it back
 
 
 # What the options of the tasks are made of, and what chooses between them; then how the input is read. Of adapters
@@ -48,7 +48,7 @@ RESULT_OPTIONS = (*journal_names(), "chat", "recommended", "delimiter", "max_cel
 
 
 def model_identity(checkpoint: Any) -> dict[str, Any]:
-    """Name, format, and a digest of what the model is made of."""
+    """Returns a model's name, format, and a digest of its files."""
     files = "" if checkpoint.path is None else _folder_digest(checkpoint.path)
     content = json.dumps([checkpoint.config, files], sort_keys=True, default=str)
     digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
@@ -56,7 +56,7 @@ def model_identity(checkpoint: Any) -> dict[str, Any]:
 
 
 def _folder_digest(path: Path) -> str:
-    """A digest of a checkpoint's files: of weights the name and size, of the small files the content."""
+    """Returns a digest of a checkpoint's files: of the names and sizes of weights, and the contents of small files."""
     files = [path]
     if path.is_dir():
         files = [file for pattern in ("*", "*/config.json") for file in path.glob(pattern) if file.is_file()]

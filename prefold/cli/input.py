@@ -1,4 +1,4 @@
-"""Out of a command's options: its input, and how the records are read."""
+"""Opens a command's input, and makes the adapter that reads its records, out of the options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMN_OPTIONS = (
 
 @dataclass(frozen=True)
 class Input:
-    """What a command works on: records, how they are read, and the model and tasks they are for.
+    """Holds what a command works on: records, how they are read, and the model and tasks they are for.
 
     names: the input's files, patterns and folders, as the user wrote them.
     """
@@ -36,10 +36,10 @@ class Input:
 
 
 def open_input(task: str | None, names: Sequence[str], o: Options, *, stdin: Iterable[bytes] | None = None) -> Input:
-    """Open the files, patterns and folders `names` as one input.
+    """Opens the files, patterns and folders `names` as one input, and returns it.
 
-    task    None: told from the input, which must be OpenAI batch lines
-    stdin   the lines of standard input, where they are not to be read from there
+    task    the task of a table; None: the input must be OpenAI batch lines, which name their tasks
+    stdin   the lines of standard input, where they have been read already
     """
     from ..records import TableOptions, open_sources
 
@@ -51,9 +51,9 @@ def open_input(task: str | None, names: Sequence[str], o: Options, *, stdin: Ite
 
 
 def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> tuple[dict[str, list[Any]], int]:
-    """(items by task, records left out as unusable) of about `count` records drawn from all over `rows`.
+    """Returns (items by task, records left out as unusable) of about `count` records drawn from all over `rows`.
 
-    Raises JobError for records that ask for text: what calls this compares numbers.
+    Raises JobError for records that ask for text, as the commands that draw records compare numbers.
     """
     from ..job.verify import sample_items
 
@@ -62,14 +62,17 @@ def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> tuple[
     for task, item in drawn:
         by_task.setdefault(task, []).append(item)
     if "generate" in by_task:
-        raise JobError(f"{input.source.name} asks for generated text, which this command does not know; leave it out")
+        raise JobError(
+            f"{input.source.name} asks for generated text, and this command compares numbers only; "
+            "leave such records out"
+        )
     return by_task, bad
 
 
 def make_adapter(
     task: str | None, o: Options, source: Any, checkpoint: Any, tokenizer: Any
 ) -> tuple[Any, tuple[str, ...]]:
-    """(adapter, the tasks it may ask for). task None: told from the input, which must be batch lines."""
+    """Returns (adapter, the tasks it may ask for). task None: the input must be OpenAI batch lines."""
     from ..api import TASKS
     from ..records.batch import OpenAIBatch, is_batch_line
 
@@ -121,7 +124,7 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
 
 
 def _generate_columns(o: Options, have: list[str] | None, chat: bool, *, given: bool) -> dict[str, str]:
-    """The columns that only generation looks at; a column "messages" is taken as such where no other was named."""
+    """Returns the columns that only generation reads; a column "messages" is taken where no other prompt was named."""
     columns = {}
     if not given and chat and "messages" in (have or []):
         columns["messages"] = "messages"
@@ -131,7 +134,7 @@ def _generate_columns(o: Options, have: list[str] | None, chat: bool, *, given: 
 
 
 def _kept(task: str, o: Options, have: list[str] | None) -> dict[str, Any]:
-    """What --keep, which may be repeated, says: `keep` and `keep_all` of Columns. have: the columns, if known."""
+    """Returns `keep` and `keep_all` of Columns, as --keep says. have: the input's columns, None where not known."""
     from ..records.tables import kept_name
 
     keep: dict[str, str] = {}
@@ -146,7 +149,10 @@ def _kept(task: str, o: Options, have: list[str] | None) -> dict[str, Any]:
 
 
 def render_chat(task: str, tokenizer: Any) -> Any:
-    """Chat messages to token ids. A text to be continued ends with what introduces the assistant's turn."""
+    """Returns what turns chat messages into token ids, for this task.
+
+    A conversation whose continuation is scored ends with what introduces the assistant's turn.
+    """
 
     def render(messages: list[Any]) -> Any:
         text = tokenizer.render_chat(messages, add_generation_prompt=task != "embed")

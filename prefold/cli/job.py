@@ -1,4 +1,4 @@
-"""Running a job from the shell: open, run, say what was done."""
+"""Runs a job from the shell: opens it, runs it, and says what was done."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ FAILED_RECORDS = 3
 def run_command(
     task: str | None, names: Sequence[str], o: dict[str, Any], *, stdin: Iterable[bytes] | None = None
 ) -> None:
-    """Run the job that the options describe; ends the process with the status the help promises.
+    """Runs the job that the options describe, and ends the process with the exit status that the help documents.
 
-    names   files, patterns and folders; stdin: the lines of standard input, where they are not to be read from there
+    names   files, patterns and folders
+    stdin   the lines of standard input, where they have been read already
     """
     from ..job import Interrupted, run_job
     from ..report import open_progress
 
     input = open_input(task, names, o, stdin=stdin)
     if task is not None:
-        input.tasks[task]  # bad options are refused before the input is read
+        input.tasks[task]  # makes the task, so that bad options are refused before the input is read
     job = make_job(task, o, input)
     if getattr(job.output, "resumed", 0) and not job.output.ended and not o["quiet"]:
         say(f"prefold: resuming {o['output']}: {job.output.resumed:,} records are done")
@@ -94,7 +95,7 @@ def make_job(task: str | None, o: dict[str, Any], input: Input) -> Any:
 
 
 def _seed(o: dict[str, Any], path: Path | None) -> int:
-    """The job's seed: as given, as drawn when the job was started, or drawn now."""
+    """Returns the job's seed: the one given, else the one drawn when the job was started, else one drawn now."""
     from ..job.journal import recorded_job
     from ..tasks.run import draw_seed
 
@@ -122,7 +123,7 @@ def _check_paths(path: Path | None, input: Input, o: dict[str, Any]) -> None:
 
 
 def _check_place(path: Path) -> None:
-    """Refuse a file that could not be written, before there is anything to write."""
+    """Raises JobError where a file could not be written, before anything is computed for it."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise JobError(f"there is no folder {path.parent} for {path}; make it first")
@@ -138,7 +139,7 @@ def _say_how_to_resume(what: str, o: dict[str, Any], job: Any) -> None:
         return
     context = click.get_current_context()
     arguments = context.find_root().meta.get("prefold.arguments", [])
-    if job.output.begun:  # what it was to replace is replaced
+    if job.output.begun:  # the old output has been replaced, so --overwrite must not be given again
         arguments = [a for a in arguments if a != "--overwrite"]
     command = f"prefold {shlex.join(arguments)}"
     if job.source.name == "-":
@@ -147,7 +148,7 @@ def _say_how_to_resume(what: str, o: dict[str, Any], job: Any) -> None:
 
 
 def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "") -> list[str]:
-    """The end of a job in a few lines: what was done, what it took, what was saved."""
+    """Returns the summary of a job in a few lines: what was done, what it took, what was saved."""
     from ..report.progress import format_seconds
 
     stats, where = summary.stats, o["output"] or "standard output"
@@ -162,7 +163,7 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
     if summary.errors:
         lines.append(f"  errors    {summary.errors:,} records failed; their lines say why")
     if summary.lost_lines:
-        lost = f"{summary.lost_lines:,} lines of the input are no records: broken quotes took them along"
+        lost = f"{summary.lost_lines:,} lines of the input became no records, because of broken quotes"
         lines.append(f"  lines     {lost}; the errors say where")
     if stats.tokens:
         outputs = " and what was generated" if stats.generation is not None else ""
@@ -207,7 +208,7 @@ def _generation_lines(generation: Any, summary: Any) -> list[str]:
 
 
 def _generation_table(generation: Any) -> list[tuple[str, str]]:
-    """Everything that was counted, for the report."""
+    """Returns everything that was counted while generating, as rows of the report."""
     from ..report.progress import format_bytes
 
     numbers = [
@@ -232,7 +233,7 @@ def _generation_table(generation: Any) -> list[tuple[str, str]]:
 
 
 def report(summary: Any, task: str | None, input: Input, o: dict[str, Any]) -> None:
-    """Write the --report page."""
+    """Writes the page of --report."""
     from ..report import Report, write_report
     from ..report.progress import format_seconds
 

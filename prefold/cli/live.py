@@ -1,4 +1,4 @@
-"""Generated text on a terminal, shown as it comes."""
+"""Shows generated text on a terminal as it comes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["InOrder", "generate_live"]
 
 
 class InOrder:
-    """Shows answers one below the other, although they are written at the same time.
+    """Shows answers one below the other, although they are made at the same time.
 
-    The first that is not done is shown as it comes; what comes of those behind it is shown when it is their turn.
+    The first answer that is not done is shown as it comes; text of later answers is kept until it is their turn.
 
-    start, piece, end   called with the answer's place; `piece` with some of its text, `end` with its result
+    start, piece, end   called with an answer's place; `piece` also with some of its text, `end` also with its result
     """
 
     def __init__(
@@ -27,16 +27,16 @@ class InOrder:
         self._waiting: list[list[str]] = [[] for _ in range(count)]
         self._results: dict[int, Any] = {}
         self._start, self._piece, self._end = start, piece, end
-        self._shown: int | None = None  # the last answer that was begun
+        self._shown: int | None = None  # the last answer of which something was shown
         self._turn = 0
 
     def add(self, place: int, text: str) -> None:
-        """Some text of the answer at `place`."""
+        """Takes in some text of the answer at `place`."""
         self._waiting[place].append(text)
         self._show()
 
     def done(self, place: int, result: Any) -> None:
-        """The answer at `place` is whole."""
+        """Takes in that the answer at `place` is whole."""
         self._results[place] = result
         self._show()
 
@@ -59,10 +59,10 @@ class InOrder:
 def generate_live(
     engine: Any, task: Any, works: Sequence[Any], seed: int | None
 ) -> Iterator[tuple[int, int | None, Any]]:
-    """(number of the work, sample, piece of its text) as they come, and (number, None, answer) when one is done.
+    """Yields (number of the work, sample, piece of its text) as pieces come, and (number, None, answer) at its end.
 
-    An answer is a list of Generated, or the InputError of what is wrong. The seeds are those of `run_works`, so the
-    texts are the same. Left early, what is not done is cancelled.
+    An answer is a list of Generated, or the InputError that says what is wrong. Seeds are those of `run_works`, so the
+    texts are those that it gives. Where the generator is closed early, what is not done is cancelled.
     """
     from ..tasks.run import draw_seed, with_seed
 

@@ -1,4 +1,4 @@
-"""prefold models: what runs."""
+"""Runs `prefold models`, which lists what runs here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def models() -> None:
 
 
 def sections() -> list[tuple[str, list[str]]]:
-    """(heading, lines) of the list."""
+    """Returns (heading, lines) of each section of the list."""
     from ..checkpoint import BUILT_IN, GEOMETRIES
     from ..kernels import status
     from ..model import supported_architectures

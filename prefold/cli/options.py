@@ -1,4 +1,4 @@
-"""The options commands have in common."""
+"""Defines the options that commands have in common."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DEFAULT_MODEL", "NUMERIC_TASKS", "TASKS", "column_options", "engine_
 __all__ += ["job_options", "limit_options", "machine_options", "model_options", "output_options", "task_options"]
 
 DEFAULT_MODEL = "smollm2-135m"
-NUMERIC_TASKS = ("embed", "rerank", "classify", "score")  # those whose results are numbers
+NUMERIC_TASKS = ("embed", "rerank", "classify", "score")  # the tasks whose results are numbers
 TASKS = (*NUMERIC_TASKS, "generate")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("jsonl", "csv", "tsv", "parquet")
@@ -22,7 +22,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Bytes(click.ParamType):
-    """A number of bytes: 1000000, 512MiB, 4GiB, 2GB."""
+    """Reads a number of bytes: 1000000, 512MiB, 4GiB, 2GB."""
 
     name = "bytes"
     units: ClassVar[str] = "kmgt"
@@ -36,9 +36,9 @@ class Bytes(click.ParamType):
 
 
 class Device(click.ParamType):
-    """A device as torch names it, but for the kinds that prefold has no kernels for: auto, cpu, cuda, cuda:N.
+    """Reads a device, named as torch does: auto, cpu, cuda, cuda:N, the kinds that prefold has kernels for.
 
-    Whether the machine has it is not asked here, as that takes torch.
+    Whether the machine has it is not checked here, as that takes torch.
     """
 
     name = "device"
@@ -50,7 +50,7 @@ class Device(click.ParamType):
 
 
 def _of(task: str, option: str, *flags: str, **settings: Any) -> Decorator:
-    """The option of the command line for one of a task's options, whose help says what that means."""
+    """Returns the command line's option for one of a task's options, with the help of `prefold.options`."""
     return click.option(*flags, help=doc_of(task, option), **settings)
 
 
@@ -173,7 +173,8 @@ _TASKS: dict[str, tuple[Decorator, ...]] = {
                      help="Put prompts into the model's chat template, or not.  [default: if it has one]"),
         _of("generate", "system", "--system", metavar="TEXT"),
         _of("generate", "chat_template", "--chat-template", metavar="TEXT"),
-        click.option("--chat-template-kwargs", metavar="JSON", help='Variables of it: {"enable_thinking": false}.'),
+        click.option("--chat-template-kwargs", metavar="JSON",
+                     help='Variables of the chat template: {"enable_thinking": false}.'),
         _of("generate", "template_seconds", "--template-seconds", type=click.FloatRange(0, min_open=True), metavar="X"),
         _of("generate", "max_tokens", "--max-tokens", type=click.IntRange(0), metavar="N"),
         _of("generate", "min_tokens", "--min-tokens", type=click.IntRange(0), metavar="N"),
@@ -193,7 +194,8 @@ _TASKS: dict[str, tuple[Decorator, ...]] = {
         click.option("--seed", type=click.IntRange(0, 2**53 - 1), metavar="N",
                      help="Of sampling; each record's own is made of it.  [default: drawn, and kept in the journal]"),
         click.option("--stop", metavar="TEXT", multiple=True, help="A text that ends the answer. May be repeated."),
-        click.option("--stop-id", type=click.IntRange(0), metavar="ID", multiple=True, help="The same, a token id."),
+        click.option("--stop-id", type=click.IntRange(0), metavar="ID", multiple=True,
+                     help="A token id that ends the answer. May be repeated."),
         _of("generate", "ignore_eos", "--ignore-eos", is_flag=True),
         _of("generate", "logprobs", "--logprobs", type=click.IntRange(0), metavar="K"),
         _of("generate", "max_n", "--max-n", type=click.IntRange(1), metavar="N"),
@@ -201,8 +203,9 @@ _TASKS: dict[str, tuple[Decorator, ...]] = {
         click.option("--json-schema", metavar="FILE|JSON", help="Answers are JSON of this schema."),
         click.option("--json-object", is_flag=True, help="Answers are a JSON object."),
         _of("generate", "json_space", "--json-space", type=click.Choice(["compact", "free"])),
-        click.option("--regex", metavar="REGEX", help="Answers match it."),
-        click.option("--choice", metavar="TEXT", multiple=True, help="Answers are one of these texts. Repeated."),
+        click.option("--regex", metavar="REGEX", help="Answers match this regular expression."),
+        click.option("--choice", metavar="TEXT", multiple=True,
+                     help="Answers are one of these texts. Repeated for each text."),
         click.option("--grammar", metavar="TEXT", help="Answers follow a grammar in Lark's syntax; @FILE reads it."),
     ),
 }  # fmt: skip
@@ -219,7 +222,7 @@ _ADAPTER = click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
 
 
 def task_options(*tasks: str) -> Decorator:
-    """The options that tasks have of their own."""
+    """Returns a decorator that adds the options which tasks have of their own."""
     options = [option for task in tasks for option in _TASKS[task]]
     if {"embed", "rerank"} & set(tasks):
         options.append(_INSTRUCTION)
@@ -229,7 +232,7 @@ def task_options(*tasks: str) -> Decorator:
 
 
 def column_options(*tasks: str) -> Decorator:
-    """The options that say where in a record the tasks find their texts."""
+    """Returns a decorator that adds the options which say where in a record the tasks find their texts."""
     options = list(dict.fromkeys(option for task in tasks for option in _COLUMNS[task]))
     if set(tasks) != {"rerank"}:
         options.append(_MESSAGES)
@@ -255,7 +258,7 @@ def column_options(*tasks: str) -> Decorator:
 
 
 def job_options(*tasks: str) -> Decorator:
-    """All the options of a job of one of these tasks."""
+    """Returns a decorator that adds all the options of a job of one of these tasks."""
     return _all(
         model_options,
         column_options(*tasks),

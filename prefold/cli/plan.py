@@ -1,4 +1,4 @@
-"""prefold plan: what a job would share and cost."""
+"""Runs `prefold plan`, which says what a job would share and cost."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _generation_lines(counted: Any, row_bytes: int) -> list[str]:
 
 
 def _rate(gflops: float | None) -> tuple[float, str]:
-    """(floating-point operations a second, where the number is from)."""
+    """Returns (floating-point operations a second, where the number is from)."""
     if gflops is not None:
         return gflops * 1e9, "as given"
     import numpy as np

@@ -1,4 +1,4 @@
-"""The process around a command: standard streams that are closed or full, signals, and what the machine refuses."""
+"""Handles what surrounds a command: standard streams that are closed or full, signals, what the machine refuses."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["guarded", "say"]
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Run a command so that what the machine refuses is one message and status 1, and signals end it in order."""
+    """Runs a command so that what the machine refuses is one message and status 1, and signals end it in order."""
     _open_missing()
     with _ending_on_signals():
         try:
             yield
-        except BrokenPipeError:  # whoever read our output has gone: nothing to tell
+        except BrokenPipeError:  # the reader of our output has gone, so there is nobody to tell
             sys.exit(1)
         except OSError as error:
             say(f"prefold: {_describe(error)}")
@@ -34,7 +34,7 @@ def guarded() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Write a line to standard error, if it takes one."""
+    """Writes a line to standard error; where that is closed or full, it is dropped."""
     with contextlib.suppress(OSError):
         click.echo(text, err=True)
 
@@ -45,9 +45,9 @@ def _describe(error: OSError) -> str:
 
 
 def _open_missing() -> None:
-    """Give a process that was started without standard streams something in their place.
+    """Gives a process that was started without standard streams something in their place.
 
-    Their numbers would else be those of the next files that are opened, which then got what is printed.
+    Otherwise the next files that are opened would get the descriptors of the streams, and whatever is printed.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
@@ -59,7 +59,7 @@ def _open_missing() -> None:
 
 
 class _Closed:
-    """A standard output that was closed before the process began."""
+    """Stands for a standard output that was closed before the process began."""
 
     closed = True
     encoding, errors = "utf-8", "strict"
@@ -76,7 +76,10 @@ class _Closed:
 
 @contextmanager
 def _ending_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the process by SystemExit, so that temporary folders go. What is ignored stays so."""
+    """Lets SIGTERM and SIGHUP end the process by SystemExit, so that temporary folders are removed.
+
+    A signal that is ignored stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -94,7 +97,7 @@ def _ending_on_signals() -> Iterator[None]:
 
 
 def _settle() -> None:
-    """Flush what is still held; where that cannot be, drop it, before the interpreter stumbles over it at its end."""
+    """Flushes the standard streams. What cannot be written is dropped, so that the interpreter's own flush succeeds."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,4 +1,4 @@
-"""The commands that run a task, and `run`. On a file they are jobs, on texts they answer."""
+"""Holds the commands that run a task, and `run`. Given a file they run a job, given texts they answer them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Answer texts
 
 
 def is_input(arguments: tuple[str, ...]) -> bool:
-    """Whether the arguments name a job's input rather than being texts themselves."""
+    """Returns whether the arguments name a job's input, rather than being texts themselves."""
     from ..records.files import holds_records
 
     if len(arguments) != 1:
@@ -155,7 +155,7 @@ def _start(task: str, arguments: tuple[str, ...], o: dict[str, Any]) -> None:
 
 
 def _peek() -> tuple[Iterator[bytes], bool]:
-    """(the lines of standard input, whether they are JSON objects rather than texts)."""
+    """Returns (the lines of standard input, whether they are JSON objects rather than texts)."""
     from ..records.stdin import lines_of, standard_input
 
     lines = lines_of(standard_input())

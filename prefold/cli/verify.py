@@ -1,4 +1,4 @@
-"""prefold verify: how far sharing and a lower precision move the results."""
+"""Runs `prefold verify`, which measures how far sharing and a lower precision move the results."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def verify(**o: Any) -> None:  # fmt: skip
 
 
 def _compare(by_task: dict[str, list[Any]], input: Any, o: dict[str, Any]) -> list[dict[str, Any]]:
-    """One dict a comparison and task: its name, the task, and the numbers of a Difference."""
+    """Returns a dict for each comparison and task: its name, the task, and the numbers of a Difference."""
     from dataclasses import asdict
 
     from ..job.verify import compare

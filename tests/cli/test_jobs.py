@@ -336,7 +336,7 @@ def test_a_broken_quote_costs_one_record(prefold, tmp_path, lines):
     assert [got[n]["id"] for n in (9, 11, 30)] == ["r9", "r11", "r30"]
     write(tmp_path / "lost.csv", ["id;text", '1;"some', "lines", 'more" of it', "2;x"])
     done = prefold("embed", "lost.csv", "-o", "lost.jsonl", "--delimiter", ";", "--dimensions", "1")
-    assert "2 lines of the input are no records" in done.stderr and len(lines("lost.jsonl")) == 2
+    assert "2 lines of the input became no records" in done.stderr and len(lines("lost.jsonl")) == 2
 
 
 def test_kept_columns_add_up(prefold, tmp_path, lines):
