@@ -28,7 +28,7 @@ def job_options_of(o: dict[str, Any]) -> list[str]:
 
 
 def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: Iterable[bytes] | None = None) -> None:
-    """Run a task on the texts of the arguments and print what it gives.
+    """Runs a task on the texts of the arguments and prints the results.
 
     piped: the lines of standard input, where they are not to be read from there.
     """
@@ -94,12 +94,12 @@ def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
 
 
 def _whole(name: str) -> str:
-    """The text of a file as one prompt, without the line end that editors put behind the last line."""
+    """Returns the text of a file as one prompt, without the line end that editors put behind the last line."""
     return _read(name).removesuffix("\n").removesuffix("\r")
 
 
 def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
-    """The text of a file, or of standard input (`-`; the lines `piped`, if given). Raises JobError."""
+    """Returns the text of a file, or of standard input (`-`; the lines `piped`, if given). Raises JobError."""
     from ..records.stdin import standard_input
 
     what = "standard input" if name == "-" else name

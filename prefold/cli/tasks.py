@@ -98,7 +98,7 @@ def classify(input: tuple[str, ...], **o: Any) -> None:
 @job_options("score")
 @json_option
 def score(input: tuple[str, ...], **o: Any) -> None:
-    """Log-probability of continuations after a prompt, or of a whole text.
+    """Compute the log-probability of continuations after a prompt, or of a whole text.
 
     \b
     prefold score "The capital of France is" " Paris" " Rome"

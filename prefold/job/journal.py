@@ -50,7 +50,7 @@ def recorded_job(output: Path) -> dict[str, Any]:
 
 
 class Journal:
-    """Is an open journal, locked against a second process. Opening it changes nothing that is there.
+    """A journal that is open is locked against a second process. Opening it changes nothing that is there.
 
     job        the fingerprint of the journal's job; None when it has none yet (see `start`)
     done       the records that are committed

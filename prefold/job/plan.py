@@ -57,7 +57,7 @@ class JobPlan:
 
 
 class _Tally:
-    """Is an output that keeps nothing but the first few errors."""
+    """Keeps nothing of an output but the first few errors."""
 
     def __init__(self, plan: JobPlan) -> None:
         self.done = RecordSet()
