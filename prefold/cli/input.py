@@ -43,6 +43,7 @@ def open_input(task: str | None, names: Sequence[str], o: Options, *, stdin: Ite
     """
     from ..records import TableOptions, open_sources
 
+    _check_json_columns(task, o)
     given = {name: o[name] for name in ("delimiter", "max_cell_lines") if o.get(name) is not None}
     source = open_sources(names, o["input_format"], TableOptions(**given), stdin=stdin)
     checkpoint, tokenizer = open_model(o)
@@ -67,6 +68,18 @@ def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> tuple[
             "leave such records out"
         )
     return by_task, bad
+
+
+def _check_json_columns(task: str | None, o: Options) -> None:
+    """Refuses --json-columns where answers are no JSON objects, or where a record has several."""
+    if not o.get("json_columns"):
+        return
+    if task != "generate":
+        raise click.UsageError("--json-columns is for tables that are answered; give a table and --task generate")
+    if not o.get("json_schema") and not o.get("json_object"):
+        raise click.UsageError("--json-columns needs answers that are JSON objects: add --json-schema or --json-object")
+    if (o.get("n") or 1) > 1:
+        raise click.UsageError("--json-columns and --n exclude each other: a record has one answer's columns")
 
 
 def make_adapter(
@@ -95,6 +108,7 @@ def make_adapter(
 
 
 def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | None, tokenizer: Any) -> Any:
+    from ..records.answers import AnswerColumns
     from ..records.fields import Template, read_argument
     from ..records.tables import Columns, TableAdapter, default_columns
 
@@ -118,7 +132,8 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
     columns |= default_columns(task, have, columns)
     named = Columns(**columns, id=o.get("id_column"), **_kept(task, o, source.columns))
     empty = o.get("empty") == "keep"
-    adapter = TableAdapter(task, named, render_chat(task, tokenizer), chat=chat, keep_empty=empty)
+    kind = AnswerColumns if o.get("json_columns") else TableAdapter
+    adapter = kind(task, named, render_chat(task, tokenizer), chat=chat, keep_empty=empty)
     adapter.check(source.columns)
     return adapter
 

@@ -203,6 +203,9 @@ _TASKS: dict[str, tuple[Decorator, ...]] = {
         click.option("--json-schema", metavar="FILE|JSON", help="Answers are JSON of this schema."),
         click.option("--json-object", is_flag=True, help="Answers are a JSON object."),
         _of("generate", "json_space", "--json-space", type=click.Choice(["compact", "free"])),
+        click.option("--json-columns", is_flag=True,
+                     help="Each property of a JSON answer becomes a column of its own, beside text. Needs "
+                          "--json-schema or --json-object."),
         click.option("--regex", metavar="REGEX", help="Answers match this regular expression."),
         click.option("--choice", metavar="TEXT", multiple=True,
                      help="Answers are one of these texts. Repeated for each text."),
