@@ -94,7 +94,8 @@ class Engine:
 
     def _run_probes(self, window: Window, readout: Readout) -> Iterator[tuple[bytes, Result]]:
         """`run` one window among what is generated, in the slots of its KV store."""
-        self.meter.add(requests=window.num_requests)
+        twins, lengths = window.twins, np.diff(window.offsets)
+        self.meter.add(requests=int(np.count_nonzero(~twins)))
         requests = []
         for number in range(window.num_requests):
             tokens = window.tokens[window.offsets[number] : window.offsets[number + 1]]
@@ -104,11 +105,13 @@ class Engine:
         with closing(serve(self.generator, [requests], readout=readout, sharing=True)) as answers:
             for number, result in answers:
                 if isinstance(result, Result):
+                    if twins[number]:  # The generator has counted its prompt, which its first read stands for.
+                        self.meter.add(tokens=-int(lengths[number]))
                     yield window.tags[number], result
                 else:
                     too_large.append(number)
         if too_large:
-            self.meter.add(requests=-len(too_large))
+            self.meter.add(requests=-int(np.count_nonzero(~twins[too_large])))
             windows = [window.take(np.array(sorted(too_large)))]
             yield from run_stream(self.worker, windows, readout, sharing="full", budget=self._budget, meter=self.meter)
 

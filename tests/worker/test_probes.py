@@ -92,3 +92,19 @@ def test_beside_text_that_is_generated(tmp_path):
     tokens, vectors = asyncio.run(together())
     assert tokens == alone[0]
     np.testing.assert_allclose(vectors, alone[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_memory", [None, 4_000])  # The second has no room for some of the prompts.
+def test_labels_of_one_token_are_one_prompt_as_in_the_stream(tmp_path, kv_memory):
+    folder = str(tiny_checkpoint(tmp_path, "llama"))
+    plain = LLM(folder, **PLACE)
+    cached = LLM(folder, **PLACE, cache=CACHE, cache_prefill=True, kv_memory=kv_memory)
+    readout = Readout("logprobs")
+    long = list(range(5, 45))
+    requests = [as_request(tokens, [label]) for tokens in (long, [5, 6, 7]) for label in (1, 2, 3)]
+    requests += [as_request([5, 9], [1])]
+    for llm in (plain, cached):
+        run(llm, requests, readout, sharing="full", rows=100, window=400)
+    assert (plain.stats.requests, plain.stats.tokens) == (3, 45)
+    assert (cached.stats.requests, cached.stats.tokens) == (3, 45)
+    assert cached.stats.generation is not None
