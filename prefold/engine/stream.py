@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import itertools
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -196,9 +197,36 @@ def first_tokens(window: Window) -> Window:
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """The items of an iterator, each made in a thread while the one before is in use."""
-    with ThreadPoolExecutor(1, thread_name_prefix="prefold-plan") as pool:
-        future = pool.submit(next, items, None)
-        while (item := future.result()) is not None:
-            future = pool.submit(next, items, None)
+    """The items of an iterator, each made in a thread while the one before is in use.
+
+    The two sides meet at queues written in C: where Ctrl-C falls within a lock of the `threading` module, another error
+    comes in its place, or the lock stays closed.
+    """
+    wanted: SimpleQueue[bool] = SimpleQueue()
+    made: SimpleQueue[tuple[T | None, BaseException | None] | None] = SimpleQueue()
+
+    def make() -> None:
+        while wanted.get():
+            try:
+                made.put((next(items, None), None))
+            except BaseException as error:
+                made.put((None, error))
+        made.put(None)  # the last word
+
+    thread = None
+    try:
+        thread = _thread.start_new_thread(make, ())
+        wanted.put(True)
+        while (came := made.get()) is not None:
+            item, error = came
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            wanted.put(True)
             yield item
+    finally:
+        wanted.put(False)
+        # Nobody makes anything of a run that is over.
+        while thread is not None and made.get() is not None:
+            pass
