@@ -169,7 +169,7 @@ def single(pa: Any, name: str) -> Any:
 
 def cell(value: Any) -> Any:
     """Returns a value as a cell of text: an error as its message, anything nested as JSON."""
-    if isinstance(value, dict) and set(value) >= {"code", "message"}:
+    if isinstance(value, dict) and {"code", "message"} <= set(value) <= {"code", "message", "field", "remedy", "type"}:
         remedy = f"; {value['remedy']}" if "remedy" in value else ""
         return f"{value['code']}: {value['message']}{remedy}"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else value

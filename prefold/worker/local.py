@@ -133,7 +133,8 @@ class _Last:
     """The last field of a worker: when it goes the model has gone, and the memory that was the model's goes back."""
 
     def __del__(self) -> None:
-        give_back()
+        if give_back is not None:  # as names are when Python ends
+            give_back()
 
 
 class Nothing:

@@ -157,3 +157,15 @@ def test_a_chosen_row_moves_only_what_it_sees(models):
     batch = TrainBatch.build(model.config, some, masks=[[0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 1]])
     moved = gradients(model, lambda: logprobs(model, batch)[1])["embedding"].norm(dim=1) > 0
     assert np.flatnonzero(moved.numpy()).tolist() == [1, 2, 5]
+
+
+def test_under_autocast_with_and_without_gradients(models):
+    """Tensors of several dtypes come to the operations there, which the compiled ones do not take."""
+    model = models("llama", torch.float32)
+    given, prompt_lengths = group(0)
+    batch = TrainBatch.build(model.config, given, prompt_lengths=prompt_lengths)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = logprobs(model, batch).detach()
+        with torch.no_grad():
+            found = logprobs(model, batch)
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.01)
