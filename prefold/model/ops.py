@@ -107,8 +107,10 @@ PYTORCH = Ops()
 
 
 def choose_ops(dtype: torch.dtype, device: torch.device) -> Ops:
-    """The fastest operations for tensors of this dtype on this device; those by PyTorch where gradients are enabled, and
-    under autocast, where tensors are of several dtypes."""
+    """Returns the fastest operations for tensors of this dtype on this device.
+
+    Those by PyTorch are returned where gradients are enabled, and under autocast, where tensors are of several dtypes.
+    """
     if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
         return PYTORCH
     if device.type == "cpu" and dtype in kernels.DTYPES and (compiled := kernels.load()):
