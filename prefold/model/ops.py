@@ -104,6 +104,8 @@ class TritonOps(Ops):
 
 
 PYTORCH = Ops()
+# Types of device that torch can be asked of; of "meta", for one, it cannot.
+AUTOCAST = ("cpu", "cuda")
 
 
 def choose_ops(dtype: torch.dtype, device: torch.device) -> Ops:
@@ -111,7 +113,7 @@ def choose_ops(dtype: torch.dtype, device: torch.device) -> Ops:
 
     Those by PyTorch are returned where gradients are enabled, and under autocast, where tensors are of several dtypes.
     """
-    if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
+    if torch.is_grad_enabled() or (device.type in AUTOCAST and torch.is_autocast_enabled(device.type)):
         return PYTORCH
     if device.type == "cpu" and dtype in kernels.DTYPES and (compiled := kernels.load()):
         return CompiledOps(compiled)
