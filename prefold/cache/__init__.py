@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .events import CacheEvents, CacheReporter
 from .radix import POLICIES, CacheOptions, RadixCache
 from .slots import SCRATCH, SlotPool
 
-__all__ = ["POLICIES", "SCRATCH", "CacheOptions", "RadixCache", "SlotPool"]
+__all__ = ["POLICIES", "SCRATCH", "CacheEvents", "CacheOptions", "CacheReporter", "RadixCache", "SlotPool"]

@@ -119,7 +119,7 @@ class RadixCache:
             if overlap >= self.options.min_overlap or node.pins:
                 node.uses += 1
             else:
-                self._pool.free(node.give_up())
+                self._pool.free(self._tree.drop(node))
 
     def evict(self, rows: int) -> int:
         """Let at least `rows` rows go, or all there are; returns how many went."""
@@ -235,7 +235,7 @@ class RadixCache:
             self._forget(child)
 
     def _drop(self, node: Node) -> None:
-        self._pool.free(node.give_up())
+        self._pool.free(self._tree.drop(node))
         self._tree.detach(node)
 
     def _split(self, upper: Node, lower: Node) -> None:

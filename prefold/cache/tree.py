@@ -134,6 +134,9 @@ class RadixTree:
     """The tries of several namespaces: nothing is shared between two (adapters, salts).
 
     on_split   called with (upper, lower) whenever a node is cut in two
+    on_store   called with a node of which more rows have been computed
+    on_drop    called with a node whose rows are about to be given up
+    on_clear   called when all tries are forgotten
     changing   the tries, or what depends on them, are being changed. After a change that an exception broke off it
                stays so, until the next one begins with
     make_anew  what makes all that was being changed whole again
@@ -142,7 +145,10 @@ class RadixTree:
 
     def __init__(self) -> None:
         self.roots: dict[Hashable, Node] = {}
-        self.on_split: list[Any] = []
+        self.on_split: list[Callable[[Node, Node], None]] = []
+        self.on_store: list[Callable[[Node], None]] = []
+        self.on_drop: list[Callable[[Node], None]] = []
+        self.on_clear: list[Callable[[], None]] = []
         self.changing = False
         self.make_anew: Callable[[], None] = self.clear
         self.lock = threading.RLock()
@@ -205,6 +211,17 @@ class RadixTree:
             listener(upper, node)
         return upper
 
+    def stored(self, node: Node) -> None:
+        """Tell that more of a node's rows have been computed."""
+        for listener in self.on_store:
+            listener(node)
+
+    def drop(self, node: Node) -> np.ndarray:
+        """Forget the rows of a node; returns their slots, for the pool."""
+        for listener in self.on_drop:
+            listener(node)
+        return node.give_up()
+
     def nodes(self) -> Iterator[Node]:
         """All nodes but roots and tails."""
         stack = [child for root in self.roots.values() for child in root.children.values()]
@@ -225,6 +242,8 @@ class RadixTree:
 
     def clear(self) -> None:
         self.roots.clear()
+        for listener in self.on_clear:
+            listener()
 
 
 def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:

@@ -187,6 +187,8 @@ class GenerateScheduler:
             for node, rows in step.takes:
                 node.computed += rows
                 node.lost &= node.pending > 0
+                if self.tree.on_store:
+                    self.tree.stored(node)
             for number, (sequence, _) in enumerate(step.reads):
                 sequence.ready = True
                 sequence.tail.tokens.append(-1 - number)
@@ -378,7 +380,7 @@ class GenerateScheduler:
             if node.users and len(node.slots) and node not in needed and not node.pins:
                 found = True
                 node.lost |= node.computed > 0
-                self.pool.free(node.give_up())
+                self.pool.free(self.tree.drop(node))
         return found
 
     def _fail(self, sequence: Running) -> None:
@@ -420,7 +422,7 @@ class GenerateScheduler:
                 if self.cache is not None:
                     self.cache.keep(node)
                 else:
-                    self.pool.free(node.give_up())
+                    self.pool.free(self.tree.drop(node))
                     self.tree.detach(node)
             node = parent
 
@@ -438,6 +440,7 @@ class GenerateScheduler:
                 child.claim(slots[at:])
                 child.computed, child.priority = rows - at, sequence.priority
                 node.children[int(tokens[at])] = child
+                self.tree.stored(child)
                 assert self.cache is not None
                 self.cache.keep(child)
                 return
@@ -448,6 +451,7 @@ class GenerateScheduler:
             else:  # somebody waits for just these rows
                 child.claim(slots[at : at + found])
                 child.computed = found
+                self.tree.stored(child)
             node, at = child, at + found
 
     # ------------------------------------------------------------------------------------------------- counting

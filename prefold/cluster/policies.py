@@ -1,0 +1,169 @@
+"""Rules by which a request gets its replica, all behind one method.
+
+`BestStart` is ours. The others are what is used elsewhere, for comparison: their formulas on the router's picture.
+A policy reads; what it must remember of its own decisions it is told by `sent`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ..errors import InputError
+
+__all__ = ["POLICIES", "BestStart", "Daft", "LeastLoaded", "Policy", "Preble", "RoundRobin", "SGLang", "Standing",
+           "policy_named"]  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Standing:
+    """What there is to decide upon for one prompt; arrays have an entry for each of R replicas.
+
+    rows            of the prompt
+    prefix          the bytes of the leading tokens that it shares with others of its bucket
+    allowed         bool [R]; at least one is True
+    matched         int64 [R]: leading rows that the replica holds, or will hold when it has done what it was sent
+    waits           float64 [R]: seconds until the replica has done what it was sent
+    prefill_seconds float64 [R]: seconds for one row of a prompt
+    requests        int64 [R]: requests that it was sent and that have not ended
+    total           int64 [R]: requests that it was ever sent
+    held            int64 [R]: rows in its cache
+    capacity        float64 [R]: rows that fit; infinite where unknown
+    """
+
+    rows: int
+    prefix: bytes
+    allowed: np.ndarray
+    matched: np.ndarray
+    waits: np.ndarray
+    prefill_seconds: np.ndarray
+    requests: np.ndarray
+    total: np.ndarray
+    held: np.ndarray
+    capacity: np.ndarray
+
+    def least(self, values: np.ndarray, among: np.ndarray | None = None) -> int:
+        """Returns the first of the allowed replicas, or of those `among`, with the least value."""
+        return int(np.argmin(np.where(self.allowed if among is None else among, values, np.inf)))
+
+
+class Policy(Protocol):
+    def choose(self, standing: Standing) -> int:
+        """Returns the number of the replica that should get the prompt; changes nothing."""
+        ...
+
+    def sent(self, standing: Standing, replica: int) -> None:
+        """The prompt was given to that replica."""
+        ...
+
+
+class _Forgetful:
+    def sent(self, standing: Standing, replica: int) -> None:
+        """Nothing needs to be remembered."""
+
+
+class BestStart(_Forgetful):
+    """The prompt goes where its prefill would be done first: after what the replica was sent before, and the rows that
+    it does not hold. So a prefix is computed a second time when waiting for who holds it takes longer than that."""
+
+    def choose(self, standing: Standing) -> int:
+        s = standing
+        return s.least(s.waits + (s.rows - s.matched) * s.prefill_seconds)
+
+
+class RoundRobin:
+    """One after the other."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, standing: Standing) -> int:
+        count = len(standing.allowed)
+        return next(r % count for r in range(self._next, self._next + count) if standing.allowed[r % count])
+
+    def sent(self, standing: Standing, replica: int) -> None:
+        self._next = replica + 1
+
+
+class LeastLoaded(_Forgetful):
+    """The replica with the fewest requests that have not ended."""
+
+    def choose(self, standing: Standing) -> int:
+        return standing.least(standing.requests)
+
+
+class Daft:
+    """As daft 0.7.26: of the replicas that were ever sent at most 256 prompts more than the one that was sent least,
+    the one that saw this exact prefix most recently (it remembers 8 of each); else the least loaded."""
+
+    slack = 256
+    remembered = 8
+
+    def __init__(self) -> None:
+        self._seen: dict[int, deque[bytes]] = {}
+
+    def choose(self, standing: Standing) -> int:
+        s = standing
+        near = s.allowed & (s.total <= s.total[s.allowed].min() + self.slack)
+        best, rank = None, self.remembered
+        for replica in np.flatnonzero(near).tolist():
+            seen = self._seen.get(replica, ())
+            if s.prefix in seen and (place := list(seen).index(s.prefix)) < rank:
+                best, rank = replica, place
+        return s.least(s.total, near) if best is None else best
+
+    def sent(self, standing: Standing, replica: int) -> None:
+        seen = self._seen.setdefault(replica, deque(maxlen=self.remembered))
+        if standing.prefix in seen:
+            seen.remove(standing.prefix)
+        seen.appendleft(standing.prefix)
+
+
+class SGLang(_Forgetful):
+    """As SGLang's gateway: the fewest requests where they are out of balance (by more than 64, and 1.5 times); else
+    the longest match if it is more than 0.3 of the prompt; else the replica that holds the fewest rows."""
+
+    absolute, relative, threshold = 64, 1.5, 0.3
+
+    def choose(self, standing: Standing) -> int:
+        s = standing
+        requests = s.requests[s.allowed]
+        most, least = int(requests.max()), int(requests.min())
+        if most - least > self.absolute and most > self.relative * least:
+            return s.least(s.requests)
+        best = s.least(-s.matched)
+        return best if s.matched[best] > self.threshold * s.rows else s.least(s.held)
+
+
+class Preble(_Forgetful):
+    """As Preble's E2 (Srivatsa et al. 2024): where more of the prompt is cached somewhere than not, the least loaded of
+    those that hold most of it; else the least of load, prefill and what it evicts, computed again."""
+
+    def choose(self, standing: Standing) -> int:
+        s = standing
+        longest = int(s.matched[s.allowed].max())
+        if longest > s.rows - longest:
+            return s.least(s.waits, s.allowed & (s.matched == longest))
+        fresh = s.rows - s.matched
+        evicted = np.clip(s.held + fresh - s.capacity, 0, fresh)
+        return s.least(s.waits + (fresh + evicted) * s.prefill_seconds)
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "prefix": BestStart,
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "daft": Daft,
+    "sglang": SGLang,
+    "preble": Preble,
+}
+
+
+def policy_named(name: str) -> Policy:
+    """Returns a new policy. Raises InputError for an unknown name."""
+    if name not in POLICIES:
+        raise InputError(f"there is no policy {name!r}", field="policy", remedy=f"use {', '.join(POLICIES)}")
+    return POLICIES[name]()

@@ -1,0 +1,220 @@
+"""The router's trie: which rows are held where. Tokens are kept once, however many replicas hold them.
+
+A *place* is a maximal run of rows that are treated alike; each knows as a bit mask who holds its rows, and who was
+sent a prompt that will make it hold them. Places that nobody refers to any more go at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+import numpy as np
+
+__all__ = ["Place", "PrefixIndex", "token_bytes"]
+
+_BYTES = 4  # of a token id
+
+
+def token_bytes(tokens: np.ndarray) -> bytes:
+    """Returns token ids as bytes, int32 each."""
+    return np.ascontiguousarray(tokens, np.int32).tobytes()
+
+
+class Place:
+    """A place is a node of the router's trie.
+
+    tokens    its rows' token ids, as bytes
+    stop      the position behind its last row
+    held      bit r: replica r holds the rows
+    coming    bit r: replica r was sent a prompt that goes through the place and has not ended
+    children  by the bytes of the first token
+    ends      how many runs and prompts end here
+    users     how many of the prompts that were sent to a replica end here or below, by replica
+    """
+
+    __slots__ = ("children", "coming", "ends", "held", "parent", "stop", "tokens", "users")
+
+    def __init__(self, parent: Place | None, tokens: bytes, stop: int):
+        self.parent = parent
+        self.tokens = tokens
+        self.stop = stop
+        self.held = 0
+        self.coming = 0
+        self.ends = 0
+        self.children: dict[bytes, Place] | None = None
+        self.users: dict[int, int] | None = None
+
+    @property
+    def start(self) -> int:
+        return self.stop - len(self.tokens) // _BYTES
+
+
+class _Root(Place):
+    """The place above all rows of a namespace."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Hashable):
+        super().__init__(None, b"", 0)
+        self.namespace = namespace
+
+
+class PrefixIndex:
+    """The places of all namespaces. Whoever refers to a place refers to its end, which stays where it is."""
+
+    def __init__(self) -> None:
+        self.roots: dict[Hashable, _Root] = {}
+
+    def root(self, namespace: Hashable) -> Place:
+        """Returns the root of a namespace, which is made where it is not there."""
+        place = self.roots.get(namespace)
+        if place is None:
+            place = self.roots[namespace] = _Root(namespace)
+        return place
+
+    def enter(self, place: Place, tokens: bytes) -> Place:
+        """Returns the place that ends `tokens` below the end of `place`; made, and others cut, where needed. The
+        caller refers to it from now on: see `leave`."""
+        at, size = 0, len(tokens)
+        while at < size:
+            first = tokens[at : at + _BYTES]
+            child = place.children.get(first) if place.children else None
+            if child is None:
+                child = Place(place, tokens[at:] if at else tokens, place.stop + (size - at) // _BYTES)
+                if place.children is None:
+                    place.children = {}
+                place.children[first] = child
+                place = child
+                break
+            same = _same(child.tokens, tokens, at)
+            place = child if same == len(child.tokens) else self._cut(child, same)
+            at += same
+        place.ends += 1
+        return place
+
+    def leave(self, place: Place) -> None:
+        """One who refers to a place does so no more."""
+        place.ends -= 1
+        self._tidy(place)
+
+    def cut_at(self, place: Place, stop: int) -> Place:
+        """Returns the place on the path of `place` that ends at position `stop`; the caller refers to it from now on."""
+        while place.start >= stop:
+            assert place.parent is not None
+            place = place.parent
+        if place.stop != stop:
+            place = self._cut(place, (stop - place.start) * _BYTES)
+        place.ends += 1
+        return place
+
+    def hold(self, place: Place, start: int, bit: int) -> None:
+        """The rows from `start` to the end of `place` are held."""
+        at: Place | None = place
+        while at is not None and at.stop > start:
+            at.held |= bit
+            at = at.parent
+
+    def release(self, place: Place, start: int, bit: int) -> None:
+        """The rows from `start` to the end of `place`, to which the caller refers no more, are not held any longer."""
+        at: Place | None = place
+        while at is not None and at.stop > start:
+            at.held &= ~bit
+            at = at.parent
+        self.leave(place)
+
+    def send(self, place: Place, replica: int) -> None:
+        """Replica `replica` was sent a prompt that ends with `place`."""
+        at = place
+        while at.parent is not None:
+            if at.users is None:
+                at.users = {}
+            at.users[replica] = at.users.get(replica, 0) + 1
+            at.coming |= 1 << replica
+            at = at.parent
+
+    def unsend(self, place: Place, replica: int) -> None:
+        """That prompt has ended; the caller refers to the place no more."""
+        at = place
+        while at.parent is not None:
+            assert at.users is not None
+            left = at.users[replica] - 1
+            if left:
+                at.users[replica] = left
+            else:
+                del at.users[replica]
+                at.coming &= ~(1 << replica)
+                at.users = at.users or None
+            at = at.parent
+        self.leave(place)
+
+    def match(self, namespace: Hashable, tokens: bytes) -> Iterator[tuple[int, int, int]]:
+        """Yields (rows, held, coming) along the path of `tokens`: how many leading rows, who holds them all and who
+        will hold them all. Ends where nobody does."""
+        place: Place | None = self.roots.get(namespace)
+        at, size, held, coming = 0, len(tokens), -1, -1
+        while place is not None and at < size and place.children:
+            place = place.children.get(tokens[at : at + _BYTES])
+            if place is None:
+                return
+            coming &= place.held | place.coming
+            if not coming:
+                return
+            held &= place.held
+            same = _same(place.tokens, tokens, at)
+            at += same
+            yield at // _BYTES, held, coming
+            if same < len(place.tokens):
+                return
+
+    def places(self) -> Iterator[Place]:
+        """Yields all places but roots."""
+        unseen = list(self.roots.values())
+        while unseen:
+            place = unseen.pop()
+            if place.parent is not None:
+                yield place
+            unseen.extend((place.children or {}).values())
+
+    def _cut(self, place: Place, size: int) -> Place:
+        """Cuts off the first `size` bytes of a place as a place above it, and returns that."""
+        above = place.parent
+        assert above is not None and above.children is not None and 0 < size < len(place.tokens)
+        upper = Place(above, place.tokens[:size], place.stop - (len(place.tokens) - size) // _BYTES)
+        upper.held, upper.coming = place.held, place.coming
+        upper.users = None if place.users is None else dict(place.users)
+        above.children[place.tokens[:_BYTES]] = upper
+        place.parent, place.tokens = upper, place.tokens[size:]
+        upper.children = {place.tokens[:_BYTES]: place}
+        return upper
+
+    def _tidy(self, place: Place) -> None:
+        """Takes away a place that nobody refers to, and joins one to its only child that is treated alike."""
+        while place.parent is not None and not place.ends:
+            above = place.parent
+            assert above.children is not None
+            if not place.children:
+                del above.children[place.tokens[:_BYTES]]
+                if not above.children:
+                    above.children = None
+                place = above
+                continue
+            if len(place.children) == 1:
+                (child,) = place.children.values()
+                if child.held == place.held and child.users == place.users:
+                    above.children[place.tokens[:_BYTES]] = child
+                    child.parent, child.tokens = above, place.tokens + child.tokens
+            return
+        if isinstance(place, _Root) and not place.children:
+            self.roots.pop(place.namespace, None)
+
+
+def _same(tokens: bytes, other: bytes, at: int) -> int:
+    """Returns how many leading bytes of `tokens` are those of `other` from `at` on, in whole tokens."""
+    if other.startswith(tokens, at):
+        return len(tokens)
+    size = min(len(tokens), len(other) - at)
+    left = np.frombuffer(tokens, np.int32, size // _BYTES)
+    right = np.frombuffer(other, np.int32, size // _BYTES, at)
+    different = left != right
+    first = int(different.argmax()) if size else 0
+    return first * _BYTES if size and different[first] else size

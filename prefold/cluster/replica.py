@@ -1,0 +1,95 @@
+"""What the router knows of one replica beside its rows: how fast it is, and how much work it was sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["ReplicaLoad", "Speed"]
+
+_FORGET = 0.98  # of what was measured, at each measurement: the last 50 count
+
+
+@dataclass(slots=True)
+class Speed:
+    """How long a replica takes for a row: seconds = prefill * (rows of prompts) + decode * (rows of outputs).
+
+    Both are fitted to what is measured, by least squares in which older steps count ever less; before anything was
+    measured they are what was given.
+    """
+
+    prefill: float = 1e-4
+    decode: float = 1e-3
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+
+    def measure(self, prefill_rows: int, decode_rows: int, seconds: float) -> None:
+        """Take in that a step, or several, computed these rows in so many seconds."""
+        p, d = float(prefill_rows), float(decode_rows)
+        new = (p * p, p * d, d * d, p * seconds, d * seconds)
+        self._sums = [_FORGET * old + one for old, one in zip(self._sums, new, strict=True)]
+        pp, pd, dd, ps, ds = self._sums
+        determinant = pp * dd - pd * pd
+        if determinant > 1e-6 * pp * dd:
+            prefill, decode = (ps * dd - ds * pd) / determinant, (ds * pp - ps * pd) / determinant
+            if prefill > 0 and decode > 0:
+                self.prefill, self.decode = prefill, decode
+                return
+        # The two cannot be told apart: both are scaled, so that together they explain what was measured.
+        expected = self.prefill * self.prefill * pp + 2 * self.prefill * self.decode * pd + self.decode**2 * dd
+        if expected > 0:
+            scale = (self.prefill * ps + self.decode * ds) / expected
+            self.prefill, self.decode = self.prefill * scale, self.decode * scale
+
+
+@dataclass(slots=True)
+class ReplicaLoad:
+    """The work that a replica was sent and has not done.
+
+    requests      that have not ended
+    prefill_rows  rows of their prompts that it did not hold when they were sent
+    decode_rows   rows of outputs that were expected of them
+    total         requests that it was ever sent
+    """
+
+    speed: Speed = field(default_factory=Speed)
+    requests: int = 0
+    prefill_rows: int = 0
+    decode_rows: int = 0
+    total: int = 0
+    # Rows that were reported as done beyond those of the requests that have ended: they are part of the rows above.
+    _prefill_done: int = 0
+    _decode_done: int = 0
+
+    def send(self, prefill_rows: int, decode_rows: int) -> None:
+        """It is sent a request."""
+        self.requests += 1
+        self.total += 1
+        self.prefill_rows += prefill_rows
+        self.decode_rows += decode_rows
+
+    def work(self, prefill_rows: int, decode_rows: int, seconds: float) -> None:
+        """It reports of a step, or of several."""
+        self.speed.measure(prefill_rows, decode_rows, seconds)
+        self._prefill_done += prefill_rows
+        self._decode_done += decode_rows
+
+    def end(self, expected: tuple[int, int], actual: tuple[int, int]) -> None:
+        """A request has ended; (prefill rows, decode rows) as expected when it was sent, and as they came."""
+        self.requests -= 1
+        self.prefill_rows -= expected[0]
+        self.decode_rows -= expected[1]
+        # Where steps are not reported there is nothing to take away.
+        self._prefill_done = max(0, self._prefill_done - actual[0])
+        self._decode_done = max(0, self._decode_done - actual[1])
+        if not self.requests:
+            self._prefill_done = self._decode_done = 0
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """Returns (prefill rows, decode rows) that are still to be done."""
+        return max(0, self.prefill_rows - self._prefill_done), max(0, self.decode_rows - self._decode_done)
+
+    @property
+    def seconds(self) -> float:
+        """Returns how long it will take for what is still to be done."""
+        prefill, decode = self.left
+        return prefill * self.speed.prefill + decode * self.speed.decode

@@ -1,0 +1,365 @@
+"""The router: which replica gets a request.
+
+It keeps one trie of who holds which rows, fed by numbered events of the replicas' caches, and what each replica was
+sent and has not done. It computes nothing, waits for nothing and knows no clock; whoever drives it passes on what
+happens: replicas `join` and `leave`, their events are `take`n, requests are `send` and `end`, steps are `worked`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..cache.events import CacheEvent, CacheEvents, Cleared, Cut, Removed, Stored
+from ..errors import InputError
+from .estimate import EstimatedCache
+from .policies import BestStart, Policy, Standing
+from .prefixes import Place, PrefixIndex, token_bytes
+from .replica import ReplicaLoad, Speed
+
+__all__ = ["Prompt", "Router", "Sent"]
+
+_FEW = 16  # outputs that have ended, before their mean is believed
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Prompt:
+    """What the router looks at of a request.
+
+    tokens     int32 [n], n >= 1
+    limit      tokens of its output at most; 0 where rows are only read
+    namespace  prompts of two namespaces share nothing
+    prefix     how many leading tokens it shares with others of its bucket; None: all
+    """
+
+    tokens: np.ndarray
+    limit: int = 0
+    namespace: Hashable = ()
+    prefix: int | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Sent:
+    """A request that a replica has. matched: leading rows that it was thought to hold, or to have been sent, then."""
+
+    replica: Hashable
+    prompt: Prompt
+    matched: int
+    decode_rows: int
+    place: Place
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """A replica, the events that were taken of it, and its runs as (where it ends, the position where it starts)."""
+
+    name: Hashable
+    number: int
+    load: ReplicaLoad
+    capacity: float
+    estimate: EstimatedCache | None
+    epoch: int = -1
+    next_event: int = 0
+    is_whole: bool = False
+    held: int = 0
+    runs: dict[Hashable, tuple[Place, int]] = field(default_factory=dict)
+
+
+class Router:
+    """Decides by `policy`, one of `policies.POLICIES`."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy: Policy = BestStart() if policy is None else policy
+        self.index = PrefixIndex()
+        self.in_flight: dict[Hashable, Sent] = {}
+        self._members: dict[Hashable, _Member] = {}
+        self._numbers: list[_Member | None] = []
+        self._outputs, self._output_share = 0, 0.0  # that have ended, and the sum of their shares of their limits
+        self._resize(0)
+
+    # -------------------------------------------------------------------------------------------------- replicas
+
+    @property
+    def replicas(self) -> list[Hashable]:
+        return list(self._members)
+
+    def join(
+        self, name: Hashable, *, speed: Speed | None = None, capacity: int | None = None, reports: bool = True
+    ) -> None:
+        """A replica is there.
+
+        speed     before it was measured
+        capacity  rows that its cache holds; None: unknown
+        reports   whether it sends events; else what it holds is an estimate
+        """
+        if name in self._members:
+            raise InputError(f"there is a replica {name!r} already", field="replica", remedy="give it another name")
+        number = next((i for i, one in enumerate(self._numbers) if one is None), len(self._numbers))
+        if number == len(self._numbers):
+            self._numbers.append(None)
+            self._resize(number + 1)
+        estimate = None if reports else EstimatedCache(*(() if capacity is None else (capacity,)))
+        room = np.inf if capacity is None else float(capacity)
+        member = _Member(name, number, ReplicaLoad(speed or Speed()), room, estimate)
+        self._numbers[number] = self._members[name] = member
+        self._capacity[number] = room
+        self._is_there[number] = True
+        self._note(member)
+
+    def leave(self, name: Hashable) -> list[Hashable]:
+        """A replica is there no more; returns the keys of the requests that it was sent and that have not ended."""
+        member = self._members.pop(name)
+        lost = [key for key, sent in self.in_flight.items() if sent.replica == name]
+        for key in lost:
+            self.index.unsend(self.in_flight.pop(key).place, member.number)
+        self._forget(member)
+        self._numbers[member.number] = None
+        self._is_there[member.number] = False
+        return lost
+
+    def is_estimate(self, name: Hashable) -> bool:
+        """Returns whether what a replica holds is estimated."""
+        return self._members[name].estimate is not None
+
+    def load(self, name: Hashable) -> ReplicaLoad:
+        return self._members[name].load
+
+    # ------------------------------------------------------------------------------------------ what they hold
+
+    def take(self, name: Hashable, events: CacheEvents) -> bool:
+        """Takes in what a replica reports. Returns False where events are missing or contradict what was reported
+        before: then what it holds stays as it was until a snapshot comes (`CacheReporter.snapshot`)."""
+        member = self._members[name]
+        if events.epoch < member.epoch:
+            return member.is_whole
+        new = events.events
+        if events.epoch == member.epoch:
+            new = new[max(0, member.next_event - events.first) :]
+            if not new:
+                return member.is_whole
+        start = max((i for i, event in enumerate(new) if isinstance(event, Cleared)), default=None)
+        follows = member.is_whole and events.epoch == member.epoch and events.first <= member.next_event
+        if start is None and not follows:
+            member.is_whole = False
+            return False
+        member.epoch, member.next_event = events.epoch, events.first + len(events.events)
+        try:
+            for event in new[start or 0 :]:
+                self._apply(member, event)
+            member.is_whole = True
+        except KeyError:  # it follows something that was not told
+            member.is_whole = False
+        self._held[member.number] = member.held
+        return member.is_whole
+
+    def _apply(self, member: _Member, event: CacheEvent) -> None:
+        index, runs, bit = self.index, member.runs, 1 << member.number
+        if isinstance(event, Stored):
+            if event.run in runs and event.after != event.run:
+                return  # it was told before
+            above = index.root(event.namespace) if event.after is None else runs[event.after][0]
+            place = index.enter(above, token_bytes(event.tokens))
+            index.hold(place, above.stop, bit)
+            start = above.stop
+            if event.after == event.run:
+                old, start = runs[event.run]
+                index.leave(old)
+            runs[event.run] = (place, start)
+            member.held += len(event.tokens)
+        elif isinstance(event, Cut):
+            place, start = runs[event.run]
+            runs[event.upper] = (index.cut_at(place, start + event.size), start)
+            runs[event.run] = (place, start + event.size)
+        elif isinstance(event, Removed):
+            place, start = runs.pop(event.run)
+            member.held -= place.stop - start
+            index.release(place, start, bit)
+        else:
+            self._forget(member)
+
+    def _forget(self, member: _Member) -> None:
+        for place, start in member.runs.values():
+            self.index.release(place, start, 1 << member.number)
+        member.runs, member.held = {}, 0
+        self._held[member.number] = 0
+
+    def matched(self, prompt: Prompt, *, with_coming: bool = True) -> dict[Hashable, int]:
+        """Returns how many leading rows of a prompt each replica holds, or will hold when it has done what it was
+        sent; replicas without any are left out."""
+        rows = self._matched(prompt.namespace, token_bytes(prompt.tokens), with_coming)
+        return {self._numbers[i].name: int(rows[i]) for i in np.flatnonzero(rows).tolist()}  # type: ignore[union-attr]
+
+    def _matched(self, namespace: Hashable, tokens: bytes, with_coming: bool = True) -> np.ndarray:
+        rows = np.zeros(len(self._numbers), np.int64)
+        before, last = 0, 0
+        for at, held, coming in self.index.match(namespace, tokens):
+            now = coming if with_coming else held
+            for number in _bits(before & ~now):
+                rows[number] = last
+            before, last = now, at
+        for number in _bits(before):
+            rows[number] = last
+        return rows
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def choose(self, prompt: Prompt, among: Collection[Hashable] | None = None) -> Hashable | None:
+        """Returns the replica that should get a prompt, None where there is none; changes nothing.
+
+        among  those that may get it; None: all
+        """
+        standing = self._standing(prompt, among)
+        if not standing.allowed.any():
+            return None
+        member = self._numbers[self.policy.choose(standing)]
+        assert member is not None
+        return member.name
+
+    def send(self, key: Hashable, prompt: Prompt, replica: Hashable) -> Sent:
+        """Books that a replica was given a request. Raises InputError where a request of this key is under way."""
+        if key in self.in_flight:
+            raise InputError(f"the request {key!r} was sent already", field="key", remedy="give each its own key")
+        member = self._members[replica]
+        standing = self._standing(prompt, None)
+        self.policy.sent(standing, member.number)
+        matched = int(standing.matched[member.number])
+        place = self.index.enter(self.index.root(prompt.namespace), token_bytes(prompt.tokens))
+        self.index.send(place, member.number)
+        sent = Sent(replica, prompt, matched, self.expected_output(prompt.limit), place)
+        self.in_flight[key] = sent
+        member.load.send(standing.rows - matched, sent.decode_rows)
+        self._note(member)
+        return sent
+
+    def worked(self, replica: Hashable, prefill_rows: int, decode_rows: int, seconds: float) -> None:
+        """A replica has computed these rows, in so many seconds. Where nobody tells, load falls as requests end."""
+        member = self._members[replica]
+        member.load.work(prefill_rows, decode_rows, seconds)
+        self._note(member)
+
+    def end(self, key: Hashable, *, output_rows: int | None = None, cached_rows: int | None = None) -> Sent:
+        """A request has ended.
+
+        output_rows  tokens that it made; None: it failed, or was taken back
+        cached_rows  of its prompt, that were not computed; None: not known
+        """
+        sent = self.in_flight.pop(key)
+        member, prompt = self._members[sent.replica], sent.prompt
+        rows = len(prompt.tokens)
+        if output_rows is not None and prompt.limit:
+            self._outputs += 1
+            self._output_share += min(1.0, output_rows / prompt.limit)
+        if member.estimate is not None and output_rows is not None:
+            how = {"believed": sent.matched, "cached": cached_rows}
+            member.estimate.answered(prompt.namespace, prompt.tokens, **how)
+            if (events := member.estimate.events()) is not None:
+                self.take(member.name, events)
+        self.index.unsend(sent.place, member.number)
+        computed = 0 if output_rows is None else rows - (sent.matched if cached_rows is None else cached_rows)
+        member.load.end((rows - sent.matched, sent.decode_rows), (computed, output_rows or 0))
+        self._note(member)
+        return sent
+
+    def expected_output(self, limit: int) -> int:
+        """Returns how many tokens a request of this limit is expected to make: its share of the limit is that of those
+        that have ended."""
+        if not limit:
+            return 0
+        share = (self._output_share + _FEW) / (self._outputs + _FEW)  # as if a few had ended at their limits
+        return max(1, round(share * limit))
+
+    # -------------------------------------------------------------------------------------------------- arrays
+
+    def _standing(self, prompt: Prompt, among: Collection[Hashable] | None) -> Standing:
+        tokens = token_bytes(prompt.tokens)
+        allowed = self._is_there
+        if among is not None:
+            allowed = np.zeros(len(self._numbers), bool)
+            allowed[[self._members[name].number for name in among]] = True
+        return Standing(
+            rows=len(prompt.tokens),
+            prefix=tokens if prompt.prefix is None else tokens[: 4 * prompt.prefix],
+            allowed=allowed,
+            matched=self._matched(prompt.namespace, tokens),
+            waits=self._waits,
+            prefill_seconds=self._prefill_seconds,
+            requests=self._requests,
+            total=self._total,
+            held=self._held,
+            capacity=self._capacity,
+        )
+
+    def _resize(self, size: int) -> None:
+        for name, kind in (
+            ("is_there", bool), ("waits", float), ("prefill_seconds", float), ("requests", np.int64),
+            ("total", np.int64), ("held", np.int64), ("capacity", float),
+        ):  # fmt: skip
+            new = np.zeros(size, kind)
+            old = getattr(self, f"_{name}", new[:0])
+            new[: len(old)] = old
+            setattr(self, f"_{name}", new)
+
+    _is_there: np.ndarray
+    _waits: np.ndarray
+    _prefill_seconds: np.ndarray
+    _requests: np.ndarray
+    _total: np.ndarray
+    _held: np.ndarray
+    _capacity: np.ndarray
+
+    def _note(self, member: _Member) -> None:
+        number, load = member.number, member.load
+        self._waits[number] = load.seconds
+        self._prefill_seconds[number] = load.speed.prefill
+        self._requests[number], self._total[number] = load.requests, load.total
+
+    # ------------------------------------------------------------------------------------------------ checking
+
+    def check(self) -> None:
+        """AssertionError where the books do not balance."""
+        ends: dict[int, int] = {}
+        held: dict[int, int] = {}
+        users: dict[int, dict[int, int]] = {}
+        for member in self._members.values():
+            assert member.held == sum(place.stop - start for place, start in member.runs.values())
+            for place, start in member.runs.values():
+                ends[id(place)] = ends.get(id(place), 0) + 1
+                at: Place | None = place
+                while at is not None and at.stop > start:
+                    assert at.start >= start, "a run begins within a place"
+                    assert not held.get(id(at), 0) >> member.number & 1, "a row is in two runs"
+                    held[id(at)] = held.get(id(at), 0) | 1 << member.number
+                    at = at.parent
+        for sent in self.in_flight.values():
+            number = self._members[sent.replica].number
+            ends[id(sent.place)] = ends.get(id(sent.place), 0) + 1
+            at = sent.place
+            while at is not None and at.parent is not None:
+                counts = users.setdefault(id(at), {})
+                counts[number] = counts.get(number, 0) + 1
+                at = at.parent
+        for place in self.index.places():
+            assert place.ends == ends.get(id(place), 0)
+            assert place.held == held.get(id(place), 0)
+            assert (place.users or {}) == users.get(id(place), {})
+            assert place.coming == sum(1 << number for number in place.users or {})
+            assert place.parent is not None and place.parent.children is not None
+            assert place.parent.children[place.tokens[:4]] is place and place.start == place.parent.stop
+            assert place.ends or place.children, "a place that nobody needs"
+        for member in self._members.values():
+            loads = [sent for sent in self.in_flight.values() if sent.replica == member.name]
+            assert member.load.requests == len(loads)
+            assert member.load.prefill_rows == sum(len(sent.prompt.tokens) - sent.matched for sent in loads)
+            assert member.load.decode_rows == sum(sent.decode_rows for sent in loads)
+
+
+def _bits(mask: int) -> list[int]:
+    """Returns the numbers of the bits that are set, ascending."""
+    found = []
+    while mask > 0:
+        low = mask & -mask
+        found.append(low.bit_length() - 1)
+        mask ^= low
+    return found

@@ -1,0 +1,367 @@
+"""The router's picture of who holds what, against the caches themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefold.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
+from prefold.cache.events import Cleared, Cut, Removed, Stored
+from prefold.cluster.policies import POLICIES, policy_named
+from prefold.cluster.replica import ReplicaLoad, Speed
+from prefold.cluster.router import Prompt, Router
+from prefold.errors import InputError
+from prefold.schedule.generate import GenerateScheduler
+
+
+def held_in(scheduler: GenerateScheduler) -> set[tuple]:
+    """The rows that a scheduler's tree holds, each as (namespace, the tokens from the root to it)."""
+    found = set()
+    for node in scheduler.tree.nodes():
+        path = node.path()
+        tokens = tuple(int(t) for one in path for t in one.tokens)
+        namespace = path[0].parent.namespace
+        found |= {(namespace, tokens[: node.start + i + 1]) for i in range(node.computed)}
+    return found
+
+
+def held_by(router: Router, name) -> set[tuple]:
+    """The rows that the router thinks a replica holds."""
+    bit = 1 << router._members[name].number
+    found = set()
+    for place in router.index.places():
+        if place.held & bit:
+            above, at = [], place
+            while at.parent is not None:
+                above.append(at)
+                at = at.parent
+            tokens = tuple(np.frombuffer(b"".join(p.tokens for p in reversed(above)), np.int32).tolist())
+            found |= {(at.namespace, tokens[: i + 1]) for i in range(place.start, place.stop)}
+    return found
+
+
+class Replica:
+    """A scheduler that makes random tokens, and reports."""
+
+    def __init__(self, rng: np.random.Generator, slots: int, cache: bool, max_pending: int):
+        self.rng = rng
+        self.scheduler = GenerateScheduler(
+            SlotPool(slots), max_batch_rows=8, max_running=4, cache=CacheOptions(min_overlap=2) if cache else None
+        )
+        self.epoch, self.max_pending, self.keys = 0, max_pending, 0
+        self.report()
+
+    def report(self) -> None:
+        self.reporter = CacheReporter(self.scheduler.tree, epoch=self.epoch, max_pending=self.max_pending)
+
+    def submit(self) -> None:
+        tokens = self.rng.integers(0, 2, self.rng.integers(1, 14)).astype(np.int32)
+        self.keys += 1
+        self.scheduler.submit(
+            self.keys, tokens, limit=int(self.rng.integers(1, 6)), reserve=bool(self.rng.integers(2)),
+            samples=int(self.rng.integers(1, 3)), namespace=("a",) if self.rng.random() < 0.2 else (),
+        )  # fmt: skip
+
+    def step(self) -> None:
+        for key, _ in self.scheduler.admit():
+            self.scheduler.cancel(key)
+        step = self.scheduler.plan()
+        if step is None:
+            return
+        self.scheduler.begin(step)
+        reads = len(step.reads)
+        self.scheduler.commit(step, self.rng.integers(0, 2, reads).tolist(), (self.rng.random(reads) < 0.2).tolist())
+
+    def cancel(self) -> None:
+        if self.keys:
+            self.scheduler.cancel(int(self.rng.integers(1, self.keys + 1)))
+
+    def restart(self) -> None:
+        self.epoch += 1
+        old = self.scheduler
+        self.scheduler = GenerateScheduler(
+            SlotPool(old.pool.num_slots), max_batch_rows=8, max_running=4, cache=old.cache and old.cache.options
+        )
+        self.report()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from([0, 3, 1 << 16]))
+def test_the_picture_is_that_of_the_caches(seed, faults, max_pending):
+    rng = np.random.default_rng(seed)
+    router = Router()
+    replicas = {name: Replica(rng, int(rng.integers(20, 60)), rng.random() < 0.8, max_pending) for name in "abc"}
+    for name in replicas:
+        router.join(name)
+    late: list[tuple[str, CacheEvents]] = []
+    keys = iter(range(10**6))
+    for _ in range(120):
+        name = "abc"[rng.integers(3)]
+        replica = replicas[name]
+        act = rng.random()
+        if act < 0.25:
+            replica.submit()
+        elif act < 0.75:
+            replica.step()
+        elif act < 0.8:
+            replica.cancel()
+        elif act < 0.83 and faults:
+            replica.restart()
+        elif act < 0.86:
+            replica.scheduler.start_anew()
+        elif act < 0.93:
+            prompt = Prompt(rng.integers(0, 2, rng.integers(1, 14)).astype(np.int32), limit=4)
+            chosen = router.choose(prompt)
+            router.send(next(keys), prompt, chosen)
+        elif router.in_flight:
+            key = list(router.in_flight)[rng.integers(len(router.in_flight))]
+            router.end(key, output_rows=int(rng.integers(0, 5)))
+        events = replica.reporter.drain() if rng.random() < 0.6 else None
+        if events is not None:
+            fate = rng.random() if faults else 1.0
+            if fate < 0.1:
+                continue  # lost
+            if fate < 0.2:
+                late.append((name, events))
+                continue
+            if fate < 0.3:
+                router.take(name, events)  # twice
+            if not router.take(name, events):
+                assert faults
+                if rng.random() < 0.5:
+                    assert router.take(name, replica.reporter.snapshot())
+        if late and rng.random() < 0.3:
+            router.take(*late.pop(int(rng.integers(len(late)))))
+        router.check()
+    for name, replica in replicas.items():
+        events = replica.reporter.drain()
+        if faults or (events is not None and not router.take(name, events)):
+            assert router.take(name, replica.reporter.snapshot())
+        router.check()
+        assert held_by(router, name) == held_in(replica.scheduler)
+    before = {name: held_by(router, name) for name in "ab"}
+    router.leave("c")
+    router.check()
+    assert {name: held_by(router, name) for name in "ab"} == before
+
+
+def test_a_gap_shows_and_a_snapshot_mends_it():
+    router = Router()
+    router.join("a")
+    one, two = np.arange(5, dtype=np.int32), np.arange(5, 9, dtype=np.int32)
+    assert router.take("a", CacheEvents(0, 0, (Cleared(), Stored(1, None, one))))
+    assert not router.take("a", CacheEvents(0, 3, (Stored(3, 2, two),)))
+    assert not router.take("a", CacheEvents(0, 4, (Removed(1),)))
+    assert router.matched(Prompt(np.arange(9))) == {"a": 5}
+    assert router.take("a", CacheEvents(0, 7, (Cleared(), Stored(9, None, np.arange(9)), Cut(9, 10, 4))))
+    assert router.take("a", CacheEvents(0, 3, (Removed(1),)))  # late: it is passed over
+    assert router.matched(Prompt(np.arange(9))) == {"a": 9}
+    assert router.take("a", CacheEvents(0, 10, (Removed(9),)))
+    assert router.matched(Prompt(np.arange(9))) == {"a": 4}
+    assert not router.take("a", CacheEvents(0, 11, (Removed(9),)))  # it is not held
+    assert router.take("a", CacheEvents(1, 0, (Cleared(),)))  # it was started again
+    assert router.matched(Prompt(np.arange(9))) == {}
+    router.check()
+
+
+def test_a_removal_touches_its_sender_only():
+    router = Router()
+    for name in "ab":
+        router.join(name)
+        router.take(name, CacheEvents(0, 0, (Cleared(), Stored(1, None, np.arange(6)))))
+    router.take("a", CacheEvents(0, 2, (Removed(1),)))
+    assert router.matched(Prompt(np.arange(6))) == {"b": 6}
+    router.check()
+
+
+def test_blocks_are_runs():
+    """As vLLM reports them: each block is a run of its own, named by its hash."""
+    router = Router()
+    router.join("a")
+    tokens = np.arange(48)
+    blocks = [Stored(f"h{i}", f"h{i - 1}" if i else None, tokens[16 * i : 16 * i + 16]) for i in range(3)]
+    assert router.take("a", CacheEvents(0, 0, (Cleared(), *blocks, blocks[1])))  # the second is told of twice
+    assert router.matched(Prompt(tokens)) == {"a": 48}
+    assert router.take("a", CacheEvents(0, 5, (Removed("h1"),)))
+    assert router.matched(Prompt(tokens)) == {"a": 16}
+    assert router.take("a", CacheEvents(0, 6, (blocks[1],)))
+    assert router.matched(Prompt(tokens)) == {"a": 48}
+    router.check()
+
+
+def test_an_estimate_is_corrected_by_the_answers():
+    router = Router()
+    router.join("http", reports=False, capacity=100_000)
+    assert router.is_estimate("http")
+    prompts = [Prompt(np.arange(i * 10_000, i * 10_000 + 1000)) for i in range(20)]
+    for i, prompt in enumerate(prompts):
+        router.send(i, prompt, "http")
+        router.end(i, output_rows=1, cached_rows=0)
+    assert all(router.matched(prompt) == {"http": 1000} for prompt in prompts)
+    router.send("again", prompts[7], "http")
+    # It is gone, so all before it are gone as well: 12 prompts fit, and now the next one makes room.
+    router.end("again", output_rows=1, cached_rows=0)
+    assert [len(router.matched(prompt)) for prompt in prompts] == [0] * 7 + [1] + [0] + [1] * 11
+    assert router._members["http"].estimate.capacity == 12_000
+    router.check()
+
+
+def test_a_hot_prefix_is_copied_when_waiting_costs_more():
+    router = Router()
+    for name in "ab":
+        router.join(name, speed=Speed(prefill=1e-3, decode=1e-2))
+    prefix = np.arange(1000)
+    router.take("a", CacheEvents(0, 0, (Cleared(), Stored(1, None, prefix))))
+    places = []
+    for i in range(200):
+        prompt = Prompt(np.concatenate((prefix, [5000 + i] * 10)), limit=8)
+        places.append(router.choose(prompt))
+        router.send(i, prompt, places[-1])
+    # A request is 0.01 s of prompt and 0.08 s of output, the prefix 1 s: it moves after about 11 requests.
+    first_copy = places.index("b")
+    assert 9 <= first_copy <= 13 and 80 <= places.count("b") <= 100
+
+
+def test_cold_work_goes_where_least_waits():
+    router = Router()
+    router.join("slow", speed=Speed(prefill=3e-3))
+    router.join("fast", speed=Speed(prefill=1e-3))
+    places = []
+    for i in range(40):
+        prompt = Prompt(np.full(100, i))
+        places.append(router.choose(prompt))
+        router.send(i, prompt, places[-1])
+    assert places.count("fast") == 30
+
+
+def test_load_falls_as_work_is_done():
+    load = ReplicaLoad(Speed(prefill=0.001, decode=0.01))
+    load.send(100, 50)
+    load.send(200, 50)
+    assert load.seconds == pytest.approx(1.3)
+    load.work(150, 10, 0.25)
+    assert load.left == (150, 90)
+    load.end((100, 50), (100, 5))  # it ended early
+    assert load.left == (150, 45)
+    load.work(150, 45, 0.6)
+    load.end((200, 50), (200, 50))
+    assert load.left == (0, 0) and load.seconds == 0
+    load.send(10, 10)
+    load.end((10, 10), (10, 3))  # nobody told of steps
+    assert load.left == (0, 0)
+
+
+def test_speed_is_learned():
+    rng = np.random.default_rng(0)
+    speed = Speed(1e-4, 1e-3)
+    for _ in range(100):
+        prefill, decode = int(rng.integers(0, 500)), int(rng.integers(1, 40))
+        speed.measure(prefill, decode, 3e-4 * prefill + 2e-3 * decode)
+    assert speed.prefill == pytest.approx(3e-4) and speed.decode == pytest.approx(2e-3)
+    speed = Speed(1e-4, 1e-3)
+    for _ in range(100):
+        speed.measure(100, 10, 0.04)  # in one proportion only
+    assert speed.prefill * 100 + speed.decode * 10 == pytest.approx(0.04)
+
+
+def test_expected_outputs_are_learned():
+    router = Router()
+    router.join("a")
+    assert router.expected_output(100) == 100
+    for i in range(200):
+        router.send(i, Prompt(np.arange(4), limit=100), "a")
+        router.end(i, output_rows=20)
+    assert 20 <= router.expected_output(100) <= 27
+    assert router.expected_output(0) == 0
+
+
+def test_what_a_lost_replica_had_comes_back():
+    router = Router()
+    router.join("a")
+    router.join("b")
+    for i in range(6):
+        router.send(i, Prompt(np.arange(i + 1)), "ab"[i % 2])
+    assert router.leave("a") == [0, 2, 4] and router.replicas == ["b"]
+    router.check()
+    router.join("c")
+    assert router.choose(Prompt(np.arange(3)), among=["c"]) == "c"
+    assert router.leave("b") == [1, 3, 5] and router.leave("c") == []
+    assert router.choose(Prompt(np.arange(3))) is None and not router.index.roots
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_chooses_among_those_allowed(name):
+    rng = np.random.default_rng(1)
+    router = Router(policy_named(name))
+    for replica in range(7):
+        router.join(replica, capacity=500)
+    for i in range(300):
+        among = sorted(set(rng.integers(0, 7, 3).tolist()))
+        prompt = Prompt(rng.integers(0, 2, 12), limit=5, prefix=4)
+        replica = router.choose(prompt, among)
+        assert replica in among
+        router.send(i, prompt, replica)
+        if i > 20:
+            router.end(i - 20, output_rows=5)
+    router.check()
+
+
+def test_round_robin_takes_turns():
+    router = Router(policy_named("round-robin"))
+    for name in "abc":
+        router.join(name)
+    chosen = []
+    for i in range(6):
+        chosen.append(router.choose(Prompt(np.arange(3))))
+        router.send(i, Prompt(np.arange(3)), chosen[-1])
+    assert chosen == list("abcabc")
+
+
+def test_daft_never_forgets_what_it_sent():
+    router = Router(policy_named("daft"))
+    for name in "ab":
+        router.join(name)
+    prompt = Prompt(np.arange(10), prefix=5)
+    chosen = []
+    for i in range(600):
+        chosen.append(router.choose(prompt))
+        router.send(i, prompt, chosen[-1])
+        router.end(i, output_rows=1)
+    assert chosen[:257] == ["a"] * 257  # though each had ended before the next was sent
+    assert chosen[257] == "b"
+
+
+def test_sglang_balances_when_far_apart():
+    router = Router(policy_named("sglang"))
+    for name in "ab":
+        router.join(name)
+    chosen = []
+    for i in range(70):
+        prompt = Prompt(np.append(np.arange(10), i))
+        chosen.append(router.choose(prompt))
+        router.send(i, prompt, chosen[-1])
+    assert chosen == ["a"] * 65 + ["b"] + ["a"] + ["b"] + ["a"] + ["b"]
+
+
+def test_preble_exploits_what_is_mostly_cached():
+    router = Router(policy_named("preble"))
+    for name in "ab":
+        router.join(name, speed=Speed(prefill=1e-3))
+    router.take("a", CacheEvents(0, 0, (Cleared(), Stored(1, None, np.arange(6)))))
+    router.send(0, Prompt(np.arange(50, 60)), "a")
+    assert router.choose(Prompt(np.arange(10))) == "a"  # 6 of 10 are cached, whatever waits there
+    assert router.choose(Prompt(np.arange(13))) == "b"  # 6 of 13 are not enough
+
+
+def test_errors_name_what_is_wrong():
+    router = Router()
+    router.join("a")
+    with pytest.raises(InputError, match="already"):
+        router.join("a")
+    router.send(1, Prompt(np.arange(3)), "a")
+    with pytest.raises(InputError, match="sent already"):
+        router.send(1, Prompt(np.arange(3)), "a")
+    with pytest.raises(InputError, match="no policy 'best'"):
+        policy_named("best")
