@@ -98,7 +98,7 @@ class PrefixIndex:
         self._tidy(place)
 
     def cut_at(self, place: Place, stop: int) -> Place:
-        """Returns the place on the path of `place` that ends at position `stop`; the caller refers to it from now on."""
+        """Returns the place on the path of `place` that ends at position `stop`; the caller now refers to it."""
         while place.start >= stop:
             assert place.parent is not None
             place = place.parent
