@@ -20,7 +20,7 @@ from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.model import CausalLM
 from prefold.model.ops import choose_ops
 from prefold.prefix import Trie
-from prefold.types import GenerateRequest, Readout, Request, Sampling
+from prefold.types import Readout, Request, Sampling
 from prefold.worker.draw import draw
 from prefold.worker.local import LocalWorker
 
@@ -279,7 +279,7 @@ def tokens_of(model: CausalLM, prompts: list[np.ndarray], count: int = 12) -> np
     engine = Engine(LocalWorker(model), options)
     found: dict[int, Any] = {}
     for number, prompt in enumerate(prompts):
-        request = GenerateRequest(prompt, Sampling(max_tokens=count, ignore_eos=True))
+        request = Request(prompt, sampling=Sampling(max_tokens=count, ignore_eos=True))
         engine.generator.add(request, None, lambda answer, number=number: found.__setitem__(number, answer))
     while engine.generator.step():
         pass

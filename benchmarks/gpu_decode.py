@@ -15,7 +15,7 @@ from gpu_rerank import time_shares
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.model import CausalLM
 from prefold.schedule.steps import SlotStep
-from prefold.types import GenerateRequest, Sampling
+from prefold.types import Request, Sampling
 from prefold.worker.attend import heads_of
 from prefold.worker.local import LocalWorker
 from prefold.worker.slots import SlotAttend, make_store, prepare_slots
@@ -181,7 +181,7 @@ def job(bench: Bench, name: str) -> None:
 
         def once(engine=engine, asked=asked, sampling=sampling) -> None:
             for prompt in asked:
-                request = GenerateRequest(prompt, sampling)
+                request = Request(prompt, sampling=sampling)
                 engine.generator.add(request, None, lambda answer: None)
             while engine.generator.step():
                 pass

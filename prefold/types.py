@@ -9,7 +9,6 @@ import numpy as np
 
 __all__ = [
     "SHARING_MODES",
-    "GenerateRequest",
     "Generated",
     "GenerationStats",
     "Grammar",
@@ -67,23 +66,6 @@ class Readout:
 
     kind: Literal["last", "first", "mean", "head", "logits", "logprobs", "tokens"]
     ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A Request is one prompt, as token ids.
-
-    tokens   int32 [n], n >= 1: the rows of the prompt
-    targets  int32 [m], m <= n, for readout "logprobs" only: targets[t] is the token whose
-             log-probability is wanted at the row of position n - m + t. A continuation's last
-             token is a target and no row: score(P, C) is tokens = P + C[:-1], targets = C
-    adapter  the LoRA adapter it runs with, None: the base model. Requests of two adapters share
-             nothing
-    """
-
-    tokens: np.ndarray
-    targets: np.ndarray | None = None
-    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,19 +135,24 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """A GenerateRequest is one prompt to be continued.
+class Request:
+    """A Request is one prompt, as token ids, and what is wanted of it.
 
-    tokens    int32 [n], n >= 1
-    sampling  how its tokens are chosen
+    tokens    int32 [n], n >= 1: the rows of the prompt
+    targets   int32 [m], m <= n, for readout "logprobs" only: targets[t] is the token whose log-probability is wanted
+              at the row of position n - m + t. A continuation's last token is a target and no row: score(P, C) is
+              tokens = P + C[:-1], targets = C
     adapter   the LoRA adapter it runs with, None: the base model
+    sampling  how the tokens that continue the prompt are chosen; None: the prompt is not continued, and numbers are
+              read as the run's Readout says
     salt      requests share a prefix only where adapter and salt are equal
     priority  what a request of larger priority computed is kept longer, in a cache with the "priority" policy
     """
 
     tokens: np.ndarray
-    sampling: Sampling = Sampling()
+    targets: np.ndarray | None = None
     adapter: str | None = None
+    sampling: Sampling | None = None
     salt: str = ""
     priority: int = 0
 

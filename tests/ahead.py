@@ -8,7 +8,7 @@ from running import prompts
 from prefold import LLM
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.schedule.generate import GenerateScheduler
-from prefold.types import GenerateRequest, Sampling
+from prefold.types import Request, Sampling
 from prefold.worker.local import LocalWorker
 
 # The last ones need the tokens before, and are chosen on the host.
@@ -32,7 +32,7 @@ def generated(llm: LLM, some: list[Sampling], *, ahead: bool, **options) -> tupl
     found: dict[int, list] = {}
     for number, sampling in enumerate(some):
         prompt = prompts(4, count=10)[number]
-        request = GenerateRequest(np.array(prompt, np.int32), sampling)
+        request = Request(np.array(prompt, np.int32), sampling=sampling)
         engine.generator.add(request, None, lambda answer, number=number: found.update({number: answer}))
     while engine.generator.step():
         engine.generator.scheduler.check()

@@ -8,7 +8,7 @@ import torch
 from prefold import LLM
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.stream import Spool
-from prefold.types import Generated, GenerateRequest, Sampling
+from prefold.types import Generated, Request, Sampling
 from prefold.worker.local import LocalWorker
 
 
@@ -23,7 +23,7 @@ def engine_of(llm: LLM, *, rows: int = 4096, sharing: str = "full", slots: int |
     )
 
 
-def generate(engine: Engine, requests: list[GenerateRequest], tokenizer=None, window: int = 1 << 20, **how) -> list:
+def generate(engine: Engine, requests: list[Request], tokenizer=None, window: int = 1 << 20, **how) -> list:
     """What each request gave, in order."""
     results: list = [None] * len(requests)
     with Spool() as spool:
@@ -37,8 +37,8 @@ def generate(engine: Engine, requests: list[GenerateRequest], tokenizer=None, wi
     return results
 
 
-def ask(tokens, **sampling) -> GenerateRequest:
-    return GenerateRequest(np.array(tokens, np.int32), Sampling(**sampling))
+def ask(tokens, **sampling) -> Request:
+    return Request(np.array(tokens, np.int32), sampling=Sampling(**sampling))
 
 
 def tokens_of(results: list[list[Generated]]) -> list[list[int]]:

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..text import Tokenizer
-from ..types import GenerateRequest, Readout, Request
+from ..types import Readout, Request
 from .generate import Generator
 from .requests import Answer
 
@@ -78,7 +78,7 @@ class Call:
     def add(
         self,
         tag: Hashable,
-        request: GenerateRequest | Request,
+        request: Request,
         tokenizer: Tokenizer | None = None,
         *,
         readout: Readout | None = None,
@@ -126,7 +126,7 @@ def _leave(generator: Generator, inbox: Inbox) -> None:
 
 def serve(
     generator: Generator,
-    windows: Iterable[Iterable[tuple[Hashable, GenerateRequest | Request]]],
+    windows: Iterable[Iterable[tuple[Hashable, Request]]],
     tokenizer: Tokenizer | None = None,
     *,
     stopping: Callable[[], bool] = lambda: False,

@@ -14,9 +14,8 @@ import numpy as np
 
 from ..errors import InputError
 from ..stream import Window
-from ..stream.options import decode_options
 from ..text import Tokenizer
-from ..types import GenerateRequest, Readout, Request, Result, Sharing, Stats
+from ..types import Readout, Request, Result, Sharing, Stats
 from ..worker.protocol import Worker
 from .calls import TextPiece, serve
 from .generate import Generator
@@ -96,11 +95,7 @@ class Engine:
         """`run` one window among what is generated, in the slots of its KV store."""
         twins, lengths = window.twins, np.diff(window.offsets)
         self.meter.add(requests=int(np.count_nonzero(~twins)))
-        requests = []
-        for number in range(window.num_requests):
-            tokens = window.tokens[window.offsets[number] : window.offsets[number + 1]]
-            targets = window.targets[window.target_offsets[number] : window.target_offsets[number + 1]]
-            requests.append((number, Request(tokens, targets if len(targets) else None, window.adapter)))
+        requests = [(number, window.request(number)) for number in range(window.num_requests)]
         too_large = []
         with closing(serve(self.generator, [requests], readout=readout, sharing=True)) as answers:
             for number, result in answers:
@@ -161,20 +156,16 @@ class Engine:
         with self.meter.heard_by(on_step):
             yield from serve(self.generator, requests, tokenizer, stopping=stopping, sharing=shares)  # type: ignore[misc]
 
-    def stream(self, request: GenerateRequest, tokenizer: Tokenizer | None) -> Iterator[TextPiece | Answer]:
+    def stream(self, request: Request, tokenizer: Tokenizer | None) -> Iterator[TextPiece | Answer]:
         """Yield (sample, piece of its text) of one request as they come, and last its answer."""
         with closing(serve(self.generator, [[(0, request)]], tokenizer, text=True)) as events:
             for _, event in events:
                 yield event
 
-    def _requests(self, windows: Iterable[Window]) -> Iterator[list[tuple[bytes, GenerateRequest]]]:
+    def _requests(self, windows: Iterable[Window]) -> Iterator[list[tuple[bytes, Request]]]:
         for window in windows:
             self.meter.add(requests=window.num_requests)
-            requests = []
-            for i, tag in enumerate(window.tags):
-                tokens = window.tokens[window.offsets[i] : window.offsets[i + 1]]
-                requests.append((tag, decode_options(window.options[i], tokens)))
-            yield requests
+            yield [(tag, window.request(number)) for number, tag in enumerate(window.tags)]
 
 
 def _check_sharing(sharing: Sharing) -> None:

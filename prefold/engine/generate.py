@@ -24,7 +24,7 @@ from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import GenerateStep, Running
 from ..schedule.steps import MakeStore, Numbers, SlotResult, SlotStep
 from ..text import Tokenizer
-from ..types import GenerateRequest, GenerationStats, Readout, Request, Result
+from ..types import GenerationStats, Readout, Request, Result
 from ..worker.protocol import Ticket, Worker
 from .meter import Meter, StepBudget, StepInfo
 from .options import GenerateOptions
@@ -101,7 +101,7 @@ class Generator:
 
     def add(
         self,
-        request: GenerateRequest | Request,
+        request: Request,
         tokenizer: Tokenizer | None,
         on_done: Callable[[Answer], None],
         on_text: Callable[[int, str], None] | None = None,
@@ -114,14 +114,14 @@ class Generator:
         the Result of a `readout`, or with what is wrong with the request; where a step is broken off perhaps twice.
         on_text is called with (sample, piece of its text).
 
-        readout  numbers are read at the request's last row; None: text is generated
+        readout  what is read at the last row of a request that is not continued
         sharing  whether it shares rows with others; None: as the generator does
         key      from `new_key`; None: a new one
         """
         key = self.new_key() if key is None else key
         shares = self.sharing if sharing is None else sharing
         try:
-            if isinstance(request, Request):
+            if request.sampling is None:
                 assert readout is not None
                 job = self._maker.numbers(key, request, readout, on_done, sharing=shares)
             else:

@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
-from ..types import Generated, GenerateRequest, Readout, Request, Result
+from ..types import Generated, Readout, Request, Result
 from ..worker.protocol import Facts
 from .samples import Sample
 
@@ -48,7 +48,7 @@ class Job:
     def __init__(
         self,
         key: int,
-        request: GenerateRequest,
+        request: Request,
         readers: Sequence[Reader],
         on_done: Callable[[Answer], None],
         *,
@@ -101,13 +101,12 @@ class Maker:
         """A job whose last row is read. "logprobs": of one target. Raises InputError for an unknown adapter."""
         self._check_adapter(request.adapter)
         target = None if request.targets is None else int(request.targets[0])
-        plain = GenerateRequest(request.tokens, adapter=request.adapter)
-        return Job(key, plain, [NumberReader(readout, target)], on_done, limit=1, reserve=True, sharing=sharing)
+        return Job(key, request, [NumberReader(readout, target)], on_done, limit=1, reserve=True, sharing=sharing)
 
     def samples(
         self,
         key: int,
-        request: GenerateRequest,
+        request: Request,
         tokenizer: Tokenizer | None,
         on_done: Callable[[Answer], None],
         on_text: Callable[[int, str], None] | None,
@@ -116,6 +115,7 @@ class Maker:
     ) -> Job:
         """A job that generates. Raises InputError for what cannot be continued as asked."""
         sampling = request.sampling
+        assert sampling is not None
         room = self.facts.max_positions - len(request.tokens)
         limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         if limit < 1:
@@ -148,7 +148,7 @@ class Maker:
             message = f"there is no adapter {name!r}"
             raise InputError(message, field="adapter", remedy=f"those loaded: {known}", code="unknown_adapter")
 
-    def _texts_of(self, tokenizer: Tokenizer | None, request: GenerateRequest) -> _Texts:
+    def _texts_of(self, tokenizer: Tokenizer | None, request: Request) -> _Texts:
         """What turns tokens into text, kept for the tokenizer used last."""
         if tokenizer is None:
             for field in ("stop", "grammar"):

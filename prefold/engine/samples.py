@@ -10,7 +10,7 @@ from ..schedule.steps import NOT_FINITE
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import Matcher
-from ..types import Generated, GenerateRequest, TokenLogprobs
+from ..types import Generated, Request, TokenLogprobs
 from .sampling import SamplerState
 
 __all__ = ["Sample"]
@@ -26,7 +26,7 @@ class Sample:
 
     def __init__(
         self,
-        request: GenerateRequest,
+        request: Request,
         number: int,
         *,
         seed: int,
@@ -38,6 +38,7 @@ class Sample:
         on_text: Callable[[int, str], None] | None = None,
     ):
         sampling = request.sampling
+        assert sampling is not None
         self.number = number
         self.tokens: list[int] = []
         self.finish_reason: Literal["stop", "length", "cancelled"] | None = None

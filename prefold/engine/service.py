@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..text import Tokenizer
-from ..types import Generated, GenerateRequest
+from ..types import Generated, Request
 from .calls import Call
 from .generate import Generator
 
@@ -39,7 +39,7 @@ class Service:
         self._work.thread = thread
 
     async def stream(
-        self, request: GenerateRequest, tokenizer: Tokenizer | None, *, text: bool = True
+        self, request: Request, tokenizer: Tokenizer | None, *, text: bool = True
     ) -> AsyncIterator[tuple[int, str] | list[Generated]]:
         """(sample, piece of its text) as they come (text: whether they are wanted), and last the samples.
 

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 
 from ..errors import InputError
-from ..types import Generated, GenerateRequest
+from ..types import Generated, Request
 from .arguments import Ids, Message, Prompt, Text, as_prompts, chats_of, check_errors, first_error
 from .keywords import GenerationKeywords
 from .results import Piece
@@ -228,7 +228,7 @@ class Texts(TaskRunner):
         """
         return self._stream(self._request(prompt, n, adapter, options))
 
-    def _stream(self, request: GenerateRequest) -> Iterator[Piece]:
+    def _stream(self, request: Request) -> Iterator[Piece]:
         with closing(cast(Generator[Any, None, None], self.engine.stream(request, self.tokenizer))) as events:
             for event in events:
                 if isinstance(event, tuple):
@@ -283,14 +283,12 @@ class Texts(TaskRunner):
             else:
                 yield Piece(*event)
 
-    def _request(
-        self, prompt: Prompt, n: int | None, adapter: str | None, options: Mapping[str, Any]
-    ) -> GenerateRequest:
+    def _request(self, prompt: Prompt, n: int | None, adapter: str | None, options: Mapping[str, Any]) -> Request:
         """Returns the request of one prompt, conversation, or mapping of the fields of GenerateItem."""
         given = {} if n is None else {"n": n}
         task = self.task("generate", adapter=adapter, **given, **options)
         (work,) = first_error(task.prepare([prompt]), single=True)
-        return cast(GenerateRequest, work.requests[0])
+        return work.requests[0]
 
 
 def samples_of(answer: list[Generated] | InputError) -> list[Generated]:

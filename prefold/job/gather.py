@@ -14,16 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..tasks.run import with_seed
-from ..types import GenerateRequest, Request
+from ..types import Request
 
 __all__ = ["Done", "Gather", "tagged"]
 
 _HEAD = struct.Struct("<QIIII")  # record, item, items of the record, part, parts of the item
 
 
-def tagged(
-    number: int, meta: Any, works: list[Any], seed: int = 0
-) -> Iterator[tuple[Request | GenerateRequest, bytes]]:
+def tagged(number: int, meta: Any, works: list[Any], seed: int = 0) -> Iterator[tuple[Request, bytes]]:
     """Yields every request of a record with its tag. works: the tasks.Work of each of its items; seed: the job's."""
     for item, work in enumerate(works):
         for part, request in enumerate(work.requests):

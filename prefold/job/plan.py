@@ -125,7 +125,7 @@ def plan_job(
 
 def _count_outputs(plan: JobPlan, window: Window, context: int | None) -> None:
     for number, length in enumerate(np.diff(window.offsets).tolist()):
-        sampling = window.generate_request(number).sampling
+        sampling = window.request(number).sampling
         limits = [limit for limit in (sampling.max_tokens, context and context - length) if limit is not None]
         plan.outputs += sampling.n
         plan.output_tokens += sampling.n * min(limits, default=0)

@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..types import GenerateRequest, Request
+from ..types import Request
 from .options import encode_options
 from .window import SpooledRequest, Window, cut_into_windows
 
 __all__ = ["Spool"]
 
 # What a run has before each request: its number, how many tokens and targets it has (-1: no targets), and how many
-# bytes its tag, its options and the name of its adapter take.
-_HEADER = struct.Struct("<QIiIII")
+# bytes its tag, its options, the name of its adapter and its salt take.
+_HEADER = struct.Struct("<QIiIIII")
 _REQUEST_OVERHEAD = 256  # bytes a request takes in memory besides its contents
 _FAN_IN = 64  # runs merged at once: each is an open file
 _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20  # bytes of a run's read buffer
@@ -57,10 +57,10 @@ class Spool:
         self._folder: TemporaryDirectory[str] | None = None
         self._held: list[SpooledRequest] = []
         self._held_bytes = 0
-        self._adapters: set[str] = set()
+        self._namespaces: set[tuple[str, str]] = set()  # adapters and salts
         self._runs: list[Path] = []  # sorted; each holds a consecutive range of arrivals
         self._merged: list[Path] | None = None  # the same requests in at most _FAN_IN runs
-        self._last = ("", b"")  # adapter and tokens of the request that was added last
+        self._last = ("", "", b"")  # adapter, salt and tokens of the request that was added last
         self._state = "adding"
         self._lock = threading.Lock()
 
@@ -81,7 +81,7 @@ class Spool:
                 self._folder.cleanup()
                 self._folder = None
 
-    def add(self, request: Request | GenerateRequest, tag: bytes = b"") -> bool:
+    def add(self, request: Request, tag: bytes = b"") -> bool:
         """Takes one request; `tag` comes back with it in its window.
 
         Returns whether it is a new prompt; False for a further read of the prompt that was added just before (see
@@ -89,13 +89,9 @@ class Spool:
         there are no tokens, or more targets than tokens; RuntimeError once windows have been read.
         """
         key = _ids(request.tokens, "tokens", ">i4")
-        options, targets, adapter = b"", None, ""
-        if isinstance(request, GenerateRequest):
-            options = encode_options(request)
-        else:
-            adapter = request.adapter or ""
-            if request.targets is not None:
-                targets = _ids(request.targets, "targets", "=i4")
+        targets = None if request.targets is None else _ids(request.targets, "targets", "=i4")
+        options = encode_options(request.sampling, request.priority)
+        namespace = (request.adapter or "", request.salt)
         if not key:
             raise InputError("tokens is empty", field="tokens", remedy="a request has at least one token")
         if targets is not None and len(targets) > len(key):
@@ -105,9 +101,10 @@ class Spool:
         with self._lock:
             if self._state != "adding":
                 raise RuntimeError(f"a request was added to a spool that is {self._state}")
-            self._held.append(SpooledRequest(adapter, key, self.num_requests, targets, bytes(tag), options))
-            self._adapters.add(adapter)
-            is_new, self._last = bool(options) or (adapter, key) != self._last, (adapter, key)
+            self._held.append(SpooledRequest(*namespace, key, self.num_requests, targets, bytes(tag), options))
+            self._namespaces.add(namespace)
+            before, self._last = self._last, (*namespace, key)
+            is_new = request.sampling is not None or self._last != before
             self.num_requests += 1
             self.num_tokens += len(key) // 4
             self._held_bytes += size
@@ -133,7 +130,7 @@ class Spool:
     def windows(self, *, max_tokens: int, share: bool = True) -> Iterator[Window]:
         """Returns the job as windows of at most `max_tokens` tokens each (a longer request has a window of its own).
 
-        The requests of one LoRA adapter come together, and no window holds requests of two adapters. With share=True
+        The requests of one LoRA adapter and salt come together, and no window holds requests of two. With share=True
         requests come in lexicographic order over the whole job, equal ones in order of arrival, and each window ends
         where little is shared with the next. With share=False they come in order of arrival. Raises InputError when
         max_tokens is below 1.
@@ -150,7 +147,8 @@ class Spool:
 
     def _sort_held(self) -> None:
         # Stable: equal requests stay in order of arrival.
-        self._held.sort(key=attrgetter("adapter", "key") if len(self._adapters) > 1 else attrgetter("key"))
+        names = ("adapter", "salt", "key") if len(self._namespaces) > 1 else ("key",)
+        self._held.sort(key=attrgetter(*names))
 
     def _spill(self) -> None:
         self._sort_held()
@@ -162,14 +160,11 @@ class Spool:
             self._folder = TemporaryDirectory(prefix="prefold-spool-", dir=self._directory)
         path = Path(self._folder.name, name)
         with open(path, "wb", buffering=_MAX_BUFFER) as file:
-            for adapter, key, number, targets, tag, options in requests:
-                num_targets, name = -1 if targets is None else len(targets) // 4, adapter.encode()
-                file.write(_HEADER.pack(number, len(key) // 4, num_targets, len(tag), len(options), len(name)))
-                file.write(key)
-                file.write(targets or b"")
-                file.write(tag)
-                file.write(options)
-                file.write(name)
+            for adapter, salt, key, number, targets, *others in requests:
+                parts = [*others, adapter.encode("utf-8", "surrogatepass"), salt.encode("utf-8", "surrogatepass")]
+                num_targets = -1 if targets is None else len(targets) // 4
+                file.write(_HEADER.pack(number, len(key) // 4, num_targets, *map(len, parts)))
+                file.writelines([key, targets or b"", *parts])
         return path
 
     def _sorted_requests(self) -> Iterator[SpooledRequest]:
@@ -202,10 +197,10 @@ class Spool:
             yield from heapq.merge(*(_read_run(file) for file in files))
 
     def _arrived_requests(self) -> Iterator[SpooledRequest]:
-        for adapter in sorted(self._adapters):
+        for namespace in sorted(self._namespaces):
             parts = chain((_read_run_at(path) for path in self._runs), [self._held])
             for part in parts:
-                yield from _by_arrival(request for request in part if request.adapter == adapter)
+                yield from _by_arrival(request for request in part if request[:2] == namespace)
 
 
 def _ids(array: Any, name: str, dtype: str) -> bytes:
@@ -233,8 +228,9 @@ def _read_run_at(path: Path) -> Iterator[SpooledRequest]:
 
 def _read_run(file: Any) -> Iterator[SpooledRequest]:
     while header := file.read(_HEADER.size):
-        number, num_tokens, num_targets, num_tag, num_options, num_name = _HEADER.unpack(header)
+        number, num_tokens, num_targets, *sizes = _HEADER.unpack(header)
         key = file.read(4 * num_tokens)
         targets = None if num_targets < 0 else file.read(4 * num_targets)
-        tag, options = file.read(num_tag), file.read(num_options)
-        yield SpooledRequest(file.read(num_name).decode(), key, number, targets, tag, options)
+        tag, options, adapter, salt = (file.read(size) for size in sizes)
+        names = (name.decode("utf-8", "surrogatepass") for name in (adapter, salt))
+        yield SpooledRequest(*names, key, number, targets, tag, options)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..prefix import common_prefix_lengths
 from ..prefix.ragged import ragged_ranges
-from ..types import GenerateRequest
+from ..types import Request
 from .options import decode_options
 
 __all__ = ["SpooledRequest", "Window", "cut_into_windows"]
@@ -20,14 +20,15 @@ _LATEST_SHARE = 4  # a window may end anywhere in its last 1/4
 
 
 class SpooledRequest(NamedTuple):
-    """Holds one request of the spool. It compares as (adapter, tokens, arrival)."""
+    """Holds one request of the spool. It compares as (adapter, salt, tokens, arrival)."""
 
-    adapter: str  # of a Request; "": none
+    adapter: str  # "": none
+    salt: str
     key: bytes  # the token ids as big-endian int32: byte order is token order
     number: int  # of arrival
     targets: bytes | None  # int32, native
     tag: bytes
-    options: bytes = b""  # of a GenerateRequest
+    options: bytes = b""  # see `options.py`
 
     @property
     def num_tokens(self) -> int:
@@ -46,9 +47,8 @@ class Window:
     is_sorted                      whether the requests of all windows lie in lexicographic order
     common                         how many leading tokens the first request shares with the last request of the
                                    window before; 0 in the first window, and in all windows when not sorted
-    options         [B]            how each request is to be continued (see `options.py`)
-    adapter                        the LoRA adapter that all requests run with, None: the base model. (Requests to be
-                                   continued name theirs in `options`)
+    options         [B]            what else is wanted of each request (see `options.py`)
+    adapter, salt                  of all requests
     numbers         int64 [B]      each request's place in the order of arrival
     """
 
@@ -61,12 +61,15 @@ class Window:
     common: int
     options: list[bytes] = field(default_factory=list)
     adapter: str | None = None
+    salt: str = ""
     numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
-    def generate_request(self, number: int) -> GenerateRequest:
-        """Returns the request to be continued at place `number` of the window; its tokens are a view."""
+    def request(self, number: int) -> Request:
+        """Returns the request at place `number` of the window; its tokens and targets are views."""
         tokens = self.tokens[self.offsets[number] : self.offsets[number + 1]]
-        return decode_options(self.options[number], tokens)
+        targets = self.targets[self.target_offsets[number] : self.target_offsets[number + 1]]
+        sampling, priority = decode_options(self.options[number] if self.options else b"")
+        return Request(tokens, targets if len(targets) else None, self.adapter, sampling, self.salt, priority)
 
     def take(self, numbers: np.ndarray) -> Window:
         """Returns a window of the requests at these places, given in ascending order."""
@@ -75,7 +78,7 @@ class Window:
         options = [self.options[i] for i in numbers] if self.options else []
         tags = [self.tags[i] for i in numbers]
         places = self.numbers[numbers] if len(self.numbers) else self.numbers
-        beside = (options, self.adapter, places)
+        beside = (options, self.adapter, self.salt, places)
         return Window(tokens, offsets, targets, target_offsets, tags, self.is_sorted, 0, *beside)
 
     def without_twins(self) -> Window:
@@ -103,7 +106,7 @@ class Window:
         Such a request has the tokens of the request that arrived just before it. A prompt that is continued is never
         a twin: it has an answer of its own.
         """
-        if not len(self.numbers) or any(self.options):
+        if not len(self.numbers) or any(decode_options(options)[0] is not None for options in set(self.options)):
             return np.zeros(self.num_requests, bool)
         lengths = np.diff(self.offsets)
         same = (self.shared[1:] == lengths[1:]) & (lengths[1:] == lengths[:-1])
@@ -125,7 +128,7 @@ def _shared_with_previous(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray
 
 
 def cut_into_windows(requests: Iterable[SpooledRequest], *, max_tokens: int, is_sorted: bool) -> Iterator[Window]:
-    """Returns windows of at most `max_tokens` tokens, or of one longer request; each has requests of one adapter.
+    """Returns windows of at most `max_tokens` tokens, or of one longer request; each of one adapter and salt.
 
     Sorted requests are cut in the last quarter of a window, where the fewest leading tokens are shared across the
     cut. Other requests are cut as late as possible.
@@ -134,7 +137,7 @@ def cut_into_windows(requests: Iterable[SpooledRequest], *, max_tokens: int, is_
     tokens = 0
     last: bytes | None = None
     for request in requests:
-        if held and request.adapter != held[0].adapter:
+        if held and request[:2] != held[0][:2]:  # another adapter or salt
             yield _make_window(held, last if is_sorted else None, is_sorted)
             held, tokens, last = [], 0, None
         while held and tokens + request.num_tokens > max_tokens:
@@ -190,5 +193,6 @@ def _make_window(requests: Sequence[SpooledRequest], last: bytes | None, is_sort
         common=common,
         options=[r.options for r in requests],
         adapter=requests[0].adapter or None,
+        salt=requests[0].salt,
         numbers=np.array([r.number for r in requests], np.int64),
     )

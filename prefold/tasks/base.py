@@ -22,7 +22,7 @@ from ..errors import InputError, record_error
 from ..options import Truncate
 from ..text import Filled, Tokenizer
 from ..text.tokenizer import valid_text
-from ..types import Generated, GenerateRequest, Readout, Request, Result
+from ..types import Generated, Readout, Request, Result
 from .cut import columns_of, cut_columns
 
 __all__ = ["TRUNCATE", "Inputs", "Task", "TextBatch", "Work", "as_item", "attempt", "check_count", "prepare_each"]
@@ -37,7 +37,7 @@ class Work:
     """A Work holds the requests of one item, at least one, and what `finish` must know about the item (JSON-able, or
     None)."""
 
-    requests: list[Request] | list[GenerateRequest]
+    requests: list[Request]
     note: Any = None
 
 

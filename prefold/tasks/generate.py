@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..options import Truncate
 from ..text import Filled
 from ..text.chat import TEMPLATE_SECONDS
-from ..types import Generated, GenerateRequest, Readout, Sampling, TokenLogprobs
+from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each
 from .cut import columns_of, cut_columns
 from .sampling import sampling_from
@@ -43,8 +43,8 @@ class GenerateItem:
     continue_final_message  whether the last message is continued
     sampling                {field of Sampling: value}, in place of the task's own values
     adapter                 the LoRA adapter; None: the task's
-    salt                    as in GenerateRequest; None: the task's
-    priority                as in GenerateRequest; None: the task's
+    salt                    as in Request; None: the task's
+    priority                as in Request; None: the task's
     """
 
     prompt: Any = None
@@ -144,7 +144,7 @@ class GenerateTask:
 
         def make() -> Work:
             tokens = self._fit(before, get(), field, sampling.max_tokens if asked else None, cut)
-            return Work([GenerateRequest(tokens, sampling, **beside)], {"tokens": tokens.size})
+            return Work([Request(tokens, sampling=sampling, **beside)], {"tokens": tokens.size})
 
         return make
 

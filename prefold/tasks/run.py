@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..stream import Spool, Window
-from ..types import GenerateRequest, Request
+from ..types import Request
 from .base import attempt
 
 __all__ = [
@@ -149,15 +149,14 @@ def draw_seed() -> int:
     return secrets.randbits(53)
 
 
-def with_seed(request: Request | GenerateRequest, seed: int, *place: int) -> Request | GenerateRequest:
+def with_seed(request: Request, seed: int, *place: int) -> Request:
     """Returns the request; one that samples without a seed gets one that is made of the job's seed and its place there.
 
     So equal prompts of a job are continued differently, and each in the same way when the job is run again.
     """
-    if not isinstance(request, GenerateRequest):
-        return request
-    if request.sampling.seed is not None or not request.sampling.temperature:
+    sampling = request.sampling
+    if sampling is None or sampling.seed is not None or not sampling.temperature:
         return request
     digest = hashlib.blake2b(struct.pack(f"<{1 + len(place)}q", seed, *place), digest_size=8).digest()
     own = int.from_bytes(digest, "little") >> 11
-    return replace(request, sampling=replace(request.sampling, seed=own))
+    return replace(request, sampling=replace(sampling, seed=own))

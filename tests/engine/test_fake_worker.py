@@ -17,7 +17,7 @@ from prefold.cache import SCRATCH, CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.errors import InputError, OutOfMemoryError
 from prefold.schedule.steps import SlotResult, SlotStep, StepResult
-from prefold.types import GenerateRequest, Readout, Request, Sampling
+from prefold.types import Readout, Request, Sampling
 from prefold.worker.protocol import Facts, Worker
 
 TROUBLE = ("memory", "start", "result", "interrupt", "late interrupt")
@@ -116,7 +116,7 @@ def run_trace(seed: int) -> Engine:
         for number in waiting[: (arriving := rng.randint(0, 3))]:
             prompt, sampling = asked[number]
             tokens = np.array(prompt, np.int32)
-            request = Request(tokens) if sampling is None else GenerateRequest(tokens, sampling)
+            request = Request(tokens, sampling=sampling)
             readout = Readout("last") if sampling is None else None
             told = lambda answer, number=number: answers.__setitem__(number, answer)  # noqa: E731
             keys[number] = generator.add(request, None, told, readout=readout)
@@ -158,7 +158,7 @@ def test_a_request_that_can_never_run_is_told_so():
     worker = FakeWorker(random.Random(0), 1, 0.0)
     engine = Engine(worker, EngineOptions(generation=GenerateOptions(kv_memory=11)))
     answers = []
-    engine.generator.add(GenerateRequest(np.zeros(8, np.int32), Sampling(max_tokens=9)), None, answers.append)
+    engine.generator.add(Request(np.zeros(8, np.int32), sampling=Sampling(max_tokens=9)), None, answers.append)
     while engine.generator.step():
         pass
     assert isinstance(answers[0], InputError) and answers[0].code == "kv_memory"
@@ -184,7 +184,7 @@ def size_of_a_step(kept: list[list[int]]) -> int:
     generator = Engine(worker, EngineOptions(max_batch_rows=4096, generation=generation)).generator
     for prompts, limit in ((kept, 1), ([[0, 1, 2]], 4)):
         for prompt in prompts:
-            request = GenerateRequest(np.array(prompt, np.int32), Sampling(max_tokens=limit))
+            request = Request(np.array(prompt, np.int32), sampling=Sampling(max_tokens=limit))
             generator.add(request, None, lambda answer: None)
         while generator.step():
             pass

@@ -19,7 +19,7 @@ from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine.generate import Generator
 from prefold.errors import OutOfMemoryError
-from prefold.types import GenerateRequest, Readout, Request, Sampling
+from prefold.types import Readout, Request, Sampling
 from prefold.worker import sampler
 from prefold.worker.draw import draw
 from prefold.worker.local import LocalWorker
@@ -86,7 +86,7 @@ def alone(llm: LLM, prompt: np.ndarray, asked):
 def submit(generator, prompt: np.ndarray, asked, on_done) -> int:
     if asked is None:
         return generator.add(Request(prompt, None), None, on_done, readout=Readout("last"))
-    return generator.add(GenerateRequest(prompt, asked), None, on_done)
+    return generator.add(Request(prompt, sampling=asked), None, on_done)
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -203,7 +203,7 @@ def test_a_request_that_is_cancelled_while_its_step_runs(llm, draws_ahead):
     answers: dict[int, list] = {}
     keys = [
         generator.add(
-            GenerateRequest(np.array(prompt, np.int32), Sampling(max_tokens=8, ignore_eos=True)),
+            Request(np.array(prompt, np.int32), sampling=Sampling(max_tokens=8, ignore_eos=True)),
             None,
             lambda answer, number=number: answers.update({number: answer}),
         )
@@ -223,7 +223,7 @@ def test_a_request_that_is_cancelled_while_its_step_runs(llm, draws_ahead):
 def test_a_sample_whose_text_cancels_its_own_request(tmp_path):
     llm = LLM(str(tiny_checkpoint(tmp_path)), dtype="float32", cache="off")
     generator, answers, keys = llm.engine.generator, [], []
-    request = GenerateRequest(np.array([5, 6, 7], np.int32), Sampling(max_tokens=20, n=2, ignore_eos=True))
+    request = Request(np.array([5, 6, 7], np.int32), sampling=Sampling(max_tokens=20, n=2, ignore_eos=True))
     told = []
     listen = lambda sample, piece: told.append(piece) or generator.cancel(keys[0])  # noqa: E731
     keys.append(generator.add(request, llm.tokenizer, answers.append, listen))
@@ -244,7 +244,7 @@ def test_a_failure_of_whoever_is_told_is_his_alone(tmp_path, draws_ahead, ahead)
     def fail(sample: int, piece: str) -> None:
         raise RuntimeError("no longer there")
 
-    request = GenerateRequest(np.array([5, 6, 7], np.int32), Sampling(max_tokens=6, ignore_eos=True))
+    request = Request(np.array([5, 6, 7], np.int32), sampling=Sampling(max_tokens=6, ignore_eos=True))
     answers: dict[str, list] = {}
     for name, told in (("before", None), ("failing", fail), ("after", None)):
         generator.add(request, llm.tokenizer, lambda answer, name=name: answers.update({name: answer}), told)
@@ -293,7 +293,7 @@ def test_a_call_leaves_no_step_behind(llm, draws_ahead):
         answers: list = []
         sampling = ASKED[3]
         for prompt in prompts(4)[:3]:
-            engine.generator.add(GenerateRequest(np.array(prompt, np.int32), sampling), None, answers.append)
+            engine.generator.add(Request(np.array(prompt, np.int32), sampling=sampling), None, answers.append)
         while len(answers) < 3:
             engine.generator.step()
         stats, generation = engine.stats, engine.stats.generation

@@ -12,7 +12,7 @@ import numpy as np
 
 from prefold.errors import InputError
 from prefold.tasks.base import Inputs, Work
-from prefold.types import Generated, GenerateRequest, GenerationStats, Readout, Request, Result, Sampling, Stats
+from prefold.types import Generated, GenerationStats, Readout, Request, Result, Sampling, Stats
 
 MAX_TOKENS = 200
 
@@ -70,7 +70,7 @@ class FakeGenerateTask(FakeTask):
         work = super()._work({"text": item["prompt"]})
         if isinstance(work, InputError):
             return work
-        return Work([GenerateRequest(work.requests[0].tokens, self.sampling)], work.note)
+        return Work([Request(work.requests[0].tokens, sampling=self.sampling)], work.note)
 
     def finish(self, note: Any, results: list[list[Generated]]) -> dict[str, Any]:
         (samples,) = results
@@ -115,7 +115,7 @@ class FakeEngine:
         try:
             for window in windows:
                 for i, (tag, _) in enumerate(self._window(window, on_step)):
-                    request = window.generate_request(i)
+                    request = window.request(i)
                     text = request.tokens.astype(np.uint8).tobytes().decode()
                     self.stats.generation = self.stats.generation or GenerationStats()
                     self.stats.generation.generated_tokens += 1

@@ -51,7 +51,7 @@ class AnyEngine:
     def generate(self, windows, tokenizer, **_):
         for window in windows:
             for i, tag in enumerate(window.tags):
-                sampling = window.generate_request(i).sampling
+                sampling = window.request(i).sampling
                 top = tuple((token, -1.0) for token in range(sampling.logprobs or 0))
                 logprobs = None if sampling.logprobs is None else (TokenLogprobs(-0.5, top),)
                 yield tag, [Generated((5,), "\ud800\u2028", "length", logprobs=logprobs)] * sampling.n

@@ -12,7 +12,7 @@ from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.schedule import PrefillScheduler, SlotStep
 from prefold.schedule.steps import SlotResult
 from prefold.stream import Spool
-from prefold.types import GenerateRequest, Readout, Sampling
+from prefold.types import Readout, Request, Sampling
 from prefold.worker.protocol import Worker
 
 
@@ -43,7 +43,7 @@ def message_size(kept: list[list[int]]) -> int:
     engine = Engine(worker, EngineOptions(max_batch_rows=4096, generation=generation))
     for tokens in [*kept, [7, 8, 9]]:
         with Spool() as spool:
-            spool.add(GenerateRequest(np.array(tokens, np.int32), Sampling(max_tokens=1)))
+            spool.add(Request(np.array(tokens, np.int32), sampling=Sampling(max_tokens=1)))
             assert len(list(engine.generate(spool.windows(max_tokens=1 << 20), None))) == 1
     assert not kept or len(list(engine.generator.scheduler.tree.nodes())) >= len(kept)
     return worker.size

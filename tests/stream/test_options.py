@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prefold.stream import Spool
 from prefold.stream.options import decode_options, encode_options
-from prefold.types import GenerateRequest, Grammar, Request, Sampling
+from prefold.types import Grammar, Request, Sampling
 
 texts = st.text(max_size=5)
 counts = st.integers(0, 2**53)
@@ -32,10 +32,10 @@ samplings = st.builds(
     grammar=st.none() | grammars,
 )
 requests = st.builds(
-    GenerateRequest,
+    Request,
     st.lists(st.integers(0, 3), min_size=1, max_size=6).map(np.array),
-    st.just(Sampling()) | samplings,
-    adapter=st.none() | texts,
+    sampling=st.none() | st.just(Sampling()) | samplings,
+    adapter=st.none() | st.text(min_size=1, max_size=5),
     salt=texts,
     priority=st.integers(-5, 5),
 )
@@ -47,15 +47,15 @@ def plain(request):
 
 @given(requests)
 def test_there_and_back(request):
-    data = encode_options(request)
-    found = decode_options(data, request.tokens)
-    assert plain(found) == plain(request)
-    assert hash(found.sampling) == hash(request.sampling)  # tuples, as they were
+    sampling, priority = decode_options(encode_options(request.sampling, request.priority))
+    assert (sampling, priority) == (request.sampling, request.priority)
+    assert hash(sampling) == hash(request.sampling)  # tuples, as they were
 
 
 def test_what_is_the_default_takes_no_bytes():
-    assert encode_options(GenerateRequest(np.array([1]))) == b"{}"
-    assert encode_options(GenerateRequest(np.array([1]), Sampling(max_tokens=5))) == b'{"max_tokens":5}'
+    assert encode_options(None, 0) == b""
+    assert encode_options(Sampling(), 0) == b'{"sampling":{}}'
+    assert encode_options(Sampling(max_tokens=5), 2) == b'{"priority":2,"sampling":{"max_tokens":5}}'
 
 
 @settings(deadline=None)
@@ -65,16 +65,32 @@ def test_every_request_comes_back_as_it_was(job, memory_bytes, max_tokens, share
         for i, request in enumerate(job):
             spool.add(request, b"%d" % i)
         windows = list(spool.windows(max_tokens=max_tokens, share=share))
-    found = [(w.tags[i], w.generate_request(i)) for w in windows for i in range(w.num_requests)]
+    found = [(w.tags[i], w.request(i)) for w in windows for i in range(w.num_requests)]
     assert sorted(int(tag) for tag, _ in found) == list(range(len(job)))
     for tag, request in found:
         assert plain(request) == plain(job[int(tag)])
 
 
 @pytest.mark.parametrize("memory_bytes", [1, 1 << 20])
-def test_other_requests_have_the_default_options(memory_bytes):
+def test_a_request_that_is_not_continued_comes_back_as_one(memory_bytes):
     with Spool(memory_bytes=memory_bytes) as spool:
-        spool.add(Request(np.array([1, 2])))
-        spool.add(GenerateRequest(np.array([3])))
+        spool.add(Request(np.array([1, 2]), np.array([5]), priority=3))
+        spool.add(Request(np.array([3]), sampling=Sampling()))
         (window,) = spool.windows(max_tokens=10)
-    assert window.options == [b"", b"{}"] and window.generate_request(1).sampling == Sampling()
+    first, second = window.request(0), window.request(1)
+    assert first.sampling is None and first.targets.tolist() == [5] and first.priority == 3
+    assert second.sampling == Sampling() and second.targets is None
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_no_window_holds_two_adapters_or_salts(share):
+    with Spool() as spool:
+        for i in range(12):
+            spool.add(Request(np.array([1, 2]), adapter=[None, "a"][i % 2], salt=["", "x", "y"][i % 3]), b"%d" % i)
+        windows = list(spool.windows(max_tokens=100, share=share))
+    assert len(windows) == 6
+    for window in windows:
+        places = [int(tag) for tag in window.tags]
+        assert {(i % 2, i % 3) for i in places} == {(places[0] % 2, places[0] % 3)}
+        assert (window.adapter, window.salt) == ([None, "a"][places[0] % 2], ["", "x", "y"][places[0] % 3])
+        assert window.common == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prefold.errors import InputError
 from prefold.stream import Spool, spool
-from prefold.types import GenerateRequest, Request, Sampling
+from prefold.types import Request, Sampling
 
 requests = st.lists(
     st.tuples(
@@ -188,9 +188,9 @@ def test_unique_tokens(job, memory_bytes, max_tokens):
         assert sum(w.unique_tokens for w in off) == filled.num_tokens
 
 
-def request(tokens: np.ndarray, number: int, generate: bool) -> Request | GenerateRequest:
+def request(tokens: np.ndarray, number: int, generate: bool) -> Request:
     sampling = Sampling(max_tokens=64, temperature=0.7, seed=number)
-    return GenerateRequest(tokens, sampling) if generate else Request(tokens)
+    return Request(tokens, sampling=sampling if generate else None)
 
 
 def peak_bytes(num: int, generate: bool = False) -> int:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prefold.prefix import Trie
 from prefold.stream import Spool
-from prefold.types import GenerateRequest, Request, Sampling
+from prefold.types import Request, Sampling
 
 jobs = st.lists(
     st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=7), st.integers(0, 7)), min_size=1, max_size=25
@@ -105,7 +105,7 @@ def test_twins_are_reads_of_the_prompt_that_came_just_before():
             assert {int(tag) for tag in kept.tags} == set(range(8)) - twins and not kept.twins.any()
             assert kept.unique_tokens == window.unique_tokens or not share
     with Spool() as spool:
-        request = GenerateRequest(np.array([1, 2], np.int32), Sampling())
+        request = Request(np.array([1, 2], np.int32), sampling=Sampling())
         assert spool.add(request) and spool.add(request)
         (window,) = spool.windows(max_tokens=100)
         assert not window.twins.any() and window.without_twins() is window

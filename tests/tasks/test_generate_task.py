@@ -10,7 +10,7 @@ from prefold.errors import InputError, UnsupportedModelError
 from prefold.tasks import GenerateItem, generation_settings, make_task
 from prefold.tasks.run import run_items, run_works, with_seed
 from prefold.text import Tokenizer as PrefoldTokenizer
-from prefold.types import Generated, GenerateRequest, Grammar, Sampling, Stats, TokenLogprobs
+from prefold.types import Generated, Grammar, Request, Sampling, Stats, TokenLogprobs
 
 CHAT = (
     "{% if tools %}[{{ tools | length }} tools]{% endif %}"
@@ -273,7 +273,7 @@ class Echo:
     def generate(self, windows, tok):
         for window in windows:
             for i, tag in enumerate(window.tags):
-                found = window.generate_request(i)
+                found = window.request(i)
                 self.seeds.append(found.sampling.seed)
                 if found.tokens[0] == 5:
                     yield tag, InputError("the grammar is wrong", field="grammar")
@@ -304,7 +304,7 @@ def test_what_samples_without_a_seed_gets_its_own():
     engine.seeds = []
     run_works(engine, task(), works)
     assert engine.seeds[:2] != first[:2] and engine.seeds[2:] == first[2:]
-    greedy = GenerateRequest(np.array([1]))
+    greedy = Request(np.array([1]), sampling=Sampling())
     assert with_seed(greedy, 5, 1) is greedy
 
 

@@ -26,7 +26,7 @@ from prefold.model import CausalLM, load_adapter
 from prefold.schedule import PrefillScheduler, StepResult
 from prefold.schedule.steps import SlotStep
 from prefold.stream import Spool
-from prefold.types import GenerateRequest, Readout, Sampling
+from prefold.types import Readout, Request, Sampling
 from prefold.worker import runner
 from prefold.worker.attend import Path, heads_of
 from prefold.worker.batch import prepare
@@ -51,7 +51,7 @@ def greedy(llm: LLM, some: list[list[int]]) -> list[tuple[int, ...]]:
     engine = engine_of(llm.model)
     found: dict[int, tuple[int, ...]] = {}
     for number, prompt in enumerate(some):
-        request = GenerateRequest(np.array(prompt, np.int32), Sampling(max_tokens=3, ignore_eos=True))
+        request = Request(np.array(prompt, np.int32), sampling=Sampling(max_tokens=3, ignore_eos=True))
         engine.generator.add(request, None, lambda answer, number=number: found.update({number: answer[0].tokens}))
     while engine.generator.step():
         pass
@@ -166,7 +166,7 @@ def test_generation_never_waits_but_for_tokens(without_data, monkeypatch):
     engine = engine_of(model, depth=2)
     answers = []
     for prompt, sampling in zip(prompts(4, count=6), ASKED[:6], strict=False):
-        engine.generator.add(GenerateRequest(np.array(prompt, np.int32), sampling), None, answers.append)
+        engine.generator.add(Request(np.array(prompt, np.int32), sampling=sampling), None, answers.append)
     with NoWaiting():
         while engine.generator.step():
             pass
