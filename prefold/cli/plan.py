@@ -14,6 +14,8 @@ from .options import TASKS, column_options, limit_options, model_options, task_o
 
 __all__ = ["plan"]
 
+_SHOWN_SEGMENTS = 32
+
 
 @click.command(short_help="What a job would share and cost; computes nothing.")
 @click.argument("input", metavar="INPUT...", nargs=-1, required=True)
@@ -36,6 +38,12 @@ __all__ = ["plan"]
     metavar="X",
     help="Reckon the time at X GFLOP/s.  [default: this machine's float32 matrix product, measured]",
 )
+@click.option(
+    "--replicas",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Cut the stream into segments for N equal replicas, and say what they would do.",
+)
 @click.option("--report", metavar="FILE", help="Write an HTML page with the trie.")
 @click.option("--json", "as_json", is_flag=True, help="The counts as JSON.")
 def plan(**o: Any) -> None:  # fmt: skip
@@ -48,7 +56,7 @@ def plan(**o: Any) -> None:  # fmt: skip
     prefold plan pairs.jsonl --task rerank -m Qwen/Qwen3-Reranker-0.6B
     """
     from ..job import plan_job
-    from ..job.plan import cost_of, kv_row_bytes
+    from ..job.plan import cost_of, kv_row_bytes, place
     from ..model import config_from
     from ..report import open_progress
     from .input import open_input
@@ -63,10 +71,13 @@ def plan(**o: Any) -> None:  # fmt: skip
     config = config_from(input.checkpoint.config)
     costs, row_bytes = cost_of(counted.shape, config), kv_row_bytes(config)
     decode = None if input.tokenizer is None else input.tokenizer.decode
+    segments = place(counted, config, o["replicas"]) if o["replicas"] and counted.tokens else []
     if o["as_json"]:
-        click.echo(json.dumps(_as_json(counted, costs, row_bytes, seconds)))
+        found = _as_json(counted, costs, row_bytes, seconds)
+        click.echo(json.dumps(found | ({"segments": [asdict(s) for s in segments]} if segments else {})))
     else:
-        click.echo("\n".join(_lines(counted, costs, row_bytes, seconds, decode, o)))
+        lines = _lines(counted, costs, row_bytes, seconds, decode, o)
+        click.echo("\n".join([*lines, *(_segment_lines(counted, segments) if segments else [])]))
     if o["report"]:
         _report(counted, input.checkpoint, input.source, decode, o)
 
@@ -122,6 +133,23 @@ def _generation_lines(counted: Any, row_bytes: int) -> list[str]:
         f"\nThe prompts only; then {counted.outputs:,} outputs of up to {counted.output_tokens:,} tokens together.",
         f"K/V, {format_bytes(row_bytes)} a row: {shared} for all prompts at once ({unshared} unshared), and up to "
         f"{tails} for all outputs. Only those that run are held.",
+    ]
+
+
+def _segment_lines(counted: Any, segments: list[Any]) -> list[str]:
+    """Returns the segments as a table, where they are few, and how even they are."""
+    lines = []
+    if len(segments) <= _SHOWN_SEGMENTS:
+        lines.append(f"\n{'replica':>8}{'prompts':>12}{'rows':>16}{'again':>10}{'TFLOP':>12}")
+        for number, one in enumerate(segments, 1):
+            lines.append(f"{number:>8}{one.prompts:>12,}{one.rows:>16,}{one.again:>10,}{one.flops / 1e12:>12,.4g}")
+    mean = sum(one.flops for one in segments) / len(segments)
+    worst, again = max(one.flops for one in segments) / mean, sum(one.again for one in segments)
+    outputs = ", outputs counted at their longest" if counted.outputs else ""
+    return [
+        *lines,
+        f"\n{len(segments):,} segments: the costliest {worst:.3f} times the mean{outputs};"
+        f" {again:,} rows ({again / counted.rows:.2%}) computed twice",
     ]
 
 

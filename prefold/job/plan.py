@@ -9,13 +9,18 @@ from typing import Any
 import numpy as np
 
 from ..model import ModelConfig
+from ..prefix import RowCost, StreamCost
+from ..prefix.segments import keys_seen
 from ..records.recordset import RecordSet
 from ..report.icicle import StreamShape, icicle, walk
 from ..report.progress import Counts, Progress
 from ..stream import Spool, Window
 from .reader import Reader
 
-__all__ = ["Cost", "JobPlan", "Prefix", "cost_of", "kv_row_bytes", "plan_job", "shared_most"]
+__all__ = [
+    "Cost", "JobPlan", "PlacedSegment", "Prefix", "cost_of", "kv_row_bytes", "place", "plan_job", "row_cost",
+    "shared_most",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class JobPlan:
     rows_mlp       rows of sharing "mlp" at `max_batch_rows`, prompts taken in order of arrival
     outputs        texts to be generated
     output_tokens  the most tokens that these texts may have together
+    limits         the same of each prompt, in stream order; empty where nothing is generated
     """
 
     records: int = 0
@@ -49,6 +55,7 @@ class JobPlan:
     longest: int = 0
     outputs: int = 0
     output_tokens: int = 0
+    limits: list[int] = field(default_factory=list)
     shape: StreamShape = field(default_factory=StreamShape)
 
     @property
@@ -127,8 +134,9 @@ def _count_outputs(plan: JobPlan, window: Window, context: int | None) -> None:
     for number, length in enumerate(np.diff(window.offsets).tolist()):
         sampling = window.request(number).sampling
         limits = [limit for limit in (sampling.max_tokens, context and context - length) if limit is not None]
+        plan.limits.append(sampling.n * min(limits, default=0))
         plan.outputs += sampling.n
-        plan.output_tokens += sampling.n * min(limits, default=0)
+        plan.output_tokens += plan.limits[-1]
 
 
 def kv_row_bytes(config: ModelConfig) -> int:
@@ -159,21 +167,49 @@ def cost_of(shape: StreamShape, config: ModelConfig) -> tuple[Cost, Cost]:
 
     A row attends to its position + 1 keys, or to the last ones of them in a plane with a sliding window.
     """
-    weights = config.layers * config.layer_weights
-    lengths, shared = (a.astype(np.int64) for a in shape.arrays())
+    cost, (lengths, shared) = row_cost(config), shape.arrays()
     seen_all = seen_again = 0.0
-    for plane in config.planes:
-        seen_all += float(_keys_seen(lengths, plane.window).sum())
-        seen_again += float(_keys_seen(shared, plane.window).sum())
-    per_key = 4.0 * config.heads * config.head_dim
-    full = Cost(2.0 * weights * shape.num_rows, per_key * (seen_all - seen_again))
-    return full, Cost(2.0 * weights * shape.num_tokens, per_key * seen_all)
+    for window in cost.planes:
+        seen_all += float(keys_seen(lengths, window).sum())
+        seen_again += float(keys_seen(shared, window).sum())
+    full = Cost(cost.linear * shape.num_rows, cost.per_key * (seen_all - seen_again))
+    return full, Cost(cost.linear * shape.num_tokens, cost.per_key * seen_all)
 
 
-def _keys_seen(lengths: np.ndarray, window: int | None) -> np.ndarray:
-    """Returns how many keys the first `lengths` rows of a prompt see together. window: the sliding window."""
-    inside = lengths if window is None else np.minimum(lengths, window)
-    return inside * (inside + 1) // 2 + (lengths - inside) * (window or 0)
+def row_cost(config: ModelConfig) -> RowCost:
+    """Returns what a row costs in floating-point operations, without the LM head."""
+    weights = config.layers * config.layer_weights
+    return RowCost(2.0 * weights, 4.0 * config.heads * config.head_dim, tuple(plane.window for plane in config.planes))
+
+
+@dataclass(frozen=True)
+class PlacedSegment:
+    """Describes the segment of one replica: its prompts, the rows it computes, and its floating-point operations.
+
+    `again` of the rows are the path above the segment's first row, which another replica computes too.
+    """
+
+    prompts: int
+    rows: int
+    again: int
+    flops: float
+
+
+def place(plan: JobPlan, config: ModelConfig, replicas: int) -> list[PlacedSegment]:
+    """Returns the segments of a job for so many equal replicas, in stream order; some may be empty.
+
+    Where text is generated, each prompt counts with the most tokens that its outputs may have.
+    """
+    lengths, shared = plan.shape.arrays()
+    outputs = np.array(plan.limits, np.int64) if len(plan.limits) == len(lengths) else None
+    cost = StreamCost(lengths, shared, row_cost(config), outputs=outputs)
+    rows = np.concatenate(([0], np.cumsum(lengths.astype(np.int64) - shared)))
+    out = []
+    for start, stop in cost.cut(0, len(lengths), [1.0] * replicas):
+        again = int(shared[start]) if start < stop else 0
+        flops = cost.of(start, stop)
+        out.append(PlacedSegment(stop - start, int(rows[stop] - rows[start]) + again, again, flops))
+    return out
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .order import Order
 from .spool import Spool
-from .window import Window
+from .window import Window, Windows
 
-__all__ = ["Spool", "Window"]
+__all__ = ["Order", "Spool", "Window", "Windows"]

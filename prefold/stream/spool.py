@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import os
-import struct
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -24,13 +23,11 @@ import numpy as np
 from ..errors import InputError
 from ..types import Request
 from .options import encode_options
-from .window import SpooledRequest, Window, cut_into_windows
+from .order import FileOrder, HeldOrder, Order, SpooledRequest, read_requests, write_request
+from .window import Windows, cut_into_windows
 
 __all__ = ["Spool"]
 
-# What a run has before each request: its number, how many tokens and targets it has (-1: no targets), and how many
-# bytes its tag, its options, the name of its adapter and its salt take.
-_HEADER = struct.Struct("<QIiIIII")
 _REQUEST_OVERHEAD = 256  # bytes a request takes in memory besides its contents
 _FAN_IN = 64  # runs merged at once: each is an open file
 _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20  # bytes of a run's read buffer
@@ -39,8 +36,9 @@ _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20  # bytes of a run's read buffer
 class Spool:
     """Holds the requests of one job.
 
-    All requests are added first, from any threads; then windows are read, from one thread, as often as wanted.
-    Reading needs memory for one window, and about `memory_bytes` beside it. A spool is a context manager: its end
+    All requests are added first, from any threads; then windows are read, from one thread, as often as wanted, or
+    ranges of the sorted order, from any threads (`order`). Reading needs memory for one window, and about
+    `memory_bytes` beside it. A spool is a context manager: its end
     removes what it wrote to disk.
 
     memory_bytes  bytes of requests that are held in memory before they go to disk. InputError when below 1
@@ -60,6 +58,7 @@ class Spool:
         self._namespaces: set[tuple[str, str]] = set()  # adapters and salts
         self._runs: list[Path] = []  # sorted; each holds a consecutive range of arrivals
         self._merged: list[Path] | None = None  # the same requests in at most _FAN_IN runs
+        self._order: Order | None = None
         self._last = ("", "", b"")  # adapter, salt and tokens of the request that was added last
         self._state = "adding"
         self._lock = threading.Lock()
@@ -76,7 +75,7 @@ class Spool:
         """Forgets all requests and removes what is on disk. Closing twice is harmless."""
         with self._lock:
             self._state = "closed"
-            self._held, self._runs, self._merged = [], [], None
+            self._held, self._runs, self._merged, self._order = [], [], None, None
             if self._folder is not None:
                 self._folder.cleanup()
                 self._folder = None
@@ -127,7 +126,7 @@ class Spool:
                 else:
                     self._sort_held()
 
-    def windows(self, *, max_tokens: int, share: bool = True) -> Iterator[Window]:
+    def windows(self, *, max_tokens: int, share: bool = True) -> Windows:
         """Returns the job as windows of at most `max_tokens` tokens each (a longer request has a window of its own).
 
         The requests of one LoRA adapter and salt come together, and no window holds requests of two. With share=True
@@ -139,7 +138,20 @@ class Spool:
             raise InputError(f"max_tokens is {max_tokens}", field="max_tokens", remedy="give 1 or more")
         self.finish_adding()
         requests = self._sorted_requests() if share else self._arrived_requests()
-        return cut_into_windows(requests, max_tokens=max_tokens, is_sorted=share)
+        windows = cut_into_windows(requests, max_tokens=max_tokens, is_sorted=share)
+        return Windows(windows, max_tokens, self.order if share else None)
+
+    def order(self) -> Order:
+        """Returns the sorted requests with an index, for readers of ranges; what is on disk is merged there, once."""
+        self.finish_adding()
+        with self._lock:
+            if self._order is None:
+                if self._runs:
+                    assert self._folder is not None
+                    self._order = FileOrder(Path(self._folder.name, "order"), self._sorted_requests())
+                else:
+                    self._order = HeldOrder(self._held)
+            return self._order
 
     def unique_tokens(self) -> int:
         """Returns the rows of the job's stream: its tokens, each shared prefix counted once. Reads the job once."""
@@ -160,16 +172,16 @@ class Spool:
             self._folder = TemporaryDirectory(prefix="prefold-spool-", dir=self._directory)
         path = Path(self._folder.name, name)
         with open(path, "wb", buffering=_MAX_BUFFER) as file:
-            for adapter, salt, key, number, targets, *others in requests:
-                parts = [*others, adapter.encode("utf-8", "surrogatepass"), salt.encode("utf-8", "surrogatepass")]
-                num_targets = -1 if targets is None else len(targets) // 4
-                file.write(_HEADER.pack(number, len(key) // 4, num_targets, *map(len, parts)))
-                file.writelines([key, targets or b"", *parts])
+            for request in requests:
+                write_request(file, request)
         return path
 
     def _sorted_requests(self) -> Iterator[SpooledRequest]:
         if not self._runs:
             yield from self._held
+            return
+        if self._order is not None:
+            yield from self._order.read(0, len(self._order))
             return
         if self._merged is None:
             self._merged = self._merge_runs(self._runs)
@@ -194,7 +206,7 @@ class Spool:
         buffer = min(max(self._memory_bytes // len(runs), _MIN_BUFFER), _MAX_BUFFER)
         with ExitStack() as stack:
             files = [stack.enter_context(open(path, "rb", buffering=buffer)) for path in runs]
-            yield from heapq.merge(*(_read_run(file) for file in files))
+            yield from heapq.merge(*(read_requests(file) for file in files))
 
     def _arrived_requests(self) -> Iterator[SpooledRequest]:
         for namespace in sorted(self._namespaces):
@@ -223,14 +235,4 @@ def _by_arrival(requests: Iterable[SpooledRequest]) -> list[SpooledRequest]:
 
 def _read_run_at(path: Path) -> Iterator[SpooledRequest]:
     with open(path, "rb", buffering=_MAX_BUFFER) as file:
-        yield from _read_run(file)
-
-
-def _read_run(file: Any) -> Iterator[SpooledRequest]:
-    while header := file.read(_HEADER.size):
-        number, num_tokens, num_targets, *sizes = _HEADER.unpack(header)
-        key = file.read(4 * num_tokens)
-        targets = None if num_targets < 0 else file.read(4 * num_targets)
-        tag, options, adapter, salt = (file.read(size) for size in sizes)
-        names = (name.decode("utf-8", "surrogatepass") for name in (adapter, salt))
-        yield SpooledRequest(*names, key, number, targets, tag, options)
+        yield from read_requests(file)

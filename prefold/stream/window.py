@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,26 +12,11 @@ from ..prefix import common_prefix_lengths
 from ..prefix.ragged import ragged_ranges
 from ..types import Request
 from .options import decode_options
+from .order import Order, SpooledRequest, join
 
-__all__ = ["SpooledRequest", "Window", "cut_into_windows"]
+__all__ = ["Window", "Windows", "cut_into_windows"]
 
 _LATEST_SHARE = 4  # a window may end anywhere in its last 1/4
-
-
-class SpooledRequest(NamedTuple):
-    """Holds one request of the spool. It compares as (adapter, salt, tokens, arrival)."""
-
-    adapter: str  # "": none
-    salt: str
-    key: bytes  # the token ids as big-endian int32: byte order is token order
-    number: int  # of arrival
-    targets: bytes | None  # int32, native
-    tag: bytes
-    options: bytes = b""  # see `options.py`
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.key) // 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +102,21 @@ class Window:
         return self.num_tokens - int(self.shared.sum()) - self.common if self.is_sorted else self.num_tokens
 
 
+class Windows(Iterator[Window]):
+    """Yields the windows of a spool; whoever would rather read ranges of its sorted order finds that in `order`.
+
+    max_tokens  tokens of a window
+    order       returns the order that the windows are consecutive pieces of; None where they are not sorted
+    """
+
+    def __init__(self, windows: Iterator[Window], max_tokens: int, order: Callable[[], Order] | None):
+        self.max_tokens, self.order = max_tokens, order
+        self._windows = windows
+
+    def __next__(self) -> Window:
+        return next(self._windows)
+
+
 def _taken(values: np.ndarray, offsets: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.diff(offsets)[numbers]
     return values[ragged_ranges(offsets[numbers], lengths)], np.concatenate(([0], lengths.cumsum()))
@@ -137,7 +136,7 @@ def cut_into_windows(requests: Iterable[SpooledRequest], *, max_tokens: int, is_
     tokens = 0
     last: bytes | None = None
     for request in requests:
-        if held and request[:2] != held[0][:2]:  # another adapter or salt
+        if held and request.namespace != held[0].namespace:
             yield _make_window(held, last if is_sorted else None, is_sorted)
             held, tokens, last = [], 0, None
         while held and tokens + request.num_tokens > max_tokens:
@@ -161,14 +160,9 @@ def _best_cut(requests: Sequence[SpooledRequest], max_tokens: int) -> int:
     tokens = np.cumsum([r.num_tokens for r in requests[:-1]])
     earliest = int(np.searchsorted(tokens, max_tokens - max_tokens // _LATEST_SHARE)) + 1
     first = min(earliest, latest) - 1
-    tokens, offsets = _join(requests[first:])
+    tokens, offsets = join(requests[first:])
     shared = _shared_with_previous(tokens, offsets)[1:]
     return latest - int(np.argmin(shared[::-1]))
-
-
-def _join(requests: Sequence[SpooledRequest]) -> tuple[np.ndarray, np.ndarray]:
-    tokens = np.frombuffer(b"".join([r.key for r in requests]), ">i4").astype(np.int32)
-    return tokens, _offsets([r.num_tokens for r in requests])
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray:
@@ -176,7 +170,7 @@ def _offsets(lengths: Sequence[int]) -> np.ndarray:
 
 
 def _make_window(requests: Sequence[SpooledRequest], last: bytes | None, is_sorted: bool) -> Window:
-    tokens, offsets = _join(requests)
+    tokens, offsets = join(requests)
     targets = [r.targets or b"" for r in requests]
     target_offsets = _offsets([len(t) // 4 for t in targets])
     common = 0

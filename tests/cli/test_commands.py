@@ -77,6 +77,16 @@ def test_plan_says_what_a_job_would_do(prefold, tmp_path):
     assert "1 records would fail" in prefold("plan", "bad.jsonl", "--task", "rerank").stdout
 
 
+def test_plan_cuts_the_stream_for_replicas(prefold):
+    prefold("demo", "--write", "demo.jsonl")
+    arguments = ("plan", "demo.jsonl", "--task", "rerank", "--replicas", "3")
+    found = json.loads(prefold(*arguments, "--json").stdout)
+    assert sum(s["prompts"] for s in found["segments"]) == found["requests"]
+    assert sum(s["rows"] - s["again"] for s in found["segments"]) == found["rows"]
+    text = prefold(*arguments, "--gflops", "100").stdout
+    assert "3 segments: the costliest 1." in text and "computed twice" in text and text.count("\n       3 ") == 1
+
+
 def test_verify_measures_the_drift(prefold):
     prefold("demo", "--write", "demo.jsonl")
     exact = prefold("verify", "demo.jsonl", "--task", "rerank", "--dtype", "float32", "--json")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from prefold.errors import InputError
-from prefold.job.plan import cost_of, kv_row_bytes, plan_job, shared_most
+from prefold.job.plan import cost_of, kv_row_bytes, place, plan_job, shared_most
 from prefold.job.verify import compare, sample_items
 from prefold.model import ModelConfig, Plane, RopeConfig
 from prefold.records.fields import Template
@@ -157,3 +157,28 @@ def test_labels_of_one_token_are_one_prompt_of_which_off_computes_what_is_said(t
             assert summary.stats.rows_computed == want, sharing
             assert (summary.stats.tokens, summary.stats.requests) == (counted.tokens, counted.requests)
             assert summary.shape.num_tokens == counted.tokens and summary.errors == 0
+
+
+def test_segments_of_a_plan_cover_it_evenly(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": f"head {i % 7} {i:03}"}) + "\n" for i in range(300)))
+    plan = plan_job(open_source(str(path)), adapter(), {"embed": FakeTask()}, window=400)
+    full, _ = cost_of(plan.shape, config())
+    for replicas in (1, 4, 500):
+        segments = place(plan, config(), replicas)
+        assert len(segments) == replicas and sum(one.prompts for one in segments) == 300
+        assert sum(one.rows - one.again for one in segments) == plan.rows
+        assert max(one.again for one in segments) < plan.longest
+    assert place(plan, config(), 1)[0].flops == pytest.approx(full.total)
+    costs = [one.flops for one in place(plan, config(), 4)]
+    assert max(costs) < 1.05 * np.mean(costs)
+
+
+def test_outputs_weigh_where_a_plan_is_cut(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{i:02}" * 10}) + "\n" for i in range(8)))
+    table = TableAdapter("generate", Columns(prompt=Template("text", "--prompt")))
+    plan = plan_job(open_source(str(path)), table, {"generate": FakeGenerateTask(max_tokens=100)})
+    assert plan.limits == [100] * 8
+    plan.limits[0] = 800
+    assert [one.prompts for one in place(plan, config(), 2)] == [1, 7]

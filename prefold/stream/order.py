@@ -1,0 +1,167 @@
+"""The merged order of a spool: its sorted requests with an index, so that several readers may read ranges of them.
+
+Requests that are in memory stay there. Otherwise they are written once, one behind the other, with sixteen bytes of
+index for each, which are mapped and take no memory of their own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..prefix import common_prefix_lengths
+
+__all__ = ["FileOrder", "HeldOrder", "Order", "SpooledRequest", "join", "read_requests", "write_request"]
+
+# What a file has before each request: its number, how many tokens and targets it has (-1: no targets), and how many
+# bytes its tag, its options, the name of its adapter and its salt take.
+_HEADER = struct.Struct("<QIiIIII")
+_INDEX = np.dtype([("offset", "<i8"), ("length", "<i4"), ("shared", "<i4")])
+_CHUNK_TOKENS = 1 << 16
+_BUFFER = 1 << 20
+
+
+class SpooledRequest(NamedTuple):
+    """Holds one request of the spool. It compares as (adapter, salt, tokens, arrival).
+
+    Requests share a prefix only where adapter and salt are equal.
+    """
+
+    adapter: str  # "": none
+    salt: str
+    key: bytes  # the token ids as big-endian int32: byte order is token order
+    number: int  # of arrival
+    targets: bytes | None  # int32, native
+    tag: bytes
+    options: bytes = b""  # see `options.py`
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.key) // 4
+
+    @property
+    def namespace(self) -> tuple[str, str]:
+        return self[:2]
+
+
+class Order:
+    """The requests of a spool in lexicographic order. Any thread may read ranges.
+
+    lengths  int32 [requests]: tokens of each
+    shared   int32 [requests]: how many leading tokens it has in common with the one before it
+    """
+
+    lengths: np.ndarray
+    shared: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def read(self, start: int, stop: int) -> Iterator[SpooledRequest]:
+        """Yields the requests start <= request < stop."""
+        raise NotImplementedError
+
+    def common(self, before: int, request: int) -> int:
+        """Returns how many leading tokens two requests of this order share, whichever of them comes first."""
+        if before == request:
+            return int(self.lengths[request])
+        return int(self.shared[min(before, request) + 1 : max(before, request) + 1].min())
+
+
+class HeldOrder(Order):
+    """An order of requests that are in memory."""
+
+    def __init__(self, requests: Sequence[SpooledRequest]):
+        self._requests = requests
+        chunks = list(_with_shared(requests))
+        self.lengths = np.array([r.num_tokens for r in requests], np.int32)
+        self.shared = np.concatenate([shared for _, shared in chunks]) if chunks else np.zeros(0, np.int32)
+
+    def read(self, start: int, stop: int) -> Iterator[SpooledRequest]:
+        return iter(self._requests[start:stop])
+
+
+class FileOrder(Order):
+    """An order that is written to `path`, and its index to `path`.index."""
+
+    def __init__(self, path: Path, requests: Iterable[SpooledRequest]):
+        self._path = path
+        index_path = path.with_suffix(".index")
+        offset = 0
+        with open(path, "wb", buffering=_BUFFER) as file, open(index_path, "wb", buffering=_BUFFER) as index_file:
+            for chunk, shared in _with_shared(requests):
+                index = np.empty(len(chunk), _INDEX)
+                index["shared"] = shared
+                for i, request in enumerate(chunk):
+                    index["offset"][i], index["length"][i] = offset, request.num_tokens
+                    offset += write_request(file, request)
+                index.tofile(index_file)
+        self._index = np.memmap(index_path, _INDEX, "r") if offset else np.zeros(0, _INDEX)
+        self.lengths, self.shared = self._index["length"], self._index["shared"]
+
+    def read(self, start: int, stop: int) -> Iterator[SpooledRequest]:
+        if start >= stop:
+            return
+        with open(self._path, "rb", buffering=_BUFFER if stop - start > 64 else 1 << 14) as file:
+            file.seek(int(self._index["offset"][start]))
+            for _, request in zip(range(stop - start), read_requests(file), strict=False):
+                yield request
+
+
+def _with_shared(requests: Iterable[SpooledRequest]) -> Iterator[tuple[list[SpooledRequest], np.ndarray]]:
+    """Yields sorted requests in chunks, with how many leading tokens each shares with the one before it."""
+    chunk: list[SpooledRequest] = []
+    last: list[SpooledRequest] = []
+    tokens = 0
+
+    def made() -> tuple[list[SpooledRequest], np.ndarray]:
+        joined, offsets = join([*last, *chunk])
+        shared = common_prefix_lengths(joined, offsets, np.arange(len(offsets) - 1)).astype(np.int32)[len(last) :]
+        before = [*(last or chunk[:1]), *chunk[:-1]]
+        shared[[a.namespace != b.namespace for a, b in zip(before, chunk, strict=True)]] = 0
+        return chunk, shared
+
+    for request in requests:
+        chunk.append(request)
+        tokens += request.num_tokens
+        if tokens >= _CHUNK_TOKENS:
+            yield made()
+            last, chunk, tokens = chunk[-1:], [], 0
+    if chunk:
+        yield made()
+
+
+def join(requests: Sequence[SpooledRequest]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the requests' (tokens, offsets), as a ragged array."""
+    tokens = np.frombuffer(b"".join([r.key for r in requests]), ">i4").astype(np.int32)
+    offsets = np.zeros(len(requests) + 1, np.int64)
+    np.cumsum([r.num_tokens for r in requests], out=offsets[1:])
+    return tokens, offsets
+
+
+def write_request(file: Any, request: SpooledRequest) -> int:
+    """Writes a request, and returns how many bytes it took."""
+    adapter, salt = request.adapter.encode("utf-8", "surrogatepass"), request.salt.encode("utf-8", "surrogatepass")
+    targets, key = request.targets, request.key
+    num_targets = -1 if targets is None else len(targets) // 4
+    sizes = (len(request.tag), len(request.options), len(adapter), len(salt))
+    file.write(_HEADER.pack(request.number, len(key) // 4, num_targets, *sizes))
+    for part in (key, targets or b"", request.tag, request.options, adapter, salt):
+        file.write(part)
+    return _HEADER.size + len(key) + len(targets or b"") + sum(sizes)
+
+
+def read_requests(file: Any) -> Iterator[SpooledRequest]:
+    """Yields the requests that a file holds from where it stands."""
+    read = file.read
+    while header := read(_HEADER.size):
+        number, num_tokens, num_targets, num_tag, num_options, num_adapter, num_salt = _HEADER.unpack(header)
+        key = read(4 * num_tokens)
+        targets = None if num_targets < 0 else read(4 * num_targets)
+        tag, options = read(num_tag), read(num_options)
+        adapter, salt = (read(size).decode("utf-8", "surrogatepass") for size in (num_adapter, num_salt))
+        yield SpooledRequest(adapter, salt, key, number, targets, tag, options)
