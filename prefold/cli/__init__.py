@@ -14,6 +14,7 @@ from .bench import bench
 from .demo import demo
 from .models import models
 from .plan import plan
+from .serve import serve
 from .streams import guarded, say
 from .tasks import classify, embed, generate, rerank, run, score
 from .verify import verify
@@ -69,5 +70,5 @@ def main() -> None:
     """
 
 
-for _command in (run, plan, generate, rerank, embed, classify, score, verify, models, demo, bench):
+for _command in (run, plan, generate, rerank, embed, classify, score, serve, verify, models, demo, bench):
     main.add_command(_command)

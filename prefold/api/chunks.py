@@ -1,0 +1,86 @@
+"""Writes the answers to chat and completion requests piece by piece, as OpenAI's streams have them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors import InputError
+from .completions import usage_of
+from .endpoints import KINDS, response_body
+
+__all__ = ["Chunks", "read_stream"]
+
+Body = dict[str, Any]
+
+
+def read_stream(body: Body) -> tuple[bool, bool, Body]:
+    """Returns (whether the answer is to be streamed, whether with its usage, the body without what says so).
+
+    Raises InputError for values that are wrong.
+    """
+    rest = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+    stream = body.get("stream")
+    if not isinstance(stream, bool | None):
+        message = f"'stream' is {stream!r:.100}"
+        raise InputError(message, field="stream", remedy="give true or false", code="wrong_type")
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        message = "'stream_options' is not an object"
+        raise InputError(message, field="stream_options", remedy='give {"include_usage": true}', code="wrong_type")
+    if options and not stream:
+        message = "'stream_options' is given without 'stream'"
+        raise InputError(message, field="stream_options", remedy='give "stream": true')
+    return bool(stream), bool((options or {}).get("include_usage")), rest
+
+
+class Chunks:
+    """Makes the chunks of one response.
+
+    kind    "chat" or "completion"
+    usage   whether a last chunk says how many tokens there were
+    """
+
+    def __init__(self, kind: str, meta: Body, *, model: str, id: str, usage: bool, samples: int):
+        self.kind, self.meta, self.usage = kind, meta, usage
+        self._model, self._id, self._samples = model, id, samples
+        self._chat = kind == "chat"
+        name = "chat.completion.chunk" if self._chat else "text_completion"
+        self._head = {"id": f"{KINDS[kind].id}{id}", "object": name, "created": int(time.time()), "model": model}
+        self._said: dict[int, int] = {}  # {choice: letters of its text that were sent}
+        self._results: dict[int, Body] = {}
+
+    def begin(self, items: int) -> Iterator[Body]:
+        """Yields what comes before any text."""
+        if self._chat:
+            for index in range(items * self._samples):
+                yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def piece(self, item: int, sample: int, text: str) -> Iterator[Body]:
+        """Yields what sends some more of a sample's text."""
+        index = item * self._samples + sample
+        self._said[index] = self._said.get(index, 0) + len(text)
+        yield self._chunk(index, {"content": text} if self._chat else text)
+
+    def end(self, item: int, result: Body) -> Iterator[Body]:
+        """Yields what ends the samples of an item."""
+        self._results[item] = result
+        whole = response_body(self.kind, self.meta, [result], model=self._model, id=self._id)
+        for sample, choice in enumerate(whole["choices"]):
+            index = item * self._samples + sample
+            text = choice["message"]["content"] if self._chat else choice["text"]
+            rest = (text or "")[self._said.get(index, 0) :]
+            chunk = self._chunk(index, ({"content": rest} if rest else {}) if self._chat else rest)
+            chunk["choices"][0] |= {name: choice[name] for name in ("logprobs", "finish_reason", "stop_reason")}
+            yield chunk
+
+    def last(self) -> Iterator[Body]:
+        """Yields what comes after all samples have ended."""
+        if self.usage:
+            usage = usage_of([self._results[item] for item in sorted(self._results)])
+            yield self._head | {"choices": [], "usage": usage}
+
+    def _chunk(self, index: int, what: Any) -> Body:
+        choice = {"index": index, "delta" if self._chat else "text": what, "logprobs": None, "finish_reason": None}
+        return self._head | {"choices": [choice]} | ({"usage": None} if self.usage else {})

@@ -1,0 +1,95 @@
+"""Runs `prefold serve`, which answers HTTP requests with a model."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import JobError
+from ..serve.options import ServeOptions
+from .options import Bytes, engine_options, generation_options, model_options
+
+__all__ = ["serve"]
+
+_DEFAULTS = ServeOptions()
+
+
+def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Makes the options of a TOML file the defaults of the command. Raises JobError where one is unknown."""
+    if value is None:
+        return
+    try:
+        found = tomllib.loads(Path(value).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise JobError(f"--config {value} cannot be read: {error}") from None
+    known = {flag.removeprefix("--"): one.name for one in ctx.command.params for flag in one.opts}
+    for name in found:
+        if name not in known or name in ("config", "help"):
+            raise JobError(f"--config {value}: there is no option {name!r}; the names are those of the command line")
+    ctx.default_map = {known[name]: value for name, value in found.items()}  # type: ignore[misc]
+
+
+def option(name: str, *more: str, **settings: Any) -> Any:
+    """Returns the option for a field of ServeOptions, with that field's default."""
+    default = getattr(_DEFAULTS, name)
+    flag = "--" + name.replace("_", "-")
+    return click.option(flag, *more, default=default, show_default=default is not None, **settings)
+
+
+@click.command(short_help="Answer HTTP requests: the APIs of OpenAI, vLLM and others.")
+@click.option(
+    "--config",
+    metavar="FILE",
+    is_eager=True,
+    expose_value=False,
+    callback=read_config,
+    help="Options in a TOML file, under the names of the command line: port = 8000.",
+)
+@model_options
+@option("host", metavar="ADDRESS", help="Address to listen on.")
+@option("port", type=click.IntRange(0, 65535), help="Port to listen on; 0: one that is free.")
+@click.option(
+    "--served-model-name",
+    "served_names",
+    multiple=True,
+    metavar="NAME",
+    help="A name that requests may ask for; the first stands in responses. May be repeated.",
+)
+@option("api_keys", metavar="FILE", help="Who may ask: keys and their tenants, in TOML. Read again on SIGHUP.")
+@click.option("--insecure", is_flag=True, help="Listen on an address that others reach, without keys.")
+@option("drain_seconds", type=click.FloatRange(0), help="How long requests may go on after SIGTERM.")
+@option("max_waiting_requests", type=click.IntRange(1), help="Requests that may wait; others are refused with 429.")
+@option("max_waiting_tokens", type=click.IntRange(1), help="Tokens that may wait.")
+@option("max_body_bytes", type=Bytes(), help="Size of a request's body.")
+@option("max_connections", type=click.IntRange(1), help="Connections at once.")
+@option("max_texts", type=click.IntRange(1), help="Texts, documents or prompts of one request.")
+@option("max_n", type=click.IntRange(1), help="Samples of a prompt.")
+@option("max_logprobs", type=click.IntRange(0), help="Most likely tokens that are listed.")
+@click.option(
+    "--adapter",
+    metavar="NAME=FOLDER",
+    multiple=True,
+    help="A LoRA adapter (PEFT), which requests ask for by its name as the model. May be repeated.",
+)
+@engine_options
+@generation_options
+def serve(**o: Any) -> None:  # fmt: skip
+    """Answer HTTP requests with a model until told to end.
+
+    The address is bound at once; /health answers 503 until the model is loaded. SIGTERM takes no more requests, lets
+    those that run end, and exits with status 0.
+
+    \b
+    prefold serve -m HuggingFaceTB/SmolLM2-135M-Instruct --port 8000
+    curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+    """
+    from ..serve import serve as run
+    from .build import load_llm, open_model
+
+    names = [name for name in ServeOptions.__dataclass_fields__ if name in o]
+    options = ServeOptions(**{name: o[name] for name in names})
+    o["cache"] = o.get("cache") or "lru"
+    run(lambda: load_llm(o, *open_model(o)), options)

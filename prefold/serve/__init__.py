@@ -1,0 +1,36 @@
+"""Serves a model over HTTP: the faces of OpenAI, vLLM and others, answered by one engine.
+
+thread    EngineThread: the one thread that steps the engine, and what comes out of it
+desk      Desk: bodies become items of tasks, tasks' requests go to the thread, results become responses
+http      reads bodies within limits, notices clients that leave, writes events
+faces     which URL is answered how
+app       puts the faces together with health, keys and metrics
+run       binds, loads, serves, drains
+
+Nothing here imports torch. What speaks HTTP is imported when a server starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import MissingExtraError
+from .options import ServeOptions
+
+__all__ = ["ServeOptions", "serve"]
+
+
+def serve(load: Callable[[], Any], options: ServeOptions) -> None:
+    """Serves the LLM that `load` returns until the process is told to end, and has drained.
+
+    load  called in a thread of its own, while the address is bound already
+
+    Raises JobError where the address cannot be bound, MissingExtraError without the libraries of `prefold[serve]`, and
+    what `load` raises.
+    """
+    try:
+        from .run import run
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "starlette", "serve", "prefold serve") from None
+    run(load, options)

@@ -1,0 +1,85 @@
+"""Puts the faces together with health and metrics, as one ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from .. import __version__
+from . import openai
+from .http import Refusal, json_response
+from .keys import Tenant
+from .openai import OPENAI
+from .site import Site
+
+__all__ = ["make_app"]
+
+LAG_SECONDS = 0.5  # between two looks at the event loop
+
+
+def make_app(site: Site) -> Starlette:
+    """Returns the application of a site."""
+
+    async def wrong_path(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.url.path
+        if error.status_code == 405:
+            refusal = Refusal(405, f"{path!r:.200} does not take {request.method}", code="method_not_allowed")
+        else:
+            remedy = "see docs/serving.md for the paths"
+            refusal = Refusal(error.status_code, f"there is no {path!r:.200}", remedy=remedy, code="not_found")
+        refusal.headers.update(error.headers or {})
+        return OPENAI.refuse(site, refusal)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        looking = asyncio.create_task(watch_loop(site))
+        yield
+        looking.cancel()
+
+    routes: list[BaseRoute] = [
+        Route("/health", health_of(site), methods=["GET"]),
+        Route("/ping", health_of(site), methods=["GET"]),
+        Route("/version", OPENAI.endpoint(site, version), methods=["GET"]),
+        Route("/metrics", OPENAI.endpoint(site, metrics, admin=True), methods=["GET"]),
+        *openai.routes(site),
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: wrong_path}, lifespan=lifespan)
+
+
+def health_of(site: Site) -> Any:
+    """Returns what answers whether requests are taken: 200, or 503 while the model is loaded or the server drains."""
+
+    async def health(request: Request) -> Response:
+        failure = site.desk.thread.failure if site.desk is not None else None
+        body = {"status": site.state if failure is None else "failing"}
+        return json_response(body, 200 if body["status"] == "ready" else 503)
+
+    return health
+
+
+async def version(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers with prefold's version."""
+    return json_response({"version": __version__})
+
+
+async def metrics(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers with the metrics, in Prometheus' text format."""
+    return Response(site.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def watch_loop(site: Site) -> None:
+    """Notes, for ever, by how much the event loop is late."""
+    while True:
+        started = time.perf_counter()
+        await asyncio.sleep(LAG_SECONDS)
+        site.metrics.lag.observe(max(0.0, time.perf_counter() - started - LAG_SECONDS))

@@ -1,0 +1,176 @@
+"""What every face needs of HTTP: a body within limits, a client that leaves noticed, events written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from .options import ServeOptions
+
+__all__ = ["ClientGone", "EventStream", "Refusal", "json_of", "json_response", "read_json", "unless_gone"]
+
+T = TypeVar("T")
+
+
+class Refusal(Exception):
+    """An answer that is no result.
+
+    status, headers  of the response
+    param, remedy    what of the request is wrong, and what to do about it
+    code             a short stable word for machines
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        remedy: str = "",
+        code: str = "",
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(f"{message}; {remedy}" if remedy else message)
+        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+
+
+class ClientGone(Exception):
+    """The client has closed the connection."""
+
+
+# ------------------------------------------------------------------------------------------------------ bodies
+
+_decode = msgspec.json.Decoder().decode
+
+
+async def read_body(request: Request, options: ServeOptions) -> bytes:
+    """Returns the body of a request. Raises Refusal for one that is too large (413) or too slow (408), ClientGone."""
+    too_large = Refusal(
+        413,
+        f"the body is larger than {options.max_body_bytes} bytes",
+        remedy="send less at once",
+        code="body_too_large",
+        headers={"connection": "close"},
+    )
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > options.max_body_bytes:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(options.body_seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > options.max_body_bytes:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError:
+        message = f"the body did not come within {options.body_seconds:g} seconds"
+        raise Refusal(408, message, remedy="send it faster", code="timeout", headers={"connection": "close"}) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return b"".join(parts)
+
+
+async def read_json(request: Request, options: ServeOptions) -> tuple[dict[str, Any], int]:
+    """Returns the object in a request's body, and the body's bytes. Raises Refusal, ClientGone."""
+    body = await read_body(request, options)
+    try:
+        value = _decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        message = f"the body is not valid JSON: {error}"
+        raise Refusal(400, message, remedy="send a JSON object", code="invalid_json") from None
+    if not isinstance(value, dict):
+        message = f"the body is not a JSON object but {type(value).__name__}"
+        raise Refusal(400, message, remedy="send an object", code="invalid_json")
+    return value, len(body)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not written as JSON")
+
+
+json_of = msgspec.json.Encoder(enc_hook=_plain).encode
+
+
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Returns the response that holds a body as JSON; NumPy arrays in it are lists."""
+    return Response(json_of(body), status, headers, "application/json")
+
+
+# -------------------------------------------------------------------------------------------- clients that leave
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Returns what `work` returns; cancels it and raises ClientGone where the client leaves before. The body must have
+    been read."""
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ClientGone
+        return doing.result()
+    finally:
+        leaving.cancel()
+        if not doing.done():
+            doing.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await doing
+
+
+# ------------------------------------------------------------------------------------------------------- events
+
+
+class EventStream(Response):
+    """Sends events as they are made, each of them the bytes of one server-sent event.
+
+    The events end when the client leaves, or does not take one for `send_seconds`; where there is none for
+    `ping_seconds`, a comment is sent, so that proxies keep the connection.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes], request: Request, options: ServeOptions):
+        super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no"}, "text/event-stream")
+        del self.headers["content-length"]
+        self._events, self._request, self._options = events, request, options
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        with suppress(ClientGone, TimeoutError):
+            await unless_gone(self._request, self._write(send))
+
+    async def _write(self, send: Any) -> None:
+        async def put(body: bytes, more: bool = True) -> None:
+            async with asyncio.timeout(self._options.send_seconds):
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        upcoming: asyncio.Future[bytes] | None = None
+        try:
+            while True:
+                upcoming = asyncio.ensure_future(anext(self._events))
+                while not (await asyncio.wait({upcoming}, timeout=self._options.ping_seconds))[0]:
+                    await put(b": ping\n\n")
+                try:
+                    event = upcoming.result()
+                except StopAsyncIteration:
+                    break
+                await put(event)
+            await put(b"", more=False)
+        finally:
+            if upcoming is not None and not upcoming.done():
+                upcoming.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await upcoming
+            await self._events.aclose()

@@ -1,0 +1,104 @@
+"""What Prometheus is told: vLLM's names with our prefix, and the rows that prefold is about."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+if TYPE_CHECKING:
+    from .site import Site
+
+__all__ = ["Metrics"]
+
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+_log = logging.getLogger("prefold.serve")
+
+
+class Metrics:
+    """Counts what happens to requests; what the engine counts is read when somebody asks."""
+
+    def __init__(self, site: Site):
+        self._site = site
+        self.registry = CollectorRegistry()
+        place: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter(
+            "prefold:http_requests", "Requests, by face, path and status.", ["face", "path", "status"], **place
+        )
+        self.seconds = Histogram(
+            "prefold:e2e_request_latency_seconds", "From a request to its whole answer.", buckets=_SECONDS, **place
+        )
+        self.first = Histogram(
+            "prefold:time_to_first_token_seconds", "From a request to its first text.", buckets=_SECONDS, **place
+        )
+        self.between = Histogram(
+            "prefold:inter_token_latency_seconds", "Between two pieces of a text.", buckets=_SECONDS, **place
+        )
+        self.queue = Histogram(
+            "prefold:request_queue_time_seconds", "From a request to its first step.", buckets=_SECONDS, **place
+        )
+        self.lag = Histogram(
+            "prefold:event_loop_lag_seconds", "By how much the event loop is late.", buckets=_SECONDS, **place
+        )
+        self.cancelled = Counter("prefold:requests_cancelled", "Requests whose client left.", **place)
+        self.registry.register(self)  # type: ignore[arg-type]
+
+    @contextmanager
+    def request(self, face: str, path: str) -> Iterator[Callable[[Any], Any]]:
+        """Counts a request; what is yielded takes its response, and returns it."""
+        started = time.perf_counter()
+
+        def told(response: Any) -> Any:
+            self.requests.labels(face, path, response.status_code).inc()
+            if response.status_code == 499:
+                self.cancelled.inc()
+            return response
+
+        yield told
+        self.seconds.observe(time.perf_counter() - started)
+
+    def log(self, error: Exception) -> None:
+        """Writes an error of the server to its log, without anything of the request."""
+        _log.error("a request failed", exc_info=error)
+
+    def text(self) -> bytes:
+        """Returns all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Any]:
+        """Yields what the engine counts; prometheus-client calls it."""
+        desk = self._site.desk
+        if desk is None:
+            return
+        waiting, waiting_tokens = desk.waiting
+        gauges = {
+            "num_requests_running": ("Requests that are being computed.", desk.running),
+            "num_requests_waiting": ("Requests that wait to be computed.", waiting),
+            "num_tokens_waiting": ("Tokens of the prompts that wait.", waiting_tokens),
+        }
+        stats = desk.llm.stats
+        counts = {
+            "prompt_and_generation_tokens": ("Tokens as users see them.", stats.tokens),
+            "unique_rows": ("Rows of the streams: unique tokens.", stats.unique_tokens),
+            "rows_computed": ("Rows that went through the model.", stats.rows_computed),
+            "steps": ("Forward passes.", stats.steps),
+        }
+        if stats.generation is not None:
+            found = stats.generation
+            counts |= {
+                "generation_tokens": ("Tokens generated.", found.generated_tokens),
+                "prefix_cache_hits": ("Tokens of prompts that were there.", found.first_admission_hits),
+                "num_preemptions": ("Sequences taken out because memory was full.", found.preemptions),
+            }
+            scheduler = desk.llm.engine.generator.scheduler
+            used = scheduler.pool.used_slots / max(1, scheduler.pool.num_slots)
+            gauges["kv_cache_usage_perc"] = ("Share of the KV store that is in use, 0 to 1.", used)
+        for name, (what, value) in gauges.items():
+            yield GaugeMetricFamily(f"prefold:{name}", what, value)
+        for name, (what, value) in counts.items():
+            yield CounterMetricFamily(f"prefold:{name}", what, value)

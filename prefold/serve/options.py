@@ -1,0 +1,63 @@
+"""How a server behaves: its address, its names, its limits. What the engine does is settled by the LLM's options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import JobError
+
+__all__ = ["ServeOptions"]
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """ServeOptions says how a server behaves.
+
+    host, port            the address; port 0: one that is free
+    served_names          names by which requests may ask for the model, the first of them stands in responses; none:
+                          the checkpoint's own
+    api_keys              a file of keys (see `keys.py`); None: everybody is let in
+    insecure              allow an address that other machines reach, without keys
+    drain_seconds         after SIGTERM: how long requests that run may go on
+    max_body_bytes        of one request
+    body_seconds          in which a request's body must have come
+    header_seconds        in which a request's headers must have come
+    max_header_bytes      of one request
+    max_connections       at once
+    max_texts             texts, documents or prompts of one request
+    max_n                 samples of a prompt
+    max_logprobs          most likely tokens that are listed
+    max_waiting_requests  requests that wait to be computed; further ones are refused with 429
+    max_waiting_tokens    tokens of their prompts
+    ping_seconds          after so long without an event a stream sends a comment, so that proxies keep it open
+    send_seconds          in which a client must take what it is sent
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_names: tuple[str, ...] = ()
+    api_keys: str | None = None
+    insecure: bool = False
+    drain_seconds: float = 30.0
+    max_body_bytes: int = 16 << 20
+    body_seconds: float = 60.0
+    header_seconds: float = 30.0
+    max_header_bytes: int = 64 << 10
+    max_connections: int = 4096
+    max_texts: int = 4096
+    max_n: int = 128
+    max_logprobs: int = 20
+    max_waiting_requests: int = 1024
+    max_waiting_tokens: int = 1 << 22
+    ping_seconds: float = 15.0
+    send_seconds: float = 60.0
+
+    def check_address(self) -> None:
+        """Raises JobError where other machines could reach the server and nobody asked for that."""
+        if self.host not in LOOPBACK and self.api_keys is None and not self.insecure:
+            raise JobError(
+                f"{self.host} can be reached by other machines, and there are no keys; give --api-keys FILE, or"
+                " --insecure to let everybody in"
+            )

@@ -1,0 +1,147 @@
+"""Binds the address, loads the model beside, serves, and drains when the process is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from ..errors import JobError
+from .app import make_app
+from .http import Refusal
+from .options import ServeOptions
+from .protocol import protocol_with
+from .site import Site
+
+__all__ = ["Server", "bind", "run"]
+
+CLOSE_SECONDS = 5  # in which connections must take the rest of what they are sent, after draining
+
+
+def run(load: Callable[[], Any], options: ServeOptions) -> None:
+    """Serves until the process is told to end; see `prefold.serve.serve`."""
+    options.check_address()
+    logging.basicConfig(format="prefold: %(message)s", level=logging.WARNING)
+    sys.setswitchinterval(1e-3)  # a step plans in Python, and a request should not wait 5 ms for its turn
+    site = Site(options)
+    bound = bind(options)
+    server = Server(site, bound)
+    loading = threading.Thread(target=server.load, args=(load,), name="prefold-load", daemon=True)
+    server.say(f"listening on {server.url}; the model is being loaded")
+    loading.start()
+    server.run_bound()
+    if server.error is not None:
+        raise server.error
+
+
+def bind(options: ServeOptions) -> socket.socket:
+    """Returns a socket that is bound to the address. Raises JobError."""
+    try:
+        family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((options.host, options.port))
+        bound.listen(2048)
+    except OSError as error:
+        message = f"cannot listen on {options.host}:{options.port}: {error.strerror or error}"
+        raise JobError(f"{message}; choose another with --host and --port (--port 0: one that is free)") from None
+    bound.setblocking(False)
+    return bound
+
+
+class Server(uvicorn.Server):
+    """Serves a site on a socket that is bound.
+
+    error  what the model could not be loaded for
+    """
+
+    def __init__(self, site: Site, bound: socket.socket):
+        self.site, self.bound = site, bound
+        self.error: BaseException | None = None
+        self.bound_at = host, port = bound.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        config = uvicorn.Config(
+            make_app(site),
+            http=protocol_with(site.options),
+            loop="uvloop" if sys.platform != "win32" else "asyncio",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=CLOSE_SECONDS,
+            backlog=2048,
+        )
+        super().__init__(config)
+        self._asked_to_end = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def say(self, line: str) -> None:
+        """Tells a person, on standard error."""
+        print(f"prefold: {line}", file=sys.stderr, flush=True)
+
+    def load(self, load: Callable[[], Any]) -> None:
+        """Loads the model; where that fails, the server ends."""
+        started = time.perf_counter()
+        try:
+            llm = load()
+        except BaseException as error:
+            self.error, self.site.state = error, "failed"
+            self.should_exit = True
+            return
+        self.site.ready(llm)
+        self.say(f"ready after {time.perf_counter() - started:.1f} s: {', '.join(self.site.names)} on {self.url}")
+
+    def run_bound(self) -> None:
+        """Serves until told to end."""
+        self.run(sockets=[self.bound])
+        if self.site.desk is not None:
+            self.site.desk.close()
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGHUP"):
+            self._loop.add_signal_handler(signal.SIGHUP, self.reload_keys)
+        await super().serve(sockets)
+
+    def reload_keys(self) -> None:
+        """Reads the file of keys again; where it is wrong, the keys stay."""
+        try:
+            self.site.keys.reload()
+            self.say("the keys have been read again")
+        except JobError as error:
+            self.say(f"{error}; the keys stay as they were")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begins to drain at the first signal, and ends at the second."""
+        self._asked_to_end += 1
+        if self._asked_to_end > 1 or self._loop is None:
+            self.should_exit = self.force_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._begin_to_drain)
+
+    def _begin_to_drain(self) -> None:
+        self._draining = asyncio.ensure_future(self.drain())
+
+    async def drain(self) -> None:
+        """Takes no more requests, waits for those that run, `drain_seconds` at most, and ends."""
+        if self.site.state != "failed":
+            self.site.state = "draining"
+        until = time.monotonic() + self.site.options.drain_seconds
+        if self.site.busy:
+            self.say(f"draining: {self.site.busy} requests, {self.site.options.drain_seconds:g} s at most")
+        while self.site.busy and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        if self.site.desk is not None:
+            message, remedy = "the server is being shut down", "send the request to another"
+            self.site.desk.give_up(Refusal(503, message, remedy=remedy, code="unavailable"))
+        self.should_exit = True

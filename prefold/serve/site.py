@@ -1,0 +1,151 @@
+"""What all faces have in common: the server's state, its model's names, and the way from a request to an answer."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..errors import InputError, PrefoldError
+from .desk import Desk
+from .http import ClientGone, Refusal, json_response
+from .keys import Keys, Tenant
+from .metrics import Metrics
+from .options import ServeOptions
+
+__all__ = ["Face", "Site", "new_id"]
+
+State = Literal["loading", "ready", "draining", "failed"]
+
+
+class Site:
+    """A Site is one served model, and who may ask it what.
+
+    desk  None until the model is loaded
+    """
+
+    def __init__(self, options: ServeOptions):
+        self.options = options
+        self.keys = Keys(options.api_keys)
+        self.metrics = Metrics(self)
+        self.state: State = "loading"
+        self.desk: Desk | None = None
+        self.open = 0  # requests that are being answered
+
+    def ready(self, llm: Any) -> None:
+        """Begins to answer with this LLM."""
+        self.desk = Desk(llm, self.options, self.metrics)
+        if self.state == "loading":
+            self.state = "ready"
+
+    @property
+    def busy(self) -> int:
+        """Returns how many requests are being answered."""
+        return max(self.open, 0 if self.desk is None else len(self.desk.thread.replies))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the names by which the model may be asked for, the first of which stands in responses."""
+        assert self.desk is not None
+        return self.options.served_names or (self.desk.llm.checkpoint.name,)
+
+    def model_of(self, name: Any) -> tuple[str, str | None]:
+        """Returns (model's name in the response, LoRA adapter) for the name that a request gives; None: it gives none.
+
+        Raises Refusal (404) for a model that is not served.
+        """
+        assert self.desk is not None
+        if name is not None and not isinstance(name, str):
+            message = f"'model' is {name!r:.100}, not a text"
+            raise Refusal(400, message, param="model", remedy="give the name of a model", code="wrong_type")
+        adapters = self.desk.llm.engine.adapters
+        if name in adapters:
+            return name, name
+        # huggingface_hub sends "dummy" where it knows only the server's address.
+        if name is None or name == "dummy" or name in self.names:
+            return self.names[0], None
+        remedy = f"ask for one of {', '.join((*self.names, *adapters))}"
+        message = f"the model {name!r:.100} is not served here"
+        raise Refusal(404, message, param="model", remedy=remedy, code="model_not_found")
+
+    def desk_for(self, request: Request) -> Desk:
+        """Returns the desk. Raises Refusal (503) while there is none, or no more requests are taken."""
+        if self.state == "ready" and self.desk is not None:
+            return self.desk
+        what = {"loading": "is being loaded", "draining": "is being shut down", "failed": "could not be loaded"}
+        message = f"the model {what.get(self.state, 'is not ready')}"
+        headers = {"retry-after": "5"} | ({"connection": "close"} if self.state == "draining" else {})
+        raise Refusal(503, message, remedy="send the request again later", code="unavailable", headers=headers)
+
+
+@dataclass(frozen=True)
+class Face:
+    """A Face is one API's way to speak: how errors look, and which path is answered by whom.
+
+    error  (status, message, code, param) -> (status, body) of an error's response
+    """
+
+    name: str
+    error: Callable[[int, str, str, str | None], tuple[int, Any]]
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def endpoint(
+        self, site: Site, handle: Callable[[Site, Request, Tenant], Awaitable[Response]], *, admin: bool = False
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Returns the endpoint that answers with `handle`, and with this face's error where that raises one.
+
+        admin  whether only tenants that are admins are let in
+        """
+
+        async def respond(request: Request) -> Response:
+            path = request.scope["route"].path if "route" in request.scope else request.url.path
+            with site.metrics.request(self.name, path) as told:
+                site.open += 1
+                try:
+                    tenant = site.keys.tenant(request.headers)
+                    if tenant is None:
+                        message, remedy = "the key is missing or unknown", "send Authorization: Bearer KEY"
+                        headers = {"www-authenticate": "Bearer"}
+                        raise Refusal(401, message, remedy=remedy, code="invalid_api_key", headers=headers)
+                    if admin and not tenant.admin:
+                        message, remedy = "this is for admins", "use the key of an admin"
+                        raise Refusal(403, message, remedy=remedy, code="forbidden")
+                    return told(await handle(site, request, tenant))
+                except ClientGone:
+                    return told(Response(status_code=499))  # nobody reads it
+                except Exception as error:
+                    return told(self.refuse(site, error))
+                finally:
+                    site.open -= 1
+
+        return respond
+
+    def refuse(self, site: Site, error: Exception) -> Response:
+        """Returns the response that says what is wrong. Errors that are nobody's fault are written to the log."""
+        refusal = as_refusal(error)
+        if refusal.status >= 500 and not isinstance(error, Refusal):
+            site.metrics.log(error)
+        status, body = self.error(refusal.status, str(refusal), refusal.code, refusal.param)
+        return json_response(body, status, {**self.headers, **refusal.headers})
+
+
+def as_refusal(error: Exception) -> Refusal:
+    """Returns the Refusal that stands for an error."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, InputError):
+        return Refusal(400, error.message, param=error.field, remedy=error.remedy, code=error.code)
+    if isinstance(error, MemoryError):
+        return Refusal(503, "memory is too small for the request", remedy="send less at once", code="out_of_memory")
+    if isinstance(error, PrefoldError):  # such as a task that the model cannot do
+        return Refusal(400, str(error), code="unsupported")
+    return Refusal(500, "the server failed", remedy="see its log", code="internal_error")
+
+
+def new_id() -> str:
+    """Returns what makes a response's id different from all others."""
+    return secrets.token_hex(12)

@@ -1,0 +1,83 @@
+"""`prefold serve` as a process: its configuration, its signals, its errors."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from tiny import tiny_checkpoint
+
+from prefold.cli import main
+
+
+def start(*arguments):
+    command = [sys.executable, "-m", "prefold", "serve", *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    line = process.stderr.readline()
+    found = re.search(r"http://\S+:\d+", line)
+    assert found, line + process.stderr.read()
+    return process, found[0]
+
+
+def test_a_server_from_beginning_to_end(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "llama")
+    (tmp_path / "serve.toml").write_text(
+        f'model = "{folder}"\nport = 0\nserved-model-name = ["tiny"]\ndtype = "float32"\n'
+        'kv-memory = "8MiB"\nthreads = 1\n'
+    )
+    process, url = start("--config", str(tmp_path / "serve.toml"))
+    try:
+        assert httpx.get(f"{url}/health").status_code == 503  # bound at once, and loading
+        end = time.monotonic() + 60
+        while httpx.get(f"{url}/health").status_code != 200:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"
+        body = {"prompt": "the yes", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        texts = []
+        asking = threading.Thread(
+            target=lambda: texts.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60).text)
+        )
+        asking.start()
+        while "num_requests_running 1.0" not in httpx.get(f"{url}/metrics").text:
+            assert time.monotonic() < end
+        process.send_signal(signal.SIGTERM)
+        asking.join()
+        assert texts[0].endswith("data: [DONE]\n\n") and "error" not in texts[0]
+        assert process.wait(20) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.stderr.close()
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path):
+    process, _ = start("--port", "0", "-m", str(tmp_path))
+    with process.stderr:
+        assert process.wait(60) == 1
+        said = process.stderr.read()
+    assert "Traceback" not in said and str(tmp_path) in said
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("no-such = 1", "there is no option 'no-such'"),
+        ("port = [", "cannot be read"),
+        ("port = 100000", "port"),
+        ('host = "0.0.0.0"', "--insecure"),
+        ('api-keys = "none.toml"', "none.toml"),
+    ],
+)
+def test_wrong_configurations(tmp_path, config, said):
+    path = tmp_path / "serve.toml"
+    path.write_text(config)
+    result = CliRunner().invoke(main, ["serve", "--config", str(path)])
+    assert result.exit_code in (1, 2) and said in result.output, result.output

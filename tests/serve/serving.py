@@ -1,0 +1,78 @@
+"""Servers of the tests: real ones, on sockets, each in a thread of this process."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from prefold.serve.options import ServeOptions
+from prefold.serve.run import Server, bind
+from prefold.serve.site import Site
+
+
+@contextmanager
+def serving(llm: Any, **options: Any) -> Iterator[Server]:
+    """A server of an LLM, which is ready; it ends with the context, and the LLM stays.
+
+    llm  or None, for a server whose model is still being loaded
+    """
+    made = ServeOptions(port=0, **options)
+    server = Server(Site(made), bind(made))
+    thread = threading.Thread(target=server.run_bound, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    if llm is not None:
+        server.site.ready(llm)
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not end"
+
+
+def until(done: Any, seconds: float = 20) -> None:
+    """Waits until something is so."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "it did not become so in time"
+        time.sleep(0.005)
+
+
+class Raw:
+    """One connection, on which bytes are sent as they are."""
+
+    def __init__(self, server: Server):
+        host, port = server.bound_at
+        self.socket = socket.create_connection((host, port), timeout=20)
+
+    def send(self, path: str, body: Any, *, method: str = "POST", headers: str = "", whole: bool = True) -> Raw:
+        """Sends a request. whole: all of its body, else the half."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n{headers}\r\n"
+        self.socket.sendall(head.encode() + (data if whole else data[: len(data) // 2]))
+        return self
+
+    def read_until(self, mark: bytes) -> bytes:
+        """Returns what came, once the mark was among it."""
+        got = b""
+        while mark not in got:
+            part = self.socket.recv(65536)
+            assert part, f"the connection ended after {got[-500:]!r}"
+            got += part
+        return got
+
+    def read_all(self) -> bytes:
+        """Returns what comes until the server closes the connection."""
+        got = b""
+        while part := self.socket.recv(65536):
+            got += part
+        return got
+
+    def close(self) -> None:
+        self.socket.close()

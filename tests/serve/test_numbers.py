@@ -1,0 +1,51 @@
+"""vLLM's and Cohere's paths for scores, over a real socket: the numbers of the LLM in this process."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+QUERY, DOCUMENTS = "is it the one", ["no", "the one", "yes it is", "no, the other"]
+
+
+@pytest.fixture(scope="module")
+def post(server):
+    with httpx.Client(base_url=server.url) as client:
+        yield lambda path, **body: client.post(path, json=body)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_rerank(post, llm, path):
+    expected = llm.rerank(QUERY, DOCUMENTS)
+    found = post(path, query=QUERY, documents=DOCUMENTS, model="tiny", truncate_prompt_tokens=-1).json()
+    assert [one["index"] for one in found["results"]] == list(expected.order)
+    scores = {one["index"]: one["relevance_score"] for one in found["results"]}
+    assert [scores[i] for i in range(4)] == pytest.approx(list(expected.scores), abs=1e-6)
+    found = post(path, query=QUERY, documents=DOCUMENTS, top_n=2, return_documents=True).json()["results"]
+    assert [one["document"]["text"] for one in found] == [DOCUMENTS[i] for i in expected.order[:2]]
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+def test_score(post, llm, path):
+    expected = llm.rerank(QUERY, DOCUMENTS).scores
+    found = post(path, text_1=QUERY, text_2=DOCUMENTS).json()["data"]
+    assert [one["score"] for one in found] == pytest.approx(list(expected), abs=1e-6)
+
+
+def test_errors_name_what_the_request_calls_it(post):
+    found = post("/rerank", query=QUERY, documents=["a", 5])
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "documents[1]")
+    found = post("/score", text_1=QUERY, text_2=["a", "b" * 5000])
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "text_2[1]")
+    assert post("/score", text_1=QUERY, text_2=["a", "b" * 5000], truncate_prompt_tokens=-1).status_code == 200
+    found = post("/v1/embeddings", input="a", truncate_prompt_tokens=0)
+    assert found.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+def test_truncation(post, llm):
+    text = "the yes no " * 300
+    whole = post("/v1/embeddings", input=text, truncate_prompt_tokens=-1).json()
+    assert whole["data"][0]["embedding"] == pytest.approx(llm.embed(text, truncate=True).tolist(), abs=1e-6)
+    assert post("/v1/embeddings", input=text, truncate_prompt_tokens=7).json()["usage"]["prompt_tokens"] == 7
+    found = post("/v1/completions", prompt=text, truncate_prompt_tokens=9, max_tokens=1)
+    assert found.json()["usage"]["prompt_tokens"] == 9

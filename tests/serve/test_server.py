@@ -1,0 +1,199 @@
+"""States, limits and refusals, over a real socket."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import httpx
+import pytest
+from serving import Raw, serving, until
+
+from prefold.errors import JobError
+from prefold.serve.options import ServeOptions
+from prefold.serve.run import bind
+
+LONG = {"prompt": "the yes no", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
+
+
+def test_health_and_draining(llm):
+    with serving(None, drain_seconds=20) as server, httpx.Client(base_url=server.url, timeout=20) as client:
+        assert (client.get("/health").status_code, client.get("/health").json()) == (503, {"status": "loading"})
+        refused = client.post("/v1/completions", json=LONG)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        server.site.ready(llm)
+        assert client.get("/health").status_code == 200
+        answers = []
+        asking = threading.Thread(target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=LONG,
+                                                                           timeout=30)))  # fmt: skip
+        asking.start()
+        until(lambda: server.site.desk.running)
+        server._loop.call_soon_threadsafe(server._begin_to_drain)
+        until(lambda: server.site.state == "draining")
+        assert client.get("/health").status_code == 503
+        assert client.post("/v1/completions", json=LONG).status_code == 503
+        asking.join()
+        assert answers[0].status_code == 200
+        assert answers[0].json()["usage"]["completion_tokens"] == 480
+        until(lambda: server.should_exit)
+
+
+def test_what_runs_too_long_while_draining_is_answered(llm):
+    with serving(llm, drain_seconds=0.05) as server:
+        raw = Raw(server).send("/v1/completions", LONG | {"stream": True})
+        raw.read_until(b"data: ")
+        server._loop.call_soon_threadsafe(server._begin_to_drain)
+        rest = raw.read_all()
+        assert b"is being shut down" in rest and b"[DONE]" in rest
+    until(lambda: not llm.engine.generator.scheduler.has_work)
+
+
+def test_bad_requests(server):
+    with httpx.Client(base_url=server.url) as client:
+        for path, body, status, code in (
+            ("/v1/completions", b"{", 400, "invalid_json"),
+            ("/v1/completions", b"[1]", 400, "invalid_json"),
+            ("/v1/completions", b'{"prompt": "\xff"}', 400, "invalid_json"),
+            ("/v1/completions", b"[" * 100_000, 400, "invalid_json"),
+            ("/v1/completions", b"{}", 400, "missing_field"),
+            ("/v1/embeddings", b"{}", 400, "missing_field"),
+            ("/v1/completions", b'{"prompt": "a", "stream": 1}', 400, "wrong_type"),
+            ("/v1/nothing", b"{}", 404, "not_found"),
+        ):
+            found = client.post(path, content=body)
+            error = found.json()["error"]
+            assert (found.status_code, error["code"]) == (status, code), error
+        assert client.get("/v1/completions").status_code == 405
+
+
+def test_limits(llm):
+    limits = {"max_body_bytes": 2000, "body_seconds": 0.3, "header_seconds": 0.3, "max_header_bytes": 4000,
+              "max_texts": 3, "max_connections": 20}  # fmt: skip
+    with serving(llm, **limits) as server, httpx.Client(base_url=server.url) as client:
+        found = client.post("/v1/embeddings", json={"input": "a" * 3000})
+        assert (found.status_code, found.json()["error"]["code"]) == (413, "body_too_large")
+        found = client.post("/v1/embeddings", content=iter([b" " * 1500] * 3))  # chunked, of unknown length
+        assert found.status_code == 413
+        found = client.post("/v1/embeddings", json={"input": ["a"] * 4})
+        assert (found.status_code, found.json()["error"]["param"]) == (400, "input")
+        assert client.post("/v1/embeddings", json={"input": [5] * 4}).status_code == 200
+        raw = Raw(server).send("/v1/embeddings", {"input": "a"}, whole=False)
+        assert b" 408 " in raw.read_all()
+        raw = Raw(server)
+        raw.socket.sendall(b"POST /v1/embeddings HTTP/1.1\r\nhost")
+        assert b" 408 " in raw.read_all()
+        raw = Raw(server)
+        raw.socket.sendall(b"GET /health HTTP/1.1\r\na: " + b"b" * 5000)
+        assert b" 431 " in raw.read_all()
+        many = [Raw(server) for _ in range(25)]
+        assert b" 503 " in many[-1].read_all()
+        for one in many:
+            one.close()
+        until(lambda: len(server.server_state.connections) < 5)
+        assert client.get("/health").status_code == 200
+
+
+def test_too_many_wait(llm):
+    with serving(llm, max_waiting_requests=2) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        with llm.engine.generator.turn:  # no step is made now
+            waiting = [Raw(server).send("/v1/completions", LONG | {"max_tokens": 1}) for _ in range(2)]
+            until(lambda: server.site.desk.waiting[0] == 2)
+            found = client.post("/v1/embeddings", json={"input": "a"})
+            assert (found.status_code, found.json()["error"]["type"]) == (429, "rate_limit_error")
+            assert int(found.headers["retry-after"]) >= 1
+        for one in waiting:
+            assert b" 200 " in one.read_until(b"usage")
+        assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 200
+
+
+KEYS = """
+[[key]]
+key = "one"
+tenant = "first"
+admin = true
+
+[[key]]
+sha256 = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0dbe685e2f3"
+tenant = "second"
+"""
+
+
+def test_keys_and_tenants(llm, tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(KEYS)
+    with serving(llm, api_keys=str(path)) as server, httpx.Client(base_url=server.url) as client:
+
+        def ask(key, **more):
+            body = {"prompt": "tenants apart: the yes no", "max_tokens": 1, "temperature": 0} | more
+            found = client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+            return found.status_code, found.json()
+
+        assert ask("none")[0] == ask("one two")[0] == client.post("/v1/completions", json={}).status_code == 401
+        assert client.get("/health").status_code == 200
+        cached = [ask(key)[1]["usage"]["prompt_tokens_details"]["cached_tokens"] for key in ("one", "one", "two")]
+        assert cached[0] == 0 < cached[1] and cached[2] == 0  # nobody sees what another tenant has computed
+        assert ask("two")[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == cached[1]
+        salted = [ask("one", cache_salt="s")[1]["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in "ab"]
+        assert salted == [0, cached[1]]
+        apart = ask("one", cache_prompt=False)[1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert apart == 0
+        assert client.get("/metrics", headers={"authorization": "Bearer two"}).status_code == 403
+        assert b"one" not in client.get("/metrics", headers={"x-api-key": "one"}).content
+        path.write_text(KEYS.replace('"one"', '"three"'))
+        server.reload_keys()
+        assert (ask("one")[0], ask("three")[0]) == (401, 200)
+        path.write_text("[[key]]")
+        server.reload_keys()
+        assert ask("three")[0] == 200
+
+
+def test_addresses(tmp_path):
+    with pytest.raises(JobError, match="insecure"):
+        ServeOptions(host="0.0.0.0").check_address()
+    ServeOptions(host="0.0.0.0", insecure=True).check_address()
+    taken = bind(ServeOptions(port=0))
+    with pytest.raises(JobError, match="--port"):
+        bind(ServeOptions(port=taken.getsockname()[1]))
+    taken.close()
+
+
+def test_metrics(server, llm):
+    with httpx.Client(base_url=server.url) as client:
+        client.post("/v1/completions", json=LONG | {"max_tokens": 3})
+        lines = client.get("/metrics").text.splitlines()
+    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+    assert values["prefold:rows_computed_total"] == llm.stats.rows_computed
+    assert values["prefold:generation_tokens_total"] == llm.stats.generation.generated_tokens
+    assert values["prefold:e2e_request_latency_seconds_count"] >= 1
+    assert any(name.startswith("prefold:http_requests_total{") for name in values)
+
+
+def test_a_step_that_fails(llm, monkeypatch):
+    """Requests of that step are answered with 500, and the server goes on."""
+    with serving(llm) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        real, failures = llm.engine.generator.worker.start, [RuntimeError("the worker failed")]
+
+        def start(message, prepared=None):
+            if failures:
+                raise failures.pop()
+            return real(message, prepared)
+
+        monkeypatch.setattr(llm.engine.generator.worker, "start", start)
+        found = client.post("/v1/completions", json=LONG | {"max_tokens": 2})
+        assert (found.status_code, found.json()["error"]["type"]) == (500, "server_error")
+        assert client.post("/v1/completions", json=LONG | {"max_tokens": 2}).status_code == 200
+        assert client.get("/health").status_code == 200
+        failures.append(RuntimeError("the worker failed"))
+        assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 500
+        assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 200
+
+
+def test_pings_keep_a_silent_stream_open(llm):
+    with serving(llm, ping_seconds=0.05) as server:
+        with llm.engine.generator.turn:
+            raw = Raw(server).send("/v1/completions", LONG | {"max_tokens": 2, "stream": True})
+            raw.read_until(b": ping\n\n")
+        rest = raw.read_until(b"[DONE]")
+        chunks = [json.loads(line[6:]) for line in rest.split(b"\n") if line.startswith(b"data: {")]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        raw.close()
