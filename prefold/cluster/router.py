@@ -191,6 +191,15 @@ class Router:
         rows = self._matched(prompt.namespace, token_bytes(prompt.tokens), with_coming)
         return {self._numbers[i].name: int(rows[i]) for i in np.flatnonzero(rows).tolist()}  # type: ignore[union-attr]
 
+    def holders(self, namespace: Hashable, prefix: np.ndarray, *, least: float = 0.3) -> list[Hashable]:
+        """Returns the replicas that hold, or will hold, at least the share `least` of a prefix."""
+        rows = self._matched(namespace, token_bytes(prefix))
+        return [self._numbers[i].name for i in np.flatnonzero(rows >= max(1, least * len(prefix))).tolist()]  # type: ignore[union-attr]
+
+    def seconds_to_wait(self, replica: Hashable) -> float:
+        """Returns how long a replica needs for what it was sent and has not done."""
+        return float(self._waits[self._members[replica].number])
+
     def _matched(self, namespace: Hashable, tokens: bytes, with_coming: bool = True) -> np.ndarray:
         rows = np.zeros(len(self._numbers), np.int64)
         before, last = 0, 0

@@ -1,0 +1,332 @@
+"""The live window: requests of a stream that wait for a replica, in buckets that share a prefix.
+
+It is bounded in tokens. A prompt goes into its trie in the time of its own length, and leaves with others of its
+bucket when a replica has room. It knows no clock; the time is handed in.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..cache.tree import Node, RadixTree
+from ..errors import InputError
+
+__all__ = ["Bucket", "LiveWindow", "Waiting"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Waiting:
+    """A request in the window. since: the time at which it came; what: whatever was put in with it."""
+
+    key: Hashable
+    tokens: np.ndarray
+    namespace: Hashable
+    since: float
+    what: Any
+    leaf: Node
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Bucket:
+    """A bucket is a maximal node of the window's trie whose path is at least `threshold` of the mean length of the
+    prompts below it. A prompt that ends above all such nodes is one by itself.
+
+    prefix    int32 [n]: the tokens that all its requests begin with
+    requests  how many
+    tokens    of all of them
+    """
+
+    namespace: Hashable
+    prefix: np.ndarray
+    requests: int
+    tokens: int
+    node: Node
+    is_whole: bool  # whether it has all prompts below the node, or those only that end there
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Of the prompts below a node: how many, their tokens; and those that end there."""
+
+    requests: int = 0
+    tokens: int = 0
+    ending: dict[Hashable, Waiting] = field(default_factory=dict)
+
+
+class LiveWindow:
+    """Holds requests until they leave.
+
+    max_tokens    when the window holds so many it is full, and takes no more
+    threshold     share of a prompt that a bucket has in common
+    grown_tokens  buckets of so many tokens leave when there is room; smaller ones wait for more of their kind
+    max_age       seconds after which a request waits no longer for others
+    homes         called with (namespace, prefix): the replicas that hold it, each of which has a queue; a bucket that
+                  none holds is in the queue None
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        threshold: float = 0.3,
+        grown_tokens: int = 8192,
+        max_age: float = 10.0,
+        homes: Callable[[Hashable, np.ndarray], Collection[Hashable]] = lambda namespace, prefix: (),
+    ):
+        for name, value, least in (("max_tokens", max_tokens, 1), ("threshold", threshold, 0), ("max_age", max_age, 0)):
+            if value < least:
+                raise InputError(f"{name} is {value}", field=name, remedy=f"give {least} or more")
+        self.max_tokens, self.threshold = max_tokens, threshold
+        self.grown_tokens, self.max_age = grown_tokens, max_age
+        self.num_tokens = 0
+        self.is_closed = False
+        self._homes = homes
+        self._tree = RadixTree()
+        self._tree.on_split.append(self._split)
+        self._sums: dict[Node, _Sum] = {}
+        self._waiting: OrderedDict[Hashable, Waiting] = OrderedDict()
+        # The buckets of each queue, the one of most tokens at the head, as (-tokens, place, node, is_whole). An entry
+        # whose bucket has changed is passed over; a change enters the bucket once more.
+        self._queues: dict[Hashable, list[tuple[int, int, Node, bool]]] = {}
+        self._places = itertools.count()
+
+    # ----------------------------------------------------------------------------------------------- coming in
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it takes no more until some have left."""
+        return self.num_tokens >= self.max_tokens
+
+    def put(self, key: Hashable, tokens: np.ndarray, *, now: float, namespace: Hashable = (), what: Any = None) -> None:
+        """Takes a prompt, int32 [n], n >= 1. Raises InputError where one of this key waits, and when it is closed;
+        RuntimeError when it is full."""
+        if key in self._waiting:
+            raise InputError(f"the request {key!r} waits already", field="key", remedy="give each its own key")
+        if self.is_closed:
+            raise InputError("the window is closed", field="key", remedy="put requests in before it is closed")
+        if self.is_full:
+            raise RuntimeError("the window is full")
+        # A node that is a bucket now may be none afterwards: those below it are then.
+        path = [node for node, same in self._tree.match(namespace, tokens)[0] if same == len(node)]
+        before = next((node for node in path if self._has_enough(node)), None)
+        leaf = self._tree.insert(namespace, tokens)
+        waiting = Waiting(key, tokens, namespace, now, what, leaf)
+        self._waiting[key] = waiting
+        self.num_tokens += len(tokens)
+        for node in leaf.path():
+            total = self._sums.setdefault(node, _Sum())
+            total.requests += 1
+            total.tokens += len(tokens)
+        self._sums[leaf].ending[key] = waiting
+        self._enter_along(leaf, before)
+
+    def close(self) -> None:
+        """No more requests come: nothing waits for others any longer."""
+        self.is_closed = True
+
+    # --------------------------------------------------------------------------------------------- going out
+
+    def oldest(self) -> Bucket | None:
+        """Returns the bucket of the request that has waited longest, None where nobody waits."""
+        waiting = next(iter(self._waiting.values()), None)
+        return None if waiting is None else self.bucket_of(waiting.key)
+
+    def next_pressed(self) -> float | None:
+        """Returns the time at which the age of the oldest request lets it wait no longer."""
+        waiting = next(iter(self._waiting.values()), None)
+        return None if waiting is None else waiting.since + self.max_age
+
+    def pressed(self, now: float) -> Bucket | None:
+        """Returns the bucket of the oldest request if that has waited for `max_age`."""
+        due = self.next_pressed()
+        return self.oldest() if due is not None and now >= due else None
+
+    def largest(self, queue: Hashable = None, *, grown: bool = True) -> Bucket | None:
+        """Returns the bucket of most tokens of a queue, None where there is none.
+
+        grown  only one of `grown_tokens`, unless the window is full or closed
+        """
+        heap = self._queues.get(queue)
+        while heap:
+            tokens, _, node, is_whole = heap[0]
+            bucket = self._bucket(node, is_whole)
+            if bucket is None or bucket.tokens != -tokens:
+                heapq.heappop(heap)
+                continue
+            homes = self._homes(bucket.namespace, bucket.prefix)
+            if queue not in homes and (homes or queue is not None):  # it is held elsewhere by now
+                heapq.heappop(heap)
+                self._enter(node, is_whole)
+                continue
+            waits = grown and bucket.tokens < self.grown_tokens and not (self.is_full or self.is_closed)
+            return None if waits else bucket
+        self._queues.pop(queue, None)
+        return None
+
+    def bucket_of(self, key: Hashable) -> Bucket:
+        """Returns the bucket that a request is in. KeyError where it does not wait."""
+        leaf = self._waiting[key].leaf
+        node = next((node for node in leaf.path() if self._has_enough(node)), None)
+        bucket = self._bucket(leaf, False) if node is None else self._bucket(node, True)
+        assert bucket is not None
+        return bucket
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Yields all buckets."""
+        for root in list(self._tree.roots.values()):
+            for child in root.children.values():
+                for node, is_whole in self._buckets_below(child):
+                    bucket = self._bucket(node, is_whole)
+                    assert bucket is not None
+                    yield bucket
+
+    def take(self, bucket: Bucket, max_tokens: int | None = None) -> list[Waiting]:
+        """Returns requests of a bucket, which leave: those of at most `max_tokens` tokens, one at least; None: all.
+        They lie side by side in the trie, so that they share as much as can be. KeyError for one that has changed."""
+        now = self._bucket(bucket.node, bucket.is_whole)
+        if now is None or (now.requests, now.tokens) != (bucket.requests, bucket.tokens):
+            raise KeyError("the bucket has changed")
+        taken: list[Waiting] = []
+        left = bucket.tokens if max_tokens is None else max_tokens
+        for waiting in self.requests_of(bucket):
+            if taken and len(waiting.tokens) > left:
+                break
+            left -= len(waiting.tokens)
+            taken.append(waiting)
+        for waiting in taken:
+            self._remove(waiting)
+        node: Node | None = bucket.node
+        while node is not None and node not in self._sums and node.parent is not None:
+            node = node.parent
+        if node is not None and node.parent is not None:
+            self._enter_along(node, bucket.node if bucket.is_whole and node is bucket.node else None)
+        return taken
+
+    def discard(self, key: Hashable) -> None:
+        """A request is not wanted any more; nothing happens where it does not wait."""
+        waiting = self._waiting.get(key)
+        if waiting is not None:
+            path = waiting.leaf.path()
+            before = next((node for node in path if self._has_enough(node)), None)
+            self._remove(waiting)
+            left = [node for node in path if node in self._sums]
+            if left:
+                self._enter_along(left[-1], before if before in self._sums else None)
+
+    @property
+    def queues(self) -> list[Hashable]:
+        """Returns the queues that may have a bucket."""
+        return list(self._queues)
+
+    def requests_of(self, bucket: Bucket) -> Iterator[Waiting]:
+        """Yields the requests of a bucket, side by side as they lie in the trie."""
+        if bucket.is_whole:
+            return self._requests_below(bucket.node)
+        return iter(list(self._sums[bucket.node].ending.values()))
+
+    # ------------------------------------------------------------------------------------------------- buckets
+
+    def _has_enough(self, node: Node) -> bool:
+        total = self._sums[node]
+        return node.stop * total.requests >= self.threshold * total.tokens
+
+    def _bucket(self, node: Node, is_whole: bool) -> Bucket | None:
+        """Returns the bucket at a node; None where it is no bucket."""
+        total = self._sums.get(node)
+        if total is None or any(self._has_enough(above) for above in node.path()[:-1]):
+            return None
+        if self._has_enough(node) != is_whole or not (is_whole or total.ending):
+            return None
+        end = node
+        while is_whole and len(end.children) == 1 and not self._sums[end].ending:
+            (end,) = end.children.values()
+        path = end.path()
+        if is_whole:
+            requests, tokens = total.requests, total.tokens
+        else:
+            requests, tokens = len(total.ending), len(total.ending) * node.stop
+        namespace = next(self._requests_below(node)).namespace
+        prefix = path[0].tokens if len(path) == 1 else np.concatenate([one.tokens for one in path])
+        return Bucket(namespace, prefix, requests, tokens, node, is_whole)
+
+    def _buckets_below(self, node: Node) -> Iterator[tuple[Node, bool]]:
+        unseen = [node]
+        while unseen:
+            node = unseen.pop()
+            if self._has_enough(node):
+                yield node, True
+                continue
+            if self._sums[node].ending:
+                yield node, False
+            unseen.extend(node.children.values())
+
+    def _enter_along(self, end: Node, before: Node | None) -> None:
+        """Enter what is a bucket on the path of `end`, after its sums have changed; `before`: what was one."""
+        path = end.path()
+        first = next((node for node in path if self._has_enough(node)), None)
+        if first is not None:
+            self._enter(first, True)
+        elif self._sums[end].ending:
+            self._enter(end, False)
+        if before is not None and (first is None or first not in before.path()):
+            for node, is_whole in self._buckets_below(before):
+                self._enter(node, is_whole)
+
+    def _enter(self, node: Node, is_whole: bool) -> None:
+        bucket = self._bucket(node, is_whole)
+        if bucket is None:
+            return
+        for queue in self._homes(bucket.namespace, bucket.prefix) or (None,):
+            heap = self._queues.setdefault(queue, [])
+            heapq.heappush(heap, (-bucket.tokens, next(self._places), node, is_whole))
+
+    def _requests_below(self, node: Node) -> Iterator[Waiting]:
+        unseen = [node]
+        while unseen:
+            node = unseen.pop()
+            yield from self._sums[node].ending.values()
+            unseen.extend(reversed(node.children.values()))
+
+    def _remove(self, waiting: Waiting) -> None:
+        del self._waiting[waiting.key]
+        self.num_tokens -= len(waiting.tokens)
+        del self._sums[waiting.leaf].ending[waiting.key]
+        for node in reversed(waiting.leaf.path()):
+            total = self._sums[node]
+            total.requests -= 1
+            total.tokens -= len(waiting.tokens)
+            if not total.requests:
+                del self._sums[node]
+                self._tree.detach(node)
+
+    def _split(self, upper: Node, lower: Node) -> None:
+        total = self._sums[lower]
+        self._sums[upper] = _Sum(total.requests, total.tokens)
+
+    # ------------------------------------------------------------------------------------------------ checking
+
+    def check(self) -> None:
+        """AssertionError where the books do not balance."""
+        sums: dict[Node, list[int]] = {}
+        for key, waiting in self._waiting.items():
+            assert self._sums[waiting.leaf].ending[key] is waiting
+            for node in waiting.leaf.path():
+                total = sums.setdefault(node, [0, 0])
+                total[0] += 1
+                total[1] += len(waiting.tokens)
+        assert sums == {node: [total.requests, total.tokens] for node, total in self._sums.items()}
+        assert set(self._tree.nodes()) == set(sums)
+        assert self.num_tokens == sum(len(waiting.tokens) for waiting in self._waiting.values())
+        entered = {(node, is_whole, -tokens) for heap in self._queues.values() for tokens, _, node, is_whole in heap}
+        for bucket in self.buckets():
+            assert (bucket.node, bucket.is_whole, bucket.tokens) in entered, "a bucket that would never leave"

@@ -1,0 +1,106 @@
+"""What leaves the live window, and for whom."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefold.cluster.dispatch import Dispatcher
+from prefold.cluster.policies import POLICIES, policy_named
+from prefold.cluster.replica import Speed
+from prefold.cluster.router import Router
+
+SPEED = Speed(prefill=1e-3, decode=1e-2)
+
+
+def dispatcher(replicas: str, backlog: int = 1000, policy: str = "prefix", **window) -> Dispatcher:
+    router = Router(policy_named(policy))
+    found = Dispatcher(router, limit_of=lambda what: what or 0, **({"max_tokens": 10**6, "grown_tokens": 300} | window))
+    for name in replicas:
+        router.join(name, speed=Speed(SPEED.prefill, SPEED.decode))
+        found.join(name, backlog)
+    return found
+
+
+def prompt(prefix: int, number: int, shared: int = 100, own: int = 20) -> np.ndarray:
+    return np.concatenate((np.full(shared, prefix), [10_000 + number], np.full(own - 1, 7))).astype(np.int32)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(sorted(POLICIES)))
+def test_nobody_is_lost_and_nobody_goes_twice(seed, policy):
+    rng = np.random.default_rng(seed)
+    max_age = 20.0
+    d = dispatcher("abc", backlog=600, policy=policy, max_tokens=5000, max_age=max_age)
+    came: dict[int, float] = {}
+    sent: dict[int, str] = {}
+    now, key = 0.0, 0
+    while key < 200 or len(d.window) or d.router.in_flight:
+        now += 0.5
+        for _ in range(int(rng.integers(0, 5))):
+            if key < 200 and not d.window.is_full:
+                d.window.put(key, prompt(int(rng.integers(4)), key), now=now, what=8)
+                came[key] = now
+                key += 1
+        if key == 200 and not d.window.is_closed:
+            d.window.close()
+        for order in d.dispatch(now):
+            for waiting in order.requests:
+                assert waiting.key not in sent
+                sent[waiting.key] = order.replica
+        d.window.check()
+        d.router.check()
+        has_room = any(d.room(replica) > 0 for replica in "abc")
+        assert not has_room or len(d.window) == 0 or now - d.window.next_pressed() < 0
+        for one in list(d.router.in_flight):
+            if rng.random() < 0.4:
+                d.router.end(one, output_rows=int(rng.integers(1, 9)))
+        assert now < 1000
+    assert sorted(sent) == list(range(200))
+
+
+def test_the_first_request_starts_at_once():
+    d = dispatcher("ab")
+    d.window.put(0, prompt(1, 0), now=0.0)
+    (order,) = d.dispatch(0.0)
+    assert [waiting.key for waiting in order.requests] == [0] and order.prefix == 120
+    d.window.put(1, prompt(2, 1), now=0.1)
+    (order,) = d.dispatch(0.1)  # the other one had nothing to do
+    assert order.replica == "b"
+    d.window.put(2, prompt(2, 2), now=0.2)
+    assert d.dispatch(0.2) == []  # both are at work: it waits for more of its kind
+    d.window.put(3, prompt(2, 3), now=0.3)
+    d.window.put(4, prompt(2, 4), now=0.3)
+    (order,) = d.dispatch(0.3)
+    assert order.replica == "b" and [waiting.key for waiting in order.requests] == [2, 3, 4]
+
+
+def test_a_replica_goes_on_with_what_it_holds():
+    d = dispatcher("ab", backlog=300)
+    for i in range(40):
+        d.window.put(i, prompt(i % 4, i), now=0.0)
+    places: dict[int, set] = {}
+    for _ in range(40):
+        for order in d.dispatch(0.0):
+            for waiting in order.requests:
+                places.setdefault(int(waiting.tokens[0]), set()).add(order.replica)
+        for key in list(d.router.in_flight)[:2]:
+            d.router.end(key)
+    assert not len(d.window)
+    assert sum(map(len, places.values())) <= 6  # at most two prefixes are copied
+
+
+def test_a_bucket_is_left_to_its_holder_unless_that_has_much_to_do():
+    d = dispatcher("ab", backlog=500, grown_tokens=0)
+    d.window.put("warm", prompt(1, 0), now=0.0)
+    d.window.put("cold", prompt(2, 1), now=0.0)
+    assert {order.replica for order in d.dispatch(0.0)} == {"a", "b"}
+    holder = d.router.in_flight["warm"].replica
+    for i in range(3):
+        d.window.put(i, prompt(1, 2 + i), now=0.0, what=5)
+    orders = d.dispatch(0.0)
+    assert {order.replica for order in orders} == {holder}
+    for i in range(3, 60):
+        d.window.put(i, prompt(1, 2 + i), now=0.0, what=5)
+    assert {order.replica for order in d.dispatch(0.0)} == {"a", "b"}
