@@ -86,6 +86,10 @@ class MissingExtraError(PrefoldError, ImportError):
     def __init__(self, package: str, extra: str, what: str):
         super().__init__(f"{what} needs the package {package!r}: pip install 'prefold[{extra}]'")
         self.extra = extra
+        self._given = (package, extra, what)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), self._given
 
 
 class JobError(PrefoldError):

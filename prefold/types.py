@@ -228,6 +228,10 @@ class GenerationStats(Jsonable):
     steps: int = 0
     running_peak: int = 0
 
+    def __add__(self, other: GenerationStats) -> GenerationStats:
+        """Returns the counts of both: the larger one of each peak, the sum of all else."""
+        return GenerationStats(**{field.name: _added(self, other, field.name) for field in fields(self)})
+
 
 @dataclass(slots=True)
 class Stats(Jsonable):
@@ -254,6 +258,16 @@ class Stats(Jsonable):
     seconds: dict[str, float] = field(default_factory=dict)
     generation: GenerationStats | None = None
 
+    def __add__(self, other: Stats) -> Stats:
+        """Returns the counts of both, as of two runs or replicas: the larger one of each peak, the sum of all else."""
+        counts = {field.name: _added(self, other, field.name) for field in fields(self)[:-2]}
+        seconds = {
+            part: self.seconds.get(part, 0.0) + other.seconds.get(part, 0.0)
+            for part in {**self.seconds, **other.seconds}
+        }
+        both = [stats.generation for stats in (self, other) if stats.generation is not None]
+        return Stats(**counts, seconds=seconds, generation=sum(both, GenerationStats()) if both else None)
+
     def add_seconds(self, part: str, seconds: float) -> None:
         """Adds to the seconds of a part."""
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
@@ -272,3 +286,9 @@ class Stats(Jsonable):
             parts.append(f"{self.generation.generated_tokens:,} tokens generated")
         spent = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
         return "; ".join([*parts, spent] if spent else parts)
+
+
+def _added(one: object, other: object, name: str) -> int:
+    """Returns what two counters of this name come to."""
+    counts = getattr(one, name), getattr(other, name)
+    return max(counts) if name.endswith("_peak") else sum(counts)

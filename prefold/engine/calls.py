@@ -126,7 +126,7 @@ def _leave(generator: Generator, inbox: Inbox) -> None:
 
 def serve(
     generator: Generator,
-    windows: Iterable[Iterable[tuple[Hashable, Request]]],
+    windows: Iterable[Iterable[tuple[Hashable, Request]] | None],
     tokenizer: Tokenizer | None = None,
     *,
     stopping: Callable[[], bool] = lambda: False,
@@ -134,7 +134,8 @@ def serve(
 ) -> Iterator[tuple[Any, TextPiece | Answer]]:
     """Yield (tag, answer) of every request as they end, and with text=True (tag, piece) before.
 
-    The next window is taken in when few requests wait, so that its prompts join those that still run.
+    The next window is taken in when few requests wait, so that its prompts join those that still run. A window that is
+    None says that nothing more is there yet: it is asked for again after the next step.
     stopping  asked after every step: once it says so, this ends, having yielded what is there
     options   of `Call.add`
     """
@@ -145,9 +146,11 @@ def serve(
         while more or call.open:
             # Others' requests may wait too: ours must not wait for theirs.
             while more and (not call.open or generator.num_waiting <= generator.options.max_running):
-                window = next(left, None)
-                more = window is not None
-                for tag, request in window or ():
+                window = next(left, ())
+                more = window != ()
+                if window is None:
+                    break
+                for tag, request in window:
                     call.add(tag, request, tokenizer, **options)
             yield from call.take()
             if stopping():

@@ -71,15 +71,17 @@ class Engine:
         sharing: Sharing | None = None,
         max_batch_rows: int | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[bytes, Result]]:
         """Yield (tag, result) of every request, as the steps that end them come in.
 
         With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`).
         sharing, max_batch_rows  of this run; None: the engine's
         on_step                  called after every step of the engine, until the run ends
+        stopping                 asked after every step: once it says so, the run ends, having yielded what is done
         """
         sharing = sharing or self.sharing
-        how: dict[str, Any] = {"sharing": sharing, "meter": self.meter}
+        how: dict[str, Any] = {"sharing": sharing, "meter": self.meter, "stopping": stopping}
         how["budget"] = self._budget if max_batch_rows is None else StepBudget(max_batch_rows)
         with self.meter.heard_by(on_step):
             if not self.options.cache_prefill or sharing != "full":
@@ -87,17 +89,20 @@ class Engine:
                 return
             for window in windows:
                 if can_probe(window, readout):
-                    yield from self._run_probes(window, readout)
+                    yield from self._run_probes(window, readout, how)
                 else:
                     yield from run_stream(self.worker, [window], readout, **how)
+                if stopping():
+                    return
 
-    def _run_probes(self, window: Window, readout: Readout) -> Iterator[tuple[bytes, Result]]:
+    def _run_probes(self, window: Window, readout: Readout, how: dict[str, Any]) -> Iterator[tuple[bytes, Result]]:
         """`run` one window among what is generated, in the slots of its KV store."""
         twins, lengths = window.twins, np.diff(window.offsets)
         self.meter.add(requests=int(np.count_nonzero(~twins)))
         requests = [(number, window.request(number)) for number in range(window.num_requests)]
         too_large = []
-        with closing(serve(self.generator, [requests], readout=readout, sharing=True)) as answers:
+        probes = serve(self.generator, [requests], stopping=how["stopping"], readout=readout, sharing=True)
+        with closing(probes) as answers:
             for number, result in answers:
                 if isinstance(result, Result):
                     if twins[number]:  # The generator has counted its prompt, which its first read stands for.
@@ -107,8 +112,7 @@ class Engine:
                     too_large.append(number)
         if too_large:
             self.meter.add(requests=-int(np.count_nonzero(~twins[too_large])))
-            windows = [window.take(np.array(sorted(too_large)))]
-            yield from run_stream(self.worker, windows, readout, sharing="full", budget=self._budget, meter=self.meter)
+            yield from run_stream(self.worker, [window.take(np.array(sorted(too_large)))], readout, **how)
 
     @cached_property
     def generator(self) -> Generator:
@@ -136,7 +140,7 @@ class Engine:
 
     def generate(
         self,
-        windows: Iterable[Window],
+        windows: Iterable[Window | None],
         tokenizer: Tokenizer | None,
         *,
         sharing: Sharing | None = None,
@@ -145,7 +149,9 @@ class Engine:
     ) -> Iterator[tuple[bytes, Answer]]:
         """Yield (tag, a Generated a sample) of every request, as they end; (tag, InputError) for one that cannot run.
 
-        The next window is taken in when few requests wait, so that its prompts join those that still run.
+        The next window is taken in when few requests wait, so that its prompts join those that still run. A window
+        that is None says that nothing more is there yet: it is asked for again after the next step.
+
         sharing   of this run's requests, "full" or "off"; None: the engine's
         on_step   called after every step of the engine, until the run ends
         stopping  asked after every step: once it says so, the run ends, having yielded what is done
@@ -162,8 +168,11 @@ class Engine:
             for _, event in events:
                 yield event
 
-    def _requests(self, windows: Iterable[Window]) -> Iterator[list[tuple[bytes, Request]]]:
+    def _requests(self, windows: Iterable[Window | None]) -> Iterator[list[tuple[bytes, Request]] | None]:
         for window in windows:
+            if window is None:
+                yield None
+                continue
             self.meter.add(requests=window.num_requests)
             yield [(tag, window.request(number)) for number, tag in enumerate(window.tags)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -93,7 +92,6 @@ class Maker:
     def __init__(self, facts: Facts, eos_ids: Sequence[int], *, reserve: bool):
         self.facts, self.eos_ids, self._reserve = facts, tuple(eos_ids), reserve
         self._texts: _Texts | None = None
-        self._lock = threading.Lock()  # of what turns tokens into text
 
     def numbers(
         self, key: int, request: Request, readout: Readout, on_done: Callable[[Answer], None], *, sharing: bool
@@ -126,10 +124,10 @@ class Maker:
                 code="too_long",
             )
         self._check_adapter(request.adapter)
-        with self._lock:
-            texts = self._texts_of(tokenizer, request)
-            matcher = None if sampling.grammar is None else texts.grammars.matcher(sampling.grammar)
-            detokenizer = None if tokenizer is None else texts.detokenizer
+        # Without a lock: a grammar may take long, and at worst two threads make the same.
+        texts = self._texts_of(tokenizer, request)
+        matcher = None if sampling.grammar is None else texts.grammars.matcher(sampling.grammar)
+        detokenizer = None if tokenizer is None else texts.detokenizer
         seed = secrets.randbits(53) if sampling.seed is None else sampling.seed
         samples = [
             Sample(
@@ -155,9 +153,10 @@ class Maker:
                 if getattr(request.sampling, field):
                     message = f"{field!r} needs a tokenizer, and the model has none"
                     raise InputError(message, field=field, remedy="leave it out", code="no_tokenizer")
-        if self._texts is None or self._texts.tokenizer is not tokenizer:
-            self._texts = _Texts(tokenizer, self.facts.vocab_size, self.eos_ids)  # type: ignore[arg-type]
-        return self._texts
+        texts = self._texts
+        if texts is None or texts.tokenizer is not tokenizer:
+            texts = self._texts = _Texts(tokenizer, self.facts.vocab_size, self.eos_ids)  # type: ignore[arg-type]
+        return texts
 
 
 class _Texts:

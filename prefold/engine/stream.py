@@ -7,7 +7,7 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -32,12 +32,21 @@ _NUMBERS = itertools.count()
 
 
 def run_stream(
-    worker: Worker, windows: Iterable[Window], readout: Readout, *, sharing: Sharing, budget: StepBudget, meter: Meter
+    worker: Worker,
+    windows: Iterable[Window],
+    readout: Readout,
+    *,
+    sharing: Sharing,
+    budget: StepBudget,
+    meter: Meter,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[bytes, Result]]:
     """Yield (tag, result) of every request, as the steps that end them come in.
 
     With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`). Steps are planned, and
     prepared by the worker, in a thread while others run.
+
+    stopping  asked after every step: once it says so, no more steps are begun
     """
     run = _StreamRun(worker, readout, sharing, budget, meter)
     # Wherever Ctrl-C comes: at the latest when nobody holds the run any more.
@@ -49,6 +58,8 @@ def run_stream(
                 begun.append(step)
                 while len(begun) >= worker.facts.depth:
                     yield from run.finish(begun.popleft())
+            if stopping():
+                break
         while begun:
             yield from run.finish(begun.popleft())
     finally:

@@ -17,8 +17,9 @@ the cache is empty.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -56,6 +57,7 @@ class GenerateScheduler:
     max_running     sequences at once; never more than rows in a step
     sharing         False: every request has rows of its own
     cache           keep rows of ended sequences by these options; None: free them at once
+    clock           seconds, for the cache
     """
 
     def __init__(
@@ -66,11 +68,12 @@ class GenerateScheduler:
         max_running: int,
         sharing: bool = True,
         cache: CacheOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.pool = pool
         self.tree = RadixTree()
         self.tree.make_anew = self._make_anew
-        self.cache = None if cache is None else RadixCache(self.tree, pool, cache)
+        self.cache = None if cache is None else RadixCache(self.tree, pool, cache, clock)
         self.max_batch_rows = max_batch_rows
         self.max_running = min(max_running, max_batch_rows)
         self.stats = GenerationStats()

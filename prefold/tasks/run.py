@@ -37,21 +37,17 @@ def results_of(
     engine: Any,
     task: Any,
     windows: Iterable[Window],
-    *,
-    stopping: Callable[[], bool] | None = None,
     **run: Any,
 ) -> Iterator[tuple[bytes, Any]]:
     """Yields (tag, result) of every request, as the results come.
 
-    stopping  where text is generated: called after each step; once it returns True, the run ends
-    run       how to run: `on_step`, and for numeric tasks `sharing` and `max_batch_rows`, as `Engine.run` takes them
+    run  how to run: `on_step`, `stopping`, and for numeric tasks `sharing` and `max_batch_rows`, as `Engine.run` takes
+         them
 
     A result is a Result; where text is generated it is a list of Generated, or the InputError of a request that
     cannot be run.
     """
     if task.readout.kind == "tokens":
-        if stopping is not None:
-            run["stopping"] = stopping
         return engine.generate(windows, task.inputs.tokenizer, **run)
     return engine.run(windows, task.readout, **run)
 

@@ -101,7 +101,9 @@ class FakeEngine:
         self.stats, before = Stats(), self.stats
         return before
 
-    def run(self, windows: Any, readout: Readout, *, on_step: Any = None) -> Iterator[tuple[bytes, Result]]:
+    def run(
+        self, windows: Any, readout: Readout, *, on_step: Any = None, stopping: Any = None
+    ) -> Iterator[tuple[bytes, Result]]:
         try:
             for window in windows:
                 yield from self._window(window, on_step)
