@@ -119,7 +119,7 @@ def measured(model, lengths: list[int], repeats: int) -> dict[str, dict]:
             "rows": attend.rows,
             "entries": attend.entries,
             "linear_gflop": attend.rows * config.linear_flops / 1e9,
-            "attention_gflop": 4 * attend.entries * config.q_size * config.layers / 1e9,
+            "attention_gflop": 4 * attend.entries * config.q_size * len(config.planes) / 1e9,
             "seconds": seconds[name],
         }
     return found
@@ -182,7 +182,7 @@ def ranks(models: dict, arguments) -> str:
     readout, rows, alone = Readout("mean"), [], {}
     for size in (1, 2):
         llm = LLM(Checkpoint.dummy(PAGE), dtype="float32", tensor_parallel=size, sharing="off")
-        layers = llm.config.layers
+        layers = len(llm.config.planes)
         for name, batch in batches.items():
             rng = np.random.default_rng(0)
             requests = [Request(rng.integers(0, 4096, n).astype(np.int32)) for n in batch]
@@ -231,7 +231,7 @@ def share(models: dict, arguments) -> str:
                 within.append(attend.seconds / seconds[-1])
             linear = attend.rows * model.config.linear_flops
             # Causal: of a square of score entries half are computed.
-            attention = 2 * attend.entries * model.config.q_size * model.config.layers
+            attention = 2 * attend.entries * model.config.q_size * len(model.config.planes)
             rows.append(
                 [name, f"{len(lengths)} x {lengths[0]}", f"{attend.entries:,}", f"{linear / 1e9:.1f}",
                  f"{attention / 1e9:.2f}", f"{attention / (attention + linear):.1%}", f"{1e3 * median(seconds):.0f}",
@@ -247,7 +247,7 @@ def decode(models: dict, arguments) -> str:
     config, rows = model.config, []
     balance = linear_rate(config, torch.float32) / read_bandwidth()
     for batch in (1, 8, 64):
-        store = KVStore(config.layers, config.kv_heads, config.head_dim, batch * (context + 1) + 2, torch.float32)
+        store = KVStore(len(config.planes), config.kv_heads, config.head_dim, batch * (context + 1) + 2, torch.float32)
         first = 2 + np.arange(batch) * (context + 1)
         queries = np.arange(batch)
         runs = KeyRuns(first, np.full(batch, context + 1), np.zeros(batch, np.int64), queries, queries + 1)
@@ -262,10 +262,10 @@ def decode(models: dict, arguments) -> str:
         with torch.inference_mode():
             seconds = timed(lambda: model.logits(model(tokens, positions, attend)), 2 + 5 * arguments.repeats)[2:]  # noqa: B023
         head = 2 * config.hidden * config.vocab_size
-        attention = 4 * (context + 1) * config.q_size * config.layers
+        attention = 4 * (context + 1) * config.q_size * len(config.planes)
         flops = batch * (config.linear_flops + head + attention)
         weights = 4 * (config.linear_flops + head) // 2
-        keys = batch * (context + 1) * 2 * config.kv_size * config.layers * 4
+        keys = batch * (context + 1) * 2 * config.kv_size * len(config.planes) * 4
         rows.append(
             [batch, f"{flops / 1e9:.2f}", f"{weights / 1e6:.0f}", f"{keys / 1e6:.0f}",
              f"{flops / (weights + keys):.1f}", f"{1e3 * median(seconds):.1f}", f"{batch / median(seconds):.0f}"]

@@ -146,8 +146,8 @@ def limit_seconds(config, trie, dtype: torch.dtype, num_reads: int | None = None
     num_reads: rows read, when the last layer need compute no more (K and V of all rows remain).
     """
     linear, attention = linear_rate(config, dtype), attention_rate(config, dtype)
-    layer = config.linear_flops / config.layers
-    layers = config.layers
+    layer = config.linear_flops / len(config.planes)
+    layers = len(config.planes)
     flops = trie.num_rows * config.linear_flops
     if num_reads is not None:
         kv = 2 * config.hidden * 2 * config.kv_size
@@ -183,13 +183,13 @@ def generation_limit(
     flops = (trie.num_rows + decode_rows) * config.linear_flops + len(ends) * max_tokens * head
     # A decode row sees its prompt, the tokens before it and itself.
     pairs = visible_pairs(trie.end) + int(steps * lengths.sum() + len(ends) * steps * (steps + 1) // 2)
-    row_bytes = config.layers * 2 * config.kv_size * dtype.itemsize
+    row_bytes = len(config.planes) * 2 * config.kv_size * dtype.itemsize
     tails = len(ends) * steps * (steps + 1) // 2
     weights = (config.linear_flops + head) // 2 * dtype.itemsize  # two operations of a row for each
     moved = steps * weights + row_bytes * (steps * trie.num_rows + tails)
     parts = {
         "linear_seconds": flops / rates["linear"],
-        "attention_seconds": config.layers * attention_flops(config, pairs) / rates["attention"],
+        "attention_seconds": len(config.planes) * attention_flops(config, pairs) / rates["attention"],
         "bytes_seconds": moved / rates["bandwidth"],
     }
     return parts | {

@@ -175,5 +175,5 @@ def forward(model: CausalLM, batch: Batch) -> torch.Tensor:
 
 def floor_seconds(bench: Bench, config, trie: Trie) -> float:
     """What the products of all rows and the attention of all visible pairs take at the rate of a large product."""
-    flops = trie.num_rows * config.linear_flops + config.layers * attention_flops(config, visible_pairs(trie.end))
+    flops = trie.num_rows * config.linear_flops + len(config.planes) * attention_flops(config, visible_pairs(trie.end))
     return flops / bench.limits()["flops"]

@@ -59,7 +59,7 @@ def steps(bench: Bench, name: str) -> None:
     model = bench.model(name)
     config = model.config
     batches, shared, own = ((4,), 24, 8) if bench.smoke else (BATCHES, SHARED, OWN)
-    slot_bytes = 2 * config.kv_size * config.layers * bench.dtype.itemsize
+    slot_bytes = 2 * config.kv_size * len(config.planes) * bench.dtype.itemsize
     weights = config.linear_flops // 2 * bench.dtype.itemsize + config.hidden * config.vocab_size * bench.dtype.itemsize
     rows = []
     for batch in batches:

@@ -39,7 +39,7 @@ def measure(bench: Bench, name: str) -> None:
     print(f"{name}: {len(prompts)} pairs, {trie.num_tokens} tokens, {trie.num_rows} unique ({sharing:.2f})", flush=True)
     weights = sum(p.nbytes for p in model.parameters())
     readout = Readout("logits", ids=(9, 21))
-    pool = trie.num_rows * 2 * model.config.kv_size * model.config.layers * bench.dtype.itemsize
+    pool = trie.num_rows * 2 * model.config.kv_size * len(model.config.planes) * bench.dtype.itemsize
     rows, rates = [], {}
     for mode in MODES:
         options = EngineOptions(sharing=mode, max_batch_rows=256 if bench.smoke else BATCH_ROWS)
@@ -56,7 +56,7 @@ def measure(bench: Bench, name: str) -> None:
         peak = torch.cuda.max_memory_allocated(bench.device) if bench.on_gpu else 0
         rates[mode] = len(prompts) / median(found)
         shares = bench.attempt(f"rerank profile {mode}", lambda once=once: time_shares(bench, once)) or {}
-        path = engine.stats.path_rows_peak * 2 * model.config.kv_size * model.config.layers * bench.dtype.itemsize
+        path = engine.stats.path_rows_peak * 2 * model.config.kv_size * len(model.config.planes) * bench.dtype.itemsize
         rows.append(
             [
                 mode,

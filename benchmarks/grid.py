@@ -23,7 +23,7 @@ from prefold.worker.local import LocalWorker
 
 
 def flops(config, rows: int, pairs: int) -> float:
-    return rows * config.linear_flops + config.layers * attention_flops(config, pairs)
+    return rows * config.linear_flops + len(config.planes) * attention_flops(config, pairs)
 
 
 def main() -> None:

@@ -40,9 +40,9 @@ def make_sequences(options: argparse.Namespace, vocab: int) -> list[np.ndarray]:
 def step_flops(batch: TrainBatch) -> float:
     """Of forward and backward: the backward pass has twice the products of the forward pass."""
     config, step, reads = batch.config, batch.step, len(batch.step.read_rows)
-    layer, kv = config.linear_flops / config.layers, 4 * config.hidden * config.kv_size
-    linear = batch.num_rows * (layer * (config.layers - 1) + kv) + reads * (layer - kv)
-    attention = (config.layers - 1) * attention_flops(config, visible_pairs(step.end))
+    layer, kv = config.linear_flops / len(config.planes), 4 * config.hidden * config.kv_size
+    linear = batch.num_rows * (layer * (len(config.planes) - 1) + kv) + reads * (layer - kv)
+    attention = (len(config.planes) - 1) * attention_flops(config, visible_pairs(step.end))
     return 3 * (linear + attention + reads * 2 * config.hidden * config.vocab_size)
 
 

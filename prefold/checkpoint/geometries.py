@@ -28,6 +28,28 @@ def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, *, tied: boo
     }
 
 
+def _ouro(layers: int) -> dict[str, Any]:
+    return {
+        "architectures": ["OuroForCausalLM"],
+        "model_type": "ouro",
+        "vocab_size": 49152,
+        "hidden_size": 2048,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "intermediate_size": 5632,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 65536,
+        "tie_word_embeddings": False,
+        "total_ut_steps": 4,
+        "early_exit_threshold": 1.0,
+        "torch_dtype": "bfloat16",
+    }
+
+
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
         "architectures": ["LlamaForCausalLM"],
@@ -83,4 +105,43 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
     "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
     "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied=False),
+    "ouro-1.4b": _ouro(24),
+    "ouro-2.6b": _ouro(48),
+    "huginn-3.5b": {
+        "architectures": ["RavenForCausalLM"],
+        "model_type": "huginn_raven",
+        "vocab_size": 65536,
+        "n_embd": 5280,
+        "n_heads": 55,
+        "n_layers": 8,
+        "n_layers_in_prelude": 2,
+        "n_layers_in_recurrent_block": 4,
+        "n_layers_in_coda": 2,
+        "mean_recurrence": 32,
+        "intermediate_size": 17920,
+        "block_size": 4096,
+        "norm_eps": 1e-6,
+        "rope_base": 50000,
+        "qk_bias": True,
+        "tie_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
+    # A model of this size is trained by examples/looped.py.
+    "looped-2x4": {
+        "architectures": ["PrefoldLoopedForCausalLM"],
+        "model_type": "prefold_looped",
+        "vocab_size": 600,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "loop": {"blocks": 2, "visits": 8, "between": "nothing", "gate": True},
+        "torch_dtype": "float32",
+    },
 }

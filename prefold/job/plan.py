@@ -178,8 +178,8 @@ def cost_of(shape: StreamShape, config: ModelConfig) -> tuple[Cost, Cost]:
 
 def row_cost(config: ModelConfig) -> RowCost:
     """Returns what a row costs in floating-point operations, without the LM head."""
-    weights = config.layers * config.layer_weights
-    return RowCost(2.0 * weights, 4.0 * config.heads * config.head_dim, tuple(plane.window for plane in config.planes))
+    per_key = 4.0 * config.heads * config.head_dim
+    return RowCost(float(config.linear_flops), per_key, tuple(plane.window for plane in config.planes))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from .config import ModelConfig, Plane, RopeConfig
 from .families import config_from, register_family, supported_architectures
+from .loop import Loop
 
 if TYPE_CHECKING:
+    from .looped import LoopedLM
     from .lora import NO_ADAPTERS, Adapter, RowAdapters, load_adapter
     from .transformer import CausalLM
     from .weights import load_model
@@ -20,6 +22,8 @@ __all__ = [
     "NO_ADAPTERS",
     "Adapter",
     "CausalLM",
+    "Loop",
+    "LoopedLM",
     "ModelConfig",
     "Plane",
     "RopeConfig",
@@ -37,6 +41,10 @@ def __getattr__(name: str):
         from .transformer import CausalLM
 
         return CausalLM
+    if name == "LoopedLM":
+        from .looped import LoopedLM
+
+        return LoopedLM
     if name == "load_model":
         from .weights import load_model
 

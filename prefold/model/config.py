@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import UnsupportedModelError
+from .loop import Loop
 
 __all__ = ["ModelConfig", "Plane", "RopeConfig"]
 
@@ -16,7 +17,12 @@ SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "int
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: its kind ("default", "linear", "llama3", "yarn" or "factors"), base and settings."""
+    """A RopeConfig says how q and k are rotated by position.
+
+    kind      "default", "linear", "llama3", "yarn" or "factors"
+    theta     the base of the frequencies
+    settings  those of the kind
+    """
 
     kind: str = "default"
     theta: float = 10000.0
@@ -25,7 +31,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One KV layer.
+    """A Plane is one KV layer: a layer, or one visit's layer where layers are visited several times.
 
     window  the sliding window: a key is visible while position(query) - position(key) < window; None: always
     rope    the rotary settings of this layer; None: the model's
@@ -37,14 +43,17 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A pre-norm decoder.
+    """A ModelConfig describes a decoder, whose layers norm what they read of the residual stream.
+
+    layers         layers with weights of their own
 
     rope           rotary settings; None: nothing is rotated, and each of max_positions has an embedding
     norm           of the residual stream: RMS norm, or LayerNorm with a bias
     gated          whether the MLP has a gate: activation(gate) * up, else activation(up)
-    qkv_bias, o_bias, mlp_bias   biases of those linears
+    qkv_bias, o_bias, mlp_bias   biases of those linears; qk_bias: of q and k, and not of v
     qk_norm        an RMS norm over head_dim on every query and key head, before the rotation
     out_norms      RMS norms on what attention and the MLP give too, before it is added to the residual stream
+    sum_norms      RMS norms on the residual stream after each of these is added, which then is what the norm gives
     norm_offset    what is added to the norm weights of the checkpoint (1: they are stored less one)
     activation     of the MLP
     embedding_scale   what the embedding is multiplied with, rounded to the model's dtype
@@ -53,7 +62,8 @@ class ModelConfig:
     num_labels     rows of the classification head; None: no such head
     head_layers    1: one linear. 2: linear, ReLU, linear, with biases (reward models)
     labels         names of the head's rows, in order; empty when the checkpoint names none
-    planes         one a layer
+    planes         one a layer; of a looped model one for each layer of each visit, in the order of a pass
+    loop           how the layers of a looped model are visited; None: each once, in order
     names          what tensors and modules are called in checkpoints
     dtype          the dtype the checkpoint was saved in ("bfloat16", ...), when it says so
     """
@@ -73,10 +83,12 @@ class ModelConfig:
     gated: bool = True
     tie_embeddings: bool = False
     qkv_bias: bool = False
+    qk_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     out_norms: bool = False
+    sum_norms: bool = False
     norm_offset: float = 0.0
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: float = 1.0
@@ -85,8 +97,9 @@ class ModelConfig:
     num_labels: int | None = None
     head_layers: Literal[1, 2] = 1
     labels: tuple[str, ...] = ()
-    names: Literal["llama", "gpt2"] = "llama"
+    names: Literal["llama", "gpt2", "ouro", "huginn"] = "llama"
     dtype: str | None = None
+    loop: Loop | None = None
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -101,50 +114,58 @@ class ModelConfig:
             factors = rope.settings.get("factors")
             if factors is not None and len(factors) != self.head_dim // 2:
                 raise UnsupportedModelError(f"{len(factors)} rotary factors for a head_dim of {self.head_dim}")
-        if len(self.planes) != self.layers:
-            raise UnsupportedModelError(f"{len(self.planes)} planes for {self.layers} layers")
+        if len(self.planes) != len(self.visited):
+            raise UnsupportedModelError(f"{len(self.planes)} planes for {len(self.visited)} layers of a pass")
+
+    @property
+    def visited(self) -> Sequence[int]:
+        """Returns the layer that each plane is of, in the order of a pass."""
+        return range(self.layers) if self.loop is None else self.loop.visited(self.layers)
 
     @property
     def scale(self) -> float:
-        """What attention multiplies q k with."""
+        """Returns what attention multiplies q k with."""
         return (self.query_scalar or self.head_dim) ** -0.5
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """Rotary settings, one a layer; none where nothing is rotated."""
+        """Returns the rotary settings of each plane; none where nothing is rotated."""
         return tuple(rope for plane in self.planes if (rope := plane.rope or self.rope))
 
     @property
     def q_size(self) -> int:
+        """Returns how many numbers the queries of one row are."""
         return self.heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Numbers in one row's keys (or values) of one plane."""
+        """Returns how many numbers the keys (or values) of one row are, in one plane."""
         return self.kv_heads * self.head_dim
 
     @property
     def mlp_inputs(self) -> int:
-        """Linears that the MLP begins with: gate and up, or up alone."""
+        """Returns how many linears the MLP begins with: gate and up, or up alone."""
         return 2 if self.gated else 1
 
     @property
     def layer_weights(self) -> int:
-        """Weights of one layer's linears, without biases."""
+        """Returns how many weights the linears of one layer have, without biases."""
         return self.hidden * (2 * self.q_size + 2 * self.kv_size + (self.mlp_inputs + 1) * self.intermediate)
 
     @property
     def linear_flops(self) -> int:
-        """Floating-point operations of all linears for one row, the LM head left out."""
-        return 2 * self.layers * self.layer_weights
+        """Returns the floating-point operations of all linears in a pass of one row, the LM head left out."""
+        injections = len(self.loop.order) if self.loop is not None and self.loop.between == "inject" else 0
+        return 2 * (len(self.planes) * self.layer_weights + injections * 2 * self.hidden**2)
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, the LM head counted once when it is tied; an untied one counts where `lm_head` is set."""
+        """Returns how many parameters there are. The LM head counts where `lm_head` is set and it is not tied."""
         norm = self.hidden * (2 if self.norm == "layer" else 1)
-        norms = (4 if self.out_norms else 2) * norm + (2 * self.head_dim if self.qk_norm else 0)
+        norms = (4 if self.out_norms or self.sum_norms else 2) * norm + (2 * self.head_dim if self.qk_norm else 0)
         biases = (
             self.qkv_bias * (self.q_size + 2 * self.kv_size)
+            + self.qk_bias * (self.q_size + self.kv_size)
             + self.o_bias * self.hidden
             + self.mlp_bias * (self.mlp_inputs * self.intermediate + self.hidden)
         )
@@ -154,4 +175,6 @@ class ModelConfig:
         head = (self.num_labels or 0) * self.hidden
         if self.num_labels and self.head_layers == 2:
             head += self.hidden * self.hidden + self.hidden + self.num_labels
+        if self.loop is not None:
+            head += self.loop.gate * (self.hidden + 1) + (self.loop.between == "inject") * 2 * self.hidden**2
         return embeddings + self.layers * (self.layer_weights + norms + biases) + norm + head

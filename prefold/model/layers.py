@@ -29,18 +29,21 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x [rows, inputs] -> [rows, outputs].
+    """A Linear gives x [rows, inputs] times its weight: [rows, outputs].
 
     weight   a parameter [outputs, inputs]; None once a product has it in a form of its own
-    bias     a parameter [outputs], or None
+    bias     a parameter [outputs], or None; or shorter: of the first outputs
     product  who multiplies in place of PyTorch, or None: put there by `use`
     """
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device):
+    def __init__(self, inputs: int, outputs: int, *, bias: bool | int, dtype: torch.dtype, device: torch.device):
+        """bias: whether there is one, or of how many outputs."""
         super().__init__()
         self.inputs, self.outputs = inputs, outputs
+        biased = outputs if bias is True else int(bias)
+        self._unbiased = outputs - biased if biased else 0
         self.weight: Tensor | None = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
+        self.bias = nn.Parameter(torch.empty(biased, dtype=dtype, device=device)) if biased else None
         self.product: Product | None = None
 
     def use(self, product: Product) -> None:
@@ -59,9 +62,10 @@ class Linear(nn.Module):
         return pack(weight, pool)
 
     def forward(self, x: Tensor) -> Tensor:
+        bias = F.pad(self.bias, (0, self._unbiased)) if self._unbiased else self.bias
         if self.product is not None:
-            return self.product(x, self.bias)
-        return F.linear(x, self.weight, self.bias)
+            return self.product(x, bias)
+        return F.linear(x, self.weight, bias)
 
     def extra_repr(self) -> str:
         return f"{self.inputs} -> {self.outputs}{f', {type(self.product).__name__}' if self.product else ''}"

@@ -25,8 +25,9 @@ from torch.nn import functional as F
 from ..device import send
 from ..errors import CheckpointError, UnsupportedModelError
 from .config import ModelConfig
-from .names import NAMES, fused_sizes
+from .names import fused_sizes, names_of
 from .parallel import ALONE, Alone
+from .sources import halves_apart
 
 __all__ = ["NO_ADAPTERS", "Adapter", "RowAdapters", "load_adapter"]
 
@@ -171,7 +172,7 @@ def load_adapter(
     local, places = shard.local(config), shard.parts(config)
     for number in range(config.layers):
         deltas = {}
-        last = number == config.layers - 1
+        last = number == config.visited[-1]
         for linear, modules in _linears(config, last=last).items():
             parts = []
             for (module, columns, inputs), (_, own, _) in zip(modules, _linears(local, last=last)[linear], strict=True):
@@ -237,6 +238,7 @@ def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair
                 "safetensors (in PEFT: save_pretrained(folder, safe_serialization=True))"
             )
         raise CheckpointError(f"{folder} has no adapter_model.safetensors")
+    names = names_of(config)
     pairs: dict[str, Pair] = {}
     modules: dict[str, list[re.Match]] = {}
     strange = []
@@ -245,7 +247,7 @@ def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair
             for stored in file.keys():  # noqa: SIM118 (not a dict)
                 match = TENSOR.fullmatch(stored)
                 name, side = match.groups() if match else ("", "")
-                here = [MODULE.fullmatch(module) for module in NAMES[config.names].of_module(name)]
+                here = [MODULE.fullmatch(module) for module in names.of_module(name)]
                 if not all(here):
                     strange.append(stored)
                     continue
@@ -271,7 +273,12 @@ def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -
     sizes = fused_sizes(modules, config)
     if len(pair.b) != sum(sizes):
         raise CheckpointError(f"{folder}: {pair.name} has lora_B {list(pair.b.shape)}, not {sum(sizes)} rows")
-    return [Pair(pair.name, pair.a, b) for b in pair.b.split(sizes)]
+    parts = zip(modules, pair.b.split(sizes), strict=True)
+    in_turn = names_of(config).interleaved
+    return [
+        Pair(pair.name, pair.a, halves_apart(b, len(b) // config.head_dim) if in_turn and module[-6] in "qk" else b)
+        for module, b in parts
+    ]
 
 
 def _linears(config: ModelConfig, *, last: bool) -> dict[str, list[tuple[str, slice, int]]]:

@@ -8,39 +8,51 @@ from dataclasses import dataclass, field
 
 from .config import ModelConfig
 
-__all__ = ["NAMES", "Names", "fused_sizes"]
+__all__ = ["Names", "fused_sizes", "names_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names in a checkpoint.
+    """Names are what a checkpoint calls things.
 
-    prefix      before the names of all but the heads; checkpoints may leave it out
-    layers      the list of layers
-    parts       what modules are called there, with the names here; with several of these, their outputs lie side by
-                side in one tensor, in this order
-    transposed  whether weights of the layers' linears are [inputs, outputs]
+    prefix       before the names of all but the heads; checkpoints may leave it out
+    lists        the lists of layers, in order, and the number here of the first layer of each
+    parts        what modules are called there, with the names here; with several of these, their outputs lie side by
+                 side in one tensor, in this order. A tensor that belongs to no module has its own name in place of one
+    transposed   whether weights of the layers' linears are [inputs, outputs]
+    interleaved  whether the two halves of each head of q and k, which are rotated against each other, are stored
+                 number by number in turn
     """
 
     prefix: str = "model."
-    layers: str = "layers"
+    lists: Mapping[str, int] = field(default_factory=lambda: {"layers": 0})
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
+    interleaved: bool = False
 
     def of_module(self, stored: str) -> tuple[str, ...]:
-        """The names here of a checkpoint's module; an unknown name is kept as it is, without the prefix."""
+        """Returns the names here of a checkpoint's module; an unknown name is kept as it is, without the prefix."""
         stored = stored.removeprefix(self.prefix)
         if stored in self.parts:
             return self.parts[stored]
-        in_layer = re.fullmatch(rf"{self.layers}\.(\d+)\.(.+)", stored)
-        if in_layer and in_layer[2] in self.parts:
-            return tuple(f"layers.{in_layer[1]}.{name}" for name in self.parts[in_layer[2]])
+        in_layer = re.fullmatch(r"(\w+)\.(\d+)\.(.+)", stored)
+        if in_layer and in_layer[1] in self.lists and in_layer[3] in self.parts:
+            number = self.lists[in_layer[1]] + int(in_layer[2])
+            return tuple(f"layers.{number}.{name}" for name in self.parts[in_layer[3]])
         return (stored,)
 
     def of_tensor(self, stored: str) -> tuple[str, ...]:
-        """The names here of a checkpoint's tensor."""
+        """Returns the names here of a checkpoint's tensor."""
         module, dot, kind = stored.rpartition(".")
+        of_its_own = self.of_module(stored)
+        if len(of_its_own) > 1:
+            return of_its_own
         return tuple(name + dot + kind for name in self.of_module(module))
+
+    def layer(self, number: int) -> str:
+        """Returns what the checkpoint calls a layer, such as "layers.3"."""
+        name = [name for name, first in self.lists.items() if first <= number][-1]
+        return f"{name}.{number - self.lists[name]}"
 
 
 # By ModelConfig.names.
@@ -48,7 +60,7 @@ NAMES = {
     "llama": Names(),
     "gpt2": Names(
         prefix="transformer.",
-        layers="h",
+        lists={"h": 0},
         parts={
             "wte": ("embed_tokens",),
             "wpe": ("embed_positions",),
@@ -62,9 +74,46 @@ NAMES = {
         },
         transposed=True,  # transformers' Conv1D
     ),
+    "ouro": Names(
+        parts={
+            "early_exit_gate": ("gate",),
+            "input_layernorm_2": ("post_attention_layernorm",),
+            "post_attention_layernorm": ("pre_feedforward_layernorm",),
+            "post_attention_layernorm_2": ("post_feedforward_layernorm",),
+        },
+    ),
 }
 
 
+def names_of(config: ModelConfig) -> Names:
+    """Returns what the checkpoints of a model of this config call things."""
+    if config.names != "huginn":
+        return NAMES[config.names]
+    assert config.loop is not None
+    return Names(
+        prefix="transformer.",
+        lists={"prelude": 0, "core_block": config.loop.prelude, "coda": config.layers - config.loop.coda},
+        parts={
+            "wte": ("embed_tokens",),
+            "adapter": ("inject",),
+            "ln_f": ("norm",),
+            "norm_1": ("input_layernorm",),
+            "norm_2": ("post_attention_layernorm",),
+            "norm_3": ("pre_feedforward_layernorm",),
+            "norm_4": ("post_feedforward_layernorm",),
+            "attn.Wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "attn.qk_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias"),
+            "attn.proj": ("self_attn.o_proj",),
+            "mlp.fc": ("mlp.gate_proj", "mlp.up_proj"),
+            "mlp.proj": ("mlp.down_proj",),
+        },
+        interleaved=True,
+    )
+
+
 def fused_sizes(names: Sequence[str], config: ModelConfig) -> list[int]:
-    """Outputs of each of the modules q_proj, k_proj and v_proj, by their names here or those of their tensors."""
-    return [config.q_size if ".q_proj" in name else config.kv_size for name in names]
+    """Returns how many outputs each of these modules has: of those that are stored as one, by their names here or those
+    of their tensors."""
+    sizes = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
+    sizes |= {"gate_proj": config.intermediate, "up_proj": config.intermediate}
+    return [next(size for part, size in sizes.items() if f".{part}" in name) for name in names]

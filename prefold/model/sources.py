@@ -23,13 +23,13 @@ from ..checkpoint.gguf import GGUFFile
 from ..checkpoint.settings import Settings
 from ..errors import CheckpointError
 from .config import ModelConfig
-from .names import NAMES, fused_sizes
+from .names import fused_sizes, names_of
 
 __all__ = ["TensorSource", "open_source"]
 
 
 class TensorSource(Protocol):
-    """Tensors by name. Names are those of Llama in transformers, without the prefix "model."."""
+    """A TensorSource has tensors by name. Names are those of Llama in transformers, without the prefix "model."."""
 
     shapes: Mapping[str, tuple[int, ...]]
 
@@ -38,7 +38,7 @@ class TensorSource(Protocol):
 
 
 def open_source(checkpoint: Checkpoint, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], seed: int):
-    """The source of a checkpoint's tensors. shapes: what the model wants, for random weights."""
+    """Returns the source of a checkpoint's tensors. shapes: what the model wants, for random weights."""
     if checkpoint.format == "dummy":
         return RandomSource(shapes, seed, norm=1 - config.norm_offset)
     if checkpoint.gguf is not None:
@@ -48,19 +48,29 @@ def open_source(checkpoint: Checkpoint, config: ModelConfig, shapes: Mapping[str
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a tensor lies in a file.
+    """A Stored says where a tensor lies in a file.
 
-    outputs     which rows of the stored tensor (columns of a transposed one) it is; None: the whole
-    transposed  whether it is stored as [inputs, outputs]
+    outputs      which rows of the stored tensor (columns of a transposed one) it is; None: the whole
+    transposed   whether it is stored as [inputs, outputs]
+    flat         whether it is stored with more dimensions, all of them outputs
+    interleaved  numbers of each head whose halves are stored in turn; 0: none are
     """
 
     file: Any
     name: str
     outputs: slice | None
     transposed: bool
+    flat: bool = False
+    interleaved: int = 0
 
     def read(self, where: tuple[slice, ...]) -> Tensor:
-        """The part of the tensor at `where`; no more of the file is read."""
+        """Returns the part of the tensor at `where`; no more of the file is read. Of interleaved heads whole ones."""
+        values = self._read(where)
+        return halves_apart(values, len(values) // self.interleaved) if self.interleaved else values
+
+    def _read(self, where: tuple[slice, ...]) -> Tensor:
+        if self.flat:
+            return self.file.get_tensor(self.name).flatten()[_within(self.outputs, where[0] if where else slice(None))]
         if self.outputs is None and not where:
             values = self.file.get_tensor(self.name)
         else:
@@ -71,17 +81,28 @@ class Stored:
         return values.T if self.transposed else values
 
 
+def halves_apart(values: Tensor, heads: int) -> Tensor:
+    """Returns rows [heads * dim, ...] with the first half of each head before the second one, where the numbers of the
+    two halves are stored in turn."""
+    return values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def halves_in_turn(values: Tensor, heads: int) -> Tensor:
+    """Returns rows [heads * dim, ...] with the numbers of each head's halves in turn: the inverse of `halves_apart`."""
+    return values.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
 class SafetensorsSource:
-    """The safetensors file, or files with an index, of a Hugging Face folder."""
+    """A SafetensorsSource reads the safetensors file, or files with an index, of a Hugging Face folder."""
 
     # Not weights: buffers that old versions of transformers saved.
-    IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias)")
+    IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias|freqs_cis)")
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig):
         """config: of the whole model; where several linears are stored as one it says which rows are whose."""
         self._where: dict[str, Stored] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        names = NAMES[config.names]
+        names = names_of(config)
         for path in self._files(checkpoint):
             try:
                 file = safe_open(path, framework="pt", device="cpu")
@@ -96,6 +117,8 @@ class SafetensorsSource:
                 shape = tuple(file.get_slice(stored).get_shape())
                 transposed = names.transposed and here[0].startswith("layers.") and len(shape) == 2
                 shape = shape[::-1] if transposed else shape
+                flat = len(here) > 1 and len(shape) > 2
+                shape = (math.prod(shape),) if flat else shape
                 if len(here) == 1:
                     self._where[here[0]] = Stored(file, stored, None, transposed)
                     self.shapes[here[0]] = shape
@@ -104,7 +127,8 @@ class SafetensorsSource:
                 if shape[0] != sum(sizes):
                     raise CheckpointError(f"{stored} of {checkpoint.name} has {shape[0]} outputs, not {sum(sizes)}")
                 for name, size, end in zip(here, sizes, accumulate(sizes), strict=True):
-                    self._where[name] = Stored(file, stored, slice(end - size, end), transposed)
+                    in_turn = config.head_dim if names.interleaved and re.search(r"\.[qk]_proj\.", name) else 0
+                    self._where[name] = Stored(file, stored, slice(end - size, end), transposed, flat, in_turn)
                     self.shapes[name] = (size, *shape[1:])
 
     @staticmethod
@@ -132,7 +156,7 @@ class SafetensorsSource:
 
 
 def _within(outer: slice | None, inner: slice) -> slice:
-    """The slice `inner` of what `outer` (None: everything) gives, as one slice."""
+    """Returns the slice `inner` of what `outer` (None: everything) gives, as one slice."""
     if outer is None:
         return inner
     start, stop, _ = inner.indices(outer.stop - outer.start)
@@ -140,7 +164,7 @@ def _within(outer: slice | None, inner: slice) -> slice:
 
 
 class GGUFSource:
-    """The tensors of a GGUF file under their Hugging Face names, dequantised a block of rows at a time.
+    """A GGUFSource reads the tensors of a GGUF file by their Hugging Face names, dequantised a block of rows at a time.
 
     So a model that is loaded takes little more memory than its weights: neither a tensor as float32 nor what was read
     of the file stays beside them.
@@ -178,7 +202,7 @@ class GGUFSource:
         self.shapes = {name: file.tensors[stored].shape for name, stored in self._stored.items()}
 
     def _permuted_heads(self, config: ModelConfig) -> dict[str, int]:
-        """Files of architecture "llama" keep the two halves of a rotated head interleaved."""
+        """Returns the heads of each linear whose halves are stored in turn: files of architecture "llama" do so."""
         if self.file.metadata.get("general.architecture") != "llama":
             return {}
         return {"q_proj": config.heads, "k_proj": config.kv_heads}
@@ -212,15 +236,16 @@ class GGUFSource:
             self.file.let_go()
 
     def _values(self, name: str, array: NDArray[np.float32], heads: int | None) -> Tensor:
-        """The tensor `name` or rows of it, out of what is stored. heads: those in `array`, where they are permuted."""
+        """Returns the tensor `name` or rows of it, out of what is stored. heads: those in `array`, where they are
+        permuted."""
         values = torch.from_numpy(array if array.flags.writeable else array.copy())
         if heads is not None:
-            values = values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+            values = halves_apart(values, heads)
         return values - self.norm_offset if name.endswith("norm.weight") else values
 
 
 class RandomSource:
-    """Normal numbers of standard deviation 0.02, and `norm` for norms; the same for the same seed.
+    """A RandomSource gives normal numbers of standard deviation 0.02, and `norm` for norms; the same for the same seed.
 
     Every tensor is a stretch, begun at a place of its own, of one long repeated draw, so that a
     geometry of eight billion parameters is filled at the speed of memory.

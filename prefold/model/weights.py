@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from types import MappingProxyType
 from typing import cast
 
@@ -15,11 +16,13 @@ from ..checkpoint import Checkpoint
 from ..device import check_fits
 from ..errors import CheckpointError
 from .config import ModelConfig
+from .decoder_layer import Layer
 from .families import config_from
 from .layers import Linear, Norm
+from .looped import LoopedLM
 from .parallel import ALONE, Alone
 from .sources import TensorSource, open_source
-from .transformer import CausalLM, Layer
+from .transformer import CausalLM
 
 __all__ = ["load_model"]
 
@@ -28,7 +31,7 @@ EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter of the model, and the checkpoint's tensors that are stacked in it, with their rows.
+    """A Weight is a parameter of the model, and the checkpoint's tensors that are stacked in it, with their rows.
 
     offset  what is added to the checkpoint's numbers
     places  which part of each tensor this rank holds; empty: all of all
@@ -59,7 +62,7 @@ def load_model(
     ranks: Alone = ALONE,
     config: ModelConfig | None = None,
 ) -> CausalLM:
-    """The model of `checkpoint`, in evaluation mode.
+    """Returns the model of `checkpoint`, in evaluation mode.
 
     dtype   of all weights (the classification head stays float32)
     pack    pack linears for the CPU where that is faster; a packed model has no gradients. The LM head is packed
@@ -75,17 +78,17 @@ def load_model(
     config = config or config_from(checkpoint.config)
     _check_size(checkpoint, config, dtype, device, ranks)
     # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
-    model = CausalLM(config, dtype=dtype, device=torch.device("meta"))
+    model = _shapes(config, dtype)
     source = open_source(checkpoint, config, wanted_shapes(model_weights(model)), seed)
     settled = _settle_lm_head(config, source)
     if settled != config:
-        model = CausalLM(settled, dtype=dtype, device=torch.device("meta"))
+        model = _shapes(settled, dtype)
     weights = list(model_weights(model))
     _check_tensors(checkpoint, weights, source)
     if ranks.size > 1:
         if device.type == "cpu" and ranks.rank == 0:  # one memory for all ranks
             _check_memory(checkpoint, weights, device, dtype)
-        model = CausalLM(settled, dtype=dtype, device=torch.device("meta"), ranks=ranks)
+        model = _shapes(settled, dtype, ranks)
         weights = list(model_weights(model))
     _check_memory(checkpoint, weights, device, dtype)
     pool = kernels.PanelPool()
@@ -99,8 +102,15 @@ def load_model(
     return model.eval()
 
 
+def _shapes(config: ModelConfig, dtype: torch.dtype, ranks: Alone = ALONE) -> CausalLM:
+    """Returns a model whose parameters have shapes and no storage."""
+    kind = CausalLM if config.loop is None else LoopedLM
+    return kind(config, dtype=dtype, device=torch.device("meta"), ranks=ranks)
+
+
 def model_weights(model: CausalLM) -> Iterator[Weight]:
-    """Every parameter of the model with the names of its tensors; head and embedding first, then layer by layer."""
+    """Yields every parameter of the model with the names of its tensors; embedding and head first, then layer by
+    layer."""
     config = model.config
     split = model.ranks.size > 1
     vocab = ((model.shard.vocab,),) if split else ()
@@ -111,6 +121,11 @@ def model_weights(model: CausalLM) -> Iterator[Weight]:
         yield Weight(model, "position_embedding", (("embed_positions.weight", config.max_positions),))
     yield from _norm(model.norm, "norm", config)
     yield from _head(model.score)
+    if isinstance(model, LoopedLM):
+        for name in ("gate", "inject"):
+            linear = getattr(model, name)
+            if linear is not None:
+                yield from _linear(linear, (name, linear.outputs))
     places = model.shard.parts(config) if split else {}
     for number, layer in enumerate(model.layers):
         yield from _layer(cast(Layer, layer), f"layers.{number}.", places)
@@ -130,7 +145,7 @@ def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -
     q = (attention + "q_proj", config.q_size)
     k, v = (attention + "k_proj", config.kv_size), (attention + "v_proj", config.kv_size)
     yield from _norm(layer.input_norm, prefix + "input_layernorm", config)
-    if config.out_norms:  # "post attention" is then what attention gives, before it is added
+    if config.out_norms or config.sum_norms:  # "post attention" is then what attention gives, before it is added
         yield from _norm(layer.o_norm, prefix + "post_attention_layernorm", config)
         yield from _norm(layer.post_norm, prefix + "pre_feedforward_layernorm", config)
         yield from _norm(layer.down_norm, prefix + "post_feedforward_layernorm", config)
@@ -162,8 +177,10 @@ def _linear(
     where = tuple(places[name.rpartition(".")[2]] for name, _ in parts) if places else ()
     yield Weight(linear, "weight", tuple((name + ".weight", rows) for name, rows in parts), places=where)
     if linear.bias is not None:
-        outputs = tuple(place[:1] for place in where)
-        yield Weight(linear, "bias", tuple((name + ".bias", rows) for name, rows in parts), places=outputs)
+        ends = accumulate(rows for _, rows in parts)
+        biased = tuple(part for part, end in zip(parts, ends, strict=True) if end <= len(linear.bias))
+        outputs = tuple(place[:1] for place in where[: len(biased)])
+        yield Weight(linear, "bias", tuple((name + ".bias", rows) for name, rows in biased), places=outputs)
 
 
 def wanted_shapes(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
@@ -171,7 +188,7 @@ def wanted_shapes(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
 
 
 def _settle_lm_head(config: ModelConfig, source: TensorSource) -> ModelConfig:
-    """The config with the LM head that the checkpoint has in fact, as transformers sees it.
+    """Returns the config with the LM head that the checkpoint has in fact, as transformers sees it.
 
     A head that should be there and is not (embedding models) is none: `logits` says so. A head that
     should be tied, but is saved with other values than the embedding, is not tied.

@@ -52,8 +52,15 @@ def share(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def config_of(model: PreTrainedModel) -> ModelConfig:
-    """Returns the model's config as `TrainBatch.build` takes it. Raises UnsupportedModelError for an unknown family."""
-    return config_from(model.config.to_dict())
+    """Returns the model's config as `TrainBatch.build` takes it.
+
+    Raises UnsupportedModelError for an unknown family, and for a looped one: its modules do not say which visit they
+    attend in.
+    """
+    config = config_from(model.config.to_dict())
+    if config.loop is not None:
+        raise UnsupportedModelError("the model is looped; train it as one of prefold's own models (prefold.train)")
+    return config
 
 
 def folded_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, Any]:

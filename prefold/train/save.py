@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, UnsupportedModelError
-from ..model import CausalLM
-from ..model.names import NAMES, Names
+from ..model import CausalLM, ModelConfig
+from ..model.names import names_of
+from ..model.sources import halves_in_turn
 from ..model.weights import model_weights
 from ..text import load_tokenizer
 
@@ -47,7 +48,7 @@ def save_model(
             f"{checkpoint.name} has rotary frequencies of its own, which transformers cannot read from a config"
         )
     dtype = dtype or model.dtype
-    tensors = _stored(_tensors(model, dtype), NAMES[model.config.names])
+    tensors = _stored(_tensors(model, dtype), model.config)
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(checkpoint.config) | {"dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)
@@ -71,24 +72,34 @@ def _tensors(model: CausalLM, dtype: torch.dtype) -> dict[str, Tensor]:
     return tensors
 
 
-def _stored(tensors: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
+def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Returns the tensors under the names of the checkpoint's family, and in its shapes: the inverse of
     `Names.of_tensor`."""
+    names = names_of(config)
     stored_as = {here: (stored, parts) for stored, parts in names.parts.items() for here in parts}
+    if names.interleaved:
+        in_turn = {name for name in tensors if re.search(r"\.[qk]_proj\.", name)}
+        tensors = {
+            name: halves_in_turn(t, len(t) // config.head_dim) if name in in_turn else t for name, t in tensors.items()
+        }
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        module, _, kind = name.rpartition(".")
-        layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
-        path, rest = ("", module) if layer is None else (f"{names.layers}.{layer[1]}.", layer[2])
-        called, parts = stored_as.get(rest, (rest, (rest,)))
-        if rest != parts[0]:
+        layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+        path, rest = ("", name) if layer is None else (f"{names.layer(int(layer[1]))}.", layer[2])
+        # A tensor with a name of its own, or a module's.
+        module, _, kind = (rest, "", "") if rest in stored_as else rest.rpartition(".")
+        called, parts = stored_as.get(module, (module, (module,)))
+        if module != parts[0]:
             continue  # a tensor of several parts is stored when its first part comes
+        end = f".{kind}" if kind else ""
         if len(parts) > 1:
-            tensor = torch.cat([tensors[f"{module.removesuffix(rest)}{part}.{kind}"] for part in parts])
+            tensor = torch.cat([tensors[f"{name.removesuffix(rest)}{part}{end}"] for part in parts])
+        if not kind:  # Huginn's biases of q and k
+            tensor = tensor.view(2, 1, config.heads, config.head_dim)
         if names.transposed and layer is not None and tensor.dim() == 2:
             tensor = tensor.T.contiguous()
-        prefix = "" if rest.split(".")[0] in ("lm_head", "score") else names.prefix
-        stored[f"{prefix}{path}{called}.{kind}"] = tensor
+        prefix = "" if module.split(".")[0] in ("lm_head", "score") else names.prefix
+        stored[f"{prefix}{path}{called}{end}"] = tensor
     return stored
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from looped_dense import LOOPS, looped_checkpoint
 from tiny import FAMILIES, DenseAttend, tiny_checkpoint
 from torch import distributed as dist
 
@@ -131,6 +132,11 @@ def check_equal(folder, size, dtype=torch.float32, tolerance=1e-5):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_make_the_whole(family, size, tmp_path):
     check_equal(tiny_checkpoint(tmp_path, family, tokenizer=False), size)
+
+
+@pytest.mark.parametrize("family", LOOPS)
+def test_parts_of_looped_models(family, tmp_path):
+    check_equal(looped_checkpoint(tmp_path, family, tokenizer=False), 2)
 
 
 @settings(max_examples=15, deadline=None)

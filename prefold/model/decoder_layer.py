@@ -1,0 +1,159 @@
+"""The layers of a transformer: attention and an MLP around the residual stream of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import ModelConfig
+from .layers import ActivatedLinear, GatedLinear, Linear, Norm
+from .lora import RowAdapters
+from .ops import Ops
+from .parallel import Alone
+
+__all__ = ["Layer", "SumNormedLayer", "norm_of"]
+
+
+class Layer(nn.Module):
+    """A Layer computes attention and the MLP of one layer, for every row it is given.
+
+    number    of this layer in the model
+    splits_q  q is a linear of its own beside k and v: in the layer that a pass ends with, where q may be wanted of a
+              few rows only. Else q, k and v are one linear
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        number: int,
+        ranks: Alone,
+        *,
+        splits_q: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        """config: with the sizes of this rank's part."""
+        super().__init__()
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        first = ranks.rank == 0  # biases of what is summed over ranks are added once
+        self.sum = ranks.sum
+        q, kv, hidden = config.q_size, 2 * config.kv_size, config.hidden
+        self.config, self.number, self.splits_q = config, number, splits_q
+        self.input_norm = norm_of(config, **place)
+        if splits_q:
+            self.q = Linear(hidden, q, bias=config.qkv_bias or config.qk_bias, **place)
+            self.kv = Linear(hidden, kv, bias=config.qkv_bias or config.qk_bias * kv // 2, **place)
+        else:
+            self.qkv = Linear(hidden, q + kv, bias=config.qkv_bias or config.qk_bias * (q + kv // 2), **place)
+        self.q_norm = _head_norm(config, **place) if config.qk_norm else None
+        self.k_norm = _head_norm(config, **place) if config.qk_norm else None
+        self.o = Linear(q, hidden, bias=config.o_bias and first, **place)
+        normed = config.out_norms or config.sum_norms
+        self.o_norm = norm_of(config, **place) if normed else None
+        self.post_norm = norm_of(config, **place)
+        mlp = {"activation": config.activation, "bias": config.mlp_bias}
+        # Up alone where there is no gate.
+        activated = GatedLinear if config.gated else ActivatedLinear
+        self.gate_up = activated(hidden, config.intermediate, **mlp, **place)
+        self.down = Linear(config.intermediate, hidden, bias=config.mlp_bias and first, **place)
+        self.down_norm = norm_of(config, **place) if normed else None
+
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        *,
+        cos_sin: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        read: Tensor | None,
+        adapters: RowAdapters,
+        ops: Ops,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the residual stream x + delta [rows, hidden] after this layer, as its x and delta; may write into x.
+
+        cos_sin  of the rows' positions, as for `Ops.rope`
+        attend   q, k, v -> o, shaped as q
+        read     int64: the rows whose result is wanted; None: all
+        ops      who computes the position-wise operations
+        """
+        x, q, k, v = self._project(x, delta, cos_sin, read, adapters, ops)
+        o = attend(q, k, v)
+        del q, k, v, delta  # so that the MLP, where most memory is held, does not run beside them
+        return self._finish(x, o, adapters if read is None else adapters.read, ops)
+
+    def _project(
+        self, x: Tensor, delta: Tensor | None, cos_sin: Tensor, read: Tensor | None, adapters: RowAdapters, ops: Ops
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns the residual stream x + delta of the rows in `read`, q of these rows, and k and v of all."""
+        config = self.config
+        x, h = self.input_norm(x, delta, ops)
+        if self.splits_q:
+            kv = adapters.add(self.kv(h), h, self.number, "kv")
+            k, v = kv.unflatten(-1, (2 * config.kv_heads, config.head_dim)).split(config.kv_heads, 1)
+            q_cos_sin = cos_sin
+            if read is not None:
+                x, h, q_cos_sin, adapters = x[read], h[read], cos_sin[read], adapters.read
+            q = adapters.add(self.q(h), h, self.number, "q").unflatten(-1, (config.heads, config.head_dim))
+            q = ops.rope(q, q_cos_sin, self.q_norm, config.norm_eps)
+            return x, q, ops.rope(k, cos_sin, self.k_norm, config.norm_eps), v
+        qkv = adapters.add(self.qkv(h), h, self.number, "qkv")
+        qkv = qkv.unflatten(-1, (config.heads + 2 * config.kv_heads, config.head_dim))
+        if self.q_norm is None:  # q and k lie side by side: rotated in one call
+            qk, v = qkv.split((config.heads + config.kv_heads, config.kv_heads), 1)
+            q, k = ops.rope(qk, cos_sin).split((config.heads, config.kv_heads), 1)
+        else:
+            q, k, v = qkv.split((config.heads, config.kv_heads, config.kv_heads), 1)
+            q = ops.rope(q, cos_sin, self.q_norm, config.norm_eps)
+            k = ops.rope(k, cos_sin, self.k_norm, config.norm_eps)
+        return (x, q, k, v) if read is None else (x[read], q[read], k, v)
+
+    def _finish(self, x: Tensor, o: Tensor, adapters: RowAdapters, ops: Ops) -> tuple[Tensor, Tensor | None]:
+        """Returns the residual stream after attention's o [rows, heads, dim], and what is still to be added to it."""
+        delta = self._output(o, adapters)
+        x, h = self.post_norm(x, delta if self.o_norm is None else self.o_norm(delta, None, ops)[1], ops)
+        delta = self._mlp(h, adapters, ops)
+        return x, delta if self.down_norm is None else self.down_norm(delta, None, ops)[1]
+
+    def _output(self, o: Tensor, adapters: RowAdapters) -> Tensor:
+        """Returns what attention's o [rows, heads, dim] adds to the residual stream, [rows, hidden]."""
+        o = o.flatten(1)
+        return self.sum(adapters.add(self.o(o), o, self.number, "o"))
+
+    def _mlp(self, h: Tensor, adapters: RowAdapters, ops: Ops) -> Tensor:
+        """Returns what the MLP gives for h [rows, hidden], shaped as h."""
+        if adapters.adapters:
+            h = self.gate_up.activate(adapters.add(self.gate_up(h), h, self.number, "gate_up"), ops)
+        else:
+            h = self.gate_up.activated(h, ops)
+        return self.sum(adapters.add(self.down(h), h, self.number, "down"))
+
+
+class SumNormedLayer(Layer):
+    """A SumNormedLayer norms the residual stream after attention and after the MLP, and goes on with what the norms
+    give (`ModelConfig.sum_norms`)."""
+
+    def _finish(self, x: Tensor, o: Tensor, adapters: RowAdapters, ops: Ops) -> tuple[Tensor, Tensor | None]:
+        assert self.o_norm is not None and self.down_norm is not None
+        x = self.o_norm(x, self._output(o, adapters), ops)[1]
+        h = self.post_norm(x, None, ops)[1]
+        return self.down_norm(x, self._mlp(h, adapters, ops), ops)[1], None
+
+
+def norm_of(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Norm:
+    """Returns a norm of the residual stream."""
+    dtype = _norm_dtype(config, dtype)
+    return Norm(config.hidden, kind=config.norm, eps=config.norm_eps, dtype=dtype, device=device)
+
+
+def _head_norm(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Returns the weight of an RMS norm over head_dim."""
+    return nn.Parameter(torch.empty(config.head_dim, dtype=_norm_dtype(config, dtype), device=device))
+
+
+def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of norm weights: float32 where they are stored less one, since 1 + w would lose the last bits
+    of w."""
+    return torch.float32 if config.norm_offset else dtype

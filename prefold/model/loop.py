@@ -1,0 +1,85 @@
+"""How the layers of a looped model are visited, as data. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import UnsupportedModelError
+
+__all__ = ["Loop"]
+
+# More planes than any model has come from a damaged config.
+MOST_PLANES = 2**14
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A Loop says how a looped model goes through its layers.
+
+    The layers of the model are those of the prelude, then those of each block, as many in one as in another, then those
+    of the coda. A pass of rows goes through the prelude once, through one block a visit, and through the coda once.
+
+    blocks     how many blocks there are
+    order      the block of each visit, from 0: as many as there are visits
+    prelude    layers of the prelude
+    coda       layers of the coda
+    between    what the visits do to the residual stream. "nothing"; "norm": each visit ends with the model's final
+               norm; "inject": a linear puts what the prelude gave into the residual stream before each visit, the
+               stream begins as noise, and the last visit ends with the model's final norm
+    noise      the standard deviation of the noise that the stream begins as
+    seed       what the noise is drawn from, beside a row's position
+    gate       whether a linear gives each row's probability of leaving after a visit
+    threshold  a row is read after the first visit at which its probability of having left is at least this; 1: it is
+               read after the last visit
+    """
+
+    blocks: int
+    order: tuple[int, ...]
+    prelude: int = 0
+    coda: int = 0
+    between: Literal["nothing", "norm", "inject"] = "nothing"
+    noise: float = 0.0
+    seed: int = 0
+    gate: bool = False
+    threshold: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1:
+            raise UnsupportedModelError(f"blocks is {self.blocks}; a looped model has at least one")
+        if not self.order:
+            raise UnsupportedModelError("order is empty; a pass makes at least one visit")
+        for block in self.order:
+            if not 0 <= block < self.blocks:
+                raise UnsupportedModelError(f"order names the block {block}; the model has 0 to {self.blocks - 1}")
+        if self.between not in ("nothing", "norm", "inject"):
+            raise UnsupportedModelError(f'between is {self.between!r}; it must be "nothing", "norm" or "inject"')
+        if not 0 < self.threshold <= 1:
+            raise UnsupportedModelError(f"threshold is {self.threshold}; it must be above 0 and at most 1")
+        if self.gate and self.coda:
+            raise UnsupportedModelError(
+                f"gate is true and coda is {self.coda}; a model with a coda has one exit, after it"
+            )
+
+    def per_block(self, layers: int) -> int:
+        """Returns how many layers a block of a model of `layers` layers has."""
+        rest = layers - self.prelude - self.coda
+        if rest < self.blocks or rest % self.blocks:
+            raise UnsupportedModelError(
+                f"{layers} layers, {self.prelude} of them prelude and {self.coda} coda, do not make {self.blocks} "
+                "blocks of equal size"
+            )
+        return rest // self.blocks
+
+    def block(self, number: int, layers: int) -> range:
+        """Returns the layers of a block, of a model of `layers` layers."""
+        size = self.per_block(layers)
+        return range(self.prelude + number * size, self.prelude + (number + 1) * size)
+
+    def visited(self, layers: int) -> tuple[int, ...]:
+        """Returns the layer that each plane is of, of a model of `layers` layers, in the order of a pass."""
+        planes = self.prelude + len(self.order) * self.per_block(layers) + self.coda
+        if planes > MOST_PLANES:
+            raise UnsupportedModelError(f"a pass visits {planes:,} layers; it may visit {MOST_PLANES:,}")
+        visits = (layer for number in self.order for layer in self.block(number, layers))
+        return (*range(self.prelude), *visits, *range(layers - self.coda, layers))

@@ -1,0 +1,85 @@
+"""A looped transformer: layers that rows go through several times, each time with K/V of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import ModelConfig
+from .layers import Linear
+from .lora import NO_ADAPTERS, RowAdapters
+from .noise import position_noise
+from .parallel import ALONE, Alone
+from .transformer import Attend, CausalLM, Pass
+
+__all__ = ["LoopedLM"]
+
+
+class LoopedLM(CausalLM):
+    """A LoopedLM is a CausalLM whose blocks of layers are visited as `config.loop` says.
+
+    It is called as a CausalLM is, or goes a visit at a time: `start`, one `visit` after another, `finish`.
+
+    gate    a linear that gives the logit of a row's leaving after a visit, in float32; or None
+    inject  the linear that puts what the prelude gave into the residual stream before each visit; or None
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ranks: Alone = ALONE):
+        super().__init__(config, dtype=dtype, device=device, ranks=ranks)
+        assert config.loop is not None
+        self.loop = config.loop
+        size = config.hidden
+        self.gate = Linear(size, 1, bias=True, dtype=torch.float32, device=device) if self.loop.gate else None
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.inject = Linear(2 * size, size, bias=False, **place) if self.loop.between == "inject" else None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        read_rows: Tensor | None = None,
+        adapters: RowAdapters = NO_ADAPTERS,
+    ) -> Tensor:
+        rows = self.start(tokens, positions, attend, read_rows, adapters)
+        for block in self.loop.order:
+            self.visit(rows, block)
+        return self.finish(rows)
+
+    def start(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        read_rows: Tensor | None = None,
+        adapters: RowAdapters = NO_ADAPTERS,
+    ) -> Pass:
+        """Returns rows after the prelude, before the first visit; the arguments are those of a call of the model."""
+        rows = super().start(tokens, positions, attend, read_rows, adapters)
+        self.go_through(rows, range(self.loop.prelude))
+        if self.inject is not None:
+            rows.given = rows.x if rows.delta is None else rows.x + rows.delta
+            noise = position_noise(self.loop.seed, positions, self.config.hidden)
+            rows.x, rows.delta = (noise * self.loop.noise).to(self.dtype), None
+        return rows
+
+    def visit(self, rows: Pass, block: int) -> None:
+        """Takes rows through a block. After the last plane only the rows that are read are left."""
+        if self.inject is not None:
+            x = rows.x if rows.delta is None else rows.x + rows.delta
+            rows.x, rows.delta = self.inject(torch.cat((x, rows.given), -1)), None
+        self.go_through(rows, self.loop.block(block, self.config.layers))
+        if self.loop.between == "norm":
+            rows.x, rows.delta = self.normed(rows), None
+
+    def finish(self, rows: Pass) -> Tensor:
+        """Returns hidden states after the coda and the final norm, [rows read, hidden], of rows after their visits."""
+        coda = range(self.config.layers - self.loop.coda, self.config.layers)
+        if self.loop.between == "norm" and not coda:
+            return rows.x
+        if self.inject is not None:
+            rows.x, rows.delta = self.normed(rows), None
+        self.go_through(rows, coda)
+        return self.normed(rows)

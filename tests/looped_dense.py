@@ -1,0 +1,324 @@
+"""Small random checkpoints of looped models, and what they compute, written down as their definitions have it.
+
+Nothing here uses prefold's layers. `dense` reads the tensors by the family's own names, and attends densely.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import write_tokenizer
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+OURO: dict[str, Any] = {
+    "architectures": ["OuroForCausalLM"],
+    "model_type": "ouro",
+    "auto_map": {"AutoModelForCausalLM": "modeling_ouro.OuroForCausalLM"},
+    "vocab_size": 307,
+    "hidden_size": 36,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 6,
+    "intermediate_size": 50,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "total_ut_steps": 4,
+    "early_exit_threshold": 1.0,
+    "eos_token_id": 2,
+}
+HUGINN: dict[str, Any] = {
+    "architectures": ["RavenForCausalLM"],
+    "model_type": "huginn_raven",
+    "auto_map": {"AutoModelForCausalLM": "raven_modeling_minimal.RavenForCausalLM"},
+    "block_class_name": "SandwichBlock",
+    "injection_type": "linear",
+    "state_init": "like-init",
+    "test_time_noise": 0,
+    "vocab_size": 307,
+    "n_embd": 36,
+    "n_heads": 6,
+    "n_layers": 6,
+    "n_layers_in_prelude": 1,
+    "n_layers_in_recurrent_block": 2,
+    "n_layers_in_coda": 1,
+    "mean_recurrence": 3,
+    "intermediate_size": 50,
+    "norm_eps": 1e-6,
+    "rope_base": 1000,
+    "block_size": 512,
+    "qk_bias": True,
+    "tie_embeddings": True,
+    "eos_token_id": 2,
+}
+LOOPED: dict[str, Any] = {
+    "architectures": ["PrefoldLoopedForCausalLM"],
+    "model_type": "prefold_looped",
+    "vocab_size": 307,
+    "hidden_size": 36,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 50,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "loop": {"blocks": 2, "order": [0, 1, 1, 0, 1]},
+    "eos_token_id": 2,
+}
+LOOPS: dict[str, dict[str, Any]] = {"ouro": OURO, "huginn": HUGINN, "looped": LOOPED}
+_numbers = itertools.count()
+
+
+def looped_checkpoint(tmp_path: Path, family: str, *, seed: int = 0, tokenizer: bool = True, **overrides: Any) -> Path:
+    """A folder under `tmp_path` with a random checkpoint of "ouro", "huginn" or "looped"; overrides: of its config."""
+    config = LOOPS[family] | overrides
+    generator = torch.Generator().manual_seed(seed)
+    folder = Path(tmp_path) / f"{family}-{next(_numbers)}"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: _random(name, shape, generator) for name, shape in _shapes(family, config).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if tokenizer:
+        write_tokenizer(folder)
+    return folder
+
+
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    values = torch.randn(shape, generator=generator)
+    if "norm" in name or name.endswith("ln_f.weight"):
+        return 1 + 0.2 * values
+    if len(shape) != 2:
+        return 0.3 * values
+    # Where the residual stream is normed after every sum, larger weights would make rounding grow from visit to visit.
+    return (0.8 if name.startswith("transformer.") and ".wte." not in name else 1.5) * values / shape[1] ** 0.5
+
+
+def _shapes(family: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    if family == "huginn":
+        hidden, width, vocab = config["n_embd"], config["intermediate_size"], config["vocab_size"]
+        shapes: dict[str, tuple[int, ...]] = {
+            "transformer.wte.weight": (vocab, hidden),
+            "transformer.adapter.weight": (hidden, 2 * hidden),
+            "transformer.ln_f.weight": (hidden,),
+            "freqs_cis": (1, config["block_size"], 1, hidden // config["n_heads"] // 2, 2),
+        }
+        if not config["tie_embeddings"]:
+            shapes["lm_head.weight"] = (vocab, hidden)
+        counts = {"prelude": "n_layers_in_prelude", "core_block": "n_layers_in_recurrent_block"}
+        for part, key in (counts | {"coda": "n_layers_in_coda"}).items():
+            for number in range(config[key]):
+                layer = f"transformer.{part}.{number}."
+                shapes |= {f"{layer}norm_{i}.weight": (hidden,) for i in (1, 2, 3, 4)}
+                shapes |= {
+                    layer + "attn.Wqkv.weight": (3 * hidden, hidden),
+                    layer + "attn.proj.weight": (hidden, hidden),
+                    layer + "mlp.fc.weight": (2 * width, hidden),
+                    layer + "mlp.proj.weight": (hidden, width),
+                }
+                if config["qk_bias"]:
+                    shapes[layer + "attn.qk_bias"] = (2, 1, config["n_heads"], hidden // config["n_heads"])
+        return shapes
+    hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    dim = hidden // config["num_attention_heads"]
+    kv = config["num_key_value_heads"] * dim
+    shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    if family == "ouro":
+        shapes |= {"model.early_exit_gate.weight": (1, hidden), "model.early_exit_gate.bias": (1,)}
+    elif config["loop"].get("gate"):
+        shapes |= {"model.gate.weight": (1, hidden), "model.gate.bias": (1,)}
+    if family == "looped" and config["loop"].get("between") == "inject":
+        shapes["model.inject.weight"] = (hidden, 2 * hidden)
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}."
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if family == "ouro":
+            norms += ["input_layernorm_2", "post_attention_layernorm_2"]
+        shapes |= {f"{layer}{name}.weight": (hidden,) for name in norms}
+        shapes |= {
+            layer + "self_attn.q_proj.weight": (hidden, hidden),
+            layer + "self_attn.k_proj.weight": (kv, hidden),
+            layer + "self_attn.v_proj.weight": (kv, hidden),
+            layer + "self_attn.o_proj.weight": (hidden, hidden),
+            layer + "mlp.gate_proj.weight": (width, hidden),
+            layer + "mlp.up_proj.weight": (width, hidden),
+            layer + "mlp.down_proj.weight": (hidden, width),
+        }
+    return shapes
+
+
+class Dense:
+    """What a checkpoint of a looped model computes for one sequence.
+
+    tensors  by the names of the file; they may be given, to ask for gradients
+    """
+
+    def __init__(self, folder: Path, tensors: dict[str, Tensor] | None = None):
+        self.config = json.loads((folder / "config.json").read_text())
+        self.t = tensors or load_file(folder / "model.safetensors")
+        self.family = next(name for name, one in LOOPS.items() if one["model_type"] == self.config["model_type"])
+
+    def hidden(self, tokens: list[int]) -> Tensor:
+        """[tokens, hidden] after the last norm."""
+        return self.visits(tokens)[-1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if "lm_head.weight" in self.t:
+            return linear(hidden, self.t["lm_head.weight"])
+        names = ("transformer.wte.weight", "model.embed_tokens.weight")
+        return linear(hidden, next(self.t[name] for name in names if name in self.t))
+
+    def visits(self, tokens: list[int]) -> list[Tensor]:
+        """Hidden states as they would be read after each visit; of Huginn only those after the last one."""
+        return {"ouro": self._ouro, "huginn": self._huginn, "looped": self._looped}[self.family](torch.tensor(tokens))
+
+    def leaving(self, states: list[Tensor]) -> Tensor:
+        """The probability of each token to leave after each visit, [visits, tokens], by the gate."""
+        name = "model.early_exit_gate" if self.family == "ouro" else "model.gate"
+        left, found = torch.ones(len(states[0])), []
+        for number, state in enumerate(states):
+            share = torch.sigmoid(linear(state, self.t[name + ".weight"], self.t[name + ".bias"])[:, 0])
+            found.append(left if number == len(states) - 1 else share * left)
+            left = left * (1 - share)
+        return torch.stack(found)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        eps = self.config.get("rms_norm_eps", self.config.get("norm_eps"))
+        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * self.t[name + ".weight"]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v [tokens, heads, dim] -> [tokens, heads * dim]"""
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+        seen = torch.ones(len(q), len(q)).tril().bool()
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(1)
+
+    def _angles(self, rows: int, dim: int) -> Tensor:
+        base = self.config.get("rope_theta", self.config.get("rope_base"))
+        return torch.arange(rows)[:, None, None] * base ** (-torch.arange(0, dim, 2) / dim)
+
+    def _ouro(self, tokens: Tensor) -> list[Tensor]:
+        x, states = self.t["model.embed_tokens.weight"][tokens], []
+        for _ in range(self.config["total_ut_steps"]):
+            for number in range(self.config["num_hidden_layers"]):
+                name = f"model.layers.{number}."
+                x = x + self._norm(self._llama_attention(x, name), name + "input_layernorm_2")
+                x = x + self._norm(self._llama_mlp(x, name), name + "post_attention_layernorm_2")
+            x = self._norm(x, "model.norm")
+            states.append(x)
+        return states
+
+    def _looped(self, tokens: Tensor) -> list[Tensor]:
+        x, loop = self.t["model.embed_tokens.weight"][tokens], self.config["loop"]
+        between, last = loop.get("between", "nothing"), self.config["num_hidden_layers"]
+        prelude, coda = loop.get("prelude", 0), loop.get("coda", 0)
+        size = (last - prelude - coda) // loop["blocks"]
+
+        def through(x: Tensor, layers: range) -> Tensor:
+            for number in layers:
+                name = f"model.layers.{number}."
+                x = x + self._llama_attention(x, name)
+                x = x + self._llama_mlp(x, name)
+            return x
+
+        def read(x: Tensor) -> Tensor:
+            return self._norm(through(x, range(last - coda, last)), "model.norm")
+
+        given, states = through(x, range(prelude)), []
+        x = state_noise(loop.get("seed", 0), *given.shape) * loop.get("noise", 0.0) if between == "inject" else given
+        for block in loop["order"]:
+            if between == "inject":
+                x = linear(torch.cat((x, given), -1), self.t["model.inject.weight"])
+            x = through(x, range(prelude + block * size, prelude + (block + 1) * size))
+            if between == "norm":
+                x = self._norm(x, "model.norm")
+            if between == "norm" and not coda:
+                states.append(x)
+            else:
+                states.append(read(self._norm(x, "model.norm") if between == "inject" else x))
+        return states
+
+    def _llama_attention(self, x: Tensor, layer: str) -> Tensor:
+        h, heads = self._norm(x, layer + "input_layernorm"), self.config["num_attention_heads"]
+        dim = x.shape[1] // heads
+        q, k, v = (linear(h, self.t[f"{layer}self_attn.{n}_proj.weight"]).unflatten(1, (-1, dim)) for n in "qkv")
+        angles = self._angles(len(x), dim)
+
+        def turned(x: Tensor) -> Tensor:  # the halves of a head against each other
+            a, b = x[..., : dim // 2], x[..., dim // 2 :]
+            return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+
+        return linear(self._attend(turned(q), turned(k), v), self.t[layer + "self_attn.o_proj.weight"])
+
+    def _llama_mlp(self, x: Tensor, layer: str) -> Tensor:
+        h = self._norm(x, layer + "post_attention_layernorm")
+        gate, up = (linear(h, self.t[f"{layer}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+        return linear(silu(gate) * up, self.t[layer + "mlp.down_proj.weight"])
+
+    def _huginn(self, tokens: Tensor) -> list[Tensor]:
+        c = self.config
+        given = self.t["transformer.wte.weight"][tokens] * math.sqrt(c["n_embd"])
+        for number in range(c["n_layers_in_prelude"]):
+            given = self._sandwich(given, f"transformer.prelude.{number}.")
+        deviation = math.sqrt(2 / (5 * c["n_embd"])) * math.sqrt(c["n_embd"])
+        x = state_noise(c.get("state_seed", 0), len(tokens), c["n_embd"]) * deviation
+        for _ in range(c["mean_recurrence"]):
+            x = linear(torch.cat((x, given), -1), self.t["transformer.adapter.weight"])
+            for number in range(c["n_layers_in_recurrent_block"]):
+                x = self._sandwich(x, f"transformer.core_block.{number}.")
+        x = self._norm(x, "transformer.ln_f")
+        for number in range(c["n_layers_in_coda"]):
+            x = self._sandwich(x, f"transformer.coda.{number}.")
+        return [self._norm(x, "transformer.ln_f")]
+
+    def _sandwich(self, x: Tensor, layer: str) -> Tensor:
+        heads, hidden = self.config["n_heads"], self.config["n_embd"]
+        qkv = linear(self._norm(x, layer + "norm_1"), self.t[layer + "attn.Wqkv.weight"])
+        q, k, v = (part.unflatten(1, (heads, -1)) for part in qkv.split(hidden, 1))
+        if layer + "attn.qk_bias" in self.t:
+            q, k = q + self.t[layer + "attn.qk_bias"][0], k + self.t[layer + "attn.qk_bias"][1]
+        angles = self._angles(len(x), hidden // heads)
+
+        def turned(x: Tensor) -> Tensor:  # each number of a head against its neighbour
+            a, b = x[..., 0::2], x[..., 1::2]
+            pairs = (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin())
+            return torch.stack(pairs, -1).flatten(-2)
+
+        o = linear(self._attend(turned(q), turned(k), v), self.t[layer + "attn.proj.weight"])
+        x = self._norm(x + o, layer + "norm_2")
+        gate, up = linear(self._norm(x, layer + "norm_3"), self.t[layer + "mlp.fc.weight"]).chunk(2, -1)
+        return self._norm(x + linear(silu(gate) * up, self.t[layer + "mlp.proj.weight"]), layer + "norm_4")
+
+
+def state_noise(seed: int, rows: int, columns: int) -> Tensor:
+    """The noise a state begins as, a number at a time: the quantile that a hash of (seed, position, column) gives of
+    the normal distribution within three deviations of 0."""
+    normal = NormalDist()
+    least = normal.cdf(-3)
+
+    def mixed(x: int, key: int) -> int:
+        x = (x ^ x >> 17) * 0xED5AD4BB % 2**32
+        x = (x ^ x >> 11 ^ key) * 0xAC4C1B51 % 2**32
+        x = (x ^ x >> 15) * 0x31848BAB % 2**32
+        return x ^ x >> 14
+
+    low, high = seed % 2**32, seed >> 32
+    found = []
+    for row in range(rows):
+        first, second = mixed(row ^ low, high), mixed(row ^ high, low ^ 2**32 - 1)
+        hashes = [mixed(column ^ first, second) for column in range(columns)]
+        found.append([normal.inv_cdf(least + (1 - 2 * least) * (h + 0.5) / 2**32) for h in hashes])
+    return torch.tensor(found)
