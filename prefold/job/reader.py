@@ -52,7 +52,9 @@ class Reader:
             tokens: a batch is handed on when it holds as many, when no record has come for a moment, or when the
             engine has waited for a while
     seed    the job's, for requests that sample without a seed of their own
-    stop    an event that the owner sets to end the reading early
+
+    The owner sets `stopping` to end the reading early. It is a plain flag, since a signal handler sets it: an Event has
+    a lock, and a second signal that comes while the handler holds it would wait for it for ever.
     """
 
     def __init__(
@@ -79,10 +81,11 @@ class Reader:
         self._make_spool = make_spool
         self._spools: dict[str, Spool] = {}
         self._chunks: dict[str, _Chunk] = {}
-        self._ready: queue.Queue[Ready | BaseException | None] = queue.Queue(maxsize=1)
+        # It holds one item at most. An exception that a signal raises within its `get` leaves no lock taken.
+        self._ready: queue.SimpleQueue[Ready | BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="prefold-reader", daemon=True)
         self._wanted: float | None = None  # since when the owner waits for a batch
-        self.stop = threading.Event()
+        self.stopping = False
         self.found = False  # whether there was a request
         self.has_ended = threading.Event()  # everything is read, and waits to be taken
         self.has_work = threading.Event()  # there is a request, or it is known that there will be none
@@ -104,7 +107,7 @@ class Reader:
 
     def close(self) -> None:
         """Ends the reading, and drops what is spooled and not taken."""
-        self.stop.set()
+        self.stopping = True
         if self._thread.ident is not None:
             self._thread.join(2)  # not longer: it may wait for a pipe, and as a daemon it does not keep the process
         while not self._ready.empty():
@@ -118,7 +121,7 @@ class Reader:
         try:
             self._read()
             self._flush_all()
-            self._counts.read_all = not self.stop.is_set()
+            self._counts.read_all = not self.stopping
             self.has_ended.set()
             for task in list(self._spools):
                 self._hand_on(task)
@@ -134,7 +137,7 @@ class Reader:
     def _read(self) -> None:
         records = self._source.records(self._adapter.columns)
         for record in records if self._fill is None else self._pumped(records):
-            if self.stop.is_set() or (record is not None and self._limit is not None and record.number > self._limit):
+            if self.stopping or (record is not None and self._limit is not None and record.number > self._limit):
                 return
             if record is not None:
                 self._take(record)
@@ -150,10 +153,10 @@ class Reader:
 
         def put(item: Record | BaseException | None) -> None:
             nonlocal given
-            while given - taken > CHUNK_BYTES and not self.stop.wait(0.01):
-                pass
+            while given - taken > CHUNK_BYTES and not self.stopping:
+                time.sleep(0.01)
             given += item.size if isinstance(item, Record) else 0
-            while not self.stop.is_set():
+            while not self.stopping:
                 with contextlib.suppress(queue.Full):
                     return pipe.put(item, timeout=0.1)
 
@@ -161,14 +164,14 @@ class Reader:
             try:
                 for record in records:
                     put(record)
-                    if self.stop.is_set():
+                    if self.stopping:
                         return
                 put(None)
             except BaseException as error:
                 put(error)
 
         threading.Thread(target=pump, name="prefold-source", daemon=True).start()
-        while not self.stop.is_set():
+        while not self.stopping:
             try:
                 item = pipe.get(timeout=IDLE_SECONDS)
             except queue.Empty:
@@ -248,14 +251,13 @@ class Reader:
         self._wanted = None
 
     def _put(self, item: Ready | BaseException | None) -> None:
-        while True:
-            try:
-                return self._ready.put(item, timeout=0.1)
-            except queue.Full:
-                if self.stop.is_set():
-                    if isinstance(item, Ready):
-                        item.spool.close()
-                    return
+        while not self._ready.empty():
+            if self.stopping:
+                if isinstance(item, Ready):
+                    item.spool.close()
+                return
+            time.sleep(0.01)
+        self._ready.put(item)
 
 
 def _texts_of(item: Any) -> int:

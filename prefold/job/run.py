@@ -269,7 +269,7 @@ class _Run:
             self.hard = self.graceful and self.signal is not None
             waits = self.graceful and self.signal is None
             self.signal = number
-            self.reader.stop.set()
+            self.reader.stopping = True
             if not waits:
                 raise KeyboardInterrupt
             self.progress.note("stopping after this step (once more: at once)")

@@ -334,6 +334,54 @@ def test_what_was_done_before_an_engine_fails_is_kept(tmp_path):
     check_complete(source, out)
 
 
+SIGNALS_TOGETHER = """
+import signal, sys
+from pathlib import Path
+from job.test_run import Interrupted, Progress, fake_llm, run_job, table_job
+
+source, out, place = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+calls = 0
+
+def profile(frame, event, argument):
+    # A second signal at the so-many-th function that is called or left while the first one is handled.
+    global calls
+    while event in ("call", "return") and frame is not None:
+        if frame.f_code.co_name == "handle":
+            calls += 1
+            if calls == place:
+                signal.raise_signal(signal.SIGTERM)
+            return
+        frame = frame.f_back
+
+def interrupt(i):
+    if i == 10:
+        sys.setprofile(profile)
+        signal.raise_signal(signal.SIGTERM)
+
+try:
+    run_job(table_job(source, out, llm=fake_llm(before=interrupt)), Progress())
+except Interrupted:
+    sys.exit(3 if calls < place else 4)
+"""
+
+
+def test_a_second_signal_while_the_first_is_handled(tmp_path):
+    source = tmp_path / "in.jsonl"
+    write_records(source, 40)
+    tests = Path(__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
+    for place in range(1, 100):
+        out = tmp_path / f"{place}.jsonl"
+        command = [sys.executable, "-c", SIGNALS_TOGETHER, str(source), str(out), str(place)]
+        done = subprocess.run(command, env=environment, timeout=60)  # a process that waits for itself is killed
+        run_job(table_job(source, out), Progress())
+        check_complete(source, out)
+        if done.returncode == 3:  # nothing more is called while a signal is handled
+            break
+        assert done.returncode == 4
+    assert 1 < place < 20
+
+
 def test_a_kill_in_the_first_seconds_of_loading_resumes(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_records(source, 100, bad={1})
