@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import InputError
 from .completions import usage_of
 from .endpoints import KINDS, response_body
+from .tools import GrowingText
 
 __all__ = ["Chunks", "read_stream"]
 
@@ -48,7 +49,7 @@ class Chunks:
         self._chat = kind == "chat"
         name = "chat.completion.chunk" if self._chat else "text_completion"
         self._head = {"id": f"{KINDS[kind].id}{id}", "object": name, "created": int(time.time()), "model": model}
-        self._said: dict[int, int] = {}  # {choice: letters of its text that were sent}
+        self._texts: dict[int, GrowingText] = {}  # {choice: its text}
         self._results: dict[int, Body] = {}
 
     def begin(self, items: int) -> Iterator[Body]:
@@ -58,10 +59,10 @@ class Chunks:
                 yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def piece(self, item: int, sample: int, text: str) -> Iterator[Body]:
-        """Yields what sends some more of a sample's text."""
+        """Yields what sends some more of a sample's text. What may be a function call is kept until the end."""
         index = item * self._samples + sample
-        self._said[index] = self._said.get(index, 0) + len(text)
-        yield self._chunk(index, {"content": text} if self._chat else text)
+        if text := self._text(index).add(text):
+            yield self._chunk(index, {"content": text} if self._chat else text)
 
     def end(self, item: int, result: Body) -> Iterator[Body]:
         """Yields what ends the samples of an item."""
@@ -70,8 +71,11 @@ class Chunks:
         for sample, choice in enumerate(whole["choices"]):
             index = item * self._samples + sample
             text = choice["message"]["content"] if self._chat else choice["text"]
-            rest = (text or "")[self._said.get(index, 0) :]
+            rest = self._text(index).rest(text or "")
             chunk = self._chunk(index, ({"content": rest} if rest else {}) if self._chat else rest)
+            if self._chat and "tool_calls" in choice["message"]:
+                calls = [{"index": i} | call for i, call in enumerate(choice["message"]["tool_calls"])]
+                chunk["choices"][0]["delta"]["tool_calls"] = calls
             chunk["choices"][0] |= {name: choice[name] for name in ("logprobs", "finish_reason", "stop_reason")}
             yield chunk
 
@@ -80,6 +84,9 @@ class Chunks:
         if self.usage:
             usage = usage_of([self._results[item] for item in sorted(self._results)])
             yield self._head | {"choices": [], "usage": usage}
+
+    def _text(self, index: int) -> GrowingText:
+        return self._texts.setdefault(index, GrowingText(self.meta.get("calls")))
 
     def _chunk(self, index: int, what: Any) -> Body:
         choice = {"index": index, "delta" if self._chat else "text": what, "logprobs": None, "finish_reason": None}

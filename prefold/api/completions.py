@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from uuid import uuid4
 
 from ..errors import InputError
 from ..tasks.sampling import format_grammar
+from .tools import calls_in, read_tools
 
 __all__ = ["chat_body", "completion_body", "read_chat", "read_completion", "usage_of"]
 
@@ -68,11 +70,19 @@ def read_chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[d
     _check(body, _COMMON | _CHAT, neutral={"add_special_tokens": (False,)})
     if body.get("messages") is None:
         raise InputError("messages is missing", field="messages", remedy="give it", code="missing_field")
-    item: dict[str, Any] = {"messages": body["messages"], "tools": _tools(body)}
+    tools, calls, grammar = read_tools(body)
+    item: dict[str, Any] = {"messages": body["messages"], "tools": tools}
     names = ("documents", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
     item |= {name: body[name] for name in names if body.get(name) is not None}
     meta: dict[str, Any] = {}
     sampling = {**CHAT_DEFAULTS, **defaults, **_sampling(body, meta)}
+    if calls is not None:
+        meta["calls"] = calls
+    if grammar is not None:
+        if "grammar" in sampling:
+            message = f"{meta['format']} and tool_choice exclude each other"
+            raise InputError(message, field="tool_choice", remedy="give one of them")
+        sampling["grammar"], meta["format"] = grammar, "tools"
     if body.get("logprobs"):
         sampling["logprobs"] = body.get("top_logprobs") or 0
     elif body.get("top_logprobs"):
@@ -144,23 +154,18 @@ def _guided(kind: str) -> Callable[[Any], dict[str, Any] | None]:
     return lambda value: None if value is None else {_STRUCTURED[kind]: value}
 
 
+def _response_format(value: Any) -> dict[str, Any] | None:
+    """Returns the grammar of a response_format: OpenAI's, or huggingface_hub's, which is a json_object with a value."""
+    if isinstance(value, dict) and value.get("type") == "json_object" and value.get("value") is not None:
+        return {"json_schema": value["value"]}
+    return format_grammar(value)
+
+
 _FORMATS: dict[str, Callable[[Any], dict[str, Any] | None]] = {
-    "response_format": format_grammar,
+    "response_format": _response_format,
     "structured_outputs": _structured_outputs,
     **{name: _guided(kind) for name, kind in _GUIDED.items()},
 }
-
-
-def _tools(body: dict[str, Any]) -> Any:
-    """Returns what the template is told of tools. The answer stays text, in which a call is to be found."""
-    choice = body.get("tool_choice")
-    if choice not in (None, "none", "auto"):
-        remedy, message = (
-            "use auto, and find calls in the text of the answer",
-            f"tool_choice {choice!r} is not supported",
-        )
-        raise InputError(message, field="tool_choice", remedy=remedy, code="unsupported")
-    return None if choice == "none" else body.get("tools") or None
 
 
 # ------------------------------------------------------------------------------------------ responses
@@ -175,8 +180,12 @@ def chat_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, 
             entries = choice["logprobs"]
             content = [_chat_token(e) | {"top_logprobs": [_chat_token(t) for t in e["top"]]} for e in entries]
             logprobs = {"content": content, "refusal": None}
-        message = {"role": "assistant", "content": choice.get("text"), "refusal": None}
-        choices.append({"index": index, "message": message, "logprobs": logprobs} | _ending(choice))
+        message, ending = {"role": "assistant", "content": choice.get("text"), "refusal": None}, _ending(choice)
+        text, calls = calls_in(choice.get("text") or "", meta["calls"]) if "calls" in meta else ("", [])
+        if calls:
+            message |= {"content": text or None, "tool_calls": [_tool_call(*call) for call in calls]}
+            ending["finish_reason"] = "tool_calls"
+        choices.append({"index": index, "message": message, "logprobs": logprobs} | ending)
     return {"object": "chat.completion", "choices": choices}
 
 
@@ -212,6 +221,10 @@ def _choices(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _ending(choice: dict[str, Any]) -> dict[str, Any]:
     return {"finish_reason": choice["finish_reason"], "stop_reason": choice.get("stop")}
+
+
+def _tool_call(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _chat_token(entry: dict[str, Any]) -> dict[str, Any]:

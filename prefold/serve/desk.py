@@ -129,12 +129,18 @@ class Desk:
         self._count(works, replies, started)
         return [raised(one) for one in found]
 
+    async def tokens(self, order: Order) -> list[list[int]]:
+        """Returns the token ids of every prompt that an order makes; computes nothing. Raises InputError."""
+        _, works = await self._in_pool(self._prepare, order)
+        return [request.tokens.tolist() for work in works for request in work.requests]
+
     async def stream(
         self, order: Order, num_bytes: int
-    ) -> AsyncGenerator[tuple[()] | tuple[int, int, str] | tuple[int, dict[str, Any]]]:
+    ) -> AsyncGenerator[tuple[int] | tuple[int, int, str] | tuple[int, dict[str, Any]]]:
         """Yields (item, sample, piece of its text) as they come, and (item, its result) as items end.
 
-        () is yielded before, once the request has been taken: what is wrong with it is raised by then.
+        (tokens of the prompts,) is yielded before, once the request has been taken: what is wrong with it is raised by
+        then.
         """
         started = last = time.perf_counter()
         with self.admitted(num_bytes) as prepared:
@@ -149,7 +155,7 @@ class Desk:
                 readers = [
                     asyncio.create_task(self._forward(number, reply, events)) for number, reply in enumerate(replies)
                 ]
-                yield ()
+                yield (sum(reply.tokens for reply in replies),)
                 left = len(readers)
                 while left:
                     event = await events.get()

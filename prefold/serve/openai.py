@@ -12,11 +12,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from ..api import ENDPOINTS, KINDS, response_body
+from ..api.asked import checked, flag, need
 from ..api.chunks import Chunks, read_stream
 from ..api.options import read_options
 from ..errors import InputError
-from .desk import Desk, Order
-from .http import EventStream, Refusal, json_of, json_response, read_json, unless_gone
+from . import tei
+from .faces import Asking, Handle
+from .http import EventStream, Refusal, json_of, json_response, unless_gone
 from .keys import Tenant
 from .site import Face, Site, as_refusal, new_id
 
@@ -41,55 +43,51 @@ def routes(site: Site) -> list[BaseRoute]:
         Route("/v1/models/{name:path}", OPENAI.endpoint(site, model), methods=["GET"]),
     ]
     for path, kind in ENDPOINTS.items():
-        found.append(Route(path, OPENAI.endpoint(site, handler(kind)), methods=["POST"]))
+        handle = rerank if path == "/rerank" else handler(kind)
+        found.append(Route(path, OPENAI.endpoint(site, handle), methods=["POST"]))
+    for path, own in {"/tokenize": tokenize, "/detokenize": detokenize}.items():
+        found.append(Route(path, OPENAI.endpoint(site, own), methods=["POST"]))
     return found
 
 
-def handler(kind: str) -> Any:
+def handler(kind: str) -> Handle:
     """Returns what answers requests of one kind."""
 
     async def handle(site: Site, request: Request, tenant: Tenant) -> Response:
-        desk = site.desk_for(request)
-        body, num_bytes = await read_json(request, site.options)
-        return await answer_kind(site, desk, request, tenant, kind, body, num_bytes)
+        return await answer_kind(await Asking.of(site, request, tenant), kind)
 
     return handle
 
 
-async def answer_kind(
-    site: Site, desk: Desk, request: Request, tenant: Tenant, kind: str, body: dict[str, Any], num_bytes: int
-) -> Response:
+async def rerank(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers /rerank: TEI's with `texts`, else vLLM's, Cohere's and Jina's."""
+    asking = await Asking.of(site, request, tenant)
+    if "texts" in asking.body:
+        request.scope["face"] = tei.TEI
+        return await tei.rerank(asking)
+    return await answer_kind(asking, "rerank")
+
+
+async def answer_kind(asking: Asking, kind: str) -> Response:
     """Returns the response to a body of one of the kinds that `api/endpoints.py` knows."""
     found, meta = KINDS[kind], {}
     try:
-        stream, usage, body = read_stream(body) if found.task == "generate" else (False, False, body)
-        model, adapter = site.model_of(body.get("model"))
+        is_text = found.task == "generate"
+        stream, usage, body = read_stream(asking.body) if is_text else (False, False, asking.body)
         options, share, body = read_options(found.task, body)
         items, meta = found.read(body, {})
-        check_texts(items, body, site.options.max_texts)
-        if adapter is not None:
-            items = [item | {"adapter": adapter} for item in items]
-        order = Order(found.task, items, options, site.keys.namespace(tenant), share)
+        order = asking.order(found.task, items, options, share=share)
         if not stream:
-            results = await unless_gone(request, desk.answer(order, num_bytes))
-            return json_response(response_body(kind, meta, results, model=model, id=new_id()))
-        sampling = items[0]["sampling"]
-        chunks = Chunks(kind, meta, model=model, id=new_id(), usage=usage, samples=sampling.get("n") or 1)
-        events = events_of(desk.stream(order, num_bytes), chunks, len(items), site)
-        await unless_gone(request, events.__anext__())
-        return EventStream(events, request, site.options)
+            results = await unless_gone(asking.request, asking.desk.answer(order, asking.num_bytes))
+            return json_response(response_body(kind, meta, results, model=asking.model, id=new_id()))
+        samples = items[0]["sampling"].get("n") or 1
+        chunks = Chunks(kind, meta, model=asking.model, id=new_id(), usage=usage, samples=samples)
+        answers = asking.desk.stream(order, asking.num_bytes)
+        events = events_of(answers, chunks, len(items), asking.site)
+        await unless_gone(asking.request, events.__anext__())
+        return EventStream(events, asking.request, asking.site.options)
     except InputError as wrong:
         raise wrong.renamed(found.name_of(wrong.field, meta)) from None
-
-
-def check_texts(items: list[Any], body: dict[str, Any], most: int) -> None:
-    """Raises InputError for a request with more than `most` texts."""
-    for name in ("input", "documents", "text_1", "text_2", "queries", "prompt"):
-        value = body.get(name)
-        if isinstance(value, list) and len(value) > most and not all(isinstance(one, int) for one in value):
-            raise InputError(
-                f"{name!r} holds {len(value)} texts", field=name, remedy=f"send at most {most} at once", code="too_many"
-            )
 
 
 async def events_of(answers: AsyncGenerator[Any], chunks: Chunks, items: int, site: Site) -> AsyncGenerator[bytes]:
@@ -144,3 +142,29 @@ def entries(site: Site, request: Request) -> list[dict[str, Any]]:
         for names, parent in ((site.names, None), (llm.engine.adapters, site.names[0]))
         for name in names
     ]
+
+
+async def tokenize(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers /tokenize: TEI's with `inputs`, else vLLM's, the ids of a prompt or of a conversation."""
+    asking = await Asking.of(site, request, tenant)
+    if "inputs" in asking.body:
+        request.scope["face"] = tei.TEI
+        return await tei.tokenize(asking)
+    kind, special = ("chat" if "messages" in asking.body else "completion"), asking.body.get("add_special_tokens")
+    with_texts = flag(asking.body, "return_token_strs")
+    body = {k: v for k, v in asking.body.items() if k not in ("add_special_tokens", "return_token_strs")}
+    if kind == "completion" and special is False:
+        prompt = need(body, "prompt")
+        body["prompt"] = asking.desk.llm.tokenizer.encode(prompt, special=False).tolist()
+    items, _ = KINDS[kind].read({**body, "max_tokens": 1}, {})
+    (ids,) = await unless_gone(request, asking.desk.tokens(asking.order("generate", items[:1])))
+    found = {"count": len(ids), "max_model_len": asking.desk.llm.config.max_positions, "tokens": ids}
+    strings = [asking.desk.llm.tokenizer.decode([i]) for i in ids] if with_texts else None
+    return json_response(found | {"token_strs": strings})
+
+
+async def detokenize(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers vLLM's /detokenize: the text of token ids."""
+    asking = await Asking.of(site, request, tenant)
+    checked(asking.body, "model", "tokens")
+    return json_response({"prompt": tei.decoded(asking.desk.llm, need(asking.body, "tokens"), "tokens", False)})

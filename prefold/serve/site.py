@@ -118,7 +118,8 @@ class Face:
                 except ClientGone:
                     return told(Response(status_code=499))  # nobody reads it
                 except Exception as error:
-                    return told(self.refuse(site, error))
+                    face: Face = request.scope.get("face", self)  # of a path that several share, by the body
+                    return told(face.refuse(site, error))
                 finally:
                     site.open -= 1
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 from serving import serving
 from tiny import tiny_checkpoint
@@ -7,10 +9,15 @@ from tiny import tiny_checkpoint
 from prefold import LLM
 from prefold.cache import CacheOptions
 
+TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+
 
 @pytest.fixture(scope="session")
 def llm(tmp_path_factory):
     folder = tiny_checkpoint(tmp_path_factory.mktemp("serve"), "llama")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = TOOLS + settings["chat_template"].replace("['content']", "['content'] or ''")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     made = LLM(str(folder), dtype="float32", kv_memory=1 << 23, cache=CacheOptions(min_overlap=0))
     made.folder = folder
     return made

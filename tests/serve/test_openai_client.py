@@ -154,3 +154,34 @@ def test_errors(client, body, error, param, stream):
         client.chat.completions.create(**{"model": "tiny", "messages": CHAT, "stream": stream} | body)
     assert found.value.param == param
     assert ";" in found.value.message  # what to do about it
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"],
+                           "additionalProperties": False},
+        },
+    }
+    for name in ("pick", "take")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "take"}}])
+def test_function_calls(client, choice):
+    asked = {"model": "tiny", "messages": CHAT, "max_tokens": 200, "tools": TOOLS, "tool_choice": choice}
+    found = client.chat.completions.create(**asked).choices[0]
+    (call,) = found.message.tool_calls
+    assert found.finish_reason == "tool_calls" and found.message.content is None
+    assert call.function.name in (("pick", "take") if choice == "required" else ("take",))
+    assert json.loads(call.function.arguments)["a"] in ("yes", "no")
+    calls, reason = [], None
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        calls += chunk.choices[0].delta.tool_calls or []
+        assert not chunk.choices[0].delta.content
+        reason = chunk.choices[0].finish_reason or reason
+    assert reason == "tool_calls" and json.loads(calls[0].function.arguments)["a"] in ("yes", "no")
+    turns = [*CHAT, found.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "it is"}]
+    assert client.chat.completions.create(model="tiny", messages=turns, max_tokens=2, tools=TOOLS).usage

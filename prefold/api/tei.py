@@ -1,0 +1,132 @@
+"""Reads and writes the bodies of Hugging Face's Text Embeddings Inference (TEI)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+from .asked import Asked, checked, choice, flag, need
+
+__all__ = ["read_embed", "read_predict", "read_rerank", "read_similarity", "tei_error"]
+
+Body = Mapping[str, Any]
+_TRUNCATION = ("truncate", "truncation_direction")
+# What TEI answers with: {status of a refusal: (status, error_type)}
+_TYPES = {
+    429: (429, "overloaded"), 500: (424, "backend"), 503: (503, "unhealthy"), 413: (413, "validation"),
+}  # fmt: skip
+_VALIDATION = {"too_long", "too_many", "out_of_range", "unsupported", "token_out_of_range", "invalid_input"}
+
+
+def tei_error(status: int, message: str, code: str, param: str | None) -> tuple[int, Any]:
+    """Returns (status, body) of an error in TEI's form."""
+    if status == 400:
+        found = (
+            (400, "empty") if code == "empty" else (413, "validation") if code in _VALIDATION else (422, "tokenizer")
+        )
+    else:
+        found = _TYPES.get(status, (status, "validation"))
+    return found[0], {"error": message, "error_type": found[1]}
+
+
+def _truncation(body: Body) -> dict[str, Any]:
+    side = choice(body, "truncation_direction", ("Left", "Right"), "Right").lower()
+    return {"truncate": side} if flag(body, "truncate") else {}
+
+
+def read_embed(body: Body) -> Asked:
+    """Returns what /embed asks: a vector of each input. Raises InputError."""
+    checked(body, "inputs", "normalize", "prompt_name", "dimensions", *_TRUNCATION)
+    inputs = need(body, "inputs")
+    options = {"normalize": flag(body, "normalize", True), **_truncation(body)}
+    if body.get("prompt_name") is not None:
+        options["prompt_name"] = body["prompt_name"]
+
+    def make(results: list[dict[str, Any]]) -> Any:
+        (result,) = results
+        return result["embeddings"] if "embeddings" in result else [result["embedding"]]
+
+    return Asked("embed", [{"text": inputs, "dimensions": body.get("dimensions")}], make, options, {"text": "inputs"})
+
+
+def read_rerank(body: Body) -> Asked:
+    """Returns what /rerank asks: a score of each text, the best first. Raises InputError."""
+    checked(body, "query", "texts", "raw_scores", "return_text", *_TRUNCATION)
+    texts = need(body, "texts")
+    options: dict[str, Any] = {"raw_scores": flag(body, "raw_scores")}
+    if flag(body, "truncate"):
+        left = choice(body, "truncation_direction", ("Left", "Right"), "Right") == "Left"
+        options["truncate"] = "left" if left else True
+    with_text = flag(body, "return_text")
+
+    def make(results: list[dict[str, Any]]) -> Any:
+        (result,) = results
+        entries = [{"index": i, "score": result["scores"][i]} for i in result["order"]]
+        return [entry | {"text": texts[entry["index"]]} for entry in entries] if with_text else entries
+
+    item = {"query": need(body, "query"), "documents": texts}
+    return Asked("rerank", [item], make, options, {"documents": "texts"})
+
+
+def read_predict(body: Body) -> Asked:
+    """Returns what /predict asks: how likely the labels of the classification head are. Raises InputError.
+
+    Inputs are a text, or a list of lists of one text each. A list of two texts is a pair, which is not supported. With
+    "parameters", as huggingface_hub sends it, a text is answered as a list of one.
+    """
+    checked(body, "inputs", "raw_scores", "parameters", *_TRUNCATION)
+    inputs = need(body, "inputs")
+    many = isinstance(inputs, list) and all(isinstance(one, list) for one in inputs)
+    texts = [one[0] if isinstance(one, list) and len(one) == 1 else one for one in (inputs if many else [inputs])]
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            name = f"inputs[{i}]" if many else "inputs"
+            message = f"{name!r} is not one text"
+            raise InputError(message, field=name, remedy="give a text, or [[text], [text], ...]", code="wrong_type")
+    raw, parameters = flag(body, "raw_scores"), body.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        remedy = 'give an object, such as {"top_k": 3}'
+        raise InputError("'parameters' is not an object", field="parameters", remedy=remedy, code="wrong_type")
+    top = (parameters or {}).get("top_k")
+    if top is not None and (not isinstance(top, int) or isinstance(top, bool) or top < 1):
+        raise InputError(f"'top_k' is {top!r:.100}", field="top_k", remedy="give 1 or more", code="wrong_type")
+
+    def make(results: list[dict[str, Any]]) -> Any:
+        found = [
+            [{"score": value, "label": label} for label, value in sorted(scores.items(), key=lambda p: -p[1])[:top]]
+            for scores in (result["logits" if raw else "probabilities"] for result in results)
+        ]
+        return found if many or parameters is not None else found[0]
+
+    return Asked("classify", [{"text": text} for text in texts], make, _truncation(body), {"text": "inputs"})
+
+
+def read_similarity(body: Body) -> Asked:
+    """Returns what /similarity asks: the cosine of the angle between a sentence and each of several. Raises
+    InputError."""
+    checked(body, "inputs", "parameters")
+    inputs, parameters = need(body, "inputs"), body.get("parameters") or {}
+    for value, name in ((inputs, "inputs"), (parameters, "parameters")):
+        if not isinstance(value, dict):
+            remedy = (
+                'give {"source_sentence": "...", "sentences": ["...", ...]}' if name == "inputs" else "leave it out"
+            )
+            raise InputError(f"{name!r} is not an object", field=name, remedy=remedy, code="wrong_type")
+    checked(inputs, "source_sentence", "sentences")
+    checked(parameters, "prompt_name", *_TRUNCATION)
+    sentences = need(inputs, "sentences")
+    if not isinstance(sentences, list):
+        raise InputError("'sentences' is not a list", field="sentences", remedy="give a list", code="wrong_type")
+    options = {"normalize": True, **_truncation(parameters)}
+    if parameters.get("prompt_name") is not None:
+        options["prompt_name"] = parameters["prompt_name"]
+
+    def make(results: list[dict[str, Any]]) -> Any:
+        vectors = np.stack([result["embedding"] for result in results])
+        return vectors[1:] @ vectors[0]
+
+    items = [{"text": text} for text in (need(inputs, "source_sentence"), *sentences)]
+    return Asked("embed", items, make, options, {"text": "inputs"})

@@ -1,0 +1,141 @@
+"""Function calls: which a request asks for, and which an answer holds.
+
+An answer that must be a call is enforced by a grammar. Where the model may choose, calls are found in its text: between
+<tool_call> and </tool_call>, as Qwen's and Hermes' templates ask for, or a JSON object that is the whole text, as
+Llama's do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import InputError
+
+__all__ = ["GrowingText", "calls_in", "grammar_of_calls", "read_tools"]
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_CALL = re.compile(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", re.DOTALL)
+Tools = list[Any]
+
+
+def read_tools(body: Mapping[str, Any]) -> tuple[Tools | None, dict[str, Any] | None, dict[str, Any] | None]:
+    """Returns (what the template is told of tools, how calls are found in the answer, a grammar that enforces one).
+
+    How calls are found: {"names": those of the functions, "forced": whether the answer is nothing but a call}. Raises
+    InputError for a tool_choice that is wrong.
+    """
+    tools, choice = body.get("tools") or None, body.get("tool_choice")
+    if choice in (None, "auto", "none") or not tools:
+        if choice not in (None, "auto", "none"):
+            message, remedy = f"'tool_choice' is {choice!r:.100} without tools", "give tools"
+            raise InputError(message, field="tool_choice", remedy=remedy, code="missing_field")
+        if choice == "none" or not tools:
+            return (None if choice == "none" else tools), None, None
+        return tools, {"names": [_name(tool) for tool in _functions(tools)], "forced": False}, None
+    functions = _functions(tools)
+    if choice != "required":
+        wanted = choice.get("function", choice) if isinstance(choice, Mapping) else None
+        name = wanted.get("name") if isinstance(wanted, Mapping) else None
+        functions = [function for function in functions if function["name"] == name]
+        if not functions:
+            message = f"'tool_choice' is {choice!r:.100}"
+            remedy = 'give auto, none, required, or {"type": "function", "function": {"name": ...}} of one of the tools'
+            raise InputError(message, field="tool_choice", remedy=remedy, code="wrong_type")
+    how = {"names": [_name(function) for function in functions], "forced": True}
+    return tools, how, grammar_of_calls(functions)
+
+
+def _functions(tools: Any) -> Sequence[Mapping[str, Any]]:
+    found = [tool.get("function") if isinstance(tool, Mapping) else None for tool in _list(tools)]
+    for i, function in enumerate(found):
+        known = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        if not known or not isinstance(function.get("parameters"), Mapping | None):
+            remedy = 'give {"type": "function", "function": {"name": ..., "parameters": {...}}}'
+            raise InputError(f"'tools[{i}]' is no function", field=f"tools[{i}]", remedy=remedy, code="wrong_type")
+    return found
+
+
+def _list(tools: Any) -> list[Any]:
+    if not isinstance(tools, list):
+        raise InputError("'tools' is not a list", field="tools", remedy="give a list of functions", code="wrong_type")
+    return tools
+
+
+def _name(tool: Mapping[str, Any]) -> str:
+    return str(tool["name"])
+
+
+def grammar_of_calls(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the grammar of a call of one of these functions."""
+    calls, shared = [], {}
+    for function in functions:
+        parameters = dict(function.get("parameters") or {"type": "object"})
+        for name in ("$defs", "definitions"):  # references begin at the root of the schema
+            if isinstance(parameters.get(name), Mapping):
+                shared.setdefault(name, {}).update(parameters.pop(name))
+        properties = {"name": {"const": function["name"]}, "arguments": parameters}
+        call = {"type": "object", "properties": properties, "required": list(properties)}
+        calls.append(call | {"additionalProperties": False})
+    return {"json_schema": (calls[0] if len(calls) == 1 else {"anyOf": calls}) | shared}
+
+
+def calls_in(text: str, how: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+    """Returns (the text without its calls, [(name of a function, its arguments as JSON), ...])."""
+    if how["forced"] or text.lstrip()[:1] == "{":
+        call = _call(text, how["names"])
+        return ("", [call]) if call is not None else (text, [])
+    found = [_call(part, how["names"]) for part in _CALL.findall(text)]
+    calls = [call for call in found if call is not None]
+    if not calls or len(calls) < len(found):  # one that is none stays text, and all others with it
+        return text, []
+    return _CALL.sub("", text).rstrip(), calls
+
+
+def _call(text: str, names: Sequence[str]) -> tuple[str, str] | None:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or call.get("name") not in names:
+        return None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    return (call["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
+class GrowingText:
+    """Gives a text out as it grows, but for what may be a function call.
+
+    how   how calls are found; None: there are none
+    said  how many of its letters were given out
+    """
+
+    def __init__(self, how: Mapping[str, Any] | None):
+        self._how, self._text, self.said = how, "", 0
+
+    def add(self, text: str) -> str:
+        """Returns what can be given out now that the text goes on with `text`."""
+        if self._how is None:
+            self.said += len(text)
+            return text
+        self._text += text
+        found = self._text[self.said : self._settled()]
+        self.said += len(found)
+        return found
+
+    def rest(self, text: str) -> str:
+        """Returns what is left to give out of the whole text, from which calls have been taken."""
+        return text[self.said :]
+
+    def _settled(self) -> int:
+        """Returns how many letters of the text so far can be no part of a call."""
+        text = self._text
+        if self._how is None or self._how["forced"] or text.lstrip()[:1] in ("{", ""):
+            return 0
+        start = text.find(_OPEN)
+        if start >= 0:
+            return len(text[:start].rstrip())
+        held = next((n for n in range(len(_OPEN), 0, -1) if text.endswith(_OPEN[:n])), 0)
+        return len(text[: len(text) - held].rstrip())

@@ -1,0 +1,72 @@
+"""What the faces do alike with a body: whose model it asks for, what it asks of a task, and the response to that."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..api.asked import Asked
+from ..errors import InputError
+from .desk import Desk, Order
+from .http import json_response, read_json, unless_gone
+from .keys import Tenant
+from .site import Site
+
+__all__ = ["Asking", "Handle", "answer_asked", "check_texts", "handle_of"]
+
+Handle = Callable[[Site, Request, Tenant], Awaitable[Response]]
+Read = Callable[[dict[str, Any], Desk], Asked]
+
+
+class Asking:
+    """One request on its way: who asks, and what its body holds."""
+
+    def __init__(self, site: Site, desk: Desk, request: Request, tenant: Tenant, body: dict[str, Any], num_bytes: int):
+        self.site, self.desk, self.request, self.tenant = site, desk, request, tenant
+        self.body, self.num_bytes = body, num_bytes
+        self.model, self.adapter = site.model_of(body.get("model"))
+
+    @classmethod
+    async def of(cls, site: Site, request: Request, tenant: Tenant) -> Asking:
+        """Returns what a request asks, once its body is there. Raises Refusal, ClientGone."""
+        desk = site.desk_for(request)
+        return cls(site, desk, request, tenant, *await read_json(request, site.options))
+
+    def order(self, task: str, items: Any, options: Any = (), *, share: bool = True) -> Order:
+        """Returns what is asked of a task, for this tenant and this model."""
+        check_texts(self.body, self.site.options.max_texts)
+        if self.adapter is not None:
+            items = [item | {"adapter": self.adapter} for item in items]
+        return Order(task, items, dict(options), self.site.keys.namespace(self.tenant), share)
+
+
+def check_texts(body: dict[str, Any], most: int) -> None:
+    """Raises InputError for a request with more than `most` texts."""
+    for name, value in body.items():
+        value = value.get("sentences") if name == "inputs" and isinstance(value, dict) else value
+        if isinstance(value, list) and len(value) > most and not all(isinstance(one, int) for one in value):
+            message, remedy = f"{name!r} holds {len(value)} texts", f"send at most {most} at once"
+            raise InputError(message, field=name, remedy=remedy, code="too_many")
+
+
+async def answer_asked(asking: Asking, asked: Asked) -> Response:
+    """Returns the response to what a body asks of a task."""
+    try:
+        order = asking.order(asked.task, asked.items, asked.options)
+        results = await unless_gone(asking.request, asking.desk.answer(order, asking.num_bytes))
+    except InputError as wrong:
+        raise wrong.renamed(asked.name_of(wrong.field)) from None
+    return json_response(asked.make(results))
+
+
+def handle_of(read: Read) -> Handle:
+    """Returns what answers the requests whose bodies `read` reads."""
+
+    async def handle(site: Site, request: Request, tenant: Tenant) -> Response:
+        asking = await Asking.of(site, request, tenant)
+        return await answer_asked(asking, read(asking.body, asking.desk))
+
+    return handle

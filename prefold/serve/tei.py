@@ -1,0 +1,142 @@
+"""The face of Hugging Face's Text Embeddings Inference (TEI)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from .. import __version__
+from ..api.asked import checked, flag, need
+from ..api.tei import read_embed, read_predict, read_rerank, read_similarity, tei_error
+from ..errors import InputError
+from .faces import Asking, answer_asked, handle_of
+from .http import json_response, unless_gone
+from .keys import Tenant
+from .site import Face, Site
+
+__all__ = ["TEI", "rerank", "routes", "tokenize"]
+
+TEI = Face("tei", tei_error)
+
+
+def routes(site: Site) -> list[BaseRoute]:
+    """Returns the paths of this face that no other has."""
+    paths = {
+        "/embed": handle_of(lambda body, desk: read_embed(body)),
+        "/embed_all": embed_all,
+        "/predict": handle_of(lambda body, desk: read_predict(body)),
+        "/similarity": handle_of(lambda body, desk: read_similarity(body)),
+        "/decode": decode,
+        "/": by_body,
+    }
+    found: list[BaseRoute] = [
+        Route(path, TEI.endpoint(site, handle), methods=["POST"]) for path, handle in paths.items()
+    ]
+    return [*found, Route("/info", TEI.endpoint(site, info), methods=["GET"])]
+
+
+async def by_body(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers a request to the server's address itself, as its body and the model ask."""
+    asking = await Asking.of(site, request, tenant)
+    body = asking.body
+    if "texts" in body:
+        return await answer_asked(asking, read_rerank(body))
+    if isinstance(body.get("inputs"), dict):
+        return await answer_asked(asking, read_similarity(body))
+    predicts = asking.desk.llm.config.num_labels is not None
+    return await answer_asked(asking, read_predict(body) if predicts else read_embed(body))
+
+
+async def rerank(asking: Asking) -> Response:
+    """Answers /rerank with `texts`."""
+    return await answer_asked(asking, read_rerank(asking.body))
+
+
+async def embed_all(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers with the hidden state after the final norm at every token of each text, not scaled.
+
+    Each prefix of a text is a prompt of its own, so that the last row of each is read; in the row stream that is one
+    row a token, as all prefixes share theirs.
+    """
+    asking = await Asking.of(site, request, tenant)
+    body = checked(asking.body, "inputs", "truncate", "truncation_direction", "prompt_name")
+    asked = read_embed({**body, "normalize": False})
+    try:
+        order = asking.order("embed", asked.items, asked.options)
+        texts = await unless_gone(request, asking.desk.tokens(order))
+        every = sum(map(len, texts))
+        if every > site.options.max_texts:
+            message, remedy = f"'inputs' has {every} tokens", f"send at most {site.options.max_texts} at once"
+            raise InputError(message, field="inputs", remedy=remedy, code="too_many")
+        prefixes = [{"text": [ids[: n + 1] for n in range(len(ids))]} for ids in texts]
+        order = asking.order("embed", prefixes, {"pooling": "last", "normalize": False})
+        results = await unless_gone(request, asking.desk.answer(order, asking.num_bytes))
+    except InputError as wrong:
+        raise wrong.renamed(asked.name_of(wrong.field)) from None
+    return json_response([result["embeddings"] for result in results])
+
+
+async def tokenize(asking: Asking) -> Response:
+    """Answers /tokenize with `inputs`: the tokens of each text, with their place in it."""
+    body = checked(asking.body, "inputs", "add_special_tokens", "prompt_name")
+    inputs, special = need(body, "inputs"), flag(body, "add_special_tokens", True)
+    texts = [inputs] if isinstance(inputs, str) else inputs
+    if not isinstance(texts, list):
+        raise InputError("'inputs' is no text", field="inputs", remedy="give a text, or a list", code="wrong_type")
+    tokenizer = asking.desk.llm.tokenizer
+    found = []
+    for text in texts:
+        ids = tokenizer.encode(text, special)
+        before = len(tokenizer.prefix_ids) if special else 0
+        spans = tokenizer.spans(text)
+        found.append([token(tokenizer, text, int(i), spans, n - before) for n, i in enumerate(ids)])
+    return json_response(found)
+
+
+def token(tokenizer: Any, text: str, id: int, spans: list[tuple[int, int]], place: int) -> dict[str, Any]:
+    """Returns one token as TEI writes it; a special one that was added has no place in the text."""
+    if not 0 <= place < len(spans):
+        return {"id": id, "text": tokenizer.decode([id]), "special": True, "start": None, "stop": None}
+    start, stop = spans[place]
+    special = tokenizer.decode([id], skip_special=True) == "" != tokenizer.decode([id])
+    return {"id": id, "text": text[start:stop], "special": special, "start": start, "stop": stop}
+
+
+async def decode(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers /decode: the text of each list of ids."""
+    asking = await Asking.of(site, request, tenant)
+    body = checked(asking.body, "ids", "skip_special_tokens")
+    ids, skip = need(body, "ids"), flag(body, "skip_special_tokens", True)
+    lists = ids if isinstance(ids, list) and isinstance(ids[0], list) else [ids]
+    return json_response([decoded(asking.desk.llm, one, "ids", skip) for one in lists])
+
+
+def decoded(llm: Any, ids: Any, field: str, skip: bool) -> str:
+    """Returns the text of token ids. Raises InputError, naming `field`, for what is no list of them."""
+    most = llm.config.vocab_size
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < most for i in ids):
+        message, remedy = f"{field!r} is not a list of token ids", f"give whole numbers from 0 below {most}"
+        raise InputError(message, field=field, remedy=remedy, code="wrong_type")
+    return str(llm.tokenizer.decode(ids, skip_special=skip))
+
+
+async def info(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers with what the server runs, and its limits."""
+    llm = site.desk_for(request).llm
+    labels = list(llm.config.labels)
+    if llm.config.num_labels is None:
+        kind: dict[str, Any] = {"embedding": {"pooling": f"{llm.task('embed').settings.pooling}_token"}}
+    else:
+        names = {str(i): label for i, label in enumerate(labels)}
+        ids = {"id2label": names, "label2id": {label: int(i) for i, label in names.items()}}
+        kind = {"reranker" if llm.config.num_labels == 1 else "classifier": ids}
+    return json_response({
+        "model_id": site.names[0], "model_sha": None, "model_dtype": str(llm.dtype).removeprefix("torch."),
+        "model_type": kind, "max_concurrent_requests": site.options.max_waiting_requests,
+        "max_input_length": llm.config.max_positions, "max_batch_tokens": llm.engine.max_batch_rows,
+        "max_batch_requests": None, "max_client_batch_size": site.options.max_texts, "auto_truncate": False,
+        "tokenization_workers": 4, "version": __version__, "sha": None, "docker_label": None,
+    })  # fmt: skip
