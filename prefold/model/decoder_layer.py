@@ -35,7 +35,7 @@ class Layer(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """config: with the sizes of this rank's part."""
+        """Makes the layer's parameters. config: with the sizes of this rank's part."""
         super().__init__()
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         first = ranks.rank == 0  # biases of what is summed over ranks are added once

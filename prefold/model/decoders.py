@@ -21,7 +21,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def llama(hf: HFConfig) -> ModelConfig:
-    """Llama 1 to 3, SmolLM 1 and 2, TinyLlama, and all that call themselves so."""
+    """Returns the config of Llama 1 to 3, SmolLM 1 and 2, TinyLlama, and all that call themselves so."""
     hf = Settings.of(hf)
     attention_bias = hf.flag("attention_bias")
     kv_heads = hf.size("num_key_value_heads", None) or hf.size("num_attention_heads")
@@ -29,19 +29,20 @@ def llama(hf: HFConfig) -> ModelConfig:
 
 
 def mistral(hf: HFConfig) -> ModelConfig:
-    """Mistral 7B and kin: Llama, with a sliding window in every layer when `sliding_window` is set."""
+    """Returns the config of Mistral 7B and kin: Llama, with a sliding window in every layer when `sliding_window` is
+    set."""
     hf = Settings.of(hf)
     return decoder(hf, windows=[_window(hf)] * _layers(hf))
 
 
 def qwen2(hf: HFConfig) -> ModelConfig:
-    """Qwen 2 and 2.5: biases on q, k and v."""
+    """Returns the config of Qwen 2 and 2.5: biases on q, k and v."""
     hf = Settings.of(hf)
     return decoder(hf, qkv_bias=True, windows=qwen_windows(hf))
 
 
 def qwen3(hf: HFConfig) -> ModelConfig:
-    """Qwen 3: norms on q and k, a head_dim of its own."""
+    """Returns the config of Qwen 3: norms on q and k, a head_dim of its own."""
     hf = Settings.of(hf)
     bias = hf.flag("attention_bias")
     head_dim = hf.size("head_dim", 128)
@@ -49,8 +50,8 @@ def qwen3(hf: HFConfig) -> ModelConfig:
 
 
 def gemma3(hf: HFConfig) -> ModelConfig:
-    """Gemma 3, the text model: norms before and after each part; layers with a sliding window have a rotary base of
-    their own."""
+    """Returns the config of Gemma 3, the text model: norms before and after each part; layers with a sliding window
+    have a rotary base of their own."""
     hf = Settings.of(hf)
     if hf.get("use_bidirectional_attention"):
         raise UnsupportedModelError(
@@ -80,7 +81,8 @@ def gemma3(hf: HFConfig) -> ModelConfig:
 
 
 def gpt2(hf: HFConfig) -> ModelConfig:
-    """GPT-2: LayerNorm, learned positions, biases everywhere, no gate; keys, tensors and modules with names of its own.
+    """Returns the config of GPT-2: LayerNorm, learned positions, biases everywhere, no gate; keys, tensors and modules
+    have names of their own.
 
     Not a setting of the model: reorder_and_upcast_attn, the order in which attention rounds.
     """
@@ -124,7 +126,7 @@ def decoder(
     windows: list[int | None] | None = None,
     **options: Any,
 ) -> ModelConfig:
-    """The part that all these families share; `options` are fields of ModelConfig."""
+    """Returns the config of the part that all these families share; `options` are fields of ModelConfig."""
     hf = Settings.of(hf)
     activation = hf.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
@@ -156,15 +158,15 @@ def _layers(hf: Settings) -> int:
 
 
 def _window(hf: Settings) -> int | None:
-    """Positions of the sliding window; None where `sliding_window` is null or 0: there is none."""
+    """Returns the positions of the sliding window; None where `sliding_window` is null or 0: there is none."""
     if "sliding_window" in hf and hf["sliding_window"] is None:
         return None
     return hf.size("sliding_window", 4096, least=0, most=MOST_POSITIONS) or None
 
 
 def qwen_windows(hf: Settings) -> list[int | None]:
-    """Sliding windows in the last layers, from `max_window_layers` on, or in those that `layer_types` names; none
-    unless `use_sliding_window` is set."""
+    """Returns the sliding window of each layer: the last ones, from `max_window_layers` on, or those that `layer_types`
+    names, have one where `use_sliding_window` is set."""
     layers = _layers(hf)
     if not hf.flag("use_sliding_window") or _window(hf) is None:
         return [None] * layers
@@ -173,7 +175,7 @@ def qwen_windows(hf: Settings) -> list[int | None]:
 
 
 def _windows(hf: Settings, types: list[str]) -> list[int | None]:
-    """The sliding window of each layer; None: it attends to everything before. types: one a layer."""
+    """Returns the sliding window of each layer; None: it attends to everything before. types: one a layer."""
     unknown = set(types) - {FULL, SLIDING}
     if unknown:
         raise UnsupportedModelError(f"layer_types has {', '.join(sorted(unknown))}; full and sliding attention work")
@@ -184,12 +186,12 @@ def _windows(hf: Settings, types: list[str]) -> list[int | None]:
 
 
 def _every(pattern: int, layers: int) -> list[str]:
-    """Layer types where one layer in `pattern` is full: the last of each."""
+    """Returns layer types where one layer in `pattern` is full: the last of each."""
     return [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
 
 
 def _rope_of(hf: Settings, kind: str, base: str, default: float) -> Settings:
-    """The config as `read_rope` reads it, for the layers of one kind.
+    """Returns the config as `read_rope` reads it, for the layers of one kind.
 
     Transformers 5 has settings for each kind in `rope_parameters`; before, `rope_scaling` was for the full
     layers, and each kind had its `base` key.

@@ -25,7 +25,7 @@ MOST_CHARACTERS = 600
 
 
 def config_from(hf: HFConfig) -> ModelConfig:
-    """The ModelConfig of a Hugging Face config.
+    """Returns the ModelConfig of a Hugging Face config.
 
     Raises UnsupportedModelError for what prefold does not do, listing what works, and CheckpointError for settings that
     cannot be; both name the file (where `hf` are the settings of a checkpoint), the key and what is wrong.
@@ -80,8 +80,9 @@ def _architecture(hf: Settings) -> str:
 
 
 def _bare(family: Family) -> Family:
-    """Checkpoints without a head. They give no logits, also where a language model's embedding is its head: these were
-    trained for something else, and what they would say of the next token means nothing."""
+    """Returns the family of a model's checkpoints without a head. They give no logits, also where a language model's
+    embedding is its head: they were trained for something else, and what they would say of the next token means
+    nothing."""
 
     def bare(hf: HFConfig) -> ModelConfig:
         return replace(family(hf), lm_head=False)
@@ -90,7 +91,7 @@ def _bare(family: Family) -> Family:
 
 
 def _classifier(family: Family) -> Family:
-    """Checkpoints with a classification head, of one linear."""
+    """Returns the family of a model's checkpoints with a classification head of one linear."""
 
     def classifier(hf: HFConfig) -> ModelConfig:
         hf = Settings.of(hf)
@@ -102,7 +103,7 @@ def _classifier(family: Family) -> Family:
 
 
 def _labels(hf: Settings) -> tuple[str, ...]:
-    """The names of the labels, in the order of their numbers; none where the config has no names."""
+    """Returns the names of the labels, in the order of their numbers; none where the config has no names."""
     names = hf.settings("id2label")
     try:
         numbered = {int(key): str(value) for key, value in names.items()}
@@ -112,7 +113,7 @@ def _labels(hf: Settings) -> tuple[str, ...]:
 
 
 def _reward(family: Family) -> Family:
-    """Checkpoints with a head of two linears."""
+    """Returns the family of a model's checkpoints with a head of two linears."""
 
     def reward(hf: HFConfig) -> ModelConfig:
         num_labels = Settings.of(hf).size("num_labels", 1, most=MOST_LABELS)

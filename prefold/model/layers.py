@@ -14,7 +14,7 @@ __all__ = ["ActivatedLinear", "GatedLinear", "Linear", "Norm"]
 
 
 class Norm(nn.Module):
-    """x, delta [rows, size] -> x + delta, and its norm. kind: "rms", or "layer", which has a bias."""
+    """A Norm gives x + delta [rows, size], and the norm of that. kind: "rms", or "layer", which has a bias."""
 
     def __init__(self, size: int, *, kind: str, eps: float, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -37,7 +37,7 @@ class Linear(nn.Module):
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool | int, dtype: torch.dtype, device: torch.device):
-        """bias: whether there is one, or of how many outputs."""
+        """Makes the parameters. bias: whether there is one, or of how many outputs."""
         super().__init__()
         self.inputs, self.outputs = inputs, outputs
         biased = outputs if bias is True else int(bias)
@@ -72,7 +72,8 @@ class Linear(nn.Module):
 
 
 class ActivatedLinear(Linear):
-    """The linear that an MLP without a gate begins with, up: x [rows, inputs] -> [rows, width]."""
+    """An ActivatedLinear is the linear that an MLP without a gate begins with, up: x [rows, inputs] -> [rows,
+    width]."""
 
     def __init__(
         self, inputs: int, width: int, *, activation: str, bias: bool, dtype: torch.dtype, device: torch.device
@@ -81,16 +82,17 @@ class ActivatedLinear(Linear):
         self.activation = activation
 
     def activate(self, up: Tensor, ops: Ops) -> Tensor:
-        """activation(up), shaped as up [rows, width]"""
+        """Returns activation(up), shaped as up [rows, width]."""
         return ACTIVATIONS[self.activation](up)
 
     def activated(self, x: Tensor, ops: Ops) -> Tensor:
-        """activation(up) of x [rows, inputs]: [rows, width]"""
+        """Returns activation(up) of x [rows, inputs]: [rows, width]."""
         return self.activate(self(x), ops)
 
 
 class GatedLinear(Linear):
-    """The two linears of a gated MLP, gate and up, side by side: x [rows, inputs] -> [rows, 2 * width]."""
+    """A GatedLinear is the two linears of a gated MLP, gate and up, side by side: x [rows, inputs] -> [rows, 2 *
+    width]."""
 
     def __init__(
         self, inputs: int, width: int, *, activation: str, bias: bool, dtype: torch.dtype, device: torch.device
@@ -99,11 +101,11 @@ class GatedLinear(Linear):
         self.activation = activation
 
     def activate(self, gate_up: Tensor, ops: Ops) -> Tensor:
-        """activation(gate) * up of gate_up [rows, 2 * width]: [rows, width]"""
+        """Returns activation(gate) * up of gate_up [rows, 2 * width]: [rows, width]."""
         return ops.gate(gate_up, self.activation)
 
     def activated(self, x: Tensor, ops: Ops) -> Tensor:
-        """activation(gate) * up of x [rows, inputs]: [rows, width]"""
+        """Returns activation(gate) * up of x [rows, inputs]: [rows, width]."""
         if self.product is not None:
             out = self.product.gated(x, self.bias, self.activation)
             if out is not None:

@@ -31,7 +31,7 @@ class Loop:
     seed       what the noise is drawn from, beside a row's position
     gate       whether a linear gives each row's probability of leaving after a visit
     threshold  a row is read after the first visit at which its probability of having left is at least this; 1: it is
-               read after the last visit
+               read after the last visit. All rows make all visits, so K/V do not depend on it
     """
 
     blocks: int
@@ -56,6 +56,8 @@ class Loop:
             raise UnsupportedModelError(f'between is {self.between!r}; it must be "nothing", "norm" or "inject"')
         if not 0 < self.threshold <= 1:
             raise UnsupportedModelError(f"threshold is {self.threshold}; it must be above 0 and at most 1")
+        if self.threshold < 1 and not self.gate:
+            raise UnsupportedModelError(f"threshold is {self.threshold} and gate is false; rows leave by a gate only")
         if self.gate and self.coda:
             raise UnsupportedModelError(
                 f"gate is true and coda is {self.coda}; a model with a coda has one exit, after it"

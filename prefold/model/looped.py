@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from .config import ModelConfig
+from .exits import RowExits, exit_visits
 from .layers import Linear
 from .lora import NO_ADAPTERS, RowAdapters
 from .noise import position_noise
@@ -42,11 +44,58 @@ class LoopedLM(CausalLM):
         attend: Attend,
         read_rows: Tensor | None = None,
         adapters: RowAdapters = NO_ADAPTERS,
+        exits: RowExits | None = None,
     ) -> Tensor:
+        """Returns hidden states as a CausalLM does: of each row those after the visit that it leaves after.
+
+        exits  when rows may leave; None: as `config.loop` says
+        """
+        if exits is None and self.loop.threshold < 1:
+            exits = RowExits(self.loop.threshold)
+        if exits is not None:
+            states = torch.stack(self.after_each_visit(tokens, positions, attend, read_rows, adapters))
+            leaves = exit_visits(self.leaving(states), exits)
+            return states[leaves, torch.arange(len(leaves), device=leaves.device)]
         rows = self.start(tokens, positions, attend, read_rows, adapters)
         for block in self.loop.order:
             self.visit(rows, block)
         return self.finish(rows)
+
+    def after_each_visit(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        read_rows: Tensor | None = None,
+        adapters: RowAdapters = NO_ADAPTERS,
+    ) -> list[Tensor]:
+        """Returns hidden states as they are read after each visit, each [rows read, hidden]; the arguments are those of
+        a call of the model. Raises InputError for a model with a coda, which is gone through once."""
+        if self.loop.coda:
+            raise InputError("the model has a coda, so it is read after its last visit only", field="model")
+        rows = self.start(tokens, positions, attend, read_rows, adapters)
+        found = []
+        for number, block in enumerate(self.loop.order, 1):
+            self.visit(rows, block)
+            if number == len(self.loop.order):
+                found.append(self.finish(rows))
+                continue
+            state = rows.x if rows.delta is None else rows.x + rows.delta
+            state = state if read_rows is None else state[read_rows]
+            if self.loop.between == "norm":
+                found.append(state.clone())  # the next visit writes into it
+            else:
+                found.append(self.norm(state, None, rows.ops)[1])
+        return found
+
+    def leaving(self, states: Tensor) -> Tensor:
+        """Returns the logit of leaving for hidden states [..., hidden] as they are read after a visit: float32 [...].
+
+        Raises InputError for a model without a gate.
+        """
+        if self.gate is None:
+            raise InputError("the model has no gate, so its rows leave after the last visit only", field="model")
+        return self.gate(states.float().flatten(0, -2)).view(states.shape[:-1])
 
     def start(
         self,

@@ -135,7 +135,5 @@ def _visits(hf: Settings, key: str, default: int | None = None) -> int:
 
 def _looped(config: ModelConfig, loop: Loop) -> ModelConfig:
     """Returns the config with a plane for each layer of each visit."""
-    if loop.threshold < 1:
-        raise UnsupportedModelError(f"an exit threshold of {loop.threshold} is not supported; set it to 1: no exits")
     planes = tuple(config.planes[layer] for layer in loop.visited(config.layers))
     return replace(config, loop=loop, planes=planes)

@@ -54,7 +54,8 @@ CHANGED_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One module in a fused linear: which rows of `Delta.a` are its own, its columns of the result, and scaled B."""
+    """A Part is one module in a fused linear: which rows of `Delta.a` are its own, its columns of the result, and
+    scaled B."""
 
     ranks: slice
     columns: slice
@@ -63,7 +64,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an adapter adds to one linear. a [ranks of all parts, inputs]; each part's b [columns, ranks]."""
+    """A Delta is what an adapter adds to one linear. a [ranks of all parts, inputs]; each part's b [columns, ranks]."""
 
     a: Tensor
     parts: tuple[Part, ...]
@@ -80,7 +81,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that fits a model.
+    """An Adapter is a LoRA adapter that fits a model.
 
     name    as it was asked for
     layers  by layer, and by the name of the layer's linear, what is added to it
@@ -105,7 +106,7 @@ class Adapter:
 
 
 class RowAdapters:
-    """Which rows have which adapter.
+    """A RowAdapters says which rows have which adapter.
 
     adapters   those of the step
     numbers    int64 [rows]: of each row the index of its adapter, or -1
@@ -120,14 +121,15 @@ class RowAdapters:
 
     @cached_property
     def read(self) -> RowAdapters:
-        """The adapters of the rows that are read."""
+        """Returns the adapters of the rows that are read."""
         return self if self.read_rows is None or not self.adapters else self._of(self.numbers[self.read_rows])
 
     def _of(self, numbers: np.ndarray, read_rows: np.ndarray | None = None) -> RowAdapters:
         return RowAdapters(self.adapters, numbers, read_rows) if (numbers >= 0).any() else NO_ADAPTERS
 
     def add(self, out: Tensor, x: Tensor, layer: int, linear: str) -> Tensor:
-        """out [rows, outputs], which the linear gave for x [rows, inputs], and what the adapters add; into out."""
+        """Adds to out [rows, outputs], which the linear gave for x [rows, inputs], what the adapters add, and returns
+        it."""
         for rows, adapter in self._groups:
             delta = adapter.layers[layer].get(linear)
             if delta is not None:
@@ -136,7 +138,7 @@ class RowAdapters:
 
     @cached_property
     def _groups(self) -> list[tuple[slice | Tensor, Adapter]]:
-        """The rows of each adapter; consecutive ones as a slice, which needs no copy."""
+        """Returns the rows of each adapter; consecutive ones as a slice, which needs no copy."""
         groups: list[tuple[slice | Tensor, Adapter]] = []
         for number, adapter in enumerate(self.adapters):
             rows = np.flatnonzero(self.numbers == number)
@@ -159,7 +161,7 @@ def load_adapter(
     name: str | None = None,
     ranks: Alone = ALONE,
 ) -> Adapter:
-    """The adapter in a PEFT folder (adapter_config.json, adapter_model.safetensors), for a model of `config`.
+    """Returns the adapter in a PEFT folder (adapter_config.json, adapter_model.safetensors), for a model of `config`.
 
     dtype, device, ranks: the model's; this rank's share is kept. Raises UnsupportedModelError for what is more than
     LoRA of a layer's linears, and CheckpointError where files are missing or do not fit, naming what.
@@ -194,7 +196,7 @@ def load_adapter(
 
 @dataclass(slots=True)
 class Pair:
-    """A and B of one module, called `name` in the model that was trained."""
+    """A Pair is A and B of one module, called `name` in the model that was trained."""
 
     name: str
     a: Tensor | None = None
@@ -229,7 +231,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair]:
-    """A and B by layer and module ("self_attn.q_proj"); those of several modules in one are parted."""
+    """Returns A and B by layer and module ("self_attn.q_proj"); those of several modules in one are parted."""
     path = folder / "adapter_model.safetensors"
     if not path.is_file():
         if [*folder.glob("*.bin"), *folder.glob("*.pt")]:
@@ -267,7 +269,7 @@ def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair
 
 
 def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -> list[Pair]:
-    """One pair a module: they share A, and each has its rows of B."""
+    """Returns one pair a module: they share A, and each has its rows of B."""
     if len(modules) == 1 or pair.b is None:
         return [pair] * len(modules)
     sizes = fused_sizes(modules, config)
@@ -282,7 +284,7 @@ def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -
 
 
 def _linears(config: ModelConfig, *, last: bool) -> dict[str, list[tuple[str, slice, int]]]:
-    """The modules that are fused in each linear of a layer, as (module, columns of the result, inputs)."""
+    """Returns the modules that are fused in each linear of a layer, as (module, columns of the result, inputs)."""
     q, kv, mlp, hidden = config.q_size, config.kv_size, config.intermediate, config.hidden
     qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
     linears = {
@@ -301,7 +303,7 @@ def _linears(config: ModelConfig, *, last: bool) -> dict[str, list[tuple[str, sl
 
 
 def _scaled(pair: Pair, settings: Mapping[str, Any], outputs: int, inputs: int, folder: Path) -> tuple[Tensor, Tensor]:
-    """(A, B times the scale), in float32."""
+    """Returns (A, B times the scale), in float32."""
     if pair.a is None or pair.b is None:
         raise CheckpointError(f"{folder} has only lora_{'A' if pair.b is None else 'B'} of {pair.name}")
     rank = _pattern(settings, "rank_pattern", pair.name, settings.get("r", 8), folder)
@@ -316,7 +318,7 @@ def _scaled(pair: Pair, settings: Mapping[str, Any], outputs: int, inputs: int, 
 
 
 def _pattern(settings: Mapping[str, Any], key: str, name: str, default: Any, folder: Path) -> Any:
-    """The first of the patterns that is the end of `name`, from a dot on, says it, as in PEFT."""
+    """Returns the value of the first of the patterns that is the end of `name`, from a dot on, as in PEFT."""
     found = default
     for pattern, value in (settings.get(key) or {}).items():
         try:

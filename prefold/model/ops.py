@@ -22,10 +22,10 @@ ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 class Ops:
-    """The operations by PyTorch, on any device and in any dtype."""
+    """An Ops computes the operations by PyTorch, on any device and in any dtype."""
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x + delta (the residual stream), and its RMS norm scaled by `weight` (Zhang and Sennrich 2019).
+        """Returns x + delta (the residual stream), and its RMS norm scaled by `weight` (Zhang and Sennrich 2019).
 
         x, delta [rows, hidden]; weight [hidden], of x's dtype or float32. May write into x.
         """
@@ -38,13 +38,14 @@ class Ops:
     def add_layer_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """x + delta (the residual stream), and its LayerNorm (Ba et al. 2016). weight, bias [hidden]."""
+        """Returns x + delta (the residual stream), and its LayerNorm (Ba et al. 2016). weight, bias [hidden]."""
         if delta is not None:
             x = x + delta
         return x, F.layer_norm(x, weight.shape, weight, bias, eps)
 
     def rope(self, x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        """Rotary position embedding of x [rows, heads, dim], halves rotated against each other (as in Llama).
+        """Returns x [rows, heads, dim] after rotary position embedding, halves rotated against each other (as in
+        Llama).
 
         cos_sin float32 [rows, dim]: cosines then sines of the row's dim/2 angles, already multiplied by the
         RoPE variant's attention factor; [rows, 0]: no rotation. norm_weight [dim]: an RMS norm over dim before the
@@ -59,13 +60,15 @@ class Ops:
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        """activation(gate) * up, of gate_up [rows, 2 * width] -> [rows, width]. activation: a key of ACTIVATIONS."""
+        """Returns activation(gate) * up, of gate_up [rows, 2 * width] -> [rows, width]. activation: a key of
+        ACTIVATIONS."""
         gate, up = gate_up.chunk(2, -1)
         return ACTIVATIONS[activation](gate) * up
 
 
 class CompiledOps(Ops):
-    """The operations by the compiled kernels, for float32 and bfloat16 on a CPU. No gradients."""
+    """A CompiledOps computes the operations by the compiled kernels, for float32 and bfloat16 on a CPU. No
+    gradients."""
 
     def __init__(self, compiled: kernels.Kernels):
         self._compiled = compiled
@@ -84,7 +87,7 @@ class CompiledOps(Ops):
 
 
 class TritonOps(Ops):
-    """The operations by Triton's kernels, on a GPU. No gradients."""
+    """A TritonOps computes the operations by Triton's kernels, on a GPU. No gradients."""
 
     def __init__(self) -> None:
         from . import ops_triton
@@ -123,7 +126,8 @@ def choose_ops(dtype: torch.dtype, device: torch.device) -> Ops:
 
 
 def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp of each row of logits [rows, columns], [rows], and the place of its largest number, int64 [rows].
+    """Returns the log-sum-exp of each row of logits [rows, columns], [rows], and the place of its largest number, int64
+    [rows].
 
     Of several largest ones a CPU gives the first.
     """
@@ -135,5 +139,5 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in the dtype that sums are made in: float32, or float64 where x is."""
+    """Returns x in the dtype that sums are made in: float32, or float64 where x is."""
     return x if x.dtype == torch.float64 else x.float()

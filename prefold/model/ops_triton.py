@@ -14,7 +14,7 @@ WIDTH = 1024
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + delta, written into x, and its RMS norm; arguments as for `Ops.add_rms_norm`."""
+    """Returns x + delta, written into x, and its RMS norm; arguments as for `Ops.add_rms_norm`."""
     rows, hidden = x.shape
     out = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     if rows:
@@ -27,7 +27,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
 
 
 def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
-    """x turned by its rotary positions, in place; arguments as for `Ops.rope`."""
+    """Returns x turned by its rotary positions, in place; arguments as for `Ops.rope`."""
     rows, heads, dim = x.shape
     block = min(HEADS, triton.next_power_of_2(heads))
     if rows:
@@ -40,7 +40,7 @@ def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> 
 
 
 def gate(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, [rows, width]; arguments as for `Ops.gate`."""
+    """Returns activation(gate) * up, [rows, width]; arguments as for `Ops.gate`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
@@ -53,7 +53,7 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
 
 @triton.jit
 def _scaled(h, weight):
-    """weight * h, rounded as PyTorch rounds: h to the weight's dtype, then the product."""
+    """Returns weight * h, rounded as PyTorch rounds: h to the weight's dtype, then the product."""
     wide = weight.to(tl.float32) * h.to(weight.dtype).to(tl.float32)
     return wide.to(weight.dtype)
 

@@ -29,7 +29,8 @@ WIDTH_UNIT = 16
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one of `size` ranks holds: slices of the heads, of the KV heads, of the MLP's columns, of the vocabulary.
+    """A Shard is what one of `size` ranks holds: slices of the heads, of the KV heads, of the MLP's columns, of the
+    vocabulary.
 
     A KV head is on one rank with all its query heads where there are enough KV heads, perhaps more of them on
     some ranks than on others. Where there are fewer than ranks, a KV head is on several, each with some of its
@@ -45,7 +46,7 @@ class Shard:
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> Shard:
-        """InputError where a rank would have nothing to do."""
+        """Returns what a rank holds. Raises InputError where a rank would have nothing to do."""
         most = min(config.heads, config.intermediate, config.vocab_size)
         if size > most:
             raise InputError(
@@ -74,7 +75,7 @@ class Shard:
         )
 
     def local(self, config: ModelConfig) -> ModelConfig:
-        """The sizes of this rank's part of the layers."""
+        """Returns the config with the sizes of this rank's part of the layers."""
         return replace(
             config,
             heads=_length(self.heads),
@@ -83,7 +84,7 @@ class Shard:
         )
 
     def parts(self, config: ModelConfig) -> dict[str, tuple[slice, ...]]:
-        """By the name of a linear: which outputs, or outputs and inputs, of its weight this rank holds."""
+        """Returns, by the name of a linear, which outputs, or outputs and inputs, of its weight this rank holds."""
 
         def numbers(heads: slice) -> slice:
             return slice(heads.start * config.head_dim, heads.stop * config.head_dim)
@@ -101,7 +102,7 @@ class Shard:
 
 
 def _share(total: int, rank: int, size: int, unit: int = 1) -> slice:
-    """The rank's part of `total`, in whole units but for the last; parts differ by a unit at most."""
+    """Returns the rank's part of `total`, in whole units but for the last; parts differ by a unit at most."""
     units = -(-total // unit)
     return slice(min(total, unit * (units * rank // size)), min(total, unit * (units * (rank + 1) // size)))
 
@@ -111,11 +112,13 @@ def _length(part: slice) -> int:
 
 
 class CollectiveError(RuntimeError):
-    """A collective call has failed: another rank has gone, or has not come to it in time."""
+    """A CollectiveError says that a collective call has failed: another rank has gone, or has not come to it in
+    time."""
 
 
 class Alone:
-    """One rank that holds everything: the case without tensor parallelism, and what `Ranks` does the work of."""
+    """An Alone is one rank that holds everything: the case without tensor parallelism, and what `Ranks` does the work
+    of."""
 
     rank, size = 0, 1
 
@@ -123,19 +126,21 @@ class Alone:
         return Shard.of(config, self.rank, self.size)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, on every rank; may be x itself."""
+        """Returns the sum of every rank's x, on every rank; may be x itself."""
         return x
 
     def embed(self, tokens: Tensor, weight: Tensor, vocab: slice) -> Tensor:
-        """Rows of the whole embedding [tokens, hidden]; weight: this rank's, of the ids in `vocab`."""
+        """Returns rows of the whole embedding [tokens, hidden]; weight: this rank's, of the ids in `vocab`."""
         return F.embedding(tokens, weight)
 
     def pick(self, weight: Tensor, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:
-        """Rows of the LM head, [ids, hidden]: those this rank holds, zeros for others; products are to be summed."""
+        """Returns rows of the LM head, [ids, hidden]: those this rank holds, zeros for others; products are to be
+        summed."""
         return weight[_on(ids, weight.device)]
 
     def gather(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Logits of the whole vocabulary [rows, vocab_size] on rank 0, and no rows on others; logits: this rank's."""
+        """Returns logits of the whole vocabulary [rows, vocab_size] on rank 0, and no rows on others; logits: this
+        rank's."""
         return logits
 
 
@@ -143,7 +148,8 @@ ALONE = Alone()
 
 
 class Ranks(Alone):
-    """This process's rank among those of torch.distributed's default group; every rank makes the same calls."""
+    """A Ranks is this process's rank among those of torch.distributed's default group; every rank makes the same
+    calls."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -155,7 +161,7 @@ class Ranks(Alone):
         return x
 
     def collect(self, piece: Tensor) -> list[Tensor] | None:
-        """Every rank's piece, on rank 0; all are of one shape."""
+        """Returns every rank's piece, on rank 0; all are of one shape."""
         pieces = [torch.empty_like(piece) for _ in range(self.size)] if self.rank == 0 else None
         with _collective():
             dist.gather(piece, pieces, dst=0)
@@ -192,6 +198,6 @@ def _on(ids: Sequence[int] | Tensor, device: torch.device) -> Tensor:
 
 
 def _own(ids: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
-    """Ids as rows of this rank's weight (0 for others'), and which are its own."""
+    """Returns ids as rows of this rank's weight (0 for others'), and which are its own."""
     mine = (ids >= vocab.start) & (ids < vocab.stop)
     return torch.where(mine, ids - vocab.start, 0), mine

@@ -35,24 +35,27 @@ HEAD_COLUMNS = 4096
 
 
 class Product:
-    """A matrix [outputs, inputs] that rows are multiplied with. A product of your own needs `__call__` alone."""
+    """A Product is a matrix [outputs, inputs] that rows are multiplied with. A product of your own needs `__call__`
+    alone."""
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [rows, inputs] times the matrix, plus bias [outputs]: [rows, outputs], of x's dtype."""
+        """Returns x [rows, inputs] times the matrix, plus bias [outputs]: [rows, outputs], of x's dtype."""
         raise NotImplementedError
 
     def wide(self, x: Tensor) -> Tensor:
-        """x [rows, inputs] times the matrix in float32, as logits are wanted: the sums are best not rounded before."""
+        """Returns x [rows, inputs] times the matrix in float32, as logits are wanted: the sums are best not rounded
+        before."""
         return self(x).float()
 
     def gated(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor | None:
-        """activation(gate) * up [rows, outputs / 2], where the first half of the outputs is gate, the other one up; or
-        None: there is no faster way to it than by the whole product."""
+        """Returns activation(gate) * up [rows, outputs / 2], where the first half of the outputs is gate, the other one
+        up; or None: there is no faster way to it than by the whole product."""
         return None
 
 
 class OneDNN(Product):
-    """A copy of a weight in the layout of oneDNN, which need not reorder it in every call. No gradients."""
+    """A OneDNN has a copy of a weight in the layout of oneDNN, which need not reorder it in every call. No
+    gradients."""
 
     def __init__(self, weight: Tensor):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
@@ -62,7 +65,7 @@ class OneDNN(Product):
 
 
 class Panels(Product):
-    """A copy of a weight in the layout of our compiled kernels. No gradients.
+    """A Panels has a copy of a weight in the layout of our compiled kernels. No gradients.
 
     pool: where its memory comes from
     """
@@ -77,13 +80,13 @@ class Panels(Product):
         return self._compiled.linear(x, self._packed, self.outputs, bias)
 
     def wide(self, x: Tensor) -> Tensor:
-        """The product as summed, in float32, which no product of PyTorch gives of bfloat16."""
+        """Returns the product as summed, in float32, which no product of PyTorch gives of bfloat16."""
         return self._compiled.linear(x, self._packed, self.outputs, out=self._memory.take(len(x), self.outputs))
 
 
 class GatePanels(Panels):
-    """Panels of gate and up, whose columns lie in turn, LANES of each: the kernel applies the gate to what it has just
-    summed, and no copy of gate and up is made in memory."""
+    """A GatePanels has panels of gate and up, whose columns lie in turn, LANES of each: the kernel applies the gate to
+    what it has just summed, and no copy of gate and up is made in memory."""
 
     def __init__(self, weight: Tensor, compiled: kernels.Kernels, pool: kernels.PanelPool | None = None):
         super().__init__(_in_turn(weight), compiled, pool)
@@ -104,20 +107,20 @@ class GatePanels(Panels):
 
 
 def _in_turn(columns: Tensor) -> Tensor:
-    """What has an entry for each column of gate, then of up, with LANES of each in turn."""
+    """Returns what has an entry for each column of gate, then of up, with LANES of each in turn."""
     return columns.unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten(0, 2)
 
 
 class _Reused:
-    """Memory for logits: that of the last call, once nobody holds it any more. Fresh pages would cost as much again as
-    a tenth to a third of the product."""
+    """A _Reused gives memory for logits: that of the last call, once nobody holds it any more. Fresh pages would cost
+    as much again as a tenth to a third of the product."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.float32)
         self._references = sys.getrefcount(self._memory)  # while nobody else holds it
 
     def take(self, rows: int, columns: int) -> Tensor:
-        """An uninitialised float32 tensor [rows, columns]."""
+        """Returns an uninitialised float32 tensor [rows, columns]."""
         size = rows * columns
         if len(self._memory) < size or sys.getrefcount(self._memory) > self._references:
             self._memory = np.empty(size, np.float32)
@@ -125,7 +128,7 @@ class _Reused:
 
 
 def pack(weight: Tensor, pool: kernels.PanelPool | None = None, *, gated: bool = False) -> Product | None:
-    """The fastest product with a copy of `weight` [outputs, inputs]; None where PyTorch's own is as fast.
+    """Returns the fastest product with a copy of `weight` [outputs, inputs]; None where PyTorch's own is as fast.
 
     pool: where the memory of Panels comes from. gated: half of the outputs is gate, half up.
     """
@@ -136,8 +139,8 @@ def pack(weight: Tensor, pool: kernels.PanelPool | None = None, *, gated: bool =
 
 
 def pack_head(weight: Tensor) -> Product | None:
-    """The fastest `wide` product with a copy of an LM head [vocabulary, hidden]; None where PyTorch's own is as fast,
-    or there is no room for a copy."""
+    """Returns the fastest `wide` product with a copy of an LM head [vocabulary, hidden]; None where PyTorch's own is as
+    fast, or there is no room for a copy."""
     weight = weight.detach()
     if weight.device.type != "cpu" or 2 * weight.nbytes > available_memory(weight.device):
         return None
@@ -150,7 +153,8 @@ def pack_head(weight: Tensor) -> Product | None:
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, inputs] times weight [outputs, inputs] by PyTorch, summed and kept in float32 (float64 where both are).
+    """Returns x [rows, inputs] times weight [outputs, inputs] by PyTorch, summed and kept in float32 (float64 where
+    both are).
 
     Differentiable.
     """
@@ -174,7 +178,7 @@ def packs_with_onednn(weight: Tensor) -> bool:
 
 
 def product_kernels(weight: Tensor) -> kernels.Kernels | None:
-    """Our own kernels where they multiply with such a weight at least as fast as oneDNN; else None.
+    """Returns our own kernels where they multiply with such a weight at least as fast as oneDNN; else None.
 
     On AVX-512, beside oneDNN's packed linears: 2 to 2.3 times at 1 to 4 rows, 1.4 at 16, 1.1 at 64, 1 to 1.05 at
     256 and more. Not where there is AMX, which oneDNN has for bfloat16 and we have not.

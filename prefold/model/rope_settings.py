@@ -13,7 +13,7 @@ __all__ = ["ROPE_KINDS", "read_rope"]
 
 
 def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
-    """Rotary settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """Returns rotary settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     hf = Settings.of(hf)
     given = hf.settings("rope_scaling") or hf.settings("rope_parameters")
     kind = given.text("rope_type", None) or given.text("type", "default")
@@ -63,7 +63,7 @@ def _factors_rope(hf: Settings, given: Settings) -> dict[str, Any]:
 
 
 def _trained_positions(hf: Settings, given: Settings) -> int:
-    """Positions that the model was trained on, before its context was made longer."""
+    """Returns how many positions the model was trained on, before its context was made longer."""
     key, most = "original_max_position_embeddings", MOST_POSITIONS
     trained = hf.size(key, None, most=most) or given.size(key, None, most=most)
     return trained or hf.size("max_position_embeddings", most=most)

@@ -15,7 +15,7 @@ __all__ = ["RotaryTable", "RotaryTables", "frequencies"]
 
 
 def frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
-    """The dim / 2 angles a row turns per position, float32, and what cosines and sines are multiplied with.
+    """Returns the dim / 2 angles a row turns per position, float32, and what cosines and sines are multiplied with.
 
     In float32 and in the order of operations of transformers: at position 8,000 the last bit of a
     frequency is 5e-4 of an angle.
@@ -29,17 +29,18 @@ def default(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[
 
 
 def linear(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Positions divided by `factor`."""
+    """Returns frequencies for positions divided by `factor`."""
     return 1.0 / powers / settings["factor"], 1.0
 
 
 def factors(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Every frequency divided by its own factor."""
+    """Returns every frequency divided by its own factor."""
     return 1.0 / powers / torch.tensor(settings["factors"], dtype=torch.float32), 1.0
 
 
 def llama3(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, those between blended."""
+    """Returns the frequencies of Llama 3.1: long wavelengths divided by `factor`, short ones kept, those between
+    blended."""
     factor, low, high = settings["factor"], settings["low_freq_factor"], settings["high_freq_factor"]
     trained = settings["original_max_position_embeddings"]
     inv = 1.0 / powers
@@ -51,11 +52,12 @@ def llama3(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[T
 
 
 def yarn(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): dimensions that turn fast are kept, slow ones interpolated, a ramp between."""
+    """Returns the frequencies of YaRN (Peng et al. 2023): dimensions that turn fast are kept, slow ones interpolated, a
+    ramp between."""
     factor, half = settings["factor"], len(powers)
 
     def dimension_of(rotations: float) -> float:
-        """The dimension that turns so often within the trained context."""
+        """Returns the dimension that turns so often within the trained context."""
         trained = settings["original_max_position_embeddings"]
         return 2 * half * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -70,7 +72,7 @@ def yarn(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Ten
 
 
 def yarn_attention_factor(settings: Mapping[str, Any]) -> float:
-    """The temperature of YaRN, equation 22, or the ratio of two such as DeepSeek has it."""
+    """Returns the temperature of YaRN, equation 22, or the ratio of two such as DeepSeek has it."""
     if settings["attention_factor"] is not None:
         return settings["attention_factor"]
 
@@ -92,7 +94,8 @@ KINDS: dict[str, Callable[[Tensor, float, Mapping[str, Any]], tuple[Tensor, floa
 
 
 class RotaryTable:
-    """Cosines and sines by position, float32 [positions, dim] (cosines, then sines), grown as needed."""
+    """A RotaryTable gives cosines and sines by position, float32 [positions, dim] (cosines, then sines), and grows as
+    needed."""
 
     FIRST_ROWS = 1024
 
@@ -102,7 +105,7 @@ class RotaryTable:
         self.table = torch.empty(0, dim, device=device)
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """positions int64 [rows] -> float32 [rows, dim], multiplied with the attention factor."""
+        """Returns float32 [rows, dim] for positions int64 [rows], multiplied with the attention factor."""
         if positions.device.type != "cpu":  # to ask for the largest would be to wait for it
             return self._of(positions)
         needed = int(positions.max()) + 1 if len(positions) else 0
@@ -121,7 +124,7 @@ class RotaryTable:
 
 
 class RotaryTables:
-    """Cosines and sines of every plane; planes with the same settings share a table."""
+    """A RotaryTables gives cosines and sines of every plane; planes with the same settings share a table."""
 
     def __init__(self, ropes: Sequence[RopeConfig], dim: int, device: torch.device):
         distinct: list[RopeConfig] = []
@@ -133,6 +136,6 @@ class RotaryTables:
         self._table_of = [distinct.index(rope) for rope in ropes]
 
     def __call__(self, positions: Tensor) -> list[Tensor]:
-        """positions int64 [rows] -> what `RotaryTable` gives, one a plane."""
+        """Returns what `RotaryTable` gives for positions int64 [rows], one a plane."""
         found = [table(positions) for table in self._tables]
         return [found[i] for i in self._table_of]

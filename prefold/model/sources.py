@@ -99,7 +99,8 @@ class SafetensorsSource:
     IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias|freqs_cis)")
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig):
-        """config: of the whole model; where several linears are stored as one it says which rows are whose."""
+        """Opens the files. config: of the whole model; where several linears are stored as one it says which rows are
+        whose."""
         self._where: dict[str, Stored] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         names = names_of(config)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from .batch import Examples, TrainBatch
-from .logprobs import logprobs
+from .logprobs import logprobs, visit_logprobs
 from .losses import dpo_loss, dpo_margins, group_loss, sft_loss
 from .micro import accumulate, micro_batches
 from .save import save_model
@@ -23,4 +23,5 @@ __all__ = [
     "micro_batches",
     "save_model",
     "sft_loss",
+    "visit_logprobs",
 ]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..model import CausalLM
+from ..model import CausalLM, LoopedLM
 from ..model.layers import Linear
 from ..worker.attend import Path, StepAttend
 from .batch import TrainBatch, dtype_on
 from .head import target_logprobs
 
-__all__ = ["logprobs"]
+__all__ = ["logprobs", "visit_logprobs"]
 
 
 def logprobs(model: CausalLM, batch: TrainBatch) -> Tensor:
@@ -29,6 +30,30 @@ def logprobs(model: CausalLM, batch: TrainBatch) -> Tensor:
     hidden = model(prepared.tokens, prepared.positions, attend, prepared.read_rows)
     weight = model.embedding if model.lm_head is None else model.lm_head
     return target_logprobs(hidden, weight, batch.target_reads, batch.target_ids)
+
+
+def visit_logprobs(model: LoopedLM, batch: TrainBatch, ids: np.ndarray | None = None) -> tuple[Tensor, Tensor | None]:
+    """Returns what a looped model says of each target after each visit: log-probabilities, and the gate's logits of
+    leaving, both float32 [visits, targets]. A model without a gate gives None for the latter.
+
+    ids  int64 [visits, targets]: what each target is after each visit; by default what it is in its sequence
+
+    The result is differentiable. Errors are those of `logprobs`; InputError is also raised for a model that does not
+    loop, and for one with a coda.
+    """
+    if not isinstance(model, LoopedLM):
+        raise InputError("the model does not loop, so it is read once", field="model", remedy="use `logprobs`")
+    _check(model, batch)
+    prepared = batch.prepared(model.device, dtype_on(model.device, model.dtype))
+    attend = StepAttend(prepared, Path(), model.config.planes, model.config.scale)
+    states = model.after_each_visit(prepared.tokens, prepared.positions, attend, prepared.read_rows)
+    weight = model.embedding if model.lm_head is None else model.lm_head
+    ids = np.broadcast_to(batch.target_ids, (len(states), batch.num_targets)) if ids is None else ids
+    reads = np.arange(len(states))[:, None] * len(states[0]) + batch.target_reads
+    found = target_logprobs(torch.cat(states), weight, reads.ravel(), ids.ravel()).view(ids.shape)
+    if model.gate is None:
+        return found, None
+    return found, model.leaving(torch.stack(states))[:, torch.from_numpy(batch.target_reads).to(found.device)]
 
 
 def _check(model: CausalLM, batch: TrainBatch) -> None:

@@ -16,10 +16,11 @@ from tiny import DenseAttend
 
 from prefold import LLM
 from prefold.checkpoint import GEOMETRIES, Checkpoint, resolve
-from prefold.errors import CheckpointError, UnsupportedModelError
+from prefold.errors import CheckpointError, InputError, UnsupportedModelError
 from prefold.model import LoopedLM, config_from, load_model
+from prefold.model.exits import RowExits
 from prefold.model.noise import position_noise
-from prefold.train import TrainBatch, logprobs, save_model
+from prefold.train import TrainBatch, logprobs, save_model, visit_logprobs
 from prefold.types import Readout
 
 INJECTED = {"blocks": 2, "order": [1, 0, 1], "prelude": 1, "coda": 1, "between": "inject", "noise": 0.5, "seed": 2**40}
@@ -231,6 +232,90 @@ def test_slots_have_a_place_for_each_visit():
     assert four.engine.worker.facts.slot_bytes == 4 * one.engine.worker.facts.slot_bytes
 
 
+def exits_of(dense: Dense, tokens: list[int], threshold: float, fewest: int = 1, most: int = 100) -> list[int]:
+    """The visit that each token leaves after, from 0, one token at a time."""
+    found = []
+    for shares in dense.leaving(dense.visits(tokens)).T.tolist():
+        left, visit = shares[0], 0
+        while visit < len(shares) - 1 and visit + 1 < most and (left < threshold or visit + 1 < fewest):
+            visit += 1
+            left += shares[visit]
+        found.append(visit)
+    return found
+
+
+GATED = LOOPED["loop"] | {"gate": True}
+EXITING = [("ouro", "early_exit_threshold"), ("looped", "loop")]
+
+
+@pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
+@pytest.mark.parametrize("threshold", [0.3, 0.7])
+@pytest.mark.parametrize(("family", "key"), EXITING)
+def test_rows_are_read_at_their_exits(tmp_path, family, key, threshold, sharing):
+    folder = looped_checkpoint(
+        tmp_path, family, **{key: threshold if family == "ouro" else GATED | {"threshold": threshold}}
+    )
+    dense, llm, token_lists = Dense(folder), LLM(str(folder), dtype="float32", device="cpu"), prompts(3)
+    expected, visits = [], set()
+    for tokens in token_lists:
+        leaves = exits_of(dense, tokens, threshold)
+        visits |= set(leaves)
+        states = dense.visits(tokens)
+        expected.append(torch.stack([states[visit][row] for row, visit in enumerate(leaves)]))
+    assert len(visits) > 2
+    for rows in BUDGETS:
+        for kind in ("last", "mean"):
+            found = run(llm, [as_request(t) for t in token_lists], Readout(kind), sharing=sharing, rows=rows)
+            for result, states in zip(found, expected, strict=True):
+                wanted = states[-1] if kind == "last" else states.mean(0)
+                np.testing.assert_allclose(result.values, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_exits_between_the_fewest_and_the_most_visits(tmp_path):
+    folder = looped_checkpoint(tmp_path, "ouro", total_ut_steps=5)
+    dense, model, tokens = Dense(folder), load(folder), list(range(40, 70))
+    states, rows = torch.stack(dense.visits(tokens)), torch.arange(30)
+    for threshold, fewest, most in ((0.4, 1, 5), (0.4, 3, 5), (0.9, 1, 2), (1.0, 1, 5), (1.0, 1, 3), (0.01, 4, 4)):
+        leaves = torch.tensor(exits_of(dense, tokens, threshold, fewest, most))
+        exits = RowExits(torch.full((30,), threshold), torch.full((30,), fewest), torch.full((30,), most))
+        for given in (exits, RowExits(threshold, fewest, most)):
+            with torch.inference_mode():
+                found = model(torch.tensor(tokens), rows, DenseAttend(model.config), exits=given)
+            torch.testing.assert_close(found, states[leaves, rows], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "key"), EXITING)
+def test_training_reads_each_visit(tmp_path, family, key):
+    folder = looped_checkpoint(tmp_path, family, **({} if family == "ouro" else {key: GATED}))
+    dense, model, sequences = Dense(folder), load(folder, pack=False), [[5, 7, 11, 7, 30], [5, 7, 20], [9, 9]]
+    batch = TrainBatch.build(model.config, sequences)
+    ids = np.random.default_rng(0).integers(0, 300, (len(model.loop.order), batch.num_targets))
+    found, gate = visit_logprobs(model, batch, ids)
+    own, _ = visit_logprobs(model, batch)
+    at = 0
+    for tokens in sequences:
+        states = dense.visits(tokens[:-1])
+        share, left = torch.sigmoid(gate[:, at : at + len(tokens) - 1]), 1.0
+        for visit, (state, leaving) in enumerate(zip(states, dense.leaving(states), strict=True)):
+            scores = dense.logits(state).log_softmax(-1)
+            for row in range(len(tokens) - 1):
+                assert float(found.detach()[visit, at + row]) == pytest.approx(
+                    float(scores[row, ids[visit, at + row]]), abs=1e-3
+                )
+                assert float(own.detach()[visit, at + row]) == pytest.approx(
+                    float(scores[row, tokens[row + 1]]), abs=1e-3
+                )
+            last = visit == len(states) - 1
+            torch.testing.assert_close(left * (1 if last else share[visit]), leaving, rtol=1e-4, atol=1e-4)
+            left = left * (1 - share[visit])
+        at += len(tokens) - 1
+    gate.sum().backward()
+    assert model.gate.weight.grad.abs().max() > 0
+    with pytest.raises(InputError, match="coda"):
+        coda = load(looped_checkpoint(tmp_path, "huginn"), pack=False)
+        visit_logprobs(coda, TrainBatch.build(coda.config, sequences))
+
+
 def loop(**changes):
     return LOOPED | {"loop": LOOPED["loop"] | changes}
 
@@ -252,6 +337,7 @@ def loop(**changes):
         (loop(blocks=0), r"loop\.blocks is 0"),
         (loop(order=None, visits=0), r"loop\.visits is 0"),
         (loop(threshold=0), r"loop\.threshold is 0"),
+        (loop(threshold=0.5), r"loop\.threshold is 0\.5 and gate is false"),
         (loop(threshold=1.01), r"loop\.threshold is 1\.01"),
         (loop(between="noise"), r"loop\.between is 'noise'"),
         (loop(blocks=3), "do not make 3 blocks"),
