@@ -52,6 +52,8 @@ def load_llm(o: Options, checkpoint: Any, tokenizer: Any) -> Any:
     given = {n: o[n] for n in ("kv_memory", "max_running", "tensor_parallel") if o.get(n) is not None}
     if o.get("adapter"):
         given["adapters"] = adapter_folders(o)
+    if o.get("cache_prefill"):
+        given["cache_prefill"] = True
     given["cache"] = o.get("cache") or "off"  # a job knows its future: what is done with is not needed again
     return LLM(checkpoint, tokenizer=tokenizer, **{name: o[name] for name in names}, **given)
 

@@ -74,6 +74,27 @@ def option(name: str, *more: str, **settings: Any) -> Any:
     multiple=True,
     help="A LoRA adapter (PEFT), which requests ask for by its name as the model. May be repeated.",
 )
+@click.option(
+    "--cache-reuse",
+    type=click.IntRange(0),
+    default=16,
+    show_default=True,
+    metavar="N",
+    help="Prefixes of fewer tokens are neither used nor kept.",
+)
+@click.option(
+    "--cache-reuse-ttl",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="What is kept goes so long after its last use.  [default: never]",
+)
+@click.option(
+    "--cache-reuse-max-tokens",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Rows kept beside those in use.  [default: what the memory holds]",
+)
+@click.option("--cache-prefill", is_flag=True, help="Embedding and reranking use and fill the cache of generation too.")
 @engine_options
 @generation_options
 def serve(**o: Any) -> None:  # fmt: skip
@@ -86,10 +107,13 @@ def serve(**o: Any) -> None:  # fmt: skip
     prefold serve -m HuggingFaceTB/SmolLM2-135M-Instruct --port 8000
     curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
+    from ..cache import CacheOptions
     from ..serve import serve as run
     from .build import load_llm, open_model
 
     names = [name for name in ServeOptions.__dataclass_fields__ if name in o]
     options = ServeOptions(**{name: o[name] for name in names})
-    o["cache"] = o.get("cache") or "lru"
+    if o["cache"] != "off":
+        ttl, most, least = o["cache_reuse_ttl"], o["cache_reuse_max_tokens"], o["cache_reuse"]
+        o["cache"] = CacheOptions(policy=o["cache"] or "lru", ttl=ttl, max_tokens=most, min_overlap=least)
     run(lambda: load_llm(o, *open_model(o)), options)

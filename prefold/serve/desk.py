@@ -9,21 +9,24 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import InputError
 from ..tasks import Work
 from ..tasks.run import finish_items
+from ..types import Request
 from .http import Refusal
 from .metrics import Metrics
 from .options import ServeOptions
 from .thread import EngineThread, Reply
 
 __all__ = ["Desk", "Order"]
+
+T = TypeVar("T")
 
 # What a token is guessed to take of a request's body, before it is known.
 BYTES_A_TOKEN = 4
@@ -129,10 +132,23 @@ class Desk:
         self._count(works, replies, started)
         return [raised(one) for one in found]
 
+    async def requests(self, order: Order) -> list[Request]:
+        """Returns the requests that an order makes; computes nothing. Raises InputError."""
+        _, works = await self._in_pool(self._prepare, order)
+        return [request for work in works for request in work.requests]
+
     async def tokens(self, order: Order) -> list[list[int]]:
         """Returns the token ids of every prompt that an order makes; computes nothing. Raises InputError."""
-        _, works = await self._in_pool(self._prepare, order)
-        return [request.tokens.tolist() for work in works for request in work.requests]
+        return [request.tokens.tolist() for request in await self.requests(order)]
+
+    async def with_engine(self, function: Callable[[], T]) -> T:
+        """Returns what `function` returns, called between two steps."""
+
+        def call() -> T:
+            with self.llm.engine.generator.turn:
+                return function()
+
+        return await self._in_pool(call)
 
     async def stream(
         self, order: Order, num_bytes: int

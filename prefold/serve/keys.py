@@ -49,8 +49,9 @@ class Keys:
         self.reload()
 
     @property
-    def are_needed(self) -> bool:
-        return self._path is not None
+    def tenants(self) -> list[Tenant]:
+        """Returns those whom keys stand for, each once."""
+        return list({tenant.name: tenant for _, tenant in self._tenants}.values())
 
     def reload(self) -> None:
         """Reads the file again. Raises JobError where it is wrong, and then the keys stay as they were."""
