@@ -1,0 +1,243 @@
+"""Measures the server: what HTTP adds to a call in this process, and how soon rows are free when a client leaves.
+
+    python benchmarks/serve.py --case overhead [--rounds 10] [--json FILE]
+    python benchmarks/serve.py --case cancel [--count 1000]
+
+The server runs in this process, beside the calls that it is compared with, on one LLM; the client is a process of its
+own, which speaks HTTP over sockets with nothing but the standard library. Calls and requests take turns, so that a
+drift of the machine's speed hits both.
+
+overhead    P50 of requests of several kinds, one after the other, by HTTP and by a call in the process; the processor
+            time a request takes here and in the client; and the rate of 64 at once against one call of 64 prompts
+cancel      clients that close their connection at a random moment, beside others that stay: milliseconds and steps
+            until the engine has nothing of them any more
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from common import machine, table, write_json
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "serve"))
+
+QUERY = "how do prefix caches work"
+DOCUMENTS = [f"Document {i}: a prefix that many prompts share is computed once." for i in range(10)]
+PROMPT = "The quick brown fox"
+GREEDY = {"temperature": 0, "ignore_eos": True}
+# {kind of request: (path, body)}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion, 1 token": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 1} | GREEDY),
+    "completion, 16 tokens": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 16} | GREEDY),
+    "16 tokens, streamed": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 16, "stream": True} | GREEDY),
+    "embedding of a text": ("/v1/embeddings", {"input": PROMPT}),
+    "rerank of 10 documents": ("/rerank", {"query": QUERY, "documents": DOCUMENTS}),
+}
+
+
+def call(llm: Any, kind: str) -> Any:
+    """Does in this process what a request of that kind asks for."""
+    path, body = KINDS[kind]
+    if path == "/v1/completions":
+        return llm.generate(body["prompt"], max_tokens=body["max_tokens"], ignore_eos=True)
+    return llm.embed(body["input"]) if path == "/v1/embeddings" else llm.rerank(QUERY, DOCUMENTS)
+
+
+# ------------------------------------------------------------------------------------------------------ the client
+
+
+def client(port: int) -> None:
+    """Does what lines on standard input say, and answers each with a line: seconds of requests, processor time."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    for line in sys.stdin:
+        order = json.loads(line)
+        path, body = order["path"], json.dumps(order["body"]).encode()
+        before = time.process_time()
+        if order["at_once"]:
+            seconds = at_once(port, path, [json.dumps(one).encode() for one in order["body"]])
+        else:
+            seconds = [ask(connection, path, body) for _ in range(order["count"])]
+        print(json.dumps({"seconds": seconds, "cpu": time.process_time() - before}), flush=True)
+
+
+def ask(connection: http.client.HTTPConnection, path: str, body: bytes) -> float:
+    """Returns the seconds that a request took, from its first byte to the last of its answer."""
+    started = time.perf_counter()
+    connection.request("POST", path, body, {"content-type": "application/json"})
+    response = connection.getresponse()
+    answer = response.read()
+    assert response.status == 200, answer
+    return time.perf_counter() - started
+
+
+def at_once(port: int, path: str, bodies: list[bytes]) -> list[float]:
+    """Returns the seconds that all of these requests took together, as a list of one."""
+    connections = [http.client.HTTPConnection("127.0.0.1", port) for _ in bodies]
+    for connection in connections:
+        connection.connect()
+    started = time.perf_counter()
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        list(pool.map(ask, connections, [path] * len(bodies), bodies))
+    seconds = [time.perf_counter() - started]
+    for connection in connections:
+        connection.close()
+    return seconds
+
+
+class Client:
+    """The client's process."""
+
+    def __init__(self, port: int):
+        command = [sys.executable, __file__, "--client", str(port)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __call__(self, path: str, body: Any, *, count: int = 1, at_once: bool = False) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"path": path, "body": body, "count": count, "at_once": at_once}) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+# ------------------------------------------------------------------------------------------------------- the cases
+
+
+def overhead(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compares requests by HTTP with calls in this process."""
+    ask_client, rows = Client(server.bound_at[1]), []
+    for kind, (path, body) in KINDS.items():
+        seconds: dict[str, list[float]] = {"http": [], "call": []}
+        cpu = {"http": 0.0, "call": 0.0, "client": 0.0}
+        count = arguments.each
+        ask_client(path, body, count=3), call(llm, kind)
+        for _ in range(arguments.rounds):
+            before = time.process_time()
+            found = ask_client(path, body, count=count)
+            cpu["http"] += time.process_time() - before
+            cpu["client"] += found["cpu"]
+            seconds["http"] += found["seconds"]
+            before = time.process_time()
+            for _ in range(count):
+                started = time.perf_counter()
+                call(llm, kind)
+                seconds["call"].append(time.perf_counter() - started)
+            cpu["call"] += time.process_time() - before
+        total = count * arguments.rounds
+        p50 = {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
+        ms = {name: value / total * 1e3 for name, value in cpu.items()}
+        rows.append({"kind": kind, "p50_ms": p50, "cpu_ms": ms})
+    print(table(
+        ["request", "P50 HTTP, ms", "P50 call, ms", "more", "CPU HTTP, ms", "CPU call, ms", "CPU client, ms"],
+        [[row["kind"], f"{row['p50_ms']['http']:.2f}", f"{row['p50_ms']['call']:.2f}",
+          f"{row['p50_ms']['http'] - row['p50_ms']['call']:.2f}", f"{row['cpu_ms']['http']:.2f}",
+          f"{row['cpu_ms']['call']:.2f}", f"{row['cpu_ms']['client']:.2f}"] for row in rows],
+    ))  # fmt: skip
+    return {"latency": rows, "saturated": saturated(llm, ask_client, arguments)}
+
+
+def saturated(llm: Any, ask_client: Client, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compares 64 requests at once with one call of 64 prompts."""
+    prompts = [f"{PROMPT} number {i} jumps" for i in range(64)]
+    bodies = [{"prompt": prompt, "max_tokens": 32} | GREEDY for prompt in prompts]
+    seconds: dict[str, list[float]] = {"http": [], "call": []}
+    for _ in range(max(3, arguments.rounds // 2)):
+        llm.cache.clear()
+        seconds["http"] += ask_client("/v1/completions", bodies, at_once=True)["seconds"]
+        llm.cache.clear()
+        started = time.perf_counter()
+        llm.generate(prompts, max_tokens=32, ignore_eos=True)
+        seconds["call"].append(time.perf_counter() - started)
+    ratios = [call / http for http, call in zip(seconds["http"], seconds["call"], strict=True)]
+    found = {name: statistics.median(values) for name, values in seconds.items()}
+    print(f"\n64 prompts, 32 tokens each: {found['http']:.2f} s by HTTP at once, {found['call']:.2f} s as one call;"
+          f" throughput ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")  # fmt: skip
+    return found | {"ratios": ratios}
+
+
+def cancel(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures how soon nothing is left of clients that leave, and that others get what they get alone."""
+    from serving import Raw
+
+    generator, draw = llm.engine.generator, random.Random(0)
+    stays = {"prompt": "One that stays", "max_tokens": 200} | GREEDY
+    expected = llm.generate(stays["prompt"], max_tokens=200, ignore_eos=True).text
+    texts, is_over = [], threading.Event()
+
+    def stay() -> None:
+        connection = http.client.HTTPConnection(*server.bound_at)
+        while not is_over.is_set():
+            connection.request("POST", "/v1/completions", json.dumps(stays))
+            texts.append(json.loads(connection.getresponse().read())["choices"][0]["text"])
+
+    staying = threading.Thread(target=stay)
+    staying.start()
+    milliseconds, steps = [], []
+    for number in range(arguments.count):
+        prompt = f"{number} " + "words and " * draw.randint(1, 200)
+        body = {"prompt": prompt, "max_tokens": 500, "stream": draw.random() < 0.5} | GREEDY
+        raw = Raw(server).send("/v1/completions", body, whole=draw.random() > 0.05)
+        time.sleep(draw.random() * arguments.wait)
+        before, started = llm.stats.steps, time.perf_counter()
+        raw.close()
+        while len(server.site.desk.thread.replies) > 1 or len(generator._jobs) > 1 or server.site.open > 1:
+            time.sleep(2e-4)
+        milliseconds.append((time.perf_counter() - started) * 1e3)
+        steps.append(llm.stats.steps - before)
+    is_over.set()
+    staying.join()
+    scheduler = generator.scheduler
+    scheduler.check()
+    llm.cache.clear()
+    cut = [statistics.quantiles(values, n=100) for values in (milliseconds, steps)]
+    print(table(
+        ["clients that left", "P50", "P99", "largest"],
+        [["milliseconds until nothing is left", f"{cut[0][49]:.1f}", f"{cut[0][98]:.1f}", f"{max(milliseconds):.1f}"],
+         ["steps that ended meanwhile", f"{cut[1][49]:.0f}", f"{cut[1][98]:.0f}", max(steps)]],
+    ))  # fmt: skip
+    same = sum(text == expected for text in texts)
+    print(
+        f"{same} of {len(texts)} texts of others are those of a call alone; slots in use: {scheduler.pool.used_slots}"
+    )
+    return {"milliseconds": milliseconds, "steps": steps, "others": len(texts), "same": same}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=("overhead", "cancel"), default="overhead")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--each", type=int, default=10, help="overhead: requests of a kind and round")
+    parser.add_argument("--count", type=int, default=1000, help="cancel: clients that leave")
+    parser.add_argument("--wait", type=float, default=0.2, help="cancel: they leave within so many seconds")
+    parser.add_argument("--json")
+    parser.add_argument("--client", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.client:
+        client(arguments.client)
+        return
+    from serving import serving
+
+    from prefold import LLM
+
+    sys.setswitchinterval(1e-3)  # as `prefold serve` does
+    about = machine()
+    print(about)
+    llm = LLM(arguments.model, dtype=arguments.dtype)
+    with serving(llm) as server:
+        found = {"overhead": overhead, "cancel": cancel}[arguments.case](llm, server, arguments)
+    write_json(arguments.json, benchmark="serve", case=arguments.case, machine=about, **found)
+
+
+if __name__ == "__main__":
+    main()
