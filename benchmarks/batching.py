@@ -24,7 +24,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from prefold import LLM
-from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows, plan_slots
+from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows
 from prefold.checkpoint import Checkpoint, resolve
 from prefold.model import load_model
 from prefold.types import Readout, Request
@@ -247,11 +247,12 @@ def decode(models: dict, arguments) -> str:
     config, rows = model.config, []
     balance = linear_rate(config, torch.float32) / read_bandwidth()
     for batch in (1, 8, 64):
-        store = KVStore(len(config.planes), config.kv_heads, config.head_dim, batch * (context + 1) + 2, torch.float32)
+        heads = Heads(config.heads, config.kv_heads, config.head_dim, torch.float32)
+        store = KVStore(len(config.planes), heads, batch * (context + 1) + 2)
         first = 2 + np.arange(batch) * (context + 1)
         queries = np.arange(batch)
         runs = KeyRuns(first, np.full(batch, context + 1), np.zeros(batch, np.int64), queries, queries + 1)
-        plan = plan_slots(runs, batch, group=config.heads // config.kv_heads)
+        plan = store.plan(runs, batch)
         own = torch.from_numpy(first + context)
 
         def attend(plane, q, k, v, *, store=store, plan=plan, own=own):

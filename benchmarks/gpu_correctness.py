@@ -14,7 +14,7 @@ import torch
 from common import run_engine
 from gpu_common import TINY, Bench, random_model
 
-from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, plan_slots, visibility
+from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, visibility
 from prefold.checkpoint.geometries import GEOMETRIES
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.model import CausalLM
@@ -105,21 +105,16 @@ def check_draws(report: Report, bench: Bench) -> None:
     """How many tokens differ that are drawn of the same logits on the device, and on the CPU (which sums otherwise)."""
     rows, vocab = (4, 300) if bench.smoke else (64, 151_936)
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(7)) * 3
-    keys = np.random.default_rng(8).integers(0, 2**64, rows, np.uint64).tolist()
-    for options in (
-        Sampling(temperature=0.8),
-        Sampling(temperature=1.0, top_k=50),
-        Sampling(temperature=1.0, top_p=0.9),
-        Sampling(temperature=1.2, min_p=0.02, top_k=100, top_p=0.8),
-    ):
-        asked = [options] * rows
+    keys = np.random.default_rng(8).integers(0, 2**64, rows, np.uint64)
+    for temperature, min_p, top_k, top_p in ((0.8, 0, 0, 1), (1.0, 0, 50, 1), (1.0, 0, 0, 0.9), (1.2, 0.02, 100, 0.8)):
+        filters = np.array([(temperature, min_p, top_k, top_p)] * rows, np.float64)
 
-        def both(asked=asked):
-            found = draw(logits.to(bench.device), range(rows), asked, keys)
-            wanted = draw(logits, range(rows), asked, keys)
-            return 1 + np.mean(np.array(found) != np.array(wanted)), 1.0
+        def both(filters=filters):
+            found = draw(logits.to(bench.device), np.arange(rows), filters, keys)
+            wanted = draw(logits, np.arange(rows), filters, keys)
+            return 1 + (found.cpu() != wanted).double().mean().item(), 1.0
 
-        what = f"draw, top_k {options.top_k}, top_p {options.top_p}, min_p {options.min_p}"
+        what = f"draw, top_k {top_k}, top_p {top_p}, min_p {min_p}"
         report.check(what, torch.float32, 0.02, both)
 
 
@@ -216,10 +211,10 @@ def check_slots(report: Report, bench: Bench, dtype: torch.dtype, shape: tuple) 
     first = np.searchsorted(queries, np.arange(step.rows))
     last = np.searchsorted(queries, step.end)
     runs = KeyRuns(slots, np.ones(step.rows, np.int64), step.positions, first, last)
-    plan = plan_slots(runs, len(queries), step.positions[queries], step.window, group=step.heads // step.kv_heads)
 
     def both():
-        store = KVStore(1, step.kv_heads, step.dim, step.rows + 1, dtype, bench.device)
+        store = KVStore(1, Heads(step.heads, step.kv_heads, step.dim, dtype), step.rows + 1, bench.device)
+        plan = store.plan(runs, len(queries), step.positions[queries], step.window)
         with torch.inference_mode():
             k, v, q = (x.to(bench.device) for x in (step.k, step.v, step.q[queries]))
             store.write(0, torch.from_numpy(slots).to(bench.device), k, v)

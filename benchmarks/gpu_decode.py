@@ -12,11 +12,12 @@ from common import median
 from gpu_common import Bench
 from gpu_rerank import time_shares
 
+from prefold.attention.gpu import place_slots
+from prefold.device import runs_triton
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.model import CausalLM
 from prefold.schedule.steps import SlotStep
 from prefold.types import Request, Sampling
-from prefold.worker.attend import heads_of
 from prefold.worker.local import LocalWorker
 from prefold.worker.slots import SlotAttend, make_store, prepare_slots
 
@@ -70,8 +71,12 @@ def steps(bench: Bench, name: str) -> None:
         for grouped in (True, False):
             step = decode_step(batch, shared, own, grouped=grouped)
 
-            def prepared(step=step):
-                return prepare_slots(step, config.planes, heads_of(model), model.device, {})
+            def prepared(step=step, store=store):
+                slots = prepare_slots(step, store, config.planes, {})
+                if runs_triton(store.device):  # else made for the first plane
+                    for plan in slots.plans.values():
+                        place_slots(plan, store.heads, store.device)
+                return slots
 
             slots = prepared()
 
@@ -124,7 +129,7 @@ def graph_seconds(bench: Bench, model: CausalLM, store, batch: int, shared: int,
 
     graphs = DecodeGraphs(model, store)
     step = decode_step(batch, shared, own, grouped=True)
-    if graphs.run(step) is None:
+    if not graphs.takes(step):
         raise AssertionError("the step was not taken for a graph")
 
     def once() -> None:

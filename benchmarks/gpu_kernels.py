@@ -13,12 +13,11 @@ from gpu_decode import decode_step
 from torch import Tensor
 from torch.nn import functional as F
 
-from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows, plan_slots
+from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows
 from prefold.attention.row_tiles import row_tiles
 from prefold.device import runs_triton
 from prefold.model.ops import PYTORCH, Ops, choose_ops
-from prefold.types import Sampling
-from prefold.worker.draw import draw_on_device
+from prefold.worker.draw import draw
 
 # heads, kv_heads, head_dim
 HEADS = {"qwen3-0.6b": (16, 8, 128), "qwen3-8b": (32, 8, 128), "smollm2": (9, 3, 64), "gemma3": (4, 1, 256)}
@@ -189,7 +188,7 @@ def slots(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
     shared, own = (24, 8) if bench.smoke else (2048, 256)
     found = []
     for batch in (4,) if bench.smoke else (64, 256):
-        store = KVStore(1, kv_heads, dim, 1 + shared + batch * own, bench.dtype, bench.device)
+        store = KVStore(1, Heads(heads, kv_heads, dim, bench.dtype), 1 + shared + batch * own, bench.device)
         if store._memory.is_floating_point():
             store._memory.normal_()
         q = torch.randn(batch, heads, dim, device=bench.device).to(bench.dtype)
@@ -203,7 +202,7 @@ def slots(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
         for what, grouped, changed in variants:
             step = decode_step(batch, shared, own, grouped=grouped)
             runs = KeyRuns(step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
-            plan = plan_slots(runs, batch, group=group, compiled=not runs_triton(bench.device))
+            plan = store.plan(runs, batch)
 
             def call(store=store, q=q, plan=plan) -> Tensor:
                 with torch.inference_mode():
@@ -272,24 +271,25 @@ def draws(bench: Bench) -> None:
     """A token for each of 256 rows of 151,936 logits; beside PyTorch's own ways."""
     rows_, vocab = (4, 500) if bench.smoke else (256, 151_936)
     logits = torch.randn(rows_, vocab, device=bench.device) * 3
-    keys = np.random.default_rng(0).integers(0, 2**64, rows_, np.uint64).tolist()
+    keys = np.random.default_rng(0).integers(0, 2**64, rows_, np.uint64)
 
     def nucleus() -> Tensor:
         falling, ids = (logits / 0.8).softmax(-1).sort(-1, descending=True)
         falling = falling.masked_fill(falling.cumsum(-1) - falling > 0.95, 0)
         return ids.gather(-1, torch.multinomial(falling, 1))
 
-    options = {
-        "temperature": Sampling(temperature=0.8),
-        "top_k 40": Sampling(temperature=0.8, top_k=40),
-        "top_p 0.95": Sampling(temperature=0.8, top_p=0.95),
-        "min_p 0.05, top_p 0.95": Sampling(temperature=0.8, min_p=0.05, top_p=0.95),
+    # Temperature, min_p, top_k, top_p.
+    filters = {
+        "temperature": (0.8, 0.0, 0, 1.0),
+        "top_k 40": (0.8, 0.0, 40, 1.0),
+        "top_p 0.95": (0.8, 0.0, 0, 0.95),
+        "min_p 0.05, top_p 0.95": (0.8, 0.05, 0, 0.95),
     }
     calls = {"arg-max": lambda: logits.argmax(-1)}
     if runs_triton(bench.device):
         calls |= {
-            name: lambda one=one: draw_on_device(logits, range(rows_), [one] * rows_, keys)
-            for name, one in options.items()
+            name: lambda one=one: draw(logits, np.arange(rows_), np.array([one] * rows_, np.float64), keys)
+            for name, one in filters.items()
         }
     calls["torch: softmax, multinomial"] = lambda: torch.multinomial((logits / 0.8).softmax(-1), 1)
     calls["torch: sort, top_p, multinomial"] = nucleus

@@ -96,8 +96,12 @@ def cases() -> list[Case]:
     ]
 
 
+def heads_of(shape: Shape, dtype: torch.dtype) -> Heads:
+    return Heads(shape.heads, shape.kv_heads, shape.head_dim, dtype)
+
+
 def filled_store(shape: Shape, planes: int, slots: int, dtype: torch.dtype) -> KVStore:
-    store = KVStore(planes, shape.kv_heads, shape.head_dim, slots, dtype)
+    store = KVStore(planes, heads_of(shape, dtype), slots)
     for plane in range(planes):
         for part in torch.arange(slots).split(4096):
             _, k, v = shape.tensors(len(part), dtype)
@@ -107,7 +111,7 @@ def filled_store(shape: Shape, planes: int, slots: int, dtype: torch.dtype) -> K
 
 def systems_of(case: Case, shape: Shape, planes: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     store = filled_store(shape, planes, case.slots, dtype)
-    plan = plan_slots(case.runs, case.queries, group=shape.heads // shape.kv_heads)
+    plan = store.plan(case.runs, case.queries)
     q, k, v = shape.tensors(case.queries, dtype)
     scale = shape.head_dim**-0.5
     slots = torch.arange(1, case.queries + 1)
@@ -123,8 +127,7 @@ def systems_of(case: Case, shape: Shape, planes: int, dtype: torch.dtype) -> dic
     systems = {"slots": attend, "write": write}
     if case.end is not None:
         rows = np.arange(len(case.end) - case.queries, len(case.end))
-        heads = Heads(shape.heads, shape.kv_heads, shape.head_dim, dtype)
-        attention = RowAttention(heads, torch.device("cpu"))
+        attention = RowAttention(heads_of(shape, dtype), torch.device("cpu"))
         interval = attention.plan(case.end, rows)
         _, keys, values = shape.tensors(len(case.end), dtype)
 
@@ -145,7 +148,7 @@ def measure(shape: Shape, planes: int, dtype: torch.dtype, repeats: int, only: s
         group = shape.heads // shape.kv_heads
         planning = {"plan": lambda case=case, group=group: plan_slots(case.runs, case.queries, group=group)}
         flops = case.pairs * 4 * shape.heads * shape.head_dim
-        held = int(case.runs.count.sum()) * KVStore.bytes_per_slot(1, shape.kv_heads, shape.head_dim, dtype)
+        held = int(case.runs.count.sum()) * KVStore.bytes_per_slot(1, heads_of(shape, dtype))
         times = alternate(planning, repeats)
         for name, seconds in alternate(systems_of(case, shape, few, dtype), repeats).items():
             times[name] = [s / few for s in seconds]

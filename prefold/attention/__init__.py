@@ -11,7 +11,6 @@ form in PyTorch, `_triton` the one for a GPU, `_tiles` what the host prepares fo
 from __future__ import annotations
 
 from .dense import dense_attention, visibility
-from .gpu import place_slots
 from .heads import Heads
 from .row_attention import RowAttention
 from .row_plan import RowPlan, plan_rows
@@ -26,7 +25,6 @@ __all__ = [
     "RowPlan",
     "SlotPlan",
     "dense_attention",
-    "place_slots",
     "plan_rows",
     "plan_slots",
     "visibility",

@@ -30,12 +30,11 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
 
 
 def place_rows(plan: RowPlan, path_rows: int, heads: Heads, device: torch.device) -> RowTables:
-    """What the kernel reads of a plan, made once: called ahead of a step, so that its planes find it there."""
+    """Returns what the kernel reads of a plan, made once: called ahead of a step, so that its planes find it there."""
     from .row_triton import row_tables, tile_size
 
-    key = ("rows", path_rows, heads.group, heads.head_dim, heads.dtype, device)
     size = tile_size(heads.head_dim, heads.dtype)
-    return plan.kept(key, lambda: row_tables(plan, path_rows, heads.group, size, device))
+    return plan.kept(("rows", path_rows, heads, device), lambda: row_tables(plan, path_rows, heads.group, size, device))
 
 
 def attend_rows(
@@ -49,7 +48,7 @@ def attend_rows(
     *,
     scale: float,
 ) -> Tensor:
-    """`RowAttention.attend` by Triton's kernels; differentiable."""
+    """Returns what `RowAttention.attend` does, by Triton's kernels; differentiable."""
     tensors = (q, k, v, path_k, path_v)
     if wants_gradient(*tensors):
         from .row_triton_backward import attend_rows_with_gradient
@@ -67,30 +66,29 @@ def attend_rows(
 
 
 def write_slots(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Rows k, v [n, kv_heads, dim] into slots int64 [n] of keys and values [slots, kv_heads, dim], in one launch."""
+    """Puts k, v [n, kv_heads, dim] into slots int64 [n] of keys and values [slots, kv_heads, dim], in one launch."""
     from . import slot_triton
 
     slot_triton.write_slots(keys, values, slots, k, v)
 
 
 def place_slots(plan: SlotPlan, heads: Heads, device: torch.device) -> SlotTables:
-    """What the kernel reads of a plan over slots, made once: called ahead of a step, and its planes find it there."""
+    """Returns what the kernel reads of a plan over slots, made for the first plane that asks."""
     from .slot_triton import slot_tables
 
-    key = ("slots", heads.group, heads.head_dim, heads.dtype, device)
-    return plan.kept(key, lambda: slot_tables(plan, heads.group, heads.head_dim, heads.dtype, device))
+    return plan.kept(("slots", heads, device), lambda: slot_tables(plan, heads, device))
 
 
-def attend_slots(q: Tensor, keys: Tensor, values: Tensor, plan: SlotPlan, *, scale: float) -> Tensor:
-    """`KVStore.attend` by Triton's kernels; keys and values [slots, kv_heads, dim]."""
+def attend_slots(q: Tensor, keys: Tensor, values: Tensor, plan: SlotPlan, heads: Heads, *, scale: float) -> Tensor:
+    """Returns what `KVStore.attend` does, by Triton's kernels; keys and values [slots, kv_heads, dim]."""
     from . import slot_triton
 
-    tables = place_slots(plan, Heads(q.shape[1], keys.shape[1], q.shape[2], q.dtype), q.device)
+    tables = place_slots(plan, heads, q.device)
     return slot_triton.attend_slots(dense(q), keys, values, tables, scale=scale, window=plan.window)
 
 
 def pick_tile(plan: SlotPlan, heads: Heads) -> tuple[int, int]:
-    """Rows of the tiles that are best for a plan, and how many keys its lists then have at most."""
+    """Returns how many rows the best tiles for a plan have, and how many keys its lists then have at most."""
     from .slot_tiles import listed_keys, pick_rows, stretches
 
     joined = stretches(plan.runs)
@@ -99,21 +97,21 @@ def pick_tile(plan: SlotPlan, heads: Heads) -> tuple[int, int]:
 
 
 def fixed_tables(heads: Heads, size: int, rows: int, keys: int, windowed: bool, device: torch.device) -> FixedTables:
-    """Tables of a fixed place and size, for captured graphs; see FixedTables."""
+    """Returns tables of a fixed place and size, for captured graphs; see FixedTables."""
     from . import slot_triton
 
-    return slot_triton.FixedTables(heads.group, heads.head_dim, heads.dtype, size, rows, keys, windowed, device)
+    return slot_triton.FixedTables(heads, size, rows, keys, windowed, device)
 
 
 def attend_fixed(
     q: Tensor, keys: Tensor, values: Tensor, tables: FixedTables, *, scale: float, window: int | None
 ) -> Tensor:
-    """`attend_slots` of what was loaded into `tables` last."""
+    """Returns what `attend_slots` does for the plan that was loaded into `tables` last."""
     from . import slot_triton
 
     return slot_triton.attend_slots(dense(q), keys, values, tables.tables, scale=scale, window=window)
 
 
 def dense(x: Tensor) -> Tensor:
-    """x, or a copy of it, with the numbers of a head side by side in memory."""
+    """Returns x, or a copy of it, with the numbers of a head side by side in memory."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from .heads import Heads
 
 __all__ = ["PackedLayout", "PackedPlane"]
 
@@ -17,9 +18,10 @@ PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """How one plane lies: keys and values of all pairs of slots, a KV head after the other, then a byte a pair.
+    """A layout says how one plane lies in memory: the keys and the values of all pairs of slots, one KV head after the
+    other, then a byte for each pair.
 
-    interleaved  two bfloat16 numbers that are summed at once lie side by side: the values of a pair of slots.
+    interleaved  whether two bfloat16 numbers that are summed at once lie side by side: the values of a pair of slots.
                  If not, numbers are float32, as the processor sums them
     """
 
@@ -29,29 +31,33 @@ class PackedLayout:
     interleaved: bool
 
     @classmethod
-    def of(cls, compiled: kernels.Kernels, kv_heads: int, head_dim: int, dtype: torch.dtype) -> PackedLayout:
-        return cls(kv_heads, head_dim, dtype, dtype == torch.bfloat16 and compiled.stores_bf16_pairs)
+    def of(cls, compiled: kernels.Kernels, heads: Heads) -> PackedLayout:
+        """Returns the layout that these kernels read for such heads."""
+        interleaved = heads.dtype == torch.bfloat16 and compiled.stores_bf16_pairs
+        return cls(heads.kv_heads, heads.head_dim, heads.dtype, interleaved)
 
     @property
     def stored(self) -> torch.dtype:
+        """Returns the dtype of the numbers in memory."""
         return torch.bfloat16 if self.interleaved else torch.float32
 
     @property
     def padded_dim(self) -> int:
+        """Returns how many numbers a row of one head takes."""
         return -(-self.head_dim // LANES) * LANES
 
     @property
     def pair_bytes(self) -> int:
-        """Bytes of a pair of slots: keys and values of all heads, and a byte a head about them."""
+        """Returns the bytes of a pair of slots: keys and values of all heads, and a byte a head about them."""
         return self.kv_heads * (4 * self.padded_dim * self.stored.itemsize + 1)
 
     def plane_bytes(self, slots: int) -> int:
-        """Bytes of a plane of so many slots, in whole pages, with one more byte about all of its pairs."""
+        """Returns the bytes of a plane of so many slots, in whole pages, with one more byte about all of its pairs."""
         return -(-((slots + 1) // 2 * self.pair_bytes + 1) // PAGE) * PAGE
 
 
 class PackedPlane:
-    """One plane of a store in `memory`, uint8 [layout.plane_bytes(slots)], all zeros at first."""
+    """A plane of a store lies in `memory`, uint8 [layout.plane_bytes(slots)], all zeros at first."""
 
     def __init__(self, memory: Tensor, layout: PackedLayout, slots: int):
         self.layout = layout
@@ -68,7 +74,7 @@ class PackedPlane:
             self._values = values.view(layout.stored).view(layout.kv_heads, pairs, 2, dim)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values in slots int64 [n]: [n, kv_heads, head_dim] each."""
+        """Returns the keys and values in slots int64 [n], [n, kv_heads, head_dim] each."""
         pair, half = slots // 2, slots % 2
         keys, values = (x[:, pair, half, : self.layout.head_dim].transpose(0, 1) for x in (self._keys, self._values))
         return keys.to(self.layout.dtype), values.to(self.layout.dtype)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from .. import kernels
 from ..errors import InputError
+from .plan import Plan, window_positions
 
 __all__ = ["KeyBlock", "RowPlan", "plan_rows"]
 
@@ -27,15 +26,15 @@ class KeyBlock:
     runs: np.ndarray
 
     def keys(self) -> slice | np.ndarray:
-        """The keys as an index: a slice where they are one run, else int64 [keys]."""
+        """Returns the keys as an index: a slice where they are one run, else int64 [keys]."""
         if len(self.runs) == 1:
             return slice(int(self.runs[0, 0]), int(self.runs[0, 1]))
         return np.concatenate([np.arange(first, stop) for first, stop in self.runs])
 
 
 @dataclass(frozen=True)
-class RowPlan:
-    """What attention needs to know about a step, for one sliding window (or none). Made by `plan_rows`; never changed.
+class RowPlan(Plan):
+    """A plan holds what attention needs to know about a step, for one sliding window or none. `plan_rows` makes it.
 
     end         int64 [keys]: key j is visible to the query at key row i exactly when j <= i < end[j]
     query_rows  int64 [queries], ascending: the key row of each query
@@ -49,26 +48,21 @@ class RowPlan:
     positions: np.ndarray | None
     window: int | None
     lists: kernels.RowLists | None = None
-    _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_keys(self) -> int:
+        """Returns how many keys there are: those of the carried path, and the new rows."""
         return len(self.end)
 
     @property
     def num_queries(self) -> int:
+        """Returns how many rows query."""
         return len(self.query_rows)
 
     @cached_property
     def blocks(self) -> list[KeyBlock]:
-        """Key lists for the PyTorch form, made when first asked for."""
+        """Returns key lists for the form in PyTorch, made when first asked for."""
         return key_blocks(self)
-
-    def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made once a key: what kernels of a device read of this plan."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
 
 
 def plan_rows(
@@ -79,28 +73,19 @@ def plan_rows(
     *,
     compiled: bool = True,
 ) -> RowPlan:
-    """Plan attention of `query_rows` over `len(end)` keys (carried path rows first, then the new rows).
+    """Returns the plan of attention of `query_rows` over `len(end)` keys: rows of the carried path, then the new rows.
 
     end         int64 [keys], end[j] > j, intervals [j, end[j]) nested as in any trie
     query_rows  int64 [queries], ascending, within [0, keys)
     positions   int64 [keys], ascending along every path; needed with a sliding window only
     compiled    whether to make what the compiled CPU kernel reads
 
-    Work of the host without a tensor: it may run in another thread while the step before computes.
-    InputError where an array breaks these rules.
+    No tensor is needed for it: it may run in another thread while the step before computes. Raises InputError where an
+    array breaks these rules.
     """
     end = np.ascontiguousarray(end, dtype=np.int64)
     query_rows = np.ascontiguousarray(query_rows, dtype=np.int64)
-    if window is not None:
-        if window < 1 or positions is None or len(positions) != len(end):
-            raise InputError(
-                "a sliding window needs the position of every key, and at least one position",
-                field="window",
-                remedy="pass positions [keys] and window >= 1",
-            )
-        positions = np.ascontiguousarray(positions, dtype=np.int64)
-    else:
-        positions = None
+    positions = window_positions(window, positions, len(end))
     if np.any(end <= np.arange(len(end))):
         raise InputError("a row ends before it begins", field="end", remedy="end[j] must be greater than j")
     if len(query_rows) and (query_rows[0] < 0 or query_rows[-1] >= len(end) or np.any(np.diff(query_rows) < 0)):
@@ -120,7 +105,7 @@ def plan_rows(
 
 
 def key_blocks(plan: RowPlan) -> list[KeyBlock]:
-    """Blocks of queries with the keys any query of the block sees, each list filtered from the one before."""
+    """Returns blocks of queries with the keys any query of the block sees, each list filtered from the one before."""
     blocks = []
     open_keys = np.empty(0, np.int64)
     seen = 0
@@ -141,7 +126,7 @@ def key_blocks(plan: RowPlan) -> list[KeyBlock]:
 
 
 def runs_of(keys: np.ndarray) -> np.ndarray:
-    """The runs of consecutive keys among ascending ones, int64 [runs, 2] of (first, past last)."""
+    """Returns the runs of consecutive keys among ascending ones, int64 [runs, 2] of (first, past last)."""
     breaks = np.flatnonzero(np.diff(keys) != 1)
     first = keys[np.concatenate(([0], breaks + 1))]
     last = keys[np.concatenate((breaks, [len(keys) - 1]))]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from .. import kernels
 from ..errors import InputError
+from .plan import Plan, window_positions
 
 __all__ = ["KeyRuns", "SlotPlan", "plan_slots", "seen_by_query"]
 
@@ -18,7 +17,7 @@ MAX_SLOTS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class KeyRuns:
-    """Keys as runs of neighbouring slots; int64 arrays of equal length, ancestors before descendants.
+    """The keys of a step are runs of neighbouring slots: int64 arrays of equal length, ancestors before descendants.
 
     start        first slot
     count        slots, at least one
@@ -37,10 +36,9 @@ class KeyRuns:
 
 
 @dataclass(frozen=True)
-class SlotPlan:
-    """What attention over slots needs to know about a step, for one sliding window (or none).
-
-    Made by `plan_slots`; never changed.
+class SlotPlan(Plan):
+    """A plan holds what attention over slots needs to know about a step, for one sliding window or none. `plan_slots`
+    makes it.
 
     runs             who sees which slots
     num_queries      rows of the step
@@ -56,13 +54,6 @@ class SlotPlan:
     window: int | None
     slots_needed: int
     lists: kernels.SlotLists | None = None
-    _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made once a key: a step has many planes."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
 
 
 def plan_slots(
@@ -74,14 +65,14 @@ def plan_slots(
     group: int = 1,
     compiled: bool = True,
 ) -> SlotPlan:
-    """Plan attention of queries 0 to num_queries - 1 over the keys of `runs`.
+    """Returns the plan of attention of queries 0 to num_queries - 1 over the keys of `runs`.
 
     query_positions  int64 [queries]; needed with a sliding window only
     group            query heads that share a KV head: a hint, the plan is right for any number
     compiled         whether to make what the compiled CPU kernel reads
 
-    Every query must see a key: its own row is a run of one, seen from its own query on. Work of the host
-    without a tensor. InputError where an array breaks these rules.
+    Every query must see a key: its own row is a run of one, seen from its own query on. No tensor is needed for it.
+    Raises InputError where an array breaks these rules.
     """
     arrays = tuple(
         np.ascontiguousarray(a, dtype=np.int64) for a in (runs.start, runs.count, runs.position, runs.first, runs.last)
@@ -89,16 +80,7 @@ def plan_slots(
     runs = KeyRuns(*arrays)
     if any(a.shape != (len(runs),) for a in arrays):
         raise InputError("the arrays of the runs differ in length", field="runs", remedy="pass a number a run in each")
-    if window is not None:
-        if window < 1 or query_positions is None or len(query_positions) != num_queries:
-            raise InputError(
-                "a sliding window needs the position of every query, and at least one position",
-                field="window",
-                remedy="pass query_positions [queries] and window >= 1",
-            )
-        query_positions = np.ascontiguousarray(query_positions, dtype=np.int64)
-    else:
-        query_positions = None
+    query_positions = window_positions(window, query_positions, num_queries)
     wrong = (runs.count < 1) | (runs.start < 0) | (runs.first < 0) | (runs.last <= runs.first)
     slots_needed = int((runs.start + runs.count).max(initial=0))
     if wrong.any() or runs.last.max(initial=0) > num_queries or slots_needed > MAX_SLOTS:
@@ -115,7 +97,7 @@ def plan_slots(
 
 
 def seen_by_query(runs: KeyRuns, num_queries: int) -> np.ndarray:
-    """How many keys each query sees, sliding windows aside; int64 [queries]."""
+    """Returns how many keys each query sees, sliding windows aside, int64 [queries]."""
     change = np.zeros(num_queries + 1, np.int64)
     np.add.at(change, runs.first, runs.count)
     np.subtract.at(change, runs.last, runs.count)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import upload
+from .heads import Heads
 from .row_triton import LOG2_E, hide, load_rows, padded, precision, take_block
 from .slot_plan import SlotPlan
 from .slot_tiles import ITEM_FIELDS, ITEMS, pick_rows, slot_tiles, stretches
@@ -68,15 +69,16 @@ class SlotTables:
         return self.items.shape[1]
 
 
-def slot_tables(plan: SlotPlan, group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> SlotTables:
-    """What the kernel reads of a plan, on the device. group: query heads that share a KV head.
+def slot_tables(plan: SlotPlan, heads: Heads, device: torch.device) -> SlotTables:
+    """Returns what the kernel reads of a plan, on the device.
 
     A part of it is computed on the device, behind what runs there.
     """
-    block = BLOCK_SIZES[dtype.itemsize, padded(head_dim)]
+    block = BLOCK_SIZES[heads.dtype.itemsize, padded(heads.head_dim)]
     joined = stretches(plan.runs)
-    rows = pick_rows(joined, group, dtype.itemsize)
-    tiles = slot_tiles(plan, joined, rows // group, block.keys)
+    rows = pick_rows(joined, heads.group, heads.dtype.itemsize)
+    block_q = rows // heads.group
+    tiles = slot_tiles(plan, joined, block_q, block.keys)
     arrays = {"stretches": tiles.stretches, "items": tiles.items, "tile_items": tiles.tile_items}
     if plan.window is not None:
         arrays["query_positions"] = plan.query_positions
@@ -85,7 +87,7 @@ def slot_tables(plan: SlotPlan, group: int, head_dim: int, dtype: torch.dtype, d
     spread(moved["stretches"], keys)
     return SlotTables(
         rows=rows,
-        block_q=rows // group,
+        block_q=block_q,
         block=block,
         keys=keys,
         items=moved["items"],
@@ -95,26 +97,16 @@ def slot_tables(plan: SlotPlan, group: int, head_dim: int, dtype: torch.dtype, d
 
 
 class FixedTables:
-    """Tables that stay where they are, for steps of at most `size` queries: `load` lays a plan in.
+    """Fixed tables stay where they are, for steps of at most `size` queries: `load` lays a plan into them.
 
-    group, head_dim, dtype  as for `slot_tables`
-    rows                    of the tiles
-    keys                    entries the lists have at most
-    windowed                whether plans have a sliding window
+    rows      of the tiles
+    keys      entries the lists have at most
+    windowed  whether plans have a sliding window
     """
 
-    def __init__(
-        self,
-        group: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        size: int,
-        rows: int,
-        keys: int,
-        windowed: bool,
-        device: torch.device,
-    ):
-        self.size, self.num_tiles = size, -(-size // (rows // group))
+    def __init__(self, heads: Heads, size: int, rows: int, keys: int, windowed: bool, device: torch.device):
+        block_q = rows // heads.group
+        self.size, self.num_tiles = size, -(-size // block_q)
         self.num_items = ITEMS + self.num_tiles
         shapes = {"items": (len(ITEM_FIELDS), self.num_items), "tile_items": (self.num_tiles + 1,)}
         if windowed:
@@ -123,8 +115,8 @@ class FixedTables:
         self._moved = upload(self._zeros, device)
         self.tables = SlotTables(
             rows=rows,
-            block_q=rows // group,
-            block=BLOCK_SIZES[dtype.itemsize, padded(head_dim)],
+            block_q=block_q,
+            block=BLOCK_SIZES[heads.dtype.itemsize, padded(heads.head_dim)],
             keys=torch.zeros((4, keys), dtype=torch.int32, device=device),
             items=self._moved["items"],
             tile_items=self._moved["tile_items"],

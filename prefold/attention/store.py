@@ -12,13 +12,13 @@ from ..errors import InputError
 from . import gpu, slot_torch
 from .heads import Heads
 from .packed import PackedLayout, PackedPlane
-from .slot_plan import SlotPlan
+from .slot_plan import KeyRuns, SlotPlan, plan_slots
 
 __all__ = ["KVStore"]
 
 
 class KVStore:
-    """The K/V of `slots` rows for every plane.
+    """A store keeps the K/V of `slots` rows for every plane, and attends over them.
 
     Who reads and writes it is chosen when it is made. For the compiled kernels of a CPU it lies as they read it
     (PackedLayout); for Triton's kernels on a GPU, and for the form in PyTorch, which takes any device and dtype, it is
@@ -26,89 +26,88 @@ class KVStore:
     and no run names it.
     """
 
-    def __init__(
-        self,
-        planes: int,
-        kv_heads: int,
-        head_dim: int,
-        slots: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ):
-        self.planes, self.kv_heads, self.head_dim, self.slots = planes, kv_heads, head_dim, slots
-        self.dtype, self.device = dtype, torch.device(device)
-        heads = Heads(kv_heads, kv_heads, head_dim, dtype)
+    def __init__(self, planes: int, heads: Heads, slots: int, device: torch.device | str = "cpu"):
+        self.heads, self.slots, self.device = heads, slots, torch.device(device)
         self._compiled = heads.compiled(self.device)
+        self._fused = heads.fits(self.device) and not self._compiled
         if self._compiled:
-            layout = PackedLayout.of(self._compiled, kv_heads, head_dim, dtype)
+            layout = PackedLayout.of(self._compiled, heads)
             self._memory = _zeros(planes, layout.plane_bytes(slots))
             self._packed = [PackedPlane(memory, layout, slots) for memory in self._memory]
         else:
-            self._fused = heads.fits(self.device)
-            self._memory = torch.zeros((planes, 2, slots, kv_heads, head_dim), dtype=dtype, device=self.device)
+            shape = (planes, 2, slots, heads.kv_heads, heads.head_dim)
+            self._memory = torch.zeros(shape, dtype=heads.dtype, device=self.device)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all planes."""
+        """Returns the bytes of all planes."""
         return self._memory.nbytes
 
     @staticmethod
-    def bytes_per_slot(
-        planes: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> int:
-        """Bytes of one slot in all planes, rounded up, to find out how many slots fit."""
-        compiled = Heads(kv_heads, kv_heads, head_dim, dtype).compiled(torch.device(device))
+    def bytes_per_slot(planes: int, heads: Heads, device: torch.device | str = "cpu") -> int:
+        """Returns the bytes of one slot in all planes, rounded up; so many slots fit as these go into the memory."""
+        compiled = heads.compiled(torch.device(device))
         if compiled:
-            return -(-planes * PackedLayout.of(compiled, kv_heads, head_dim, dtype).pair_bytes // 2)
-        return planes * 2 * kv_heads * head_dim * dtype.itemsize
+            return -(-planes * PackedLayout.of(compiled, heads).pair_bytes // 2)
+        return planes * 2 * heads.kv_heads * heads.head_dim * heads.dtype.itemsize
+
+    def plan(
+        self, runs: KeyRuns, num_queries: int, query_positions: np.ndarray | None = None, window: int | None = None
+    ) -> SlotPlan:
+        """Returns the plan of a step for whoever attends here; arguments and errors as of `plan_slots`."""
+        compiled = self._compiled is not None
+        return plan_slots(runs, num_queries, query_positions, window, group=self.heads.group, compiled=compiled)
 
     def write(self, plane: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Puts rows into slots int64 [n]; k, v [n, kv_heads, head_dim]. Two rows of one call may share slot 0 alone.
+        """Puts rows k, v [n, kv_heads, head_dim] into slots int64 [n], all on the store's device.
 
-        All on the store's device. InputError where a slot is not there or the shapes do not fit.
+        Two rows of one call may share slot 0 alone. Raises InputError where a slot is not there or shapes do not fit.
         """
-        fits = k.shape == v.shape == (len(slots), self.kv_heads, self.head_dim)
-        if not fits or k.dtype != self.dtype or v.dtype != self.dtype or slots.dtype != torch.int64:
+        heads = self.heads
+        fits = k.shape == v.shape == (len(slots), heads.kv_heads, heads.head_dim)
+        if not fits or not k.dtype == v.dtype == heads.dtype or slots.dtype != torch.int64:
             raise InputError(
                 f"k {list(k.shape)} ({k.dtype}) and v {list(v.shape)} ({v.dtype}) do not fit {len(slots)} slots",
                 field="k",
-                remedy=f"int64 slots, k and v [slots, {self.kv_heads}, {self.head_dim}] of {self.dtype}",
+                remedy=f"int64 slots, k and v [slots, {heads.kv_heads}, {heads.head_dim}] of {heads.dtype}",
             )
-        if not self._compiled:
-            if slots.device.type == "cpu":  # another device checks by itself, and would have to be waited for
+        if self._compiled:
+            if not self._compiled.write_slots(
+                self._packed[plane].struct, slots.contiguous(), gpu.dense(k), gpu.dense(v)
+            ):
                 _check_slots(slots, self.slots)
-            if self._fused:
-                gpu.write_slots(*self.plane(plane), slots, k, v)
-                return
-            self._memory[plane, 0].index_copy_(0, slots, k)
-            self._memory[plane, 1].index_copy_(0, slots, v)
             return
-        slots, k, v = slots.contiguous(), *(x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-        if not self._compiled.write_slots(self._packed[plane].struct, slots, k, v):
+        if slots.device.type == "cpu":  # another device checks by itself, and would have to be waited for
             _check_slots(slots, self.slots)
+        keys, values = self.plane(plane)
+        if self._fused:
+            gpu.write_slots(keys, values, slots, k, v)
+        else:
+            keys.index_copy_(0, slots, k)
+            values.index_copy_(0, slots, v)
 
     def read(self, plane: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values in slots int64 [n], [n, kv_heads, head_dim] each."""
+        """Returns the keys and values in slots int64 [n], [n, kv_heads, head_dim] each."""
         if self._compiled:
             return self._packed[plane].read(slots)
-        return self._memory[plane, 0].index_select(0, slots), self._memory[plane, 1].index_select(0, slots)
+        keys, values = self.plane(plane)
+        return keys.index_select(0, slots), values.index_select(0, slots)
 
     def plane(self, plane: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of one plane, [slots, kv_heads, head_dim] each; not in the layout of compiled kernels."""
+        """Returns the keys and values of one plane, [slots, kv_heads, head_dim] each; for all but compiled kernels."""
         return self._memory[plane, 0], self._memory[plane, 1]
 
     def attend(self, plane: int, q: Tensor, plan: SlotPlan, scale: float) -> Tensor:
-        """softmax(q k^T * scale) v, each query over the slots that `plan` makes visible to it.
+        """Returns softmax(q k^T * scale) v, each query over the slots that `plan` makes visible to it.
 
-        q [queries, heads, head_dim], heads a multiple of kv_heads; returns the same shape. InputError where
-        q does not fit the plan, or the plan names slots that are not there.
+        q and the result are [queries, heads, head_dim]. Raises InputError where q does not fit the plan or the heads
+        of this store, or the plan names slots that are not there.
         """
         self._check(q, plan)
         if self._compiled and plan.lists is not None and scale > 0:
-            q = q if q.stride(-1) == 1 else q.contiguous()
-            return self._compiled.slot_attention(self._packed[plane].struct, q, plan.lists, scale)
-        if not self._compiled and self._fused:
-            return gpu.attend_slots(q, *self.plane(plane), plan, scale=scale)
+            return self._compiled.slot_attention(self._packed[plane].struct, gpu.dense(q), plan.lists, scale)
+        if self._fused:
+            return gpu.attend_slots(q, *self.plane(plane), plan, self.heads, scale=scale)
         return slot_torch.attend_slots(q, partial(self.read, plane), plan, scale=scale)
 
     def _check(self, q: Tensor, plan: SlotPlan) -> None:
@@ -116,11 +115,12 @@ class KVStore:
             raise InputError(
                 f"{len(q)} queries in place of {plan.num_queries}", field="plan", remedy="pass the plan of this step"
             )
-        if q.shape[1] % self.kv_heads or q.shape[2] != self.head_dim or q.dtype != self.dtype:
+        heads = self.heads
+        if q.shape[1:] != (heads.heads, heads.head_dim) or q.dtype != heads.dtype:
             raise InputError(
-                f"q {list(q.shape)} ({q.dtype}) does not fit {self.kv_heads} heads of {self.head_dim} ({self.dtype})",
+                f"q {list(q.shape)} ({q.dtype}) does not fit {heads.heads} heads of {heads.head_dim} ({heads.dtype})",
                 field="q",
-                remedy="q [queries, heads, head_dim], heads a multiple of kv_heads",
+                remedy="q [queries, heads, head_dim]",
             )
         if plan.slots_needed > self.slots:
             raise InputError(
@@ -131,7 +131,7 @@ class KVStore:
 
 
 def _zeros(*shape: int) -> Tensor:
-    """Zeros, uint8, of which a page takes memory when it is first written (torch would write them all now)."""
+    """Returns zeros, uint8, of which a page takes memory when it is first written (torch would write them all now)."""
     return torch.from_numpy(np.zeros(shape, np.uint8))
 
 

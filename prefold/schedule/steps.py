@@ -112,9 +112,11 @@ class Ragged:
         ids, values = (np.concatenate([row[i] for row in rows]) for i in range(2))
         return cls(np.concatenate(([0], np.cumsum(sizes))), ids.astype(np.int64), values.astype(np.float32))
 
-    def __getitem__(self, read: int) -> tuple[np.ndarray, np.ndarray]:
-        part = slice(self.offsets[read], self.offsets[read + 1])
-        return self.ids[part], self.values[part]
+    def part(self, first: int, stop: int) -> Ragged:
+        """Returns what belongs to the reads from the `first` up to, not including, `stop`."""
+        offsets = self.offsets[first : stop + 1]
+        some = slice(offsets[0], offsets[-1])
+        return Ragged(offsets - offsets[0], self.ids[some], self.values[some])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -143,6 +145,26 @@ class Drawing:
     counted: Ragged | None = None
     masked: np.ndarray = field(default_factory=lambda: NOTHING)
     allowed: np.ndarray | None = None
+
+    def part(self, first: int, stop: int) -> Drawing:
+        """Returns what is said of the n reads from the `first` up to, not including, `stop`."""
+        if (first, stop) == (0, len(self.reads)):
+            return self
+        some = slice(first, stop)
+        bias, banned, counted = (x and x.part(first, stop) for x in (self.bias, self.banned, self.counted))
+        inside = (self.masked >= first) & (self.masked < stop)
+        return Drawing(
+            reads=self.reads[some],
+            filters=self.filters[some],
+            keys=self.keys[some],
+            logprobs=self.logprobs[some],
+            bias=bias,
+            banned=banned,
+            penalties=None if self.penalties is None else self.penalties[some],
+            counted=counted,
+            masked=self.masked[inside] - first,
+            allowed=self.allowed[inside] if self.allowed is not None and inside.any() else None,
+        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)

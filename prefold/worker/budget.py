@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..attention import KVStore
+from ..attention import Heads, KVStore
 from ..device import available_memory
 from ..errors import InputError
 from ..model import CausalLM
@@ -38,10 +38,8 @@ def slot_bytes(model: CausalLM) -> int:
     """Bytes of a slot in all planes, of all ranks together."""
     config, size = model.config, model.ranks.size
     parts = [Shard.of(config, rank, size).local(config) for rank in range(size)]
-    return sum(
-        KVStore.bytes_per_slot(len(part.planes), part.kv_heads, part.head_dim, model.dtype, model.device)
-        for part in parts
-    )
+    heads = [Heads(part.heads, part.kv_heads, part.head_dim, model.dtype) for part in parts]
+    return sum(KVStore.bytes_per_slot(len(config.planes), one, model.device) for one in heads)
 
 
 def kv_bytes(wanted: int | None, device: torch.device, ranks: int = 1) -> int:

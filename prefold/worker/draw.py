@@ -8,18 +8,15 @@ compiled kernel does it, and `draw_triton` does all of it where the logits are o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..device import runs_triton, send
-from ..types import Sampling
 from .noise import gumbel, hash_ids
 
-__all__ = ["draw", "draw_on_device", "inverse_temperatures", "kept"]
+__all__ = ["WORK_SIZE", "draw", "kept"]
 
 # Logits worked on at once, as float32 numbers: 4 MiB, about a second-level cache's worth of each intermediate.
 WORK_SIZE = 1 << 20
@@ -29,61 +26,69 @@ BLOCK = 128
 CANDIDATES = 256
 
 
-def inverse_temperatures(options: Sequence[Sampling]) -> np.ndarray:
-    """1 / temperature, rounded to float32 [n]: what logits are multiplied by, wherever tokens are drawn."""
-    return (1.0 / np.array([sampling.temperature for sampling in options], np.float64)).astype(np.float32)
+def draw(logits: Tensor, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray) -> Tensor:
+    """Returns a token drawn for each of `rows` of logits float32 [r, vocab], int64 [n] on the logits' device.
 
+    It is -1 where a row's largest logit is not finite. A GPU that runs Triton is not waited for.
 
-def draw(logits: Tensor, rows: Sequence[int], options: Sequence[Sampling], keys: Sequence[int]) -> list[int]:
-    """A token for each of `rows` of logits float32 [r, vocab], by the options and the key (`noise.make_key`) of each.
-
-    The largest logit of each row must be finite.
+    rows     int64 [n]
+    filters  float64 [n, 4]: temperature (above 0), min_p, top_k (0: all), top_p
+    keys     uint64 [n]: of the noise (`noise.make_key`)
     """
+    inverses = (1.0 / filters[:, 0]).astype(np.float32)
     if runs_triton(logits.device):
-        return draw_on_device(logits, rows, options, keys).tolist()
+        from . import draw_triton
+
+        halves = keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)
+        asked = np.column_stack((rows, inverses, filters[:, 1:], *halves)).astype(np.float64)
+        return draw_triton.draw(logits, send(asked, logits.device))
     tokens = np.zeros(len(rows), np.int64)
-    numbers, places, inverses = np.array(keys, np.uint64), np.array(rows, np.int64), inverse_temperatures(options)
-    filters = np.array([sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0 for sampling in options])
+    filtered = (filters[:, 1] > 0.0) | (filters[:, 2] > 0) | (filters[:, 3] < 1.0)
     compiled = kernels.load() if logits.device.type == "cpu" else None
-    if compiled is not None and not filters.all():
-        bare = np.flatnonzero(~filters)
-        tokens[bare] = compiled.draw(logits, places[bare], inverses[bare], numbers[bare])
-    left = np.arange(len(rows)) if compiled is None else np.flatnonzero(filters)
+    if compiled is not None and not filtered.all():
+        bare = np.flatnonzero(~filtered)
+        tokens[bare] = compiled.draw(logits, rows[bare], inverses[bare], keys[bare])
+    left = np.arange(len(rows)) if compiled is None else np.flatnonzero(filtered)
     at_once = max(1, WORK_SIZE // logits.shape[-1])
     for first in range(0, len(left), at_once):
         part = left[first : first + at_once]
-        scaled = _scaled(logits, places[part], inverses[part])
-        tokens[part] = _draw_scaled(scaled, [options[i] for i in part], numbers[part])
-    return tokens.tolist()
+        tokens[part] = _draw_scaled(_scaled(logits, rows[part], inverses[part]), filters[part, 1:], keys[part])
+    return send(tokens, logits.device)
 
 
 def _scaled(logits: Tensor, rows: np.ndarray, inverses: np.ndarray) -> Tensor:
-    """(logit - the row's largest) / temperature of `rows`, float32 [rows, vocab]: at most 0, and 0 for the largest."""
+    """Returns (logit - the row's largest) / temperature of `rows`, float32 [rows, vocab]: 0 for the largest one."""
     work = logits.index_select(0, send(rows, logits.device))
     return work.sub_(work.amax(-1, keepdim=True)).mul_(send(inverses[:, None], logits.device))
 
 
-def _draw_scaled(scaled: Tensor, options: Sequence[Sampling], keys: np.ndarray) -> np.ndarray:
-    """The token of each row [r, vocab], int64 [r]."""
+def _draw_scaled(scaled: Tensor, filters: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Returns the token of each row [r, vocab], int64 [r]. filters: min_p, top_k and top_p of each."""
     probs = torch.softmax(scaled, -1).cpu().numpy()
     values = scaled.cpu().numpy()
-    ids = [_candidates(*one) for one in zip(probs, options, keys, strict=True)]
+    tokens = np.full(len(values), -1)
+    finite = np.flatnonzero(~np.isnan(probs[:, 0]))  # all of a row are NaN where its largest is not finite
+    if not finite.size:
+        return tokens
+    ids = [_candidates(probs[i], *filters[i].tolist(), keys[i]) for i in finite]
     counts = [len(some) for some in ids]
     all_ids = np.concatenate(ids)
-    noise = gumbel(hash_ids(all_ids, keys.repeat(counts)))
-    scores = values[np.arange(len(values)).repeat(counts), all_ids] + noise
+    noise = gumbel(hash_ids(all_ids, keys[finite].repeat(counts)))
+    scores = values[finite.repeat(counts), all_ids] + noise
     ends = np.cumsum(counts)
-    return np.array([some[scores[end - len(some) : end].argmax()] for some, end in zip(ids, ends, strict=True)])
+    tokens[finite] = [some[scores[end - len(some) : end].argmax()] for some, end in zip(ids, ends, strict=True)]
+    return tokens
 
 
-def _candidates(probs: np.ndarray, sampling: Sampling, key: np.uint64) -> np.ndarray:
-    """Ids, ascending, among which the one to be drawn is: what the filters leave, or without any what noise can lift.
+def _candidates(probs: np.ndarray, min_p: float, top_k: float, top_p: float, key: np.uint64) -> np.ndarray:
+    """Returns the ids, ascending, among which the one to be drawn is: those that the filters leave, or without any
+    filter those that noise can lift above all others.
 
     -log(1 - v) is at least v, so that no token can be drawn whose v over its probability is larger than that of some
     other token is without this approximation; the upper bits of v are compared.
     """
-    if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
-        return kept(probs, sampling)[0]
+    if top_k > 0 or top_p < 1.0 or min_p > 0.0:
+        return kept(probs, min_p, int(top_k), top_p)[0]
     every, one = np.arange(probs.size, dtype=np.uint32), np.array([key])
     top = int(probs.argmax())
     hashes = hash_ids(every, one)
@@ -91,48 +96,37 @@ def _candidates(probs: np.ndarray, sampling: Sampling, key: np.uint64) -> np.nda
     return np.flatnonzero((hashes >> np.uint32(8)).astype(np.float32) <= probs * reach.astype(np.float32))
 
 
-def draw_on_device(logits: Tensor, rows: Sequence[int], options: Sequence[Sampling], keys: Sequence[int]) -> Tensor:
-    """`draw` by Triton's kernel: int64 on the logits' device, without waiting for it; -1 where a row's largest number
-    is not finite."""
-    from . import draw_triton
-
-    asked = [
-        (row, inverse, sampling.min_p, sampling.top_k, sampling.top_p, key & 0xFFFFFFFF, key >> 32)
-        for row, inverse, sampling, key in zip(rows, inverse_temperatures(options).tolist(), options, keys, strict=True)
-    ]
-    return draw_triton.draw(logits, send(np.array(asked, np.float64).reshape(-1, 7), logits.device))
-
-
-def kept(probs: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """What min_p, top_k and top_p leave of probabilities float32 [vocab]: (ids ascending, their probabilities).
+def kept(probs: np.ndarray, min_p: float, top_k: int, top_p: float) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ids, ascending, that min_p, top_k (0: all) and top_p leave of probabilities float32 [vocab], and
+    their probabilities.
 
     A row is never sorted whole: first come the candidates, all tokens above a bound that no token can be kept below.
     """
-    top_k = sampling.top_k if sampling.top_k < probs.size else 0
-    least = np.float32(sampling.min_p) * probs.max()
+    top_k = top_k if top_k < probs.size else 0
+    least = np.float32(min_p) * probs.max()
     if top_k:
         ids = np.flatnonzero(probs >= max(least, _below_top(probs, top_k)))
-    elif sampling.min_p or sampling.top_p == 1.0:
+    elif min_p or top_p == 1.0:
         ids = np.flatnonzero(probs >= least)
     else:
-        ids = _nucleus(probs, sampling.top_p)
+        ids = _nucleus(probs, top_p)
     values = probs[ids]
-    if top_k or sampling.top_p < 1.0:
+    if top_k or top_p < 1.0:
         falling = np.sort(values)[::-1]
         if top_k:
             least = max(least, falling[min(top_k, falling.size) - 1])
             falling = falling[falling >= least]
-        if sampling.top_p < 1.0:
+        if top_p < 1.0:
             sums = falling.cumsum(dtype=np.float64)
-            total = sums[-1] if top_k or sampling.min_p else 1.0
+            total = sums[-1] if top_k or min_p else 1.0
             # Kept is a token before which there is less than top_p.
-            least = falling[min(np.searchsorted(sums, sampling.top_p * total), falling.size - 1)]
+            least = falling[min(np.searchsorted(sums, top_p * total), falling.size - 1)]
     left = values >= least
     return ids[left], values[left]
 
 
 def _nucleus(probs: np.ndarray, top_p: float) -> np.ndarray:
-    """Ids, ascending, of the tokens above some bound, together at least top_p; mostly a few hundred."""
+    """Returns the ids, ascending, of the tokens above some bound, together at least top_p; mostly a few hundred."""
     bound = _below_top(probs, min(CANDIDATES, probs.size))
     # All tokens below this have together less than half of what may be left out.
     lowest = (1.0 - top_p) / (2 * probs.size)
@@ -144,7 +138,8 @@ def _nucleus(probs: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def _below_top(probs: np.ndarray, top_k: int) -> np.float32:
-    """A probability with at least top_k not below it: the top_k-th of the largest ones of at least top_k groups."""
+    """Returns a probability that at least top_k are not below: the top_k-th of the largest ones of that many groups or
+    more."""
     size = min(BLOCK, probs.size // top_k)
     groups = probs.size // size
     largest = probs[: groups * size].reshape(size, groups).max(0)

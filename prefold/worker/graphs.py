@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import KeyRuns, KVStore, SlotPlan, plan_slots
+from ..attention import KVStore, SlotPlan
 from ..attention.gpu import attend_fixed, fixed_tables, pick_tile, write_slots
 from ..cache import SCRATCH
 from ..device import send
 from ..model import CausalLM
 from ..model.config import Plane
 from ..schedule.steps import SlotStep
-from .attend import heads_of
-from .slots import fill_in
+from .slots import fill_in, slot_plans
 
 if TYPE_CHECKING:
     from ..attention.slot_triton import FixedTables
@@ -48,7 +47,7 @@ class FixedStep:
     def __init__(self, model: CausalLM, store: KVStore, size: int, tiles: dict[int | None, int], keys: int):
         self.model, self.store, self.size = model, store, size
         self._tables = {
-            window: fixed_tables(heads_of(model), size, rows, keys, window is not None, model.device)
+            window: fixed_tables(store.heads, size, rows, keys, window is not None, model.device)
             for window, rows in tiles.items()
         }
         # tokens, positions, slots
@@ -106,35 +105,28 @@ class DecodeGraphs:
 
     def __init__(self, model: CausalLM, store: KVStore):
         self.model, self.store = model, store
+        self._windows = {plane.window for plane in model.config.planes}
         self._captured: dict[tuple, _Captured] = {}
         self._keys = 1 << 14
         self._pool: object = None
 
     def takes(self, step: SlotStep) -> bool:
+        """Returns whether a graph can stand for a step: it reads all of its rows, and there is a size for them."""
         return len(step.read_rows) == step.num_rows and padded_size(step.num_rows) is not None
 
-    def run(self, step: SlotStep, given: Tensor | None = None) -> Tensor | None:
-        """Hidden states [rows, hidden] of a step's rows, until the next call; None for a step that is not taken.
-        given: as for `fill_in`."""
-        if not self.takes(step):
-            return None
-        plans = self._plans(step)
+    def run(self, step: SlotStep, given: Tensor | None = None) -> Tensor:
+        """Returns the hidden states [rows, hidden] of a step that is taken, until the next call. given: as for
+        `fill_in`."""
+        plans = slot_plans(step, self.store, self._windows)
         captured = self._of(step, plans, given)
         captured.step.load(step, plans, given)
         captured.graph.replay()
         return captured.hidden[: step.num_rows]
 
-    def _plans(self, step: SlotStep) -> dict[int | None, SlotPlan]:
-        runs = KeyRuns(step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
-        windows = {plane.window for plane in self.model.config.planes}
-        positions, group = step.positions.astype(np.int64), heads_of(self.model).group
-        return {w: plan_slots(runs, step.num_rows, positions, w, group=group, compiled=False) for w in windows}
-
     def _of(self, step: SlotStep, plans: dict[int | None, SlotPlan], given: Tensor | None) -> _Captured:
         size = padded_size(step.num_rows)
         assert size is not None
-        heads = heads_of(self.model)
-        picked = {window: pick_tile(plan, heads) for window, plan in plans.items()}
+        picked = {window: pick_tile(plan, self.store.heads) for window, plan in plans.items()}
         needed = max(keys for _, keys in picked.values())
         if needed > self._keys:  # longer lists than any graph has room for: all are captured anew, with twice as much
             self._captured.clear()

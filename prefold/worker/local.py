@@ -120,8 +120,7 @@ class LocalWorker(Worker):
         if self._graphs is not None and self._graphs.takes(step):
             hidden = self._graphs.run(step, self._given)
         else:
-            place = config.planes, self._attention.heads, self.model.device
-            batch = prepare_slots(step, *place, self.adapters, self._given)
+            batch = prepare_slots(step, self.store, config.planes, self.adapters, self._given)
             attend = SlotAttend(self.store, batch, config.planes, config.scale)
             hidden = self.model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
         reads = SlotReads(self.model, hidden, step)

@@ -15,7 +15,7 @@ from .attend import Path, StepAttend, join
 from .batch import Batch
 from .pool import mean_of_paths
 
-__all__ = ["Reads", "head_blocks", "run"]
+__all__ = ["Reads", "head_blocks", "log_probs", "run"]
 
 # Rows of the LM head computed at once: bounds the logits to 256 x vocabulary float32 numbers.
 HEAD_ROWS = 256
@@ -86,10 +86,15 @@ def _logprobs(model: CausalLM, hidden: Tensor, batch: Batch) -> Reads:
             continue
         some = slice(*np.searchsorted(batch.step.reads, (block.start, block.stop)).tolist())
         rows, wanted = batch.reads[some] - block.start, ids[some]
-        sums, largest = log_sum_exp(logits)
-        values[some] = logits[rows, wanted] - sums[rows]
-        greedy[some] = largest[rows] == wanted
+        values[some], greedy[some] = log_probs(logits, rows, wanted)
     return Reads(values, greedy)
+
+
+def log_probs(logits: Tensor, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the log-probability of each of `ids` in its row of logits float32 [r, vocab], and whether it is the most
+    likely id of that row. rows, ids: int64 [n]."""
+    sums, largest = log_sum_exp(logits)
+    return logits[rows, ids] - sums[rows], largest[rows] == ids
 
 
 def mean_pool(hidden: Tensor, batch: Batch, path: Path) -> tuple[Tensor, Tensor]:

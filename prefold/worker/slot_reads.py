@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ..device import send
 from ..model import CausalLM
-from ..model.ops import log_sum_exp
 from ..schedule.steps import Numbers, SlotResult, SlotStep
 from ..types import TokenLogprobs
-from .runner import Reads, head_blocks
-from .sampler import Asked, Sampler, asked_of, most_likely
+from .runner import Reads, head_blocks, log_probs
+from .sampler import choose
 
 __all__ = ["SlotReads"]
 
@@ -29,28 +28,23 @@ class SlotReads:
 
     def __init__(self, model: CausalLM, hidden: Tensor, step: SlotStep):
         """hidden: [rows that are read, hidden]"""
-        self._model, self._step = model, step
         self.ids = torch.full((len(step.reads),), -1, dtype=torch.int64, device=hidden.device)
         self._logprobs: dict[int, TokenLogprobs] = {}
         parts: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in step.numbers]
-        asked: list[Asked | None] = [*asked_of(step.drawing, len(step.reads))]
-        for some in step.numbers:
-            for read in some.reads.tolist():
-                asked[read] = None
-        draws = np.array([i for i, one in enumerate(asked) if one is not None], np.int64)
         for block in head_blocks(len(hidden)):
             logits = model.logits(hidden[block]) if step.head else None
             if model.ranks.rank:
                 continue
             if logits is not None:
-                reads = draws[_within(step.reads[draws], block)]
-                self._choose(logits, reads, step.reads[reads] - block.start, [asked[i] for i in reads.tolist()])  # type: ignore[misc]
+                self._choose(logits, step, block)
             for some, found in zip(step.numbers, parts, strict=True):
-                place = _within(step.reads[some.reads], block)
+                rows = step.reads[some.reads]
+                place = np.flatnonzero((rows >= block.start) & (rows < block.stop))
                 if place.size:
-                    found.append(
-                        _read(model, some, place, step.reads[some.reads[place]] - block.start, hidden[block], logits)
-                    )
+                    found.append(_read(model, some, place, rows[place] - block.start, hidden[block], logits))
+        if step.head:
+            for some in step.numbers:
+                self.ids[send(some.reads, hidden.device)] = -1
         self._numbers = [Reads(*_joined(found)) for found in parts if found]
         self._came = Reads(self.ids)
 
@@ -60,40 +54,28 @@ class SlotReads:
             self._came.result().values, self._logprobs, tuple(numbers.result() for numbers in self._numbers)
         )
 
-    def _choose(self, logits: Tensor, reads: np.ndarray, rows: np.ndarray, asked: Sequence[Asked]) -> None:
-        sampler = Sampler()
-        if not len(reads):
-            return
-        if self._step.drawing is None:
-            self.ids[send(reads, logits.device)] = most_likely(logits, rows)
-            return
-        if sampler.can_start(logits.device, asked):
-            self.ids[send(reads, logits.device)] = sampler.start(logits, asked, rows.tolist(), [0] * len(asked))
-            return
-        choice = sampler.choose(logits, asked, rows)
-        ids = np.array([-1 if token is None else token for token in choice.ids], np.int64)
-        self.ids[send(reads, logits.device)] = send(ids, logits.device)
-        found = zip(reads.tolist(), choice.logprobs, strict=True)
-        self._logprobs |= {read: one for read, one in found if one is not None}
-
-
-def _within(rows: np.ndarray, block: slice) -> np.ndarray:
-    return np.flatnonzero((rows >= block.start) & (rows < block.stop))
+    def _choose(self, logits: Tensor, step: SlotStep, block: slice) -> None:
+        """Takes the tokens of the reads in a block of rows."""
+        first, stop = np.searchsorted(step.reads, (block.start, block.stop)).tolist()
+        drawing = step.drawing
+        if drawing is not None:
+            drawing = drawing.part(*np.searchsorted(drawing.reads, (first, stop)).tolist())
+            drawing = replace(drawing, reads=drawing.reads - first)
+        self.ids[first:stop], logprobs = choose(logits, step.reads[first:stop] - block.start, drawing)
+        self._logprobs |= {first + read: found for read, found in logprobs.items()}
 
 
 def _read(
     model: CausalLM, some: Numbers, place: np.ndarray, rows: np.ndarray, hidden: Tensor, logits: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """What is read at the given places among the reads of `some`, which are at these rows of hidden and logits: values
-    float32 [places, ...], and for "logprobs" whether the target is the arg-max. Twins are computed once."""
+    """Returns what is read at the given places among the reads of `some`, which are at these rows of hidden and logits:
+    values float32 [places, ...], and for "logprobs" whether the target is the arg-max. Twins are computed once."""
     kind = some.readout.kind
     once, twin_of = np.unique(rows, return_inverse=True)
     at, back = send(once, hidden.device), send(twin_of.reshape(-1), hidden.device)
     if kind == "logprobs":
         assert logits is not None
-        sums, largest = log_sum_exp(logits[at])
-        ids = send(some.targets[place].astype(np.int64), hidden.device)
-        return logits[at[back], ids] - sums[back], largest[back] == ids
+        return log_probs(logits[at], back, send(some.targets[place].astype(np.int64), hidden.device))
     if kind == "logits":
         assert logits is not None
         values = logits[at][:, torch.as_tensor(some.readout.ids, device=logits.device)]

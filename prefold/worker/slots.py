@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import Heads, KeyRuns, KVStore, SlotPlan, place_slots, plan_slots
+from ..attention import KeyRuns, KVStore, SlotPlan
 from ..device import send
 from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
 from ..model.config import Plane
 from ..schedule.steps import SlotStep
+from .attend import heads_of
 
-__all__ = ["SlotAttend", "SlotBatch", "fill_in", "make_store", "prepare_slots"]
+__all__ = ["SlotAttend", "SlotBatch", "fill_in", "make_store", "prepare_slots", "slot_plans"]
 
 
 def make_store(model: CausalLM, slots: int) -> KVStore:
-    """Room for the K/V of `slots` rows: of the heads that this rank has."""
-    config = model.local
-    return KVStore(len(config.planes), config.kv_heads, config.head_dim, slots, model.dtype, model.device)
+    """Returns room for the K/V of `slots` rows, of the heads that this rank has."""
+    return KVStore(len(model.config.planes), heads_of(model), slots, model.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,55 +45,48 @@ class SlotBatch:
 
 def prepare_slots(
     step: SlotStep,
+    store: KVStore,
     planes: Sequence[Plane],
-    heads: Heads,
-    device: torch.device,
     adapters: Mapping[str, Adapter],
     given: Tensor | None = None,
 ) -> SlotBatch:
-    """heads: the model's. adapters: in the order of their numbers. given: as for `fill_in`."""
-    runs = KeyRuns(step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
-    windows = {plane.window for plane in planes}
-    positions = step.positions.astype(np.int64)
+    """Returns a step as tensors on the store's device. adapters: in the order of their numbers; given: as for
+    `fill_in`."""
+    plans = slot_plans(step, store, {plane.window for plane in planes})
+    read_rows, read_plans = None, plans
+    if len(step.read_rows) < step.num_rows:
+        read_rows, read_plans = step.read_rows, slot_plans(step, store, {planes[-1].window}, step.read_rows)
+    row_adapters = NO_ADAPTERS
+    if step.adapters is not None:
+        row_adapters = RowAdapters(list(adapters.values()), step.adapters, read_rows)
+    tokens, positions, slots = (send(a, store.device) for a in (step.tokens, step.positions, step.slots))
+    read = None if read_rows is None else send(read_rows, store.device)
+    return SlotBatch(fill_in(tokens, given), positions, slots, read, plans, read_plans, row_adapters)
 
-    def plan(runs: KeyRuns, positions: np.ndarray, window: int | None) -> SlotPlan:
-        compiled = device.type == "cpu"
-        made = plan_slots(runs, len(positions), positions, window, group=heads.group, compiled=compiled)
-        if heads.fits(device):
-            place_slots(made, heads, device)
-        return made
 
-    plans = {window: plan(runs, positions, window) for window in windows}
-    read_all = len(step.read_rows) == step.num_rows
-    if read_all:
-        read_plans = plans
-    else:
-        kept = step.read_rows
-        first, last = np.searchsorted(kept, runs.first), np.searchsorted(kept, runs.last)
+def slot_plans(
+    step: SlotStep, store: KVStore, windows: Iterable[int | None], queries: np.ndarray | None = None
+) -> dict[int | None, SlotPlan]:
+    """Returns the plan of attention of a step for each of these sliding windows.
+
+    queries: the rows that query, ascending; None: all.
+    """
+    first, last, positions = step.run_first, step.run_last, step.positions.astype(np.int64)
+    seen: slice | np.ndarray = slice(None)
+    if queries is not None:
+        first, last, positions = np.searchsorted(queries, first), np.searchsorted(queries, last), positions[queries]
         seen = last > first
-        of_read = KeyRuns(runs.start[seen], runs.count[seen], runs.position[seen], first[seen], last[seen])
-        window = planes[-1].window
-        # A step may end in the middle of every prompt, and read nothing.
-        read_plans = {window: plan(of_read, positions[kept], window)}
-    tokens, rows, slots, reads = (send(a, device) for a in (step.tokens, step.positions, step.slots, step.read_rows))
-    read = None if read_all else reads
-    tokens = fill_in(tokens, given)
-    return SlotBatch(tokens, rows, slots, read, plans, read_plans, row_adapters(step, adapters, read_all=read_all))
+    runs = KeyRuns(*(array[seen] for array in (step.run_start, step.run_count, step.run_position, first, last)))
+    return {window: store.plan(runs, len(positions), positions, window) for window in windows}
 
 
 def fill_in(tokens: Tensor, given: Tensor | None) -> Tensor:
-    """Tokens of a step, int64, with those of the step before put in: -1 - i is the i-th of `given`, int64; None: all
-    are known."""
+    """Returns the tokens of a step, int64, with those of the step before put in: -1 - i is the i-th of `given`, int64;
+    None: all are known."""
     if given is None or not len(given):
         return tokens
     # Whoever gets no token ends, and what comes of its row is not looked at.
     return torch.where(tokens < 0, given[(-1 - tokens).clamp(min=0)].clamp(min=0), tokens)
-
-
-def row_adapters(step: SlotStep, adapters: Mapping[str, Adapter], *, read_all: bool) -> RowAdapters:
-    if step.adapters is None:
-        return NO_ADAPTERS
-    return RowAdapters(list(adapters.values()), step.adapters, None if read_all else step.read_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nests import Nest, chains, nest_of, random_nest
 
 from prefold import kernels
-from prefold.attention import KeyRuns, KVStore, SlotPlan, dense_attention, plan_slots, visibility
+from prefold.attention import Heads, KeyRuns, KVStore, SlotPlan, dense_attention, plan_slots, visibility
 from prefold.errors import InputError
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -110,7 +110,7 @@ class Case:
 
     def store(self) -> KVStore:
         """All keys written into plane 1, in two writes; plane 0 holds something else."""
-        store = KVStore(PLANES, self.heads[1], self.q.shape[2], self.num_slots, self.q.dtype)
+        store = KVStore(PLANES, Heads(*self.heads, self.q.shape[2], self.q.dtype), self.num_slots)
         garbage = self.k.new_full((self.num_slots, *self.k.shape[1:]), torch.nan)
         store.write(0, torch.arange(self.num_slots), garbage, garbage)
         slots = torch.from_numpy(self.slots)
@@ -210,7 +210,7 @@ def test_head_dim_beyond_the_kernel():
 
 
 def test_no_queries(backend):
-    store = KVStore(1, 2, 32, 10, torch.float32)
+    store = KVStore(1, Heads(4, 2, 32, torch.float32), 10)
     plan = plan_slots(KeyRuns(*[np.empty(0, np.int64)] * 5), 0)
     assert store.attend(0, torch.empty(0, 4, 32), plan, 1.0).shape == (0, 4, 32)
 
@@ -317,7 +317,7 @@ def test_scale_may_be_anything(scale):
 def test_what_is_written_can_be_read(dim, dtype, threads):
     torch.manual_seed(0)
     count = 2001
-    store = KVStore(PLANES, 3, dim, count, dtype)
+    store = KVStore(PLANES, Heads(3, 3, dim, dtype), count)
     keys, values = torch.randn(2, count, 3, dim).to(dtype)
     keys[5], values[7, 1, 0] = torch.nan, torch.inf
     before = torch.get_num_threads()
@@ -335,7 +335,7 @@ def test_what_is_written_can_be_read(dim, dtype, threads):
 
 
 def test_many_rows_to_the_scratch_slot(backend):
-    store = KVStore(1, 1, 16, 8, torch.bfloat16)
+    store = KVStore(1, Heads(1, 1, 16, torch.bfloat16), 8)
     rows = torch.randn(6, 1, 16).bfloat16()
     store.write(0, torch.tensor([0, 1, 0, 0, 2, 0]), rows, rows)
     for found in store.read(0, torch.tensor([1, 2])):
@@ -344,8 +344,8 @@ def test_many_rows_to_the_scratch_slot(backend):
 
 def test_bytes_per_slot_are_those_of_the_store(backend):
     for dtype in (torch.float32, torch.bfloat16):
-        store = KVStore(3, 2, 40, 1000, dtype)
-        assert abs(store.num_bytes - 1000 * KVStore.bytes_per_slot(3, 2, 40, dtype)) <= 3 * 4096
+        store = KVStore(3, Heads(2, 2, 40, dtype), 1000)
+        assert abs(store.num_bytes - 1000 * KVStore.bytes_per_slot(3, store.heads)) <= 3 * 4096
 
 
 needs_kernels = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
@@ -440,7 +440,7 @@ def test_bad_input_says_which(backend):
     with pytest.raises(InputError, match="length"):
         plan_slots(KeyRuns(*[np.zeros(2)] * 4, np.ones(1)), 1)
 
-    store = KVStore(1, 2, 16, 8, torch.float32)
+    store = KVStore(1, Heads(2, 2, 16, torch.float32), 8)
     rows = torch.zeros(1, 2, 16)
     for slot in (-1, 8):
         with pytest.raises(InputError, match="slot"):

@@ -1,6 +1,6 @@
 """Steps of generation that are planned while the one before runs: what comes is what comes of one step at a time.
 
-On a CPU, with tokens drawn by NumPy; `test_on_gpu` goes through Triton."""
+On a CPU; `test_on_gpu` goes through Triton."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-import torch
 from ahead import ASKED, generated, watch_steps
 from running import prompts
 from tiny import tiny_checkpoint
@@ -20,8 +19,6 @@ from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine.generate import Generator
 from prefold.errors import OutOfMemoryError
 from prefold.types import Readout, Request, Sampling
-from prefold.worker import sampler
-from prefold.worker.draw import draw
 from prefold.worker.local import LocalWorker
 from prefold.worker.runner import Reads
 
@@ -33,19 +30,6 @@ OUT_OF_MEMORY = 0.05
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory) -> LLM:
     return LLM(str(tiny_checkpoint(tmp_path_factory.mktemp("traces"), "qwen3")), dtype="float32", cache="off")
-
-
-@pytest.fixture
-def draws_ahead(monkeypatch) -> None:
-    """Tokens are drawn as on a GPU, by NumPy."""
-
-    def on_device(logits, rows, options, keys):
-        return torch.tensor(draw(logits, rows, options, keys))
-
-    monkeypatch.setattr(
-        sampler.Sampler, "can_start", staticmethod(lambda device, states: all(s.independent for s in states))
-    )
-    monkeypatch.setattr(sampler, "draw_on_device", on_device)
 
 
 def engine_of(llm: LLM, *, rows: int = 24, ahead: bool = False, **options) -> Engine:
@@ -91,7 +75,7 @@ def submit(generator, prompt: np.ndarray, asked, on_done) -> int:
 
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("first", range(0, 120, 30))
-def test_traces(llm, draws_ahead, first, ahead):
+def test_traces(llm, first, ahead):
     for seed in range(first, first + 30):
         run_trace(llm, random.Random(seed), ahead)
 
@@ -170,7 +154,7 @@ def run_trace(llm: LLM, rng: random.Random, ahead: bool) -> None:
 
 
 @pytest.mark.parametrize("which", [*range(6), "all"])
-def test_a_step_is_planned_while_the_one_before_runs(llm, draws_ahead, which, monkeypatch):
+def test_a_step_is_planned_while_the_one_before_runs(llm, which, monkeypatch):
     some = ASKED[::-1] if which == "all" else [ASKED[which]] * 2
     wanted, engine = generated(llm, some, ahead=False)
     assert engine.stats.generation.discarded_rows == 0
@@ -186,7 +170,7 @@ def test_a_step_is_planned_while_the_one_before_runs(llm, draws_ahead, which, mo
         assert stats.generation.discarded_rows > 0
 
 
-def test_looking_ahead_with_little_memory(llm, draws_ahead):
+def test_looking_ahead_with_little_memory(llm):
     """Where outputs grow until there is no room, what runs is waited for before anybody makes room."""
     some = [Sampling(max_tokens=22, ignore_eos=True)] * 2
     slot = llm.engine.worker.facts.slot_bytes
@@ -197,7 +181,7 @@ def test_looking_ahead_with_little_memory(llm, draws_ahead):
     assert engine.stats.generation.preemptions and other.stats.generation.preemptions
 
 
-def test_a_request_that_is_cancelled_while_its_step_runs(llm, draws_ahead):
+def test_a_request_that_is_cancelled_while_its_step_runs(llm):
     engine = engine_of(llm, ahead=True)
     generator = engine.generator
     answers: dict[int, list] = {}
@@ -236,7 +220,7 @@ def test_a_sample_whose_text_cancels_its_own_request(tmp_path):
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_a_failure_of_whoever_is_told_is_his_alone(tmp_path, draws_ahead, ahead):
+def test_a_failure_of_whoever_is_told_is_his_alone(tmp_path, ahead):
     """The text that nobody wants to hear of ends; the others in its step get their answers."""
     llm = LLM(str(tiny_checkpoint(tmp_path)), dtype="float32", cache="off")
     generator = engine_of(llm, ahead=ahead).generator
@@ -258,7 +242,7 @@ def test_a_failure_of_whoever_is_told_is_his_alone(tmp_path, draws_ahead, ahead)
     assert generator.scheduler.pool.used_slots == 0 and not generator.has_work
 
 
-def test_waiting_for_tokens_can_be_interrupted(llm, draws_ahead, monkeypatch):
+def test_waiting_for_tokens_can_be_interrupted(llm, monkeypatch):
     """Ctrl-C while the host waits for the device: nothing is lost."""
     some = ASKED[:2]
     wanted, _ = generated(llm, some, ahead=True)
@@ -285,7 +269,7 @@ def test_waiting_for_tokens_can_be_interrupted(llm, draws_ahead, monkeypatch):
     assert not any(times) and not engine.generator._flights
 
 
-def test_a_call_leaves_no_step_behind(llm, draws_ahead):
+def test_a_call_leaves_no_step_behind(llm):
     """What a call began is counted there, though its last answers come before its last step is over."""
     engine = engine_of(llm, ahead=True)
     for _ in range(2):

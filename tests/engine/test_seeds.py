@@ -8,12 +8,12 @@ from importlib import resources
 import numpy as np
 import pytest
 import torch
+from choosing import choose_for
 from running import as_request, run
 
 from prefold import LLM
 from prefold.engine.sampling import SamplerState
 from prefold.types import Readout, Sampling
-from prefold.worker.sampler import Sampler
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def draws(llm: LLM, prompts: list[list[int]], samples: int = 1, rows: int = 4096
         states = [SamplerState(OPTIONS[options], seed=7, sample=sample) for sample in range(samples)]
         for state in states:
             state.position = place
-        tokens[options, :, place] = Sampler().choose(logits[place : place + 1], states, [0] * samples).ids
+        tokens[options, :, place] = choose_for(logits[place : place + 1], states, [0] * samples).ids
     return tokens
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from choosing import choose_for, draw_for
 from tritons import on_triton  # noqa: F401 (a fixture)
 
+from prefold import kernels
 from prefold.engine.sampling import SamplerState
+from prefold.schedule.steps import NOT_FINITE
 from prefold.types import Sampling
 from prefold.worker import draw as module
-from prefold.worker.draw import draw, draw_on_device, kept
-from prefold.worker.sampler import NOT_FINITE, Sampler
+from prefold.worker.draw import kept
 
 OPTIONS = [
     Sampling(temperature=1.0),
@@ -33,10 +35,10 @@ def both(on_triton, monkeypatch):  # noqa: F811
 
     def compare(logits: torch.Tensor, options: list[Sampling], keys: list[int]) -> tuple[list[int], list[int]]:
         rows = [i % len(logits) for i in range(len(options))]
-        found = draw_on_device(logits.to(on_triton), rows, options, keys).tolist()
+        found = draw_for(logits.to(on_triton), rows, options, keys).tolist()
         with monkeypatch.context() as patch:
             patch.setattr(module, "runs_triton", lambda device: False)
-            return found, draw(logits, rows, options, keys)
+            return found, draw_for(logits, rows, options, keys).tolist()
 
     return compare
 
@@ -65,7 +67,7 @@ def test_equals_are_kept_or_left_together(both, option):
     assert found == wanted
     for row, token in zip(logits, found, strict=True):
         probs = torch.softmax(row / option.temperature, -1).numpy()
-        assert token in kept(probs, option)[0]
+        assert token in kept(probs, option.min_p, option.top_k, option.top_p)[0]
         assert probs[token] > 0
 
 
@@ -83,8 +85,8 @@ def test_odd_rows(both):
     for option in OPTIONS:
         found, wanted = both(logits, [option] * 2, [5] * 2)
         assert found == wanted
-    assert draw_on_device(none[None], [0], OPTIONS[:1], [5]).tolist() == [-1]
-    assert draw_on_device(none[None], [], [], []).tolist() == []
+    assert draw_for(none[None], [0], OPTIONS[:1], [5]).tolist() == [-1]
+    assert draw_for(none[None], [], [], []).tolist() == []
 
 
 def test_cold_temperatures_do_not_overflow(both):
@@ -113,42 +115,41 @@ def states(seed: int = 0) -> list[SamplerState]:
 
 
 @pytest.mark.parametrize("altered", [True, False])
-def test_what_is_started_is_what_is_chosen(on_triton, altered):  # noqa: F811
+def test_tokens_of_all_options_are_those_of_numpy(on_triton, altered, monkeypatch):  # noqa: F811
     """With tokens that the states have not been told of yet, and several samples of one row."""
     logits = torch.randn(9, 120, generator=torch.Generator().manual_seed(1)) * 2
     logits[:, 3] = 9  # an end that is likely
     some = states() if altered else states()[5:] + states()[:1]
     rows = [(5 * i) % 9 for i in range(len(some))]
     ahead = [i % 2 for i in range(len(some))]
-    assert Sampler.can_start(torch.device(on_triton), some)
-    found = Sampler().start(logits.to(on_triton), some, rows, ahead).tolist()
+    found = choose_for(logits.to(on_triton), some, rows, ahead)
     for state, n in zip(some, ahead, strict=True):
         state.position += n
-    assert found == Sampler().choose(logits.to(on_triton), some, rows).ids
+    assert found == choose_for(logits.to(on_triton), some, rows)
+    monkeypatch.setattr(module, "runs_triton", lambda device: False)
+    assert found == choose_for(logits, some, rows)
 
 
 def test_where_nothing_may_follow_there_is_no_token(on_triton):  # noqa: F811
     logits = torch.full((1, 20), -torch.inf)
     logits[0, 4] = 1.0
     banned = [SamplerState(Sampling(temperature=t, min_tokens=9), seed=0, end_ids=[4]) for t in (0.0, 1.0)]
-    assert Sampler().start(logits.to(on_triton), banned, [0, 0], [0, 0]).tolist() == [-1, -1]
+    assert choose_for(logits.to(on_triton), banned, [0, 0]).ids == [-1, -1]
 
 
-def test_logits_that_are_not_finite_give_no_token(on_triton):  # noqa: F811
+@pytest.mark.parametrize("compiled", [True, False])
+def test_logits_that_are_not_finite_give_no_token(on_triton, compiled, monkeypatch):  # noqa: F811
     """On the device and on the host, whatever is asked of them; the rows beside them are as they were."""
     logits = torch.randn(6, 90, generator=torch.Generator().manual_seed(4))
     logits[1], logits[2, 7], logits[3, 8], logits[4] = torch.nan, torch.nan, torch.inf, -torch.inf
-    for options in (Sampling(), Sampling(logit_bias=((7, -50.0),)), OPTIONS[0], OPTIONS[8]):
-        some = [SamplerState(options, seed=i) for i in range(6)]
-        found = Sampler().start(logits.to(on_triton), some, range(6), [0] * 6).tolist()
-        assert found[1:5] == [NOT_FINITE] * 4
-        assert found == Sampler().choose(logits, some).ids
-        assert found[5] == Sampler().choose(logits[5:], some[5:]).ids[0]
-
-
-def test_what_needs_the_tokens_before_is_not_started(on_triton):  # noqa: F811
-    device = torch.device(on_triton)
-    for options in (Sampling(repetition_penalty=1.1), Sampling(presence_penalty=0.5), Sampling(logprobs=2)):
-        assert not Sampler.can_start(device, [SamplerState(options, seed=0)])
-    assert not Sampler.can_start(device, [SamplerState(Sampling(), seed=0, matcher=object())])
-    assert not Sampler.can_start(torch.device("meta"), [SamplerState(Sampling(), seed=0)])
+    asked = (Sampling(), Sampling(logit_bias=((7, -50.0),)), Sampling(logprobs=1), OPTIONS[0], OPTIONS[8])
+    some = [[SamplerState(options, seed=i) for i in range(6)] for options in asked]
+    found = [choose_for(logits.to(on_triton), samples) for samples in some]
+    monkeypatch.undo()
+    if not compiled:
+        monkeypatch.setattr(kernels, "load", lambda: None)
+    for one, samples in zip(found, some, strict=True):
+        assert one.ids[1:5] == [NOT_FINITE] * 4
+        assert one.logprobs[1:5] == [None] * 4
+        assert one.ids == choose_for(logits, samples).ids
+        assert one.ids[5] == choose_for(logits[5:], samples[5:]).ids[0]

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from choosing import choose_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from prefold.engine.sampling import SamplerState
 from prefold.types import Sampling
 from prefold.worker.draw import kept
 from prefold.worker.noise import gumbel, hash_ids
-from prefold.worker.sampler import Sampler, greedy
 
 VOCAB = 300
 
@@ -106,7 +106,7 @@ def test_kept_is_what_the_filters_leave_one_after_the_other(options):
     for seed in range(20):
         row = random_logits(1, seed=seed)
         probs = torch.softmax(row / options.temperature, -1)[0].numpy()
-        ids, left = kept(probs, options)
+        ids, left = kept(probs, options.min_p, options.top_k, options.top_p)
         expected = slow_probs(row[0].double().numpy(), options)
         assert ids.tolist() == np.flatnonzero(expected).tolist()
         np.testing.assert_allclose(left / left.sum(), expected[ids], rtol=1e-4)
@@ -125,7 +125,7 @@ def test_kept_of_odd_rows(row, top_k, top_p, min_p):
     if not (row > -np.inf).any():
         return
     probs = torch.softmax(torch.from_numpy(row), -1).numpy()
-    ids, left = kept(probs, Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p))
+    ids, left = kept(probs, min_p, top_k, top_p)
     assert ids.size and (np.diff(ids) > 0).all()
     assert left.max() == probs.max()
     out = np.setdiff1d(np.arange(row.size), ids)
@@ -153,7 +153,7 @@ def test_filters_equal_transformers():
                 scores = make(options[name])(None, scores)
         probs = torch.softmax(rows / options["temperature"], -1).numpy()
         for row, expected in zip(probs, torch.softmax(scores, -1).numpy(), strict=True):
-            ids, left = kept(row, Sampling(**options))
+            ids, left = kept(row, options.get("min_p", 0.0), options.get("top_k", 0), options.get("top_p", 1.0))
             assert ids.tolist() == np.flatnonzero(expected).tolist()
             np.testing.assert_allclose(left / left.sum(), expected[ids], rtol=1e-5)
 
@@ -174,7 +174,7 @@ def test_repetition_penalty_equals_transformers():
             process.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids]), logits[i : i + 1].clone()).argmax()
             for i, ids in enumerate(sequences)
         ]
-        assert Sampler().choose(logits, states).ids == [int(token) for token in expected]
+        assert choose_for(logits, states).ids == [int(token) for token in expected]
 
 
 def test_everything_together_equals_the_slow_definition():
@@ -199,7 +199,7 @@ def test_everything_together_equals_the_slow_definition():
             logits = random_logits(1, seed=100 * trial + step)
             before = logits.clone()
             row = slow_logits(logits[0].numpy(), made, prompt, output)
-            (token,) = Sampler().choose(logits, [made]).ids
+            (token,) = choose_for(logits, [made]).ids
             assert torch.equal(logits, before)
             if made.greedy:
                 assert token == row.argmax()
@@ -224,12 +224,12 @@ def test_draws_have_the_right_distribution(options):
     """Over samples at one position, and over positions of one sample."""
     logits = random_logits(1, vocab=12, seed=3) / 3
     expected = slow_probs(logits[0].double().numpy(), options)
-    sampler, draws = Sampler(), 4000
+    draws = 4000
     samples = [state(options, sample=i, seed=2) for i in range(draws)]
-    counts = np.bincount(sampler.choose(logits, samples, [0] * draws).ids, minlength=12)
+    counts = np.bincount(choose_for(logits, samples, [0] * draws).ids, minlength=12)
     assert chi_square(counts, expected) > 1e-3
     positions = [state(options, position=i, seed=2) for i in range(draws)]
-    counts = np.bincount(sampler.choose(logits, positions, [0] * draws).ids, minlength=12)
+    counts = np.bincount(choose_for(logits, positions, [0] * draws).ids, minlength=12)
     assert chi_square(counts, expected) > 1e-3
 
 
@@ -247,7 +247,7 @@ def test_a_whole_row_is_drawn_from_as_defined(vocab, compiled, monkeypatch):
         probs = torch.softmax(logits.double() / temperature, -1).numpy()
         states = [state(Sampling(temperature=temperature), seed=seed) for _ in range(4) for seed in range(20)]
         rows = [row for row in range(4) for _ in range(20)]
-        chosen = Sampler().choose(logits, states, rows).ids
+        chosen = choose_for(logits, states, rows).ids
         assert chosen == [slow_draw(probs[row], made) for row, made in zip(rows, states, strict=True)]
 
 
@@ -255,7 +255,7 @@ def test_a_filter_that_removes_nothing_changes_nothing():
     logits = random_logits(1, 1000)
     for seed in range(200):
         one, other = (state(Sampling(temperature=1.0, top_k=k), seed=seed) for k in (0, 1000 - 1))
-        assert Sampler().choose(logits, [one]).ids == Sampler().choose(logits, [other]).ids
+        assert choose_for(logits, [one]).ids == choose_for(logits, [other]).ids
 
 
 def test_keys_are_of_seed_sample_and_position():
@@ -282,7 +282,7 @@ def test_a_small_change_of_the_logits_changes_no_draw():
     ):
         states = [state(options, sample=i % 7, seed=i) for i in range(3000)]
         rows = [i % 500 for i in range(3000)]
-        assert Sampler().choose(logits, states, rows).ids == Sampler().choose(moved, states, rows).ids
+        assert choose_for(logits, states, rows).ids == choose_for(moved, states, rows).ids
 
 
 MIXED = [
@@ -306,48 +306,47 @@ def test_neighbours_and_their_order_change_nothing(monkeypatch):
         for token in rng.integers(0, 1000, i % 11).tolist():
             made.advance(token)
         states.append(made)
-    whole = Sampler().choose(logits, states)
-    alone = [Sampler().choose(logits[i : i + 1], [made]) for i, made in enumerate(states)]
+    whole = choose_for(logits, states)
+    alone = [choose_for(logits[i : i + 1], [made]) for i, made in enumerate(states)]
     assert whole.ids == [one.ids[0] for one in alone]
     assert whole.logprobs == [one.logprobs[0] for one in alone]
     order = rng.permutation(80).tolist()
-    shuffled = Sampler().choose(logits, [states[i] for i in order], order)
+    shuffled = choose_for(logits, [states[i] for i in order], order)
     assert shuffled.ids == [whole.ids[i] for i in order]
     assert shuffled.logprobs == [whole.logprobs[i] for i in order]
     monkeypatch.setattr("prefold.worker.sampler.WORK_SIZE", 3000)
-    assert Sampler().choose(logits, states) == whole
+    assert choose_for(logits, states) == whole
 
 
 def test_samples_of_one_prompt_share_a_row():
     logits = random_logits(2)
     states = [state(Sampling(temperature=3.0), seed=5, sample=i) for i in range(50)]
-    ids = Sampler().choose(logits, states, [1] * 50).ids
+    ids = choose_for(logits, states, [1] * 50).ids
     assert len(set(ids)) > 5
-    assert ids == Sampler().choose(logits[1:], states, [0] * 50).ids
+    assert ids == choose_for(logits[1:], states, [0] * 50).ids
 
 
 def test_greedy_is_the_first_of_the_most_likely():
     logits = torch.tensor([[1.0, 3.0, 3.0], [-torch.inf, -torch.inf, -5.0], [0.0, 0.0, 0.0]])
-    assert greedy(logits).tolist() == [1, 2, 0]
     plain = [state(), state(Sampling(temperature=1e-6)), state(Sampling(top_k=5, seed=3))]
     assert all(made.plain() for made in plain)
-    assert Sampler().choose(logits, plain).ids == [1, 2, 0]
+    assert choose_for(logits, plain).ids == [1, 2, 0]
     penalised = [state(Sampling(presence_penalty=1.0)) for _ in range(3)]
-    assert Sampler().choose(logits, penalised).ids == [1, 2, 0]
-    assert Sampler().choose(logits, []).ids == []
+    assert choose_for(logits, penalised).ids == [1, 2, 0]
+    assert choose_for(logits, []).ids == []
 
 
 def test_cold_temperatures_do_not_overflow():
     logits = random_logits(10) * 10
     states = [state(Sampling(temperature=2e-5, top_p=0.9 + i / 100)) for i in range(10)]
-    assert Sampler().choose(logits, states).ids == greedy(logits).tolist()
+    assert choose_for(logits, states).ids == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("options", [Sampling(), *OPTIONS], ids=str)
 def test_a_mask_that_leaves_one_token(options):
     logits = random_logits(4)
     states = [state(options, matcher=OnlyThese([i])) for i in (0, 127, 128, VOCAB - 1)]
-    assert Sampler().choose(logits, states).ids == [0, 127, 128, VOCAB - 1]
+    assert choose_for(logits, states).ids == [0, 127, 128, VOCAB - 1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -355,8 +354,8 @@ def test_where_nothing_may_follow_there_is_no_token(temperature):
     logits = random_logits(3)
     options = Sampling(temperature=temperature, min_tokens=2, logprobs=1)
     made = [state(options, matcher=OnlyThese(ids), end_ids=[7]) for ids in ([7], [], [7, 8])]
-    chosen = Sampler().choose(logits, made)
-    assert chosen.ids == [None, None, 8]
+    chosen = choose_for(logits, made)
+    assert chosen.ids == [-1, -1, 8]
     assert chosen.logprobs[:2] == [None, None]
 
 
@@ -366,7 +365,7 @@ def test_min_tokens_ban_the_ends_until_there_are_enough():
     for temperature in (0.0, 1.0):
         made = SamplerState(Sampling(temperature=temperature, min_tokens=2), seed=0, end_ids=[7])
         for expected in (9, 9, 7):
-            assert Sampler().choose(logits, [made]).ids == [expected]
+            assert choose_for(logits, [made]).ids == [expected]
             made.advance(expected)
 
 
@@ -376,7 +375,7 @@ def test_logprobs_are_the_models_own():
     expected = torch.log_softmax(logits.double(), -1).numpy()
     options = {"logit_bias": ((11, 50.0),), "temperature": 1.0}
     states = [state(Sampling(logprobs=k, **options)) for k in (0, 4, 3)]
-    chosen = Sampler().choose(logits, states)
+    chosen = choose_for(logits, states)
     assert chosen.ids == [11, 11, 11]
     for row, (found, count) in enumerate(zip(chosen.logprobs, (0, 4, 3), strict=True)):
         assert found.logprob == pytest.approx(expected[row, 11], abs=1e-5)
@@ -386,7 +385,7 @@ def test_logprobs_are_the_models_own():
             assert [token for token, _ in found.top] == order.tolist()
         for token, value in found.top:
             assert value == pytest.approx(expected[row, token], abs=1e-5)
-    many = Sampler().choose(logits, [state(Sampling(logprobs=VOCAB + 9))], [0])
+    many = choose_for(logits, [state(Sampling(logprobs=VOCAB + 9))], [0])
     assert sorted(token for token, _ in many.logprobs[0].top) == list(range(VOCAB))
 
 
@@ -408,7 +407,7 @@ def test_levels_of_top_p_are_exact_for_flat_and_peaked_rows():
         logits = random_logits(1, 20000) * scale
         options = Sampling(temperature=1.0, top_p=top_p, top_k=top_k)
         probs = torch.softmax(logits, -1)[0].numpy()
-        ids, _ = kept(probs, options)
+        ids, _ = kept(probs, options.min_p, options.top_k, options.top_p)
         expected = np.flatnonzero(slow_probs(logits[0].double().numpy(), options))
         # Sums of thousands of float32 numbers: the border may lie a token further.
         assert abs(ids.size - expected.size) <= max(1, expected.size // 1000)
