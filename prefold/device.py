@@ -60,7 +60,7 @@ ALIGNMENT = 4
 
 
 def choose_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is a GPU where there is one. Raises InputError where there is no such device."""
+    """Returns the device called `name`; "auto" is a GPU where there is one. Raises InputError where it is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -73,8 +73,11 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
-    """The dtype called `name`; "auto" is the one that `config` (the keys of config.json) says the checkpoint is stored
-    in where the device computes natively in it, else float32. Raises InputError for an unknown name."""
+    """Returns the dtype called `name`. Raises InputError for an unknown name.
+
+    "auto" is the dtype that the checkpoint is stored in, as `config` (the keys of config.json) says, where the device
+    computes natively in it, else float32.
+    """
     if name != "auto":
         if name not in DTYPES:
             raise InputError(f"dtype is {name!r}", field="dtype", remedy=f"use auto, {', '.join(DTYPES)}")
@@ -87,12 +90,13 @@ def choose_dtype(name: str, config: Mapping[str, Any], device: torch.device) -> 
 
 
 def computes_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 numbers natively."""
+    """Returns whether this CPU multiplies bfloat16 numbers natively."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on `device` without swapping; on a CPU within the container's limit, if any."""
+    """Returns the bytes that can be allocated on `device` without swapping; on a CPU within the container's limit, if
+    any."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = psutil.virtual_memory().available
@@ -110,7 +114,7 @@ def check_fits(needed: int, device: torch.device, what: str, remedy: str) -> Non
 
 
 def _container_free() -> int | None:
-    """Bytes that a cgroup (version 2) leaves us, or None where it sets no limit; its file cache counts as free."""
+    """Returns the bytes that a cgroup (version 2) leaves us, its file cache counted as free; None: it sets no limit."""
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
         used = int((CGROUP / "memory.current").read_text())
@@ -146,7 +150,7 @@ def give_back() -> None:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which this thread's kernels go to `device`.
+    """Returns a context in which this thread's kernels go to `device`.
 
     Triton launches kernels on the current GPU, whichever GPU the tensors are on.
     """
@@ -154,13 +158,13 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def send(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy of an array as a tensor on `device`, whole numbers as int64, without waiting for it."""
+    """Returns a copy of an array as a tensor on `device`, whole numbers as int64, without waiting for it."""
     host = torch.from_numpy(array.astype(array.dtype if array.dtype.kind in "bf" else np.int64))
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Arrays of whole numbers below 2**31 as int32 tensors on `device`: one copy for all, without waiting for it."""
+    """Returns arrays of whole numbers below 2**31 as int32 tensors on `device`, in one copy that is not waited for."""
     starts, total = [], 0
     for array in arrays.values():
         starts.append(total)
@@ -179,12 +183,12 @@ def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, 
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed and PREFOLD_TRITON=0 does not forbid its use."""
+    """Returns whether Triton is installed and PREFOLD_TRITON=0 does not forbid its use."""
     return os.environ.get("PREFOLD_TRITON") != "0" and importlib.util.find_spec("triton") is not None
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether our Triton kernels run on this device: a GPU that Triton compiles for."""
+    """Returns whether our Triton kernels run on this device: a GPU that Triton compiles for."""
     return device.type in TRITON_DEVICES and has_triton()
 
 
@@ -210,7 +214,8 @@ def _clock() -> _CompileClock:
 
 
 def compile_seconds() -> float:
-    """Seconds that Triton has spent on compiling kernels since this was asked last; the first call begins to count."""
+    """Returns the seconds that Triton has spent on compiling kernels since this was asked last; the first call begins
+    to count."""
     if not has_triton():
         return 0.0
     clock = _clock()

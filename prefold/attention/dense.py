@@ -15,7 +15,7 @@ def visibility(
     positions: np.ndarray | None = None,
     window: int | None = None,
 ) -> np.ndarray:
-    """Which keys each query sees, bool [queries, keys]: j <= i < end[j], and nearer than `window` positions
+    """Returns which keys each query sees, bool [queries, keys]: j <= i < end[j], and nearer than `window` positions
     (the sliding window; None: at any distance).
 
     end int64 [keys]; query_rows int64 [queries], the key row of each query; positions int64 [keys].
@@ -38,11 +38,12 @@ def dense_attention(
     path_k: Tensor | None = None,
     path_v: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v over the visible keys only, in float64, rounded to q's dtype at the end.
+    """Returns softmax(q k^T * scale) v over the visible keys only, in float64, rounded to q's dtype at the end.
 
     q [queries, heads, dim]; k, v [rows, kv_heads, dim]; path_k, path_v [path, kv_heads, dim] come before
     them. visible bool [queries, path + rows], any mask in which each query sees a key. A key that a query
-    does not see takes no part in its sums, so a NaN there does no harm. Returns [queries, heads, dim].
+    does not see takes no part in its sums, so a NaN there does no harm. The result is
+    [queries, heads, dim].
     """
     keys = k if path_k is None else torch.cat((path_k, k))
     values = v if path_v is None else torch.cat((path_v, v))

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .heads import Heads
 from .row_plan import RowPlan
+from .slot_plan import KeyRuns, SlotPlan
 
 if TYPE_CHECKING:
     from .row_triton import RowTables
-    from .slot_plan import SlotPlan
     from .slot_triton import FixedTables, SlotTables
 
 __all__ = [
-    "FixedTables", "attend_fixed", "attend_rows", "attend_slots", "dense", "fixed_tables", "pick_tile", "place_rows",
-    "place_slots", "wants_gradient", "write_slots",
+    "attend_rows", "attend_slots", "dense", "fixed_plan", "pick_tile", "place_rows", "place_slots", "wants_gradient",
+    "write_slots",
 ]  # fmt: skip
 
 
@@ -96,20 +97,17 @@ def pick_tile(plan: SlotPlan, heads: Heads) -> tuple[int, int]:
     return rows, listed_keys(joined, rows // heads.group)
 
 
-def fixed_tables(heads: Heads, size: int, rows: int, keys: int, windowed: bool, device: torch.device) -> FixedTables:
-    """Returns tables of a fixed place and size, for captured graphs; see FixedTables."""
-    from . import slot_triton
+def fixed_plan(
+    heads: Heads, size: int, rows: int, keys: int, window: int | None, device: torch.device
+) -> tuple[SlotPlan, FixedTables]:
+    """Returns a plan of `size` queries for captured graphs, and its tables: they stay where they are, and it always
+    reads the plan that was loaded into them last. rows: of the tiles; keys: the most that their lists have."""
+    from .slot_triton import FixedTables
 
-    return slot_triton.FixedTables(heads, size, rows, keys, windowed, device)
-
-
-def attend_fixed(
-    q: Tensor, keys: Tensor, values: Tensor, tables: FixedTables, *, scale: float, window: int | None
-) -> Tensor:
-    """Returns what `attend_slots` does for the plan that was loaded into `tables` last."""
-    from . import slot_triton
-
-    return slot_triton.attend_slots(dense(q), keys, values, tables.tables, scale=scale, window=window)
+    tables = FixedTables(heads, size, rows, keys, window is not None, device)
+    plan = SlotPlan(KeyRuns(*[np.empty(0, np.int64)] * 5), size, None, window, slots_needed=0)
+    plan.kept(("slots", heads, device), lambda: tables.tables)
+    return plan, tables
 
 
 def dense(x: Tensor) -> Tensor:

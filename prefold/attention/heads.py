@@ -20,7 +20,7 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Says what attention is over. heads: of queries; dtype: of q, k and v."""
+    """Heads say what attention is over. heads: of queries; dtype: of q, k and v."""
 
     heads: int
     kv_heads: int

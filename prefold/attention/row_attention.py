@@ -16,7 +16,7 @@ __all__ = ["RowAttention"]
 
 
 class RowAttention:
-    """Computes interval attention of a model's heads on a device; by what is chosen when this is made.
+    """Computes interval attention of a model's heads on a device, by what is chosen when this is made.
 
     It is the compiled kernel on a CPU, Triton's on a GPU, and otherwise the form in PyTorch, which takes any device
     and dtype. Where gradients are wanted, PyTorch takes the place of the compiled kernel.
@@ -68,7 +68,7 @@ class RowAttention:
             return gpu.attend_rows(*tensors, plan, self.heads, scale=scale)
         if self._compiled and plan.lists is not None and scale > 0 and not gpu.wants_gradient(*tensors):
             q, k, v, path_k, path_v = (None if t is None else gpu.dense(t) for t in tensors)
-            return self._compiled.attention(q, k, v, plan.lists, scale=scale, path_k=path_k, path_v=path_v)
+            return self._compiled.row_attention(q, k, v, plan.lists, scale=scale, path_k=path_k, path_v=path_v)
         keys = k if path_k is None else torch.cat((path_k, k))
         values = v if path_v is None else torch.cat((path_v, v))
         return blocked_attention(q, keys, values, plan, scale=scale)

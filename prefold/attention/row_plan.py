@@ -19,7 +19,10 @@ BLOCK_QUERIES = 128
 
 @dataclass(frozen=True, slots=True)
 class KeyBlock:
-    """Queries [start, stop) of a plan, and the keys any of them sees as runs: int64 [runs, 2] of (first, past last)."""
+    """A block is queries [start, stop) of a plan, and the keys that any of them sees.
+
+    runs: int64 [runs, 2] of (first key, past the last).
+    """
 
     start: int
     stop: int

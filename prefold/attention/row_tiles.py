@@ -21,7 +21,9 @@ PARTS = 4
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """bounds int32 [PARTS, tiles + 1]: part p of tile t is blocks[bounds[p, t] : bounds[p, t + 1]]
+    """Lists name the key blocks that each tile of queries visits.
+
+    bounds int32 [PARTS, tiles + 1]: part p of tile t is blocks[bounds[p, t] : bounds[p, t + 1]]
     blocks  int32: the first row of a key block, within the path or the new rows
     order   int32 [tiles]: tiles with the most work first
     """
@@ -32,12 +34,13 @@ class RowTiles:
 
     @property
     def num_tiles(self) -> int:
+        """Returns how many tiles there are."""
         return len(self.order)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyTiles:
-    """Which tiles of queries see each key block: what gradients of keys and values are summed over.
+    """Lists name the tiles of queries that see each key block: gradients of keys and values are summed over them.
 
     bounds int32 [2, blocks + 1]: the tiles that see key block b whole, tiles[bounds[0, b] : bounds[0, b + 1]], and
            those that see it in part
@@ -51,7 +54,8 @@ class KeyTiles:
 
 
 def row_tiles(plan: RowPlan, path_rows: int, block_q: int, block_k: int) -> RowTiles:
-    """The key blocks that each tile of a plan visits. path_rows: how many of the plan's keys are the carried path's."""
+    """Returns the key blocks that each tile of a plan visits. path_rows: how many of its keys are the carried
+    path's."""
     seen = _Seen(plan, block_q)
     num_tiles = len(seen.first)
     parts = []
@@ -65,14 +69,17 @@ def row_tiles(plan: RowPlan, path_rows: int, block_q: int, block_k: int) -> RowT
 
 
 def key_tiles(plan: RowPlan, block_q: int, block_k: int) -> KeyTiles:
-    """The tiles that see each key block, of a plan whose keys all lie together."""
+    """Returns the tiles that see each key block, of a plan whose keys all lie together."""
     tile, block, whole = _Seen(plan, block_q).blocks(0, plan.num_keys, block_k)
     bounds, tiles = _lists([(block[whole], tile[whole]), (block[~whole], tile[~whole])], -(-plan.num_keys // block_k))
     return KeyTiles(bounds, tiles, _most_first(bounds))
 
 
 def _lists(parts: list[tuple[np.ndarray, np.ndarray]], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(owner, ascending, below `size`; what it has) each -> bounds int64 [parts, size + 1], and all lists."""
+    """Returns bounds int64 [parts, size + 1], and all lists one after the other.
+
+    parts: of each the owners, ascending and below `size`, and what each has.
+    """
     bounds = np.zeros((len(parts), size + 1), np.int64)
     start = 0
     for bound, (owner, _) in zip(bounds, parts, strict=True):
@@ -103,7 +110,8 @@ class _Seen:
             self.farthest = np.maximum.reduceat(positions, starts)
 
     def blocks(self, start: int, stop: int, block_k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Pairs (tile, block) of the keys [start, stop), by block, of which some is seen; and which are seen whole.
+        """Returns pairs (tile, block) of the keys [start, stop), by block, of which some is seen; and which are seen
+        whole.
 
         Tiles ascend, so those that see some of a block, or all of it, lie side by side: windows aside.
         """

@@ -16,10 +16,10 @@ __all__ = ["attend_block", "blocked_attention", "finite"]
 
 
 def blocked_attention(q: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, *, scale: float) -> Tensor:
-    """q [queries, heads, dim], keys and values [keys, kv_heads, dim] -> [queries, heads, dim].
+    """Returns attention of q [queries, heads, dim] over keys and values [keys, kv_heads, dim], shaped as q.
 
-    One scaled_dot_product_attention a block of queries; memory grows with the block, not with the square
-    of the step. A key or value that is not finite makes the rows that see it NaN, and no other row.
+    There is one scaled_dot_product_attention for each block of queries: memory grows with the block, not with the
+    square of the step. A key or value that is not finite makes the rows that see it NaN, and no other row.
     """
     return _Blocked.apply(q, keys, values, plan, scale)
 
@@ -61,7 +61,8 @@ class _Blocked(torch.autograd.Function):
 
 
 def _blocks(plan: RowPlan, device: torch.device) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
-    """Blocks of queries: each one's place, the keys that any of them sees, and bool [queries, keys] who sees which."""
+    """Yields blocks of queries: their places, the keys that any of them sees, and bool [queries, keys] who sees
+    which."""
     end = torch.from_numpy(plan.end).to(device)
     rows = torch.from_numpy(plan.query_rows).to(device)
     positions = None if plan.window is None else torch.from_numpy(plan.positions).to(device)
@@ -78,7 +79,8 @@ def _blocks(plan: RowPlan, device: torch.device) -> Iterator[tuple[slice, slice 
 
 
 def finite(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """keys and values [keys, kv_heads, dim] with zeros for those that are not finite, and bool [keys, kv_heads]: which.
+    """Returns keys and values [keys, kv_heads, dim] with zeros for those that are not finite, and which: bool [keys,
+    kv_heads].
 
     SDPA multiplies hidden values by zero, and zero times infinity is NaN: they are taken out here, and
     `attend_block` puts NaN back where it belongs.
@@ -88,14 +90,15 @@ def finite(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attend_block(q: Tensor, k: Tensor, v: Tensor, bad: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """q [queries, heads, dim] over what `finite` gives, as far as visible bool [queries, keys] -> shaped as q."""
+    """Returns attention of q [queries, heads, dim] over what `finite` gives, as far as visible bool [queries, keys]."""
     poisoned = (visible.to(q.dtype) @ bad.to(q.dtype)) > 0
     group = q.shape[1] // k.shape[1]
     return _attend(q, k, v, visible, scale).masked_fill(poisoned.repeat_interleave(group, 1)[..., None], torch.nan)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """The heads of a group are stacked as further queries of their KV head, so that keys are never repeated."""
+    """Returns attention; the heads of a group are stacked as further queries of their KV head, and no key is
+    repeated."""
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads

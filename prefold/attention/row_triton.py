@@ -24,7 +24,8 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class TileSize:
-    """rows of queries times the heads of a group that are worked on at once, and keys; how Triton is to compile it."""
+    """A tile size says how many rows (queries times the heads of a group) and keys are worked on at once, and how
+    Triton compiles that."""
 
     rows: int
     keys: int
@@ -45,22 +46,24 @@ TILE_SIZES = {
 
 
 def tile_size(head_dim: int, dtype: torch.dtype) -> TileSize:
+    """Returns the size of tiles that suits such heads."""
     return TILE_SIZES[dtype.itemsize, padded(head_dim)]
 
 
 def padded(head_dim: int) -> int:
-    """The head dimension as the kernels work on it: a power of two, 64 at least."""
+    """Returns the head dimension as the kernels work on it: a power of two, 64 at least."""
     return max(64, triton.next_power_of_2(head_dim))
 
 
 def precision(dtype: torch.dtype) -> str:
-    """The precision of products, as Triton names it: float32 is to be float32, not TF32."""
+    """Returns the precision of products, as Triton names it: float32 is to be float32, not TF32."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @dataclass(frozen=True, slots=True)
 class RowTables:
-    """A plan's tiles on the device, int32; see RowTiles. positions: of every key; with a sliding window only."""
+    """Tables hold a plan's tiles on the device, int32, as RowTiles describes them. positions: of every key, where there
+    is a sliding window."""
 
     size: TileSize
     block_q: int
@@ -73,7 +76,7 @@ class RowTables:
 
 
 def row_tables(plan: RowPlan, path_rows: int, group: int, size: TileSize, device: torch.device) -> RowTables:
-    """What the kernel reads of a plan, on the device. group: query heads that share a KV head."""
+    """Returns what the kernel reads of a plan, on the device. group: query heads that share a KV head."""
     size = fitting(size, group)
     block_q = size.rows // group
     tiles = row_tiles(plan, path_rows, block_q, size.keys)
@@ -85,7 +88,7 @@ def row_tables(plan: RowPlan, path_rows: int, group: int, size: TileSize, device
 
 
 def fitting(size: TileSize, group: int) -> TileSize:
-    """A tile in which at least one query has room."""
+    """Returns a tile in which at least one query has room."""
     if group <= size.rows:
         return size
     return TileSize(triton.next_power_of_2(group), size.keys, size.warps, size.stages)
@@ -103,8 +106,8 @@ def attend_rows(
     path_v: Tensor | None = None,
     with_sums: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Shapes as for `RowAttention.attend`, last dimensions contiguous. Returns the output, and with_sums each query's
-    log-sum-exp of its scores, to base 2, float32 [queries, heads]."""
+    """Returns what `RowAttention.attend` does, and with_sums the log-sum-exp of each query's scores, to base 2, float32
+    [queries, heads]. Shapes are as there, last dimensions contiguous."""
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]
     out = torch.empty((queries, heads, dim), dtype=q.dtype, device=q.device)
@@ -130,8 +133,28 @@ def attend_rows(
 
 
 @triton.jit
+def stack(tile, kv_head, queries, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Returns the query and the head of each row of a tile, and which rows are real: the heads of a group are stacked
+    under each query."""
+    row = tl.arange(0, ROWS)
+    query = tile * BLOCK_Q + row // GROUP
+    return query, kv_head * GROUP + row % GROUP, (row // GROUP < BLOCK_Q) & (query < queries)
+
+
+@triton.jit
+def see(rows, positions, base, at, inside, END, POSITIONS, window, WINDOW: tl.constexpr):
+    """Returns which keys `at`, numbered from `base` on, the queries at `rows` see: bool [queries, keys]."""
+    end = tl.load(END + base + at, mask=inside, other=0)
+    visible = (base + at[None, :] <= rows[:, None]) & (rows[:, None] < end[None, :])
+    if WINDOW:
+        place = tl.load(POSITIONS + base + at, mask=inside, other=0)
+        visible = visible & (positions[:, None] - place[None, :] < window)
+    return visible
+
+
+@triton.jit
 def load_rows(X, offset, stride, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Rows of DIM numbers at X + offset * stride -> [len(offset), PADDED], zeros where there is nothing."""
+    """Returns rows of DIM numbers at X + offset * stride, [len(offset), PADDED], zeros where there is nothing."""
     dims = tl.arange(0, PADDED)
     pointers = X + offset[:, None].to(tl.int64) * stride + dims[None, :]
     return tl.load(pointers, mask=inside[:, None] & (dims[None, :] < DIM), other=0.0)
@@ -139,7 +162,8 @@ def load_rows(X, offset, stride, inside, DIM: tl.constexpr, PADDED: tl.constexpr
 
 @triton.jit
 def take_block(acc, total, largest, scores, v, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Add a block's values to the sums of an online softmax. scores to base 2, -inf where nothing is seen."""
+    """Returns the sums of an online softmax with a block's values added. scores to base 2, -inf where nothing is
+    seen."""
     new = tl.maximum(largest, tl.max(scores, 1))
     # A row that has seen nothing yet: -inf less -inf is no number.
     base = tl.where(new == -float("inf"), 0.0, new) if MASKED else new
@@ -153,8 +177,8 @@ def take_block(acc, total, largest, scores, v, MASKED: tl.constexpr, PRECISION: 
 
 @triton.jit
 def hide(scores, v, visible):
-    """Scores with -inf for what is not visible, NaN for visible keys whose values are not finite; and v with zeros for
-    those, since zero times infinity is NaN too: what one row cannot see must not reach it."""
+    """Returns scores with -inf for what is not visible, NaN for visible keys whose values are not finite; and v with
+    zeros for those, since zero times infinity is NaN too: what one row cannot see must not reach it."""
     finite = tl.abs(v.to(tl.float32)) < float("inf")
     bad = tl.max(tl.where(finite, 0, 1), 1)
     scores = tl.where(bad[None, :] > 0, float("nan"), scores)
@@ -168,7 +192,8 @@ def _visit(
     DIM: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The blocks [first, last) of the lists, of keys that are numbered from `base` on and are `count`."""
+    """Returns the online softmax after the blocks [first, last) of the lists, of `count` keys numbered from `base`
+    on."""
     keys = tl.arange(0, KEYS)
     dims = tl.arange(0, PADDED)
     for i in range(first, last):
@@ -188,11 +213,7 @@ def _visit(
             v = tl.load(v_pointers, mask=dims[None, :] < DIM, other=0.0)
         scores = tl.dot(q, k, input_precision=PRECISION) * scale
         if MASKED:
-            end = tl.load(END + base + at, mask=inside, other=0)
-            visible = (base + at[None, :] <= rows[:, None]) & (rows[:, None] < end[None, :])
-            if WINDOW:
-                place = tl.load(POSITIONS + base + at, mask=inside, other=0)
-                visible = visible & (positions[:, None] - place[None, :] < window)
+            visible = see(rows, positions, base, at, inside, END, POSITIONS, window, WINDOW)
             scores, v = hide(scores, v, visible)
         acc, total, largest = take_block(acc, total, largest, scores, v, MASKED, PRECISION)
     return acc, total, largest
@@ -210,10 +231,7 @@ def _forward(
 ):  # fmt: skip
     tile = tl.load(ORDER + tl.program_id(0))
     kv_head = tl.program_id(1).to(tl.int64)
-    slot = tl.arange(0, ROWS)
-    query = tile * BLOCK_Q + slot // GROUP
-    head = kv_head * GROUP + slot % GROUP
-    real = (slot // GROUP < BLOCK_Q) & (query < queries)
+    query, head, real = stack(tile, kv_head, queries, ROWS, GROUP, BLOCK_Q)
     # A row past the last query sees nothing.
     rows = tl.load(QUERY_ROWS + query, mask=real, other=-1)
     positions = tl.load(POSITIONS + rows, mask=real, other=0) if WINDOW else rows

@@ -27,6 +27,8 @@ from .row_triton import (
     padded,
     precision,
     row_tables,
+    see,
+    stack,
 )
 
 __all__ = ["KeyTables", "attend_rows_with_gradient", "backward_tables"]
@@ -45,7 +47,8 @@ TILE_SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class KeyTables:
-    """What the backward pass reads: a plan's tiles of queries, and int32 the tiles by key block; see KeyTiles."""
+    """Tables hold what the backward pass reads: a plan's tiles of queries, and int32 the tiles by key block, as
+    KeyTiles describes them."""
 
     rows: RowTables
     bounds: Tensor
@@ -54,6 +57,7 @@ class KeyTables:
 
 
 def backward_tables(plan: RowPlan, group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> KeyTables:
+    """Returns what the kernels of the backward pass read of a plan. group: query heads that share a KV head."""
     size = fitting(TILE_SIZES[dtype.itemsize, padded(head_dim)], group)
     rows = row_tables(plan, 0, group, size, device)
     tiles = key_tiles(plan, rows.block_q, size.keys)
@@ -101,7 +105,8 @@ def gradients(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v. out, sums: what `attend_rows` gave; grad: the gradient of out, shaped as it."""
+    """Returns the gradients of q, k and v. out, sums: what `attend_rows` gave; grad: the gradient of out, shaped as
+    it."""
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]
     grad = grad.contiguous()
@@ -132,17 +137,6 @@ def gradients(
 
 
 @triton.jit
-def _see(rows, positions, at, inside, END, POSITIONS, window, WINDOW: tl.constexpr):
-    """Which keys `at` the queries at `rows` see: bool [queries, keys]."""
-    end = tl.load(END + at, mask=inside, other=0)
-    visible = (at[None, :] <= rows[:, None]) & (rows[:, None] < end[None, :])
-    if WINDOW:
-        place = tl.load(POSITIONS + at, mask=inside, other=0)
-        visible = visible & (positions[:, None] - place[None, :] < window)
-    return visible
-
-
-@triton.jit
 def _gradient_q(
     Q, K, V, GRAD, SUMS, DELTAS, DQ, QUERY_ROWS, END, POSITIONS, BOUNDS, BLOCKS, ORDER,
     queries, count, tiles, q_row, q_head, k_row, k_head, v_row, v_head, scale2, scale, window,
@@ -151,10 +145,7 @@ def _gradient_q(
 ):  # fmt: skip
     tile = tl.load(ORDER + tl.program_id(0))
     kv_head = tl.program_id(1).to(tl.int64)
-    slot = tl.arange(0, ROWS)
-    query = tile * BLOCK_Q + slot // GROUP
-    head = kv_head * GROUP + slot % GROUP
-    real = (slot // GROUP < BLOCK_Q) & (query < queries)
+    query, head, real = stack(tile, kv_head, queries, ROWS, GROUP, BLOCK_Q)
     rows = tl.load(QUERY_ROWS + query, mask=real, other=-1)
     positions = tl.load(POSITIONS + rows, mask=real, other=0) if WINDOW else rows
     place = query.to(tl.int64) * HEADS + head
@@ -175,7 +166,7 @@ def _gradient_q(
             weights = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2 - sums[:, None])
             slopes = weights * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - deltas[:, None])
             if part == 1:
-                visible = _see(rows, positions, at, inside, END, POSITIONS, window, WINDOW)
+                visible = see(rows, positions, 0, at, inside, END, POSITIONS, window, WINDOW)
                 slopes = tl.where(visible, slopes, 0.0)
             dq = tl.dot(slopes.to(k.dtype), k, dq, input_precision=PRECISION)
     load_dims = tl.arange(0, PADDED)
@@ -197,15 +188,12 @@ def _gradient_kv(
     k = load_rows(K + kv_head * k_head, at, k_row, inside, DIM, PADDED)
     v = load_rows(V + kv_head * v_head, at, v_row, inside, DIM, PADDED)
 
-    slot = tl.arange(0, ROWS)
-    head = kv_head * GROUP + slot % GROUP
     dk = tl.zeros([KEYS, PADDED], dtype=tl.float32)
     dv = tl.zeros([KEYS, PADDED], dtype=tl.float32)
     for part in tl.static_range(2):
         bounds = BOUNDS + part * (blocks + 1) + block
         for i in range(tl.load(bounds), tl.load(bounds + 1)):
-            query = tl.load(TILES + i) * BLOCK_Q + slot // GROUP
-            real = (slot // GROUP < BLOCK_Q) & (query < queries)
+            query, head, real = stack(tl.load(TILES + i), kv_head, queries, ROWS, GROUP, BLOCK_Q)
             place = query.to(tl.int64) * HEADS + head
             q = load_rows(Q, query.to(tl.int64) * q_row + head * q_head, 1, real, DIM, PADDED)
             grad = load_rows(GRAD, place, DIM, real, DIM, PADDED)
@@ -217,7 +205,7 @@ def _gradient_kv(
             if part == 1:
                 rows = tl.load(QUERY_ROWS + query, mask=real, other=-1)
                 positions = tl.load(POSITIONS + rows, mask=real, other=0) if WINDOW else rows
-                visible = _see(rows, positions, at, inside, END, POSITIONS, window, WINDOW)
+                visible = see(rows, positions, 0, at, inside, END, POSITIONS, window, WINDOW)
                 weights = tl.where(visible, weights, 0.0)
                 slopes = tl.where(visible, slopes, 0.0)
             dv = tl.dot(tl.trans(weights.to(grad.dtype)), grad, dv, input_precision=PRECISION)

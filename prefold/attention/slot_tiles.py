@@ -34,7 +34,9 @@ LEAST_KEYS = 256
 
 @dataclass(frozen=True, slots=True)
 class SlotTiles:
-    """num_keys  entries of all lists
+    """Lists name the keys that each tile of queries reads, and the items, pieces of work, that they are cut into.
+
+    num_keys    entries of all lists
     stretches   int64 [STRETCH_FIELDS, s]: `count` keys from `place` of the lists on, in the slots from `slot` on, of
                 positions from `position` on. Key o is visible to queries [first + o * step, last)
     items       int64 [ITEM_FIELDS, i]: the keys [start, stop) of the lists for a tile, before `whole` all visible
@@ -50,7 +52,8 @@ class SlotTiles:
 
 
 def stretches(runs: KeyRuns) -> np.ndarray:
-    """Runs joined as far as they go on in slots and positions: int64 [slot, count, position, first, step, last; s].
+    """Returns runs joined as far as they go on in slots and positions, int64 [6, s]: slot, count, position, first,
+    step, last.
 
     Neighbours that the same queries see are one stretch; so are rows of one key each that are seen from a query later
     each (new rows of a prompt): step 1.
@@ -77,7 +80,10 @@ def stretches(runs: KeyRuns) -> np.ndarray:
 
 
 def pick_rows(joined: np.ndarray, group: int, itemsize: int) -> int:
-    """Rows of a tile, of ROWS, with which keys are read and multiplied in the least time. itemsize: of a number."""
+    """Returns the rows of a tile, of ROWS, with which keys are read and multiplied in the least time.
+
+    itemsize: bytes of a number.
+    """
     best = 1 << (group - 1).bit_length()  # where none of ROWS has room for a query
     least = np.inf
     for rows in ROWS:
@@ -89,13 +95,16 @@ def pick_rows(joined: np.ndarray, group: int, itemsize: int) -> int:
 
 
 def listed_keys(joined: np.ndarray, block_q: int) -> int:
-    """How many keys the lists of tiles of so many queries have, at most."""
+    """Returns how many keys the lists of tiles of so many queries have, at most."""
     _, count, _, first, _, last = joined
     return int((count * ((last - 1) // block_q - first // block_q + 1)).sum())
 
 
 def slot_tiles(plan: SlotPlan, joined: np.ndarray, block_q: int, block_k: int) -> SlotTiles:
-    """joined: the plan's runs as `stretches` gives them; an item begins at a multiple of block_k keys of its list."""
+    """Returns the tiles of a plan, of block_q queries each; an item begins at a multiple of block_k keys of its list.
+
+    joined: the plan's runs as `stretches` gives them.
+    """
     num_queries, window = plan.num_queries, plan.window
     num_tiles = -(-num_queries // block_q)
     slot, count, position, first, step, last = joined

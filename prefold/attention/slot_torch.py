@@ -21,7 +21,7 @@ BLOCK_QUERIES = 256
 
 
 def attend_slots(q: Tensor, read: Callable[[Tensor], tuple[Tensor, Tensor]], plan: SlotPlan, *, scale: float) -> Tensor:
-    """softmax(q k^T * scale) v of q [queries, heads, dim], each query over the slots that `plan` shows it; shaped as q.
+    """Returns softmax(q k^T * scale) v, each query over the slots that `plan` shows it; q [queries, heads, dim].
 
     read: gives the keys and values in slots int64 [n], [n, kv_heads, dim] each.
     """
@@ -36,7 +36,7 @@ def attend_slots(q: Tensor, read: Callable[[Tensor], tuple[Tensor, Tensor]], pla
 
 @dataclass(frozen=True, slots=True)
 class SlotBlock:
-    """Queries [start, stop), and the keys any of them sees: int64 [keys] each, as in KeyRuns."""
+    """A block is queries [start, stop), and the keys any of them sees: int64 [keys] each, as in KeyRuns."""
 
     start: int
     stop: int
@@ -48,7 +48,7 @@ class SlotBlock:
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """A block on its device: slots int64 [keys], visible bool [queries, keys]."""
+    """A gather is a block on its device: slots int64 [keys], visible bool [queries, keys]."""
 
     start: int
     stop: int
@@ -69,7 +69,7 @@ class _Gather:
 
 
 def slot_blocks(plan: SlotPlan) -> Iterator[SlotBlock]:
-    """Blocks of queries with the keys any query of the block sees."""
+    """Yields blocks of queries with the keys any query of the block sees."""
     runs = plan.runs
     seen = seen_by_query(runs, plan.num_queries).tolist()
     fresh = np.bincount(runs.first, runs.count, plan.num_queries).astype(np.int64).tolist()
@@ -86,6 +86,7 @@ def slot_blocks(plan: SlotPlan) -> Iterator[SlotBlock]:
 
 
 def slot_block(plan: SlotPlan, start: int, stop: int) -> SlotBlock:
+    """Returns the block of the queries [start, stop)."""
     runs = plan.runs
     at = np.flatnonzero((runs.first < stop) & (runs.last > start))
     count = runs.count[at]

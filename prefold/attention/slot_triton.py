@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..device import upload
 from .heads import Heads
-from .row_triton import LOG2_E, hide, load_rows, padded, precision, take_block
+from .row_triton import LOG2_E, hide, load_rows, padded, precision, stack, take_block
 from .slot_plan import SlotPlan
 from .slot_tiles import ITEM_FIELDS, ITEMS, pick_rows, slot_tiles, stretches
 
@@ -26,7 +26,12 @@ __all__ = ["FixedTables", "SlotTables", "attend_slots", "slot_tables", "write_sl
 
 @dataclass(frozen=True, slots=True)
 class BlockSize:
-    """keys that are worked on at once; Triton's stages; rows of a tile from which on eight warps share it, not four."""
+    """A block size says how keys are worked on.
+
+    keys       at once
+    stages     Triton's
+    many_rows  rows of a tile from which on eight warps share it, not four
+    """
 
     keys: int
     stages: int
@@ -49,7 +54,7 @@ WRITTEN = 4096  # numbers of k, or of v, written at once
 
 @dataclass(frozen=True, slots=True)
 class SlotTables:
-    """A plan's tiles on the device, int32; see SlotTiles.
+    """Tables hold a plan's tiles on the device, int32, as SlotTiles describes them.
 
     keys             [4, num_keys]: of every entry of the lists its slot, the first query that sees it, the one past
                      the last, and its position
@@ -66,6 +71,7 @@ class SlotTables:
 
     @property
     def num_items(self) -> int:
+        """Returns how many pieces of work there are."""
         return self.items.shape[1]
 
 
@@ -124,7 +130,7 @@ class FixedTables:
         )
 
     def load(self, plan: SlotPlan) -> None:
-        """A plan of at most `size` queries. What it has no more of is filled up with items of no tile."""
+        """Lays in a plan of at most `size` queries. What it has no more of is filled up with items of no tile."""
         tables = self.tables
         tiles = slot_tiles(plan, stretches(plan.runs), tables.block_q, tables.block.keys)
         arrays = {name: zeros.copy() for name, zeros in self._zeros.items()}
@@ -141,14 +147,15 @@ class FixedTables:
 
 
 def spread(stretches: Tensor, keys: Tensor) -> None:
-    """Write stretches int32 [STRETCH_FIELDS, s] out into keys int32 [4, at least as many as they have]."""
+    """Writes stretches int32 [STRETCH_FIELDS, s] out into keys int32 [4, at least as many as they have]."""
     count = stretches.shape[1]
     if count:
         _spread[(count,)](stretches, keys, count, keys.shape[1], SPREAD=SPREAD)
 
 
 def attend_slots(q: Tensor, keys: Tensor, values: Tensor, tables: SlotTables, *, scale: float, window: int | None):
-    """q [queries, heads, dim], its last dimension contiguous; keys and values [slots, kv_heads, dim] -> as q."""
+    """Returns attention of q [queries, heads, dim], its last dimension contiguous, shaped as q; keys and values [slots,
+    kv_heads, dim]."""
     queries, heads, dim = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
@@ -176,7 +183,7 @@ def attend_slots(q: Tensor, keys: Tensor, values: Tensor, tables: SlotTables, *,
 
 
 def write_slots(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Rows k, v [n, kv_heads, dim] into slots int64 [n] of keys, values [slots, kv_heads, dim]."""
+    """Puts k, v [n, kv_heads, dim] into slots int64 [n] of keys, values [slots, kv_heads, dim]."""
     rows, heads, dim = k.shape
     if not rows:
         return
@@ -191,7 +198,7 @@ def write_slots(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tenso
 
 @triton.jit
 def _spread(STRETCHES, KEYS, stretches, keys, SPREAD: tl.constexpr):
-    """One stretch, key by key."""
+    """Writes one stretch, key by key."""
     field = STRETCHES + tl.program_id(0)
     place = tl.load(field)
     slot = tl.load(field + stretches)
@@ -216,7 +223,7 @@ def _visit(
     DIM: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The keys [start, stop) of the lists."""
+    """Returns the online softmax after the keys [start, stop) of the lists."""
     for begin in range(start, stop, KEYS):
         at = begin + tl.arange(0, KEYS)
         inside = at < stop
@@ -252,10 +259,7 @@ def _attend(
     stop = tl.load(ITEMS + 3 * items + item)
     alone = tl.load(ITEMS + 4 * items + item)
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
-    row = tl.arange(0, ROWS)
-    query = tile * BLOCK_Q + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    real = (row // GROUP < BLOCK_Q) & (query < queries)
+    query, head, real = stack(tile, kv_head, queries, ROWS, GROUP, BLOCK_Q)
     positions = tl.load(POSITIONS + query, mask=real, other=0) if WINDOW else query
     q = load_rows(Q, query.to(tl.int64) * q_row + head * q_head, 1, real, DIM, PADDED)
     # What is no query sees nothing.
@@ -282,7 +286,7 @@ def _attend(
         mask = real[:, None] & (dims[None, :] < DIM)
         tl.store(OUT + place[:, None] + dims[None, :], acc.to(OUT.dtype.element_ty), mask=mask)
     else:
-        place = tl.program_id(0).to(tl.int64) * ROWS + row
+        place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         tl.store(PARTS + place[:, None] * DIM + dims[None, :], acc, mask=dims[None, :] < DIM)
         tl.store(SUMS + place, tl.where(seen, largest + tl.log2(total), -float("inf")))
 
@@ -293,7 +297,7 @@ def _join(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, DIM: tl.constexpr,
     PADDED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One query and KV head: what the items of its tile gave, weighted by the sums of their weights."""
+    """Writes one query and KV head: what the items of its tile gave, weighted by the sums of their weights."""
     query = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     tile = query // BLOCK_Q

@@ -6,8 +6,10 @@ has a PyTorch form elsewhere. `status()` says which, and why.
 
 from __future__ import annotations
 
+from .attention import MAX_HEAD_DIM
 from .calls import RowLists, SlotLists, SlotPlane
-from .library import DTYPES, MAX_HEAD_DIM, Kernels
+from .interface import DTYPES
+from .library import Kernels
 from .loader import load, status
 from .panels import PanelPool, can_pack_words, pack_words
 

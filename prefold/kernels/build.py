@@ -24,11 +24,11 @@ TIMEOUT_SECONDS = 300
 
 
 class BuildError(Exception):
-    """The kernels cannot be compiled here; the message says why, in one line."""
+    """Says why the kernels cannot be compiled here, in one line."""
 
 
 def find_compiler() -> str | None:
-    """$CXX, g++, c++ or clang++, whichever is there first."""
+    """Returns the path of $CXX, g++, c++ or clang++, whichever is there first; None: there is none."""
     for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
         if name and (path := shutil.which(name)):
             return path
@@ -36,10 +36,10 @@ def find_compiler() -> str | None:
 
 
 def build(*, flags: Sequence[str] = FLAGS, again: bool = False) -> Path:
-    """The compiled library for these sources, these flags and this CPU; compiled unless it is in the cache.
+    """Returns the compiled library for these sources, flags and this CPU; it is compiled unless it is in the cache.
 
     `again` compiles even so. Safe with many processes at once: each compiles to a name of its own and
-    renames, and the last one wins with the same content. BuildError where it cannot be done.
+    renames, and the last one wins with the same content. Raises BuildError where it cannot be done.
     """
     folder = cache_folder() / "kernels"
     target = folder / f"kernels-{fingerprint(flags)}.so"
@@ -62,7 +62,7 @@ def build(*, flags: Sequence[str] = FLAGS, again: bool = False) -> Path:
 
 
 def compile_sources(compiler: str, flags: Sequence[str], target: Path) -> None:
-    """One compiler process a source, side by side, then one to link."""
+    """Runs a compiler process for each source, side by side, then one to link."""
     sources = sorted(SOURCES.glob("*.cpp"))
     objects = [target.with_name(f"{source.stem}.o") for source in sources]
     commands = [
@@ -75,6 +75,7 @@ def compile_sources(compiler: str, flags: Sequence[str], target: Path) -> None:
 
 
 def run_compiler(command: Sequence[str]) -> None:
+    """Runs a command; raises BuildError with the first line of what it complains of."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS
@@ -88,7 +89,8 @@ def run_compiler(command: Sequence[str]) -> None:
 
 
 def fingerprint(flags: Sequence[str]) -> str:
-    """Changes with the sources, the flags and the CPU: -march=native code may not run on another one."""
+    """Returns a name that changes with the sources, the flags and the CPU: -march=native code may not run on
+    another."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -97,7 +99,7 @@ def fingerprint(flags: Sequence[str]) -> str:
 
 
 def cpu() -> list[str]:
-    """What tells this CPU's instruction set from another's."""
+    """Returns what tells this CPU's instruction set from another's."""
     names = ("model name", "flags", "Features", "CPU part")
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -7,22 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-__all__ = ["AttentionCall", "RowLists", "SlotCall", "SlotLists", "SlotPlane", "TileCall", "WriteCall"]
-
-
-@dataclass(frozen=True, slots=True)
-class RowLists:
-    """The keys each tile of sixteen queries reads, as src/tiles.h describes them.
-
-    run_offsets, mask_offsets  int64 [tiles + 1]
-    runs                       int32 [runs, 2]: first pair of keys, number of pairs; seen by the whole tile
-    masked                     uint32 [masked, 2]: pair of keys, and which query sees which of the two
-    """
-
-    run_offsets: np.ndarray
-    mask_offsets: np.ndarray
-    runs: np.ndarray
-    masked: np.ndarray
+__all__ = ["RowCall", "RowLists", "SlotCall", "SlotLists", "SlotPlane", "TileCall", "WriteCall"]
 
 
 def _fields(names: str, kind: type) -> list[tuple[str, type]]:
@@ -30,9 +15,9 @@ def _fields(names: str, kind: type) -> list[tuple[str, type]]:
 
 
 class TileCall(Structure):
-    """The C structure TileCall of src/attention.h, with its fields in their order.
+    """A call names queries, where their results go, and lists, by their addresses.
 
-    The structures below mirror those of the same names there, too.
+    This structure and those below are those of the same names in src/attention.h, with their fields in their order.
     """
 
     _fields_ = (
@@ -45,29 +30,46 @@ class TileCall(Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class SlotLists:
-    """The slots each tile of queries reads; tiles differ in size, and a query may have keys of its own.
+class RowLists:
+    """Lists name the keys that each tile of sixteen queries reads, as src/tiles.h describes them.
 
-    tile_starts                int64 [tiles + 1]: first query
     run_offsets, mask_offsets  int64 [tiles + 1]
-    runs                       int32 [runs, 2], as in RowLists
-    masked                     uint32 [masked, 2], as in RowLists
-    own_offsets                int64 [queries + 1]
-    own                        int32 [own, 2]: first slot, number of slots; seen by one query
+    runs                       int32 [runs, 2]: first pair of keys, number of pairs; seen by the whole tile
+    masked                     uint32 [masked, 2]: pair of keys, and which query sees which of the two
     call                       a call with these lists, the rest to be filled in: there is one for each plane
     """
 
-    tile_starts: np.ndarray
     run_offsets: np.ndarray
     mask_offsets: np.ndarray
     runs: np.ndarray
     masked: np.ndarray
+    call: TileCall = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLists:
+    """Lists name the slots that each tile of queries reads; tiles differ in size, and a query may have keys of its own.
+
+    tile_starts  int64 [tiles + 1]: first query
+    own_offsets  int64 [queries + 1]
+    own          int32 [own, 2]: first slot, number of slots; seen by one query
+
+    The other lists are those of RowLists, over slots in place of keys.
+    """
+
+    run_offsets: np.ndarray
+    mask_offsets: np.ndarray
+    runs: np.ndarray
+    masked: np.ndarray
+    tile_starts: np.ndarray
     own_offsets: np.ndarray
     own: np.ndarray
     call: TileCall = field(repr=False)
 
 
-class AttentionCall(Structure):
+class RowCall(Structure):
+    """A call attends over rows as they lie: those of a carried path, then new ones."""
+
     _fields_ = (
         ("tiles", TileCall),
         *_fields("k v path_k path_v", c_void_p),
@@ -76,16 +78,20 @@ class AttentionCall(Structure):
 
 
 class SlotPlane(Structure):
-    """Where one plane of a KV store lies; the memory is its owner's."""
+    """It says where one plane of a KV store lies; the memory is its owner's."""
 
     _fields_ = (*_fields("keys values unsafe", c_void_p), *_fields("slots kv_heads dim", c_int64))
 
 
 class SlotCall(Structure):
+    """A call attends over the slots of one plane."""
+
     _fields_ = (("tiles", TileCall), ("plane", SlotPlane))
 
 
 class WriteCall(Structure):
+    """A call puts rows into slots."""
+
     _fields_ = (
         ("plane", SlotPlane),
         *_fields("slots k v", c_void_p),

@@ -24,7 +24,7 @@ _loaded: Loaded | None = None
 
 
 def load() -> Kernels | None:
-    """The compiled kernels, or None; compiles at the first call (a few seconds, once a machine).
+    """Returns the compiled kernels, or None; compiles at the first call (a few seconds, once a machine).
 
     Warns once where they should be there and are not. PREFOLD_KERNELS=0 switches them off; it is
     looked at in the first call.
@@ -33,7 +33,7 @@ def load() -> Kernels | None:
 
 
 def status() -> str:
-    """One line for people: that the kernels are in use, or why not."""
+    """Returns one line for people: that the kernels are in use, or why not."""
     return _load().status
 
 

@@ -15,12 +15,12 @@ PIECE = 32 << 20
 
 
 def can_pack_words(weight: Tensor) -> bool:
-    """Whether rows of `weight` [columns, k] are whole words of four bytes."""
+    """Returns whether rows of `weight` [columns, k] are whole words of four bytes."""
     return weight.dtype in (torch.float32, torch.bfloat16) and weight.shape[1] * weight.itemsize % 4 == 0
 
 
 def pack_words(weight: Tensor, pool: PanelPool | None = None) -> Tensor:
-    """weight [columns, k] -> int32 [columns / 32, words along k, 32]; zeros past the last column."""
+    """Returns weight [columns, k] packed: int32 [columns / 32, words along k, 32], zeros past the last column."""
     words = weight.detach().contiguous().view(torch.int32)
     packed = (pool or PanelPool()).take((-(-len(words) // COLUMNS), words.shape[1], COLUMNS))
     for panel, rows in zip(packed, words.split(COLUMNS), strict=True):
@@ -36,7 +36,7 @@ class PanelPool:
         self._free = torch.empty(0, dtype=torch.int32)
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
-        """An uninitialised int32 tensor that starts at a cache line."""
+        """Returns an uninitialised int32 tensor that starts at a cache line."""
         size = int(np.prod(shape))
         if size > len(self._free):
             self._free = torch.from_numpy(np.empty(max(size, PIECE // 4) + 15, np.int32))

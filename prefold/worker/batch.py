@@ -20,13 +20,14 @@ __all__ = ["Batch", "prepare"]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the forward pass of a step and its read-out need, on the device.
+    """A batch is what the forward pass of a step and its read-out need, on the device.
 
     attention        who attends, by the plans
-    plans            one per distinct attention window: every row queries
-    read_plans       the same with only the read rows as queries (the last layer)
+    plans            by sliding window, every row queries
+    read_plans       by sliding window, only the read rows query: for the last layer
     read_order       sharing "mlp": sorts the read rows by the stream row that stands for each; else None
-    keep_path        which rows of the carried path stay, keep_new which of the new stream rows join it
+    keep_path        which rows of the carried path stay
+    keep_new         which of the new rows of the stream join it
     reads, targets   of the step, int64
     pool             for readout "mean", where something is read
     adapters         which rows have a LoRA adapter
@@ -53,9 +54,9 @@ class Batch:
 def prepare(
     step: StreamStep, planes: Sequence[Plane], attention: RowAttention, adapters: Sequence[Adapter] = ()
 ) -> Batch:
-    """Build everything the forward pass of `step` needs; runs on the host, ahead of the device.
+    """Returns all that the forward pass of `step` needs; it may be called in any thread, while another step runs.
 
-    adapters: those that steps number.
+    adapters: those that steps number, in their order.
     """
     device = attention.device
     new_keys = step.path + np.arange(len(step.end) - step.path, dtype=np.int64)

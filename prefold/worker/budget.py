@@ -24,7 +24,7 @@ KV_MOST_ON_CPU = 4 << 30
 
 
 def batch_rows(model: CausalLM) -> int:
-    """Rows of one step of this model, on the memory that its device has free now."""
+    """Returns how many rows a step of this model may have, on the memory that its device has free now."""
     if model.device.type == "cpu":
         return ROWS_ON_CPU
     local = model.local
@@ -35,7 +35,7 @@ def batch_rows(model: CausalLM) -> int:
 
 
 def slot_bytes(model: CausalLM) -> int:
-    """Bytes of a slot in all planes, of all ranks together."""
+    """Returns the bytes of a slot in all planes, of all ranks together."""
     config, size = model.config, model.ranks.size
     parts = [Shard.of(config, rank, size).local(config) for rank in range(size)]
     heads = [Heads(part.heads, part.kv_heads, part.head_dim, model.dtype) for part in parts]
@@ -43,7 +43,11 @@ def slot_bytes(model: CausalLM) -> int:
 
 
 def kv_bytes(wanted: int | None, device: torch.device, ranks: int = 1) -> int:
-    """How much memory K/V may take, of all ranks together; on a CPU they share it, GPUs have each their own."""
+    """Returns how many bytes K/V may take, of all ranks together: on a CPU they share its memory, GPUs have each their
+    own.
+
+    wanted: bytes; None: what the device affords. Raises InputError where more is wanted than is free.
+    """
     free = available_memory(device) * (1 if device.type == "cpu" else ranks)
     if wanted is None:
         share = int(free * KV_SHARE)

@@ -20,8 +20,11 @@ SIZE = 2048  # logits worked on at once
 
 
 def draw(logits: Tensor, asked: Tensor) -> Tensor:
-    """logits float32 [r, vocab]; asked float64 [n, FIELDS]: row of the logits, 1 / temperature, min_p, top_k (0: all),
-    top_p, lower and upper half of the key. Returns int64 [n]: the token, or -1 where a row's largest is not finite."""
+    """Returns the token that each draw gives, int64 [n]; -1 where a row's largest logit is not finite.
+
+    logits float32 [r, vocab]; asked float64 [n, FIELDS]: row of the logits, 1 / temperature, min_p, top_k (0: all),
+    top_p, lower and upper half of the key.
+    """
     count, vocab = len(asked), logits.shape[1]
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
     if count:
@@ -32,14 +35,14 @@ def draw(logits: Tensor, asked: Tensor) -> Tensor:
 
 @triton.jit
 def _rank(x):
-    """float32 numbers as int32 in the same order."""
+    """Returns float32 numbers as int32 in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _hash(ids, low, high):
-    """`noise.hash_ids`, of whole numbers as uint32."""
+    """Returns what `noise.hash_ids` does, of whole numbers as uint32."""
     x = ids.to(tl.uint32) ^ low
     x = (x ^ (x >> 17)) * 0xED5AD4BB
     x = (x ^ (x >> 11) ^ high) * 0xAC4C1B51
@@ -49,19 +52,20 @@ def _hash(ids, low, high):
 
 @triton.jit
 def _upper(hashes):
-    """The upper 24 bits of hashes, as a float32 number in [0, 1)."""
+    """Returns the upper 24 bits of hashes, as a float32 number in [0, 1)."""
     return (hashes >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216)
 
 
 @triton.jit
 def _scaled(ROW, at, vocab, largest, inverse):
-    """(logit - the row's largest) / temperature."""
+    """Returns (logit - the row's largest) / temperature."""
     return (tl.load(ROW + at, mask=at < vocab, other=-float("inf")) - largest) * inverse
 
 
 @triton.jit
 def _load(ROW, start, vocab, largest, inverse, min_p, least, SIZE: tl.constexpr):
-    """Logits from `start` on: their ranks, and their weights (the most likely has 1), zero for what is filtered out."""
+    """Returns the ranks of logits from `start` on, which of them are left, and their weights: 1 for the most likely
+    one, zero for what is filtered out."""
     at = start + tl.arange(0, SIZE)
     inside = at < vocab
     x = tl.load(ROW + at, mask=inside, other=-float("inf")) + 0.0  # of -0.0 too
@@ -73,7 +77,7 @@ def _load(ROW, start, vocab, largest, inverse, min_p, least, SIZE: tl.constexpr)
 
 @triton.jit
 def _total(ROW, vocab, largest, inverse, min_p, least, SIZE: tl.constexpr):
-    """The weights of what is left."""
+    """Returns the sum of the weights of what is left."""
     sums = tl.zeros([SIZE], tl.float32)
     for start in range(0, vocab, SIZE):
         _, _, weight = _load(ROW, start, vocab, largest, inverse, min_p, least, SIZE)
@@ -83,8 +87,8 @@ def _total(ROW, vocab, largest, inverse, min_p, least, SIZE: tl.constexpr):
 
 @triton.jit
 def _bound(ROW, vocab, largest, inverse, min_p, least, target, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """The highest rank at which as much as `target` is at or above it, of what is left; `least` where there is none.
-    COUNT: as many, else as much weight."""
+    """Returns the highest rank at which as much as `target` is at or above it, of what is left; `least` where there is
+    none. COUNT: as many tokens, else as much weight."""
     low = least.to(tl.int64)
     high = _rank(largest).to(tl.int64)
     while low < high:
@@ -140,7 +144,8 @@ def _draw(LOGITS, ASKED, TOKENS, vocab, stride, SIZE: tl.constexpr, FIELDS: tl.c
 
 @triton.jit
 def _most_lifted(ROW, vocab, largest, inverse, min_p, least, low, high, SIZE: tl.constexpr):
-    """The token whose logit over the temperature plus noise is the largest, of what is left; the first of equals.
+    """Returns the token whose logit over the temperature plus noise is the largest, of what is left: the first of
+    equals.
 
     It is the one with the least -log(1 - v) / weight, v being its hash as a number in (0, 1). That is at most
     v / (1 - v) / weight, and no token can have the least for which v / weight alone is more than that of another.

@@ -1,4 +1,5 @@
-"""Decoding steps as captured CUDA graphs: a step of few rows is over before Python has launched its kernels one by one.
+"""Decoding steps run as captured CUDA graphs, for a step of few rows would be over before Python has launched its
+kernels one by one.
 
 A graph reads and writes fixed places, so a step is laid into tensors of a fixed size: its rows are filled up to the
 next of SIZES, and what attention reads of its plan to the most there can be at that size. Rows that fill up write
@@ -7,25 +8,19 @@ their K/V into the scratch slot and see nothing; what they give is not looked at
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..attention import KVStore, SlotPlan
-from ..attention.gpu import attend_fixed, fixed_tables, pick_tile, write_slots
+from ..attention.gpu import fixed_plan, pick_tile
 from ..cache import SCRATCH
 from ..device import send
-from ..model import CausalLM
-from ..model.config import Plane
+from ..model import NO_ADAPTERS, CausalLM
 from ..schedule.steps import SlotStep
-from .slots import fill_in, slot_plans
-
-if TYPE_CHECKING:
-    from ..attention.slot_triton import FixedTables
+from .slots import SlotBatch, fill_in, forward, slot_plans
 
 __all__ = ["SIZES", "DecodeGraphs", "FixedStep", "padded_size"]
 
@@ -33,29 +28,30 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 
 
 
 def padded_size(rows: int) -> int | None:
-    """The size that so many rows are filled up to; None: there is none."""
+    """Returns the size that so many rows are filled up to; None: there is none."""
     return next((size for size in SIZES if size >= rows), None)
 
 
 class FixedStep:
-    """A decoding step in tensors that stay where they are: `load` lays one in, `forward` runs what lies there.
+    """A fixed step is a decoding step in tensors that stay where they are: `load` lays a step into them, `forward` runs
+    the one that lies there.
 
     size   rows
     tiles  rows of attention's tiles, by window
+    keys   the most entries that the lists of the tiles have
     """
 
     def __init__(self, model: CausalLM, store: KVStore, size: int, tiles: dict[int | None, int], keys: int):
         self.model, self.store, self.size = model, store, size
-        self._tables = {
-            window: fixed_tables(store.heads, size, rows, keys, window is not None, model.device)
-            for window, rows in tiles.items()
-        }
-        # tokens, positions, slots
-        self._rows = torch.zeros((3, size), dtype=torch.int64, device=model.device)
+        fixed = {w: fixed_plan(store.heads, size, rows, keys, w, store.device) for w, rows in tiles.items()}
+        plans = {window: plan for window, (plan, _) in fixed.items()}
+        self._tables = {window: tables for window, (_, tables) in fixed.items()}
+        self._rows = torch.zeros((3, size), dtype=torch.int64, device=store.device)
+        self._batch = SlotBatch(*self._rows, None, plans, plans, NO_ADAPTERS)
 
     def load(self, step: SlotStep, plans: dict[int | None, SlotPlan], given: Tensor | None = None) -> None:
-        """A step of at most `size` rows; behind what the device still does with the one before. given: as
-        for `fill_in`."""
+        """Lays in a step of at most `size` rows, behind what the device still does with the one before. given: as for
+        `fill_in`."""
         rows = np.zeros((3, self.size), np.int64)
         rows[2] = SCRATCH
         rows[:, : step.num_rows] = step.tokens, step.positions, step.slots
@@ -66,28 +62,8 @@ class FixedStep:
 
     @torch.inference_mode()
     def forward(self) -> Tensor:
-        """Hidden states of all `size` rows."""
-        tokens, positions, slots = self._rows
-        config = self.model.config
-        attend = _FixedAttend(self.store, self._tables, slots, config.planes, config.scale)
-        return self.model(tokens, positions, attend)
-
-
-@dataclass(frozen=True, slots=True)
-class _FixedAttend:
-    """`SlotAttend` over tables that stay where they are."""
-
-    store: KVStore
-    tables: dict[int | None, FixedTables]
-    slots: Tensor
-    planes: Sequence[Plane]
-    scale: float
-
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self.store.plane(plane)
-        write_slots(keys, values, self.slots, k, v)
-        window = self.planes[plane].window
-        return attend_fixed(q, keys, values, self.tables[window], scale=self.scale, window=window)
+        """Returns the hidden states of all `size` rows."""
+        return forward(self.model, self.store, self._batch)
 
 
 @dataclass(slots=True)
@@ -98,7 +74,7 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """Graphs of the forward pass by size, captured when a size is first met.
+    """Runs graphs of the forward pass by size; each is captured when its size is first met.
 
     A step that a graph cannot stand for (rows of prompts, more rows than the largest size) is not taken.
     """

@@ -20,7 +20,7 @@ from .graphs import DecodeGraphs
 from .protocol import Facts, Ticket, Worker
 from .runner import run
 from .slot_reads import SlotReads
-from .slots import SlotAttend, make_store, prepare_slots
+from .slots import forward, make_store, prepare_slots
 
 __all__ = ["LocalWorker"]
 
@@ -115,21 +115,19 @@ class LocalWorker(Worker):
         return Nothing()
 
     def _start_slots(self, step: SlotStep) -> Ticket:
-        config = self.model.config
         assert self.store is not None
         if self._graphs is not None and self._graphs.takes(step):
             hidden = self._graphs.run(step, self._given)
         else:
-            batch = prepare_slots(step, self.store, config.planes, self.adapters, self._given)
-            attend = SlotAttend(self.store, batch, config.planes, config.scale)
-            hidden = self.model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
+            batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._given)
+            hidden = forward(self.model, self.store, batch)
         reads = SlotReads(self.model, hidden, step)
         self._given = reads.ids if self.facts.slot_depth > 1 else None
         return reads
 
 
 class _Last:
-    """The last field of a worker: when it goes the model has gone, and the memory that was the model's goes back."""
+    """Gives memory back when it goes: as the last field of a worker it goes when the model has gone."""
 
     def __del__(self) -> None:
         if give_back is not None:  # as names are when Python ends
@@ -137,7 +135,7 @@ class _Last:
 
 
 class Nothing:
-    """The ticket of a message that gives nothing to the host."""
+    """A ticket of a message that gives nothing to the host."""
 
     def result(self) -> StepResult | None:
         return None

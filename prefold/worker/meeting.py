@@ -18,13 +18,14 @@ from ..model.parallel import Ranks
 
 __all__ = ["LEFT_ALONE", "Meeting", "Start"]
 
-# With what a rank ends that another one has left alone in a collective.
+# The status with which a rank ends that another one has left alone in a collective.
 LEFT_ALONE = 75
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a rank is told first. config: as rank 0 understands the checkpoint (families may be the caller's own)."""
+    """A start is what a rank is told first. config: as rank 0 reads the checkpoint, for families may be the caller's
+    own."""
 
     rank: int
     size: int
@@ -39,7 +40,8 @@ class Start:
     adapters: dict[str, str]
 
     def join(self) -> Ranks:
-        """Meet the other ranks in the default process group of torch.distributed."""
+        """Meets the other ranks in the default process group of torch.distributed, and returns this rank's view of
+        them."""
         for name in ("lo", "lo0"):  # all ranks are on this machine; its name may lead anywhere
             if name in (interface for _, interface in socket.if_nameindex()):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -54,7 +56,7 @@ class Start:
 
 
 class Meeting:
-    """The file by which ranks find each other.
+    """A meeting is the file by which ranks find each other.
 
     On Linux it has no name and lies in memory, so that nothing of it stays, however this process ends; ranks inherit
     it. Elsewhere it lies in a temporary folder.

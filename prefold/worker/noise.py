@@ -20,7 +20,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the step of SplitMix
 
 
 def _mix(x: int) -> int:
-    """The finaliser of SplitMix64 (Steele et al. 2014): every bit of x changes about half of the 64."""
+    """Returns x after the finaliser of SplitMix64 (Steele et al. 2014): every bit of x changes about half of the 64."""
     x &= _WORD
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD
@@ -28,17 +28,17 @@ def _mix(x: int) -> int:
 
 
 def make_stream(seed: int, sample: int) -> int:
-    """The 64-bit number from which the keys of one sample's positions are made."""
+    """Returns the 64-bit number from which the keys of one sample's positions are made."""
     return _mix(_mix(seed + _GOLDEN) + sample)
 
 
 def make_key(stream: int, position: int) -> int:
-    """The 64-bit key of the draw at a position of a sample: the `position`-th number of SplitMix64."""
+    """Returns the 64-bit key of the draw at a position of a sample: the `position`-th number of SplitMix64."""
     return _mix(stream + (position + 1) * _GOLDEN)
 
 
 def hash_ids(ids: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """A number of 32 random bits for each token id, uint32 [n].
+    """Returns a number of 32 random bits for each token id, uint32 [n].
 
     ids [n], any whole numbers below 2**32; keys uint64 [n], or [1] for all. Wellons' `triple32`, with half of the key
     put in before each of its first two products.
@@ -57,5 +57,6 @@ def hash_ids(ids: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def gumbel(hashes: np.ndarray) -> np.ndarray:
-    """The noise of hashes uint32 [n], float64 [n]: between -3.2 and 22.9, for 32 bits bound how rare it can be."""
+    """Returns the noise of hashes uint32 [n], float64 [n]: between -3.2 and 22.9, for 32 bits bound how rare it can
+    be."""
     return -np.log(-np.log(1.0 - (hashes + 0.5) * 2.0**-32))

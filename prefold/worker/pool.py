@@ -24,7 +24,8 @@ RUN_KEYS = 64
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """Which keys are summed, and what the sums are added to. Of r runs, and a last one of no keys that ends each path:
+    """A plan says which keys are summed, and what the sums are added to. There are r runs, and a last one of no keys
+    that ends each path.
 
     keys      int64 [keys], 0 and up
     starts    int64 [r + 1]: the first key of each run; of the last one, the number of keys
@@ -41,7 +42,7 @@ class PoolPlan:
 
 
 def plan_pool(end: np.ndarray, positions: np.ndarray, reads: np.ndarray, device: torch.device) -> PoolPlan:
-    """The plan for the paths down to the keys `reads`, ascending; end, positions [keys] as in a StreamStep."""
+    """Returns the plan for the paths down to the keys `reads`, ascending; end, positions [keys] as in a StreamStep."""
     starts = run_starts(end, reads)
     above = _above(end, starts)
     rounds = [above]
@@ -57,8 +58,8 @@ def plan_pool(end: np.ndarray, positions: np.ndarray, reads: np.ndarray, device:
 
 
 def run_starts(end: np.ndarray, reads: np.ndarray) -> np.ndarray:
-    """The first keys of runs: neighbours of which each is the child of the one before, and none is read but the last,
-    and that are seen by the same reads."""
+    """Returns the first key of each run, int64 [r]: of neighbours of which each is the child of the one before, and
+    none is read but the last, and that are seen by the same reads."""
     key = np.arange(len(end))
     seen = np.searchsorted(reads, end)  # reads before the end of each key's subtree
     begins = np.ones(len(end), bool)
@@ -72,7 +73,7 @@ def run_starts(end: np.ndarray, reads: np.ndarray) -> np.ndarray:
 
 
 def _above(end: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The run that each run's first key follows on its path, [r + 1]: r where there is none."""
+    """Returns the run that each run's first key follows on its path, [r + 1]: r where there is none."""
     none = len(starts)
     found, path = np.full(none + 1, none), []
     stops = end[np.append(starts[1:], len(end)) - 1].tolist() if none else []
@@ -86,7 +87,7 @@ def _above(end: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def mean_of_paths(hidden: Tensor, plan: PoolPlan) -> Tensor:
-    """The mean over each path that is read, float32 [reads, hidden]; hidden float32 [keys, hidden]."""
+    """Returns the mean over each path that is read, float32 [reads, hidden]; hidden float32 [keys, hidden]."""
     # Bags of neighbouring rows. The last one is empty: its sum is 0.
     sums = torch.nn.functional.embedding_bag(plan.keys, hidden, plan.starts, mode="sum").double()
     for above in plan.above:

@@ -29,10 +29,10 @@ __all__ = ["Facts", "Ticket", "Worker"]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the host decides by.
+    """Facts are what the host knows of a worker, and decides by.
 
     depth          steps of a stream that may be in flight; 1: a step is over when it has been started
-    slot_depth     the same of a SlotStep: 1 where every one of its tokens has to be known
+    slot_depth     SlotSteps that may be in flight; 1: every token of a SlotStep has to be known
     max_rows       rows of a step that the device affords, where nobody says how many there may be
     max_positions  tokens of the model's context
     vocab_size     of the model
@@ -50,40 +50,41 @@ class Facts:
 
 
 class Ticket(Protocol):
-    """A step that was started."""
+    """A ticket stands for a step that was started."""
 
     def result(self) -> Any:
-        """What the step gave, once it is there; for a StreamStep a StepResult."""
+        """Returns what the step gave, once it is there: a StepResult, a SlotResult, or None for the other messages."""
         ...
 
 
 class Worker(ABC):
-    """Computes steps. Only `start` has to be there."""
+    """A worker computes steps. Only `start` has to be there."""
 
     facts: Facts = Facts()
 
     @abstractmethod
     def start(self, message: Message, prepared: Any = None) -> Ticket:
-        """Begin a step. prepared: what `prepare` returned for it, where it was called.
+        """Begins a step and returns its ticket. prepared: what `prepare` returned for it, where it was called.
 
         Raises OutOfMemoryError where memory is too small for the step, RankError when a rank has failed.
         """
 
     def prepare(self, message: Message) -> Any:
-        """What `start` can do ahead, in any thread, while another step runs: for instance its tensors."""
+        """Returns what `start` can do ahead, in any thread, while another step runs: for instance its tensors."""
         return None
 
     def kv_slots(self, kv_memory: int | None) -> int:
-        """How many slots there is memory for, beside one that is never read. kv_memory: bytes that they may take;
-        None: what the device affords. Raises InputError where that is more than is free."""
+        """Returns how many slots there is memory for, beside one that is never read. kv_memory: bytes that they may
+        take; None: what the device affords. Raises InputError where that is more than is free."""
         return max(1, (kv_memory or 1 << 20) // self.facts.slot_bytes - 1)
 
     def forget(self, stream: int) -> None:  # noqa: B027
-        """No step of this stream follows. May be called at any time, while a step is being started too."""
+        """Lets go of a stream of which no step follows. It may be called at any time, while a step is being started
+        too."""
 
     def compile_seconds(self) -> float:
-        """Seconds spent on compiling kernels since this was asked last."""
+        """Returns the seconds spent on compiling kernels since this was asked last."""
         return 0.0
 
     def close(self) -> None:  # noqa: B027
-        """End what runs beside this process. No step can be started afterwards."""
+        """Ends what runs beside this process. No step can be started afterwards."""

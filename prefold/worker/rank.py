@@ -23,6 +23,7 @@ __all__ = ["main"]
 
 
 def main(pipe: Connection) -> None:
+    """Runs a rank until rank 0 closes the pipe; what goes wrong it says there, and ends the process."""
     # Ctrl-C reaches every process of a terminal: rank 0 says what is to be done about it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start: Start = pipe.recv()

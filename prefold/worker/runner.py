@@ -22,13 +22,13 @@ HEAD_ROWS = 256
 
 
 def head_blocks(rows: int) -> Iterator[slice]:
-    """The rows whose logits are wanted, as many at a time as may be."""
+    """Yields slices of the rows whose logits are wanted, as many rows at a time as may be."""
     for first in range(0, rows, HEAD_ROWS):
         yield slice(first, min(rows, first + HEAD_ROWS))
 
 
 class Reads:
-    """The ticket of a step: what it read, on its way from the device.
+    """A ticket of a step has what it read, on its way from the device.
 
     values, greedy  as of StepResult
     """
@@ -46,7 +46,7 @@ class Reads:
 
 
 def _fetch(tensor: Tensor) -> Tensor:
-    """The tensor on the host, or soon to be there."""
+    """Returns the tensor on the host, or soon to be there."""
     if not tensor.is_cuda:
         return tensor.cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -54,7 +54,7 @@ def _fetch(tensor: Tensor) -> Tensor:
 
 
 def run(model: CausalLM, batch: Batch, path: Path) -> tuple[Reads, Path]:
-    """The forward pass of a step and its read-out, not waited for, and the path above the next step.
+    """Runs the forward pass of a step, and returns its read-out, not waited for, and the path above the next step.
 
     On a rank other than 0 what is read of the whole vocabulary is empty.
     """
@@ -76,7 +76,7 @@ def run(model: CausalLM, batch: Batch, path: Path) -> tuple[Reads, Path]:
 
 
 def _logprobs(model: CausalLM, hidden: Tensor, batch: Batch) -> Reads:
-    """log softmax at each target's row; a row's log-sum-exp is computed once for all its targets."""
+    """Returns the log-probability of each target; a row's log-sum-exp is computed once for all its targets."""
     ids = batch.targets
     values = torch.empty(len(ids), dtype=torch.float32, device=hidden.device)
     greedy = torch.empty(len(ids), dtype=torch.bool, device=hidden.device)
@@ -98,7 +98,7 @@ def log_probs(logits: Tensor, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor
 
 
 def mean_pool(hidden: Tensor, batch: Batch, path: Path) -> tuple[Tensor, Tensor]:
-    """Mean over the path down to each key in `reads`, and the hidden states of the next path."""
+    """Returns the mean over the path down to each key in `reads`, and the hidden states of the next path."""
     new = hidden.float() if batch.scatter is None else hidden.float().index_select(0, batch.scatter)
     keys = new if path.hidden is None else torch.cat((path.hidden, new))
     means = keys.new_empty(0, keys.shape[1]) if batch.pool is None else mean_of_paths(keys, batch.pool)

@@ -19,7 +19,7 @@ __all__ = ["SlotReads"]
 
 
 class SlotReads:
-    """The ticket of a step over slots.
+    """A ticket of a step over slots has its tokens and numbers, on their way from the device.
 
     ids   int64 [reads], on the device, as of SlotResult
 
@@ -49,7 +49,7 @@ class SlotReads:
         self._came = Reads(self.ids)
 
     def result(self) -> SlotResult:
-        """Waits for the device."""
+        """Waits for the device, and returns what the step gave."""
         return SlotResult(
             self._came.result().values, self._logprobs, tuple(numbers.result() for numbers in self._numbers)
         )

@@ -16,7 +16,7 @@ from ..model.config import Plane
 from ..schedule.steps import SlotStep
 from .attend import heads_of
 
-__all__ = ["SlotAttend", "SlotBatch", "fill_in", "make_store", "prepare_slots", "slot_plans"]
+__all__ = ["SlotAttend", "SlotBatch", "fill_in", "forward", "make_store", "prepare_slots", "slot_plans"]
 
 
 def make_store(model: CausalLM, slots: int) -> KVStore:
@@ -26,12 +26,13 @@ def make_store(model: CausalLM, slots: int) -> KVStore:
 
 @dataclass(frozen=True, slots=True)
 class SlotBatch:
-    """What the forward pass of a step needs, on the device.
+    """A batch is what the forward pass of a step over slots needs, on the device.
 
-    read_rows    int64: rows whose hidden state is wanted; None: all of them, in order
-    plans        one per distinct attention window: every row queries
-    read_plans   the same with only the read rows as queries (the last layer)
-    adapters     which rows have a LoRA adapter
+    tokens, positions, slots  int64 [rows]
+    read_rows                 int64: rows whose hidden state is wanted; None: all of them, in order
+    plans                     by sliding window, every row queries
+    read_plans                by sliding window, only the read rows query: for the last layer
+    adapters                  which rows have a LoRA adapter
     """
 
     tokens: Tensor
@@ -91,7 +92,7 @@ def fill_in(tokens: Tensor, given: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SlotAttend:
-    """Attention of one step: its rows' K/V go into the store, then each row sees what its plan says."""
+    """`attend` of one step: its rows' K/V go into the store, then each row sees what its plan says."""
 
     store: KVStore
     batch: SlotBatch
@@ -99,7 +100,13 @@ class SlotAttend:
     scale: float
 
     def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [rows or read rows, heads, dim], k, v [rows, kv_heads, dim] -> o, shaped as q."""
+        """Returns attention of q [rows or read rows, heads, dim], shaped as q; stores k, v [rows, kv_heads, dim]."""
         self.store.write(plane, self.batch.slots, k, v)
         plans = self.batch.read_plans if len(q) < len(k) else self.batch.plans
         return self.store.attend(plane, q, plans[self.planes[plane].window], self.scale)
+
+
+def forward(model: CausalLM, store: KVStore, batch: SlotBatch) -> Tensor:
+    """Returns the hidden states of the rows of a step that are read, [rows, hidden]; its K/V is then in the store."""
+    attend = SlotAttend(store, batch, model.config.planes, model.config.scale)
+    return model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)

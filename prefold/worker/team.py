@@ -48,7 +48,7 @@ LAST_WORD_SECONDS = 5
 
 
 class Team(Worker):
-    """A worker made of `size` ranks on this machine, this process among them: it gives each message to all of them.
+    """A team is a worker made of `size` ranks on this machine, this process among them: it gives each message to all.
 
     It is made before the model is loaded, so that all load at once; then `join` is called with this rank's worker.
 
@@ -100,7 +100,8 @@ class Team(Worker):
             self._fail(error)
 
     def join(self, worker: LocalWorker) -> None:
-        """This rank's worker; waits until every rank has one. Raises RankError with what kept a rank from it."""
+        """Takes this rank's worker, and waits until every rank has one. Raises RankError with what kept a rank from
+        it."""
         self.local, self.facts = worker, worker.facts
         try:
             self._hear("ready")
@@ -111,7 +112,10 @@ class Team(Worker):
         return self.local.prepare(message)
 
     def start(self, message: Message, prepared: Any = None) -> Ticket:
-        """Raises RankError when a rank fails, and ever after: what was being computed is lost, and the ranks end."""
+        """Begins a step on all ranks, and returns the ticket of rank 0.
+
+        Raises RankError when a rank fails, and ever after: what was being computed is lost, and the ranks end.
+        """
         with self._turn:
             if self._failure is not None:
                 raise RankError(f"the ranks of this model have ended: {self._failure}") from self._failure
@@ -140,7 +144,7 @@ class Team(Worker):
             pipe.send_bytes(data)
 
     def close(self) -> None:
-        """End the other ranks. The model cannot be used any more."""
+        """Ends the other ranks. The model cannot be used any more."""
         with self._turn:
             self._failure = self._failure or RankError("the model was closed")
             self._end()
@@ -166,7 +170,7 @@ class Team(Worker):
         ours.send(start)
 
     def _hear(self, word: Literal["up", "ready"]) -> None:
-        """Wait for the word of every rank."""
+        """Waits for the word of every rank; raises RankError where one says something else, or nothing."""
         for rank, pipe in enumerate(self._pipes, 1):
             if not pipe.poll(START_SECONDS):
                 raise RankError(f"rank {rank} has not come up within {START_SECONDS} s")
@@ -175,7 +179,7 @@ class Team(Worker):
                 raise RankError(f"rank {rank}: {heard}")
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """End all ranks, and raise what is wrong: which rank did not do its part, or what failed here."""
+        """Ends all ranks, and raises what is wrong: which rank did not do its part, or what failed here."""
         blamed: RankError | None = None
         if isinstance(error, OutOfMemoryError):  # others have run the step: it cannot be given again in parts
             blamed = RankError(f"rank 0 failed: {error}")
@@ -190,7 +194,7 @@ class Team(Worker):
         raise error
 
     def _blame(self, error: BaseException) -> RankError:
-        """What the rank that failed said last, or how it ended, or that it is silent.
+        """Returns what the rank that failed said last, or how it ended, or that it is silent.
 
         Those that waited for it in a collective end too, without a word and with LEFT_ALONE.
         """
@@ -237,7 +241,7 @@ def _check_devices(device: torch.device, size: int) -> None:
 
 
 def _end(processes: list[subprocess.Popen[bytes]], pipes: list[Connection], meeting: Meeting) -> None:
-    """Ranks end when their pipe does; those that do not are made to."""
+    """Closes the pipes, at which ranks end; those that do not are made to."""
     for pipe in pipes:
         pipe.close()
     with contextlib.suppress(Exception):

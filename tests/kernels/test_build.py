@@ -46,7 +46,7 @@ def check_kernels(loaded: kernels.Kernels, *, rows: int = 90) -> None:
             q = torch.randn(rows - 5, heads, dim).to(dtype)
             k, v = (torch.randn(rows, kv_heads, dim).to(dtype) for _ in range(2))
             v[rows // 2] = torch.nan
-            out = loaded.attention(q, k, v, tiles, scale=0.2)
+            out = loaded.row_attention(q, k, v, tiles, scale=0.2)
             wanted = dense_attention(q.double(), k.double(), v.double(), visible, scale=0.2)
             torch.testing.assert_close(out.double(), wanted, rtol=0, atol=tolerance, equal_nan=True)
         x, weight = torch.randn(17, 36).to(dtype), torch.randn(70, 36).to(dtype)

@@ -119,7 +119,7 @@ void attend(const TileCall& call, const Packed<Format>& packed) {
 }
 
 template <class Format>
-void attend(const AttentionCall& call, Workspace& workspace) {
+void attend(const RowCall& call, Workspace& workspace) {
   attend(call.tiles, pack<Format>(call, workspace));
 }
 
@@ -132,7 +132,7 @@ void attend(const SlotCall& call) {
 }  // namespace prefold
 
 // 0, or 1 where memory is short.
-extern "C" int32_t prefold_attention(const prefold::AttentionCall* call, int32_t is_bf16) {
+extern "C" int32_t prefold_row_attention(const prefold::RowCall* call, int32_t is_bf16) {
   using namespace prefold;
   if (call->tiles.queries == 0) return 0;
   thread_local Workspace workspace;

@@ -8,7 +8,7 @@
 
 namespace prefold {
 
-// Queries, where their results go, and the keys each tile of them reads. Filled in by Python (library.py,
+// Queries, where their results go, and the keys each tile of them reads. Filled in by Python (calls.py,
 // class TileCall): same fields, same order. Strides are in elements; the last dimension is contiguous.
 struct TileCall {
   const void* q;
@@ -26,7 +26,7 @@ struct TileCall {
 };
 
 // Interval attention: keys as they lie, the `path` carried rows, then `rows` new ones.
-struct AttentionCall {
+struct RowCall {
   TileCall tiles;
   const void *k, *v, *path_k, *path_v;
   int64_t k_row, k_head, v_row, v_head, path_k_row, path_k_head, path_v_row, path_v_head;

@@ -126,15 +126,15 @@ void gate_mul(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row
     prefold::rope(x, cos_sin, weight, rows, heads, dim, row, head, eps, threads);                                  \
   }
 #define PREFOLD_EXPORT_GATE(name, Activation, E)                                                                   \
-  extern "C" void prefold_##name(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row,               \
-                                 int32_t threads) {                                                                \
+  extern "C" void prefold_gate_mul_##name(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row,      \
+                                          int32_t threads) {                                                       \
     prefold::gate_mul<prefold::Activation>(gate_up, out, rows, width, row, threads);                               \
   }
 
 PREFOLD_EXPORT_NORMED(float32, float, float)
 PREFOLD_EXPORT_NORMED(bfloat16, prefold::Bf16, prefold::Bf16)
 PREFOLD_EXPORT_NORMED(bfloat16_float32, prefold::Bf16, float)
-PREFOLD_EXPORT_GATE(silu_mul_float32, Silu, float)
-PREFOLD_EXPORT_GATE(silu_mul_bfloat16, Silu, prefold::Bf16)
-PREFOLD_EXPORT_GATE(gelu_mul_float32, GeluTanh, float)
-PREFOLD_EXPORT_GATE(gelu_mul_bfloat16, GeluTanh, prefold::Bf16)
+PREFOLD_EXPORT_GATE(silu_float32, Silu, float)
+PREFOLD_EXPORT_GATE(silu_bfloat16, Silu, prefold::Bf16)
+PREFOLD_EXPORT_GATE(gelu_tanh_float32, GeluTanh, float)
+PREFOLD_EXPORT_GATE(gelu_tanh_bfloat16, GeluTanh, prefold::Bf16)

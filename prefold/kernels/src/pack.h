@@ -107,7 +107,7 @@ bool pack_values(const Packed<Format>& packed, const RowSource<typename Format::
 }
 
 template <class Format>
-Packed<Format> pack(const AttentionCall& call, Workspace& workspace) {
+Packed<Format> pack(const RowCall& call, Workspace& workspace) {
   const int64_t kv_heads = call.tiles.kv_heads, dim = call.tiles.dim;
   using E = typename Format::Element;
   using Stored = typename Format::Stored;

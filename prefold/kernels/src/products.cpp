@@ -116,9 +116,10 @@ extern "C" int32_t prefold_linear_bfloat16(const Bf16* x, int64_t x_row, const u
   return prefold::linear<prefold::Bf16Words>(x, x_row, packed, bias, out, rows, columns, k, threads);
 }
 
-// The same with sums that stay float32.
-extern "C" int32_t prefold_head_bfloat16(const Bf16* x, int64_t x_row, const uint32_t* packed, const Bf16* bias,
-                                         float* out, int64_t rows, int64_t columns, int64_t k, int32_t threads) {
+// Of bfloat16, with sums that stay float32.
+extern "C" int32_t prefold_linear_bfloat16_float32(const Bf16* x, int64_t x_row, const uint32_t* packed,
+                                                   const Bf16* bias, float* out, int64_t rows, int64_t columns,
+                                                   int64_t k, int32_t threads) {
   return prefold::linear<prefold::Bf16Words>(x, x_row, packed, bias, out, rows, columns, k, threads);
 }
 

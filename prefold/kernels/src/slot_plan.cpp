@@ -332,10 +332,10 @@ extern "C" void prefold_slot_list_sizes(const void* handle, int64_t* sizes) {
   sizes[3] = static_cast<int64_t>(lists->own.size());
 }
 
-// tile_starts, run_offsets, mask_offsets [tiles + 1]; own_offsets [queries + 1]; runs, masked, own [.., 2].
-extern "C" void prefold_copy_slot_lists(const void* handle, int64_t* tile_starts, int64_t* run_offsets,
-                                        int64_t* mask_offsets, int64_t* own_offsets, prefold::Run* runs,
-                                        prefold::MaskedPair* masked, prefold::OwnRun* own) {
+// run_offsets, mask_offsets, tile_starts [tiles + 1]; runs, masked, own [.., 2]; own_offsets [queries + 1].
+extern "C" void prefold_copy_slot_lists(const void* handle, int64_t* run_offsets, int64_t* mask_offsets,
+                                        prefold::Run* runs, prefold::MaskedPair* masked, int64_t* tile_starts,
+                                        int64_t* own_offsets, prefold::OwnRun* own) {
   const auto* lists = static_cast<const prefold::SlotLists*>(handle);
   std::copy(lists->tile_starts.begin(), lists->tile_starts.end(), tile_starts);
   std::copy(lists->run_offsets.begin(), lists->run_offsets.end(), run_offsets);

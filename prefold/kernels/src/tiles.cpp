@@ -130,9 +130,9 @@ class TilePlanner {
 }  // namespace prefold
 
 // The lists of all tiles, or null where the intervals are not nested or memory is short (*not_nested says which).
-// positions may be null: no window. Free with prefold_free_tiles.
-extern "C" void* prefold_plan_tiles(const int64_t* end, const int64_t* rows, int64_t queries, const int64_t* positions,
-                                    int64_t window, int32_t* not_nested) {
+// positions may be null: no window. Free with prefold_free_row_lists.
+extern "C" void* prefold_plan_rows(const int64_t* end, const int64_t* rows, int64_t queries, const int64_t* positions,
+                                   int64_t window, int32_t* not_nested) {
   using namespace prefold;
   *not_nested = 0;
   TileLists* lists = nullptr;
@@ -155,16 +155,17 @@ extern "C" void* prefold_plan_tiles(const int64_t* end, const int64_t* rows, int
   }
 }
 
-extern "C" void prefold_tile_sizes(const void* handle, int64_t* tiles, int64_t* runs, int64_t* masked) {
+// Tiles, runs and masked pairs.
+extern "C" void prefold_row_list_sizes(const void* handle, int64_t* sizes) {
   const auto* lists = static_cast<const prefold::TileLists*>(handle);
-  *tiles = static_cast<int64_t>(lists->run_offsets.size()) - 1;
-  *runs = static_cast<int64_t>(lists->runs.size());
-  *masked = static_cast<int64_t>(lists->masked.size());
+  sizes[0] = static_cast<int64_t>(lists->run_offsets.size()) - 1;
+  sizes[1] = static_cast<int64_t>(lists->runs.size());
+  sizes[2] = static_cast<int64_t>(lists->masked.size());
 }
 
 // run_offsets, mask_offsets [tiles + 1]; runs [runs, 2]; masked [masked, 2].
-extern "C" void prefold_copy_tiles(const void* handle, int64_t* run_offsets, int64_t* mask_offsets, prefold::Run* runs,
-                                   prefold::MaskedPair* masked) {
+extern "C" void prefold_copy_row_lists(const void* handle, int64_t* run_offsets, int64_t* mask_offsets,
+                                       prefold::Run* runs, prefold::MaskedPair* masked) {
   const auto* lists = static_cast<const prefold::TileLists*>(handle);
   std::copy(lists->run_offsets.begin(), lists->run_offsets.end(), run_offsets);
   std::copy(lists->mask_offsets.begin(), lists->mask_offsets.end(), mask_offsets);
@@ -172,4 +173,4 @@ extern "C" void prefold_copy_tiles(const void* handle, int64_t* run_offsets, int
   std::copy(lists->masked.begin(), lists->masked.end(), masked);
 }
 
-extern "C" void prefold_free_tiles(void* handle) { delete static_cast<prefold::TileLists*>(handle); }
+extern "C" void prefold_free_row_lists(void* handle) { delete static_cast<prefold::TileLists*>(handle); }

@@ -1,0 +1,147 @@
+"""Interval attention on a CPU: plans as lists of keys, and attention over rows as they lie and over slots.
+
+The structures that the C functions are given, and the lists, are in calls.py.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref, c_int32, c_int64
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .calls import RowCall, RowLists, SlotCall, SlotLists, SlotPlane, TileCall, WriteCall
+from .interface import Family
+
+__all__ = ["MAX_HEAD_DIM", "AttentionKernels"]
+
+MAX_HEAD_DIM = 256
+
+
+class AttentionKernels(Family):
+    """Plans and computes attention. Tensors are of one of DTYPES on the CPU, the last dimension contiguous."""
+
+    @property
+    def stores_bf16_pairs(self) -> bool:
+        """Returns whether a store keeps bfloat16 as such, two numbers that are summed at once side by side; if not, it
+        keeps float32."""
+        return bool(self._calls["stores_bf16_pairs"]())
+
+    def plan_rows(
+        self, end: np.ndarray, query_rows: np.ndarray, positions: np.ndarray | None, window: int | None
+    ) -> RowLists:
+        """Returns the tiles of `query_rows`; contiguous int64 arrays, checked by the caller.
+
+        Raises ValueError where the intervals [j, end[j]) are not nested, or positions do not ascend along a path.
+        """
+        not_nested = c_int32()
+        handle = self._calls["plan_rows"](
+            end.ctypes.data,
+            query_rows.ctypes.data,
+            len(query_rows),
+            _address(positions),
+            window or 0,
+            byref(not_nested),
+        )
+        if not_nested.value:
+            raise ValueError("intervals are not nested")
+        return RowLists(**self._lists("row", handle, len(query_rows)))
+
+    def plan_slots(
+        self,
+        runs: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+        num_queries: int,
+        query_positions: np.ndarray | None,
+        window: int | None,
+        group: int,
+    ) -> SlotLists:
+        """Returns the tiles of queries over slots. runs: start, count, position, first, last of `attention.KeyRuns`.
+
+        Contiguous int64 arrays, checked by the caller.
+        """
+        addresses = (array.ctypes.data for array in runs)
+        handle = self._calls["plan_slots"](
+            *addresses, len(runs[0]), num_queries, _address(query_positions), window or 0, group
+        )
+        return SlotLists(**self._lists("slot", handle, num_queries))
+
+    def _lists(self, kind: Literal["row", "slot"], handle: int | None, num_queries: int) -> dict[str, Any]:
+        """Returns the lists of a plan in memory of Python's, and a call with their addresses; frees those of C."""
+        if not handle:
+            raise MemoryError("attention plan")
+        try:
+            sizes = (c_int64 * 4)()
+            self._calls[f"{kind}_list_sizes"](handle, sizes)
+            tiles, runs, masked, own = sizes
+            lists = {
+                "run_offsets": np.empty(tiles + 1, np.int64),
+                "mask_offsets": np.empty(tiles + 1, np.int64),
+                "runs": np.empty((runs, 2), np.int32),
+                "masked": np.empty((masked, 2), np.uint32),
+            }
+            if kind == "slot":
+                lists["tile_starts"] = np.empty(tiles + 1, np.int64)
+                lists["own_offsets"] = np.empty(num_queries + 1, np.int64)
+                lists["own"] = np.empty((own, 2), np.int32)
+            addresses = {name: array.ctypes.data for name, array in lists.items()}
+            self._calls[f"copy_{kind}_lists"](handle, *addresses.values())
+        finally:
+            self._calls[f"free_{kind}_lists"](handle)
+        return lists | {"call": TileCall(tiles=tiles, **addresses)}
+
+    def row_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lists: RowLists,
+        *,
+        scale: float,
+        path_k: Tensor | None = None,
+        path_v: Tensor | None = None,
+    ) -> Tensor:
+        """Returns softmax(q k^T * scale) v over the keys that `lists` lists; arguments and result as of
+        `prefold.attention.RowAttention.attend`. At most MAX_HEAD_DIM numbers a head; scale > 0."""
+        call = RowCall(lists.call, rows=len(k), path=0 if path_k is None else len(path_k))
+        for name, tensor in (("k", k), ("v", v), ("path_k", path_k), ("path_v", path_v)):
+            if tensor is not None:
+                setattr(call, name, tensor.data_ptr())
+                setattr(call, f"{name}_row", tensor.stride(0))
+                setattr(call, f"{name}_head", tensor.stride(1))
+        return self._attend("row_attention", call, q, k.shape[1], scale)
+
+    def slot_attention(self, plane: SlotPlane, q: Tensor, lists: SlotLists, scale: float) -> Tensor:
+        """Returns softmax(q k^T * scale) v over the slots that `lists` lists, [queries, heads, dim] as q is."""
+        return self._attend("slot_attention", SlotCall(lists.call, plane), q, plane.kv_heads, scale)
+
+    def _attend(self, name: str, call: RowCall | SlotCall, q: Tensor, kv_heads: int, scale: float) -> Tensor:
+        """Fills in what rows and slots have in common, calls, and returns the result."""
+        out, tiles = torch.empty(q.shape, dtype=q.dtype), call.tiles
+        tiles.q, tiles.out = q.data_ptr(), out.data_ptr()
+        tiles.q_row, tiles.q_head, _ = q.stride()
+        tiles.queries, tiles.heads, tiles.dim = q.shape
+        tiles.kv_heads, tiles.scale, tiles.threads = kv_heads, scale, torch.get_num_threads()
+        if self._calls[name](byref(call), q.dtype == torch.bfloat16):
+            raise MemoryError("attention workspace")
+        return out
+
+    def write_slots(self, plane: SlotPlane, slots: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Puts rows k, v [n, kv_heads, dim] into int64 slots [n], and returns True; False where a slot is out of range:
+        then nothing is written."""
+        call = WriteCall(
+            plane,
+            slots.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            *k.stride()[:2],
+            *v.stride()[:2],
+            len(slots),
+            torch.get_num_threads(),
+        )
+        return not self._calls["write_slots"](byref(call), k.dtype == torch.bfloat16)
+
+
+def _address(array: np.ndarray | None) -> int | None:
+    return None if array is None else array.ctypes.data

@@ -1,0 +1,65 @@
+"""Products with matrices that `pack_words` has packed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from .interface import DTYPES, Family
+
+__all__ = ["ProductKernels"]
+
+
+class ProductKernels(Family):
+    """Multiplies rows by packed matrices. What is multiplied is of one dtype, float32 or bfloat16, on the CPU."""
+
+    def has_products(self, dtype: torch.dtype) -> bool:
+        """Returns whether `linear` is as fast here as the processor's vectors allow."""
+        return dtype in DTYPES and bool(self._calls["has_products"](dtype == torch.bfloat16))
+
+    def linear(
+        self, x: Tensor, packed: Tensor, columns: int, bias: Tensor | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Returns x [rows, k] times the packed matrix, plus bias [columns]: [rows, columns], of x's dtype.
+
+        out: contiguous memory for it; in float32 it takes the sums of bfloat16 as they are. Raises ValueError where
+        there is no such product.
+        """
+        if out is None:
+            out = torch.empty((len(x), columns), dtype=x.dtype)
+        return self._multiply(("linear", x.dtype, out.dtype), x, packed, columns, bias, out)
+
+    def gated_linear(self, x: Tensor, packed: Tensor, width: int, bias: Tensor | None, activation: str) -> Tensor:
+        """Returns activation(gate) * up [rows, width] of x [rows, k]; activation "silu" or "gelu_tanh".
+
+        The matrix and bias [2 * width] hold sixteen columns of gate, sixteen of up, and so on. Raises ValueError where
+        there is no such product.
+        """
+        out = torch.empty((len(x), width), dtype=x.dtype)
+        return self._multiply(("gated_linear", activation, x.dtype), x, packed, width, bias, out)
+
+    def _multiply(
+        self, key: Hashable, x: Tensor, packed: Tensor, columns: int, bias: Tensor | None, out: Tensor
+    ) -> Tensor:
+        """Calls a product and returns out [rows, columns]; columns: as the C function counts them."""
+        function, (rows, size) = self._calls.get(key), x.shape
+        if function is None or not x.is_cpu or size * x.itemsize != packed.shape[1] * 4:
+            raise ValueError(f"no product of {x.dtype} {list(x.shape)} on {x.device} with {list(packed.shape)} words")
+        if x.stride()[1] != 1:
+            x = x.contiguous()
+        short = function(
+            x.data_ptr(),
+            x.stride()[0],
+            packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            rows,
+            columns,
+            size,
+            torch.get_num_threads(),
+        )
+        if short:
+            raise MemoryError("linear")
+        return out
