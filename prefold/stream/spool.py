@@ -139,7 +139,7 @@ class Spool:
         self.finish_adding()
         requests = self._sorted_requests() if share else self._arrived_requests()
         windows = cut_into_windows(requests, max_tokens=max_tokens, is_sorted=share)
-        return Windows(windows, max_tokens, self.order if share else None)
+        return Windows(windows, max_tokens, self.order)
 
     def order(self) -> Order:
         """Returns the sorted requests with an index, for readers of ranges; what is on disk is merged there, once."""

@@ -106,10 +106,10 @@ class Windows(Iterator[Window]):
     """Yields the windows of a spool; whoever would rather read ranges of its sorted order finds that in `order`.
 
     max_tokens  tokens of a window
-    order       returns the order that the windows are consecutive pieces of; None where they are not sorted
+    order       returns the requests in that order; the windows are consecutive pieces of it, where they are sorted
     """
 
-    def __init__(self, windows: Iterator[Window], max_tokens: int, order: Callable[[], Order] | None):
+    def __init__(self, windows: Iterator[Window], max_tokens: int, order: Callable[[], Order]):
         self.max_tokens, self.order = max_tokens, order
         self._windows = windows
 

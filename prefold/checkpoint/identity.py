@@ -1,0 +1,31 @@
+"""Says which model a checkpoint is, so that two of them can be told apart without reading their weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["folder_digest", "model_identity"]
+
+
+def model_identity(checkpoint: Any) -> dict[str, Any]:
+    """Returns a model's name, format, and a digest of its files."""
+    files = "" if checkpoint.path is None else folder_digest(checkpoint.path)
+    content = json.dumps([checkpoint.config, files], sort_keys=True, default=str)
+    digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+    return {"name": checkpoint.name, "format": checkpoint.format, "digest": digest}
+
+
+def folder_digest(path: Path) -> str:
+    """Returns a digest of a checkpoint's files: of the names and sizes of weights, and the contents of small files."""
+    files = [path]
+    if path.is_dir():
+        files = [file for pattern in ("*", "*/config.json") for file in path.glob(pattern) if file.is_file()]
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(files):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        if file.suffix in (".json", ".jinja"):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

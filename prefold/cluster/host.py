@@ -1,0 +1,155 @@
+"""A replica from the inside: an engine in a thread of its own, leases that come in, reports that go out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ..checkpoint.identity import model_identity
+from ..engine.meter import StepInfo
+from ..stream import Window
+from .replicas import Call, Facts, Report, place_of
+
+__all__ = ["ReplicaHost", "facts_of"]
+
+# A replica whose device computes ahead ends its engine's run when no lease has come for so long: only then the last
+# step's results are taken.
+_IDLE_SECONDS = 0.05
+_LONGEST_WAIT = 0.5
+
+
+class _Run:
+    """One run on its way: its call, the windows that wait, and how many requests are under way."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        self.windows: SimpleQueue[Window | None] = SimpleQueue()
+        self.has_ended = False
+        self.open = 0
+
+    def end(self) -> None:
+        self.has_ended = True
+        self.windows.put(None)
+
+    def taken(self, timeout: float | None) -> Iterator[Window]:
+        """Yields windows as they come, for numeric runs; ends with the run, or when none has come for a while."""
+        try:
+            while not self.has_ended and (window := self.windows.get(timeout=timeout)) is not None:
+                yield window
+        except Empty:
+            return
+
+    def taken_or_none(self) -> Iterator[Window | None]:
+        """Yields windows as they come, and None where none is there while requests are running."""
+        while not self.has_ended:
+            try:
+                window = self.windows.get(block=not self.open)
+            except Empty:
+                yield None
+                continue
+            if window is None:
+                return
+            self.open += window.num_requests
+            yield window
+
+
+class ReplicaHost:
+    """Runs what it is given on the engine of an LLM (or of another object with an `engine`). Any thread may call it."""
+
+    def __init__(self, llm: Any, facts: Facts):
+        self.facts = facts
+        self._engine, self._tokenizer = llm.engine, getattr(llm, "tokenizer", None)
+        self._engine.reset_stats()
+        self._runs: SimpleQueue[_Run] = SimpleQueue()
+        self._run: _Run | None = None
+        self._report = Report()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._work, name="prefold-replica", daemon=True).start()
+
+    def begin(self, call: Call) -> None:
+        """Begins a run; the one before it ends."""
+        self.end()
+        self._run = _Run(call)
+        self._runs.put(self._run)
+
+    def give(self, windows: list[Window]) -> None:
+        """Takes in windows for the run."""
+        if self._run is not None:
+            for window in windows:
+                self._run.windows.put(window)
+
+    def end(self) -> None:
+        """Ends the run; what has not been answered is dropped."""
+        if self._run is not None:
+            self._run.end()
+            self._run = None
+
+    def report(self, wait: float = _LONGEST_WAIT) -> Report:
+        """Returns what was done since the last report; waits a little where nothing was done."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._report.answers or self._report.steps or self._report.failure, wait)
+            self._report, report = Report(), self._report
+            if report.steps or report.answers:
+                report.stats = self._engine.reset_stats()
+        now = time.perf_counter()
+        report.steps = [replace(step, started=now - step.started) for step in report.steps]
+        return report
+
+    def _work(self) -> None:
+        while True:
+            run = self._runs.get()
+            try:
+                self._serve(run)
+            except BaseException as error:
+                with self._changed:
+                    self._report.failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                    self._changed.notify()
+                return
+
+    def _serve(self, run: _Run) -> None:
+        call, engine = run.call, self._engine
+        how: dict[str, Any] = {"sharing": call.sharing, "on_step": self._step, "stopping": lambda: run.has_ended}
+        if call.readout.kind != "tokens":
+            how["max_batch_rows"] = call.max_batch_rows
+        depth = getattr(getattr(engine, "worker", None), "facts", None)
+        timeout = None if getattr(depth, "depth", 1) == 1 else _IDLE_SECONDS
+        while not run.has_ended:
+            if call.readout.kind == "tokens":
+                results = engine.generate(run.taken_or_none(), self._tokenizer if call.text else None, **how)
+            else:
+                results = engine.run(run.taken(timeout), call.readout, **how)
+            with closing(results):
+                for tag, answer in results:
+                    run.open -= 1
+                    with self._changed:
+                        self._report.answers.append((*place_of(tag), answer))
+                        self._changed.notify()
+                    if run.has_ended:
+                        return
+
+    def _step(self, step: StepInfo) -> None:
+        with self._changed:
+            self._report.steps.append(step)
+            self._changed.notify()
+
+
+def facts_of(llm: Any) -> Facts:
+    """Returns what a replica says of an LLM."""
+    import torch
+
+    from .. import __version__
+
+    identity = {
+        "prefold": __version__,
+        "torch": torch.__version__,
+        "weights": model_identity(llm.checkpoint)["digest"],
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "adapters": ", ".join(llm.engine.adapters),
+    }
+    engine = llm.engine
+    return Facts(identity, engine.max_batch_rows, engine.options.generation.max_running, identity["dtype"])

@@ -1,0 +1,317 @@
+"""Who computes which requests of a stream whose order is known: segments, leases, stealing, and what becomes of what
+a lost replica had. Plain Python: no I/O, and the clock is handed in.
+
+    leases.admit(now)                   work goes to replicas that run out of it
+    lease = leases.plan()               reads the books, changes nothing; None: nobody can take more now
+    leases.begin(lease, now)            it has been sent
+    fresh = leases.commit(number, places, now)
+    blamed = leases.lose(replica, now)  its work goes out again, but for requests that two replicas died of
+
+A request is named by its place in the order. Each replica has a segment of it and takes small leases off its front, so
+that only requests that have not begun are moved when others run out of work. Every request is fresh once: an answer
+to a lease that is over, or a second answer, is dropped.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..prefix import Segment, StreamCost
+
+__all__ = ["Lease", "LeaseOptions", "Leases"]
+
+_SPEED_SECONDS = 20.0  # what was measured longer ago counts for less than 1/e
+
+
+class Lease(NamedTuple):
+    """A lease is the requests start <= place < stop, given to a replica under a number.
+
+    suspect: a replica was lost while it worked on this request, which is the only one of the lease.
+    """
+
+    number: int
+    replica: Hashable
+    start: int
+    stop: int
+    suspect: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOptions:
+    """Says how large leases are, and when a replica is given up.
+
+    seconds     what a lease takes about
+    least       cost below which work is not divided any further
+    most        cost of a lease, at most
+    waiting     requests that a replica shall have at least, beside two leases
+    begun       requests, and cost, that a replica may have begun at once: these are under suspicion when it is lost
+    alone       a request under suspicion runs while its replica has nothing else
+    patience    seconds without any progress after which a replica that has work is given up
+    """
+
+    seconds: float = 2.0
+    least: float = 1.0
+    most: float = math.inf
+    waiting: int = 0
+    begun: tuple[int, float] = (1 << 30, math.inf)
+    alone: bool = True
+    patience: float = 300.0
+
+
+@dataclass(slots=True)
+class _Open:
+    lease: Lease
+    left: set[int]
+
+
+@dataclass(slots=True)
+class _Replica:
+    """What a replica has to do. is_ready: it can take leases; before that its segment waits for it."""
+
+    segment: list[Segment] = field(default_factory=list)
+    open: dict[int, _Open] = field(default_factory=dict)
+    is_ready: bool = False
+    done: float = 0.0  # cost and seconds of work, of late
+    seconds: float = 0.0
+    measured: float = 0.0  # when they were added up last
+    heard: float = 0.0
+
+    @property
+    def suspects(self) -> list[int]:
+        return [next(iter(entry.left)) for entry in self.open.values() if entry.lease.suspect and entry.left]
+
+
+class Leases:
+    """Holds the books of one job on a fleet.
+
+    cost      of the job's requests, in their order
+    replicas  those that are there or shall come; the stream is cut into a segment for each
+    numbers   where the leases' numbers come from
+    """
+
+    def __init__(
+        self,
+        cost: StreamCost,
+        replicas: Iterable[Hashable],
+        options: LeaseOptions = LeaseOptions(),
+        *,
+        numbers: Iterator[int] | None = None,
+    ):
+        self.cost, self.options = cost, options
+        self.num_left = cost.num_prompts
+        self.steals = 0
+        self.moved = 0  # requests that were sent again because a replica was lost
+        self._numbers = itertools.count() if numbers is None else numbers
+        self._next = next(self._numbers)
+        self._replicas = {replica: _Replica() for replica in replicas}
+        self._free: list[Segment] = []  # of nobody
+        self._suspects: list[int] = []  # a heap
+        if self._replicas:
+            segments = cost.cut(0, cost.num_prompts, [1.0] * len(self._replicas))
+            for replica, segment in zip(self._replicas.values(), segments, strict=True):
+                replica.segment = [segment] if segment.start < segment.stop else []
+        elif cost.num_prompts:
+            self._free = [Segment(0, cost.num_prompts)]
+
+    @property
+    def replicas(self) -> tuple[Hashable, ...]:
+        """Returns the replicas that are there or shall come."""
+        return tuple(self._replicas)
+
+    def open_leases(self, replica: Hashable) -> tuple[Lease, ...]:
+        """Returns what a replica was given and has not answered in full."""
+        return tuple(entry.lease for entry in self._replicas[replica].open.values())
+
+    # ------------------------------------------------------------------------------------------ who is there
+
+    def join(self, replica: Hashable, now: float) -> None:
+        """Notes that a replica can take leases; also one that was not expected."""
+        entry = self._replicas.setdefault(replica, _Replica())
+        entry.is_ready, entry.heard, entry.measured = True, now, now
+
+    def expect(self, replica: Hashable) -> None:
+        """Notes that a replica shall come."""
+        self._replicas.setdefault(replica, _Replica())
+
+    def heard(self, replica: Hashable, now: float) -> None:
+        """Notes that a replica makes progress."""
+        if replica in self._replicas:
+            self._replicas[replica].heard = now
+
+    def hung(self, now: float) -> list[Hashable]:
+        """Returns the replicas that have work and have made no progress for longer than is waited for."""
+        late = now - self.options.patience
+        return [name for name, replica in self._replicas.items() if replica.open and replica.heard < late]
+
+    def lose(self, replica: Hashable, now: float) -> list[int]:
+        """Takes back what a replica has, which is gone; returns the requests that are given up.
+
+        Those are the ones that ran under suspicion: another replica was lost with them before. Otherwise what the
+        replica may have begun is under suspicion from now on. A replica that is not known has nothing.
+        """
+        entry = self._replicas.pop(replica, None)
+        if entry is None:
+            return []
+        self._free += entry.segment
+        blamed = entry.suspects
+        begun, cost = (0, 0.0) if blamed else self.options.begun
+        rest = []
+        for open_ in entry.open.values():
+            for place in sorted(open_.left):
+                if open_.lease.suspect:
+                    continue
+                self.moved += 1
+                if begun > 0 and cost > 0:
+                    heapq.heappush(self._suspects, place)
+                    begun, cost = begun - 1, cost - self.cost.of(place, place + 1)
+                else:
+                    rest.append(place)
+        self._free += _ranges(sorted(rest))
+        self.num_left -= len(blamed)
+        return blamed
+
+    # ------------------------------------------------------------------------------------------------- work
+
+    def admit(self, now: float) -> None:
+        """Gives work to replicas that run out of it: what is nobody's, or a part of what another has not begun."""
+        if not self._replicas:
+            return
+        mean = self._mean_speed()
+        for name, replica in self._replicas.items():
+            if not replica.is_ready or replica.segment or not self._wants(replica):
+                continue
+            if self._free:
+                self._free.sort(key=lambda segment: self.cost.of(*segment))
+                replica.segment = [self._free.pop()]
+            else:
+                self._steal(name, mean)
+
+    def _steal(self, thief: Hashable, mean: float) -> None:
+        """Cuts what the slowest has not begun in two, so that both end at the same time."""
+        mine = self._replicas[thief]
+        others = [r for name, r in self._replicas.items() if name != thief and r.segment]
+        if not others:
+            return
+        victim = max(others, key=lambda r: self._left(r) / self._speed(r, mean))
+        *before, last = victim.segment
+        busy = [self._open_cost(victim) + sum(self.cost.of(*s) for s in before), self._open_cost(mine)]
+        kept, stolen = self.cost.cut(*last, [self._speed(victim, mean), self._speed(mine, mean)], busy=busy)
+        if stolen.start == stolen.stop or self.cost.of(*stolen) < self.options.least:
+            if victim.is_ready or mine.open:
+                return
+            kept, stolen = Segment(last.start, last.start), last  # nobody knows when its owner comes
+        victim.segment = [*before, kept] if kept.start < kept.stop else before
+        mine.segment = [stolen]
+        self.steals += 1
+
+    def plan(self) -> Lease | None:
+        """Returns the next lease to be sent, None where no replica can take more."""
+        mean = self._mean_speed()
+        for name, replica in self._replicas.items():
+            if not replica.is_ready:
+                continue
+            suspects = replica.suspects
+            if self._suspects and not suspects and not (self.options.alone and replica.open):
+                place = self._suspects[0]
+                if not (self.options.alone and replica.segment):  # what is certain goes first
+                    return Lease(self._next, name, place, place + 1, suspect=True)
+            if replica.segment and self._wants(replica):
+                start, stop = replica.segment[0]
+                return Lease(self._next, name, start, self.cost.reach(start, stop, self._size(replica, mean)))
+        return None
+
+    def begin(self, lease: Lease, now: float) -> None:
+        """Enters a lease that `plan` returned as sent."""
+        replica = self._replicas[lease.replica]
+        assert lease.number == self._next
+        self._next = next(self._numbers)
+        if lease.suspect:
+            assert heapq.heappop(self._suspects) == lease.start
+        else:
+            start, stop = replica.segment[0]
+            assert start == lease.start < lease.stop <= stop
+            replica.segment[:1] = [Segment(lease.stop, stop)] if lease.stop < stop else []
+        if not replica.open:
+            replica.heard = replica.measured = now
+        replica.open[lease.number] = _Open(lease, set(range(lease.start, lease.stop)))
+
+    def commit(self, replica: Hashable, number: int, places: Iterable[int], now: float) -> list[int]:
+        """Takes answers to a lease, and returns the places whose answers are the first and the only ones."""
+        entry = self._replicas.get(replica)
+        open_ = None if entry is None else entry.open.get(number)
+        if entry is None or open_ is None:
+            return []
+        fresh = []
+        for place in places:
+            if place in open_.left:
+                open_.left.discard(place)
+                fresh.append(place)
+        decay = math.exp((entry.measured - now) / _SPEED_SECONDS)
+        entry.done = entry.done * decay + sum(self.cost.own(place) for place in fresh)
+        entry.seconds = entry.seconds * decay + (now - entry.measured)
+        entry.heard = entry.measured = now
+        if not open_.left:
+            del entry.open[number]
+        self.num_left -= len(fresh)
+        return fresh
+
+    # ------------------------------------------------------------------------------------------------ sums
+
+    def _wants(self, replica: _Replica) -> bool:
+        if self.options.alone and replica.suspects:
+            return False
+        num_open = sum(len(entry.left) for entry in replica.open.values())
+        return len(replica.open) < 2 or num_open < self.options.waiting
+
+    def _speed(self, replica: _Replica, mean: float) -> float:
+        """Returns the cost that a replica does in a second; of one that has not been measured, what others do."""
+        return replica.done / replica.seconds if replica.done > 0 and replica.seconds > 0 else mean
+
+    def _mean_speed(self) -> float:
+        known = [r.done / r.seconds for r in self._replicas.values() if r.done > 0 and r.seconds > 0]
+        return sum(known) / len(known) if known else 1.0
+
+    def _open_cost(self, replica: _Replica) -> float:
+        return sum(self.cost.own(place) for entry in replica.open.values() for place in entry.left)
+
+    def _left(self, replica: _Replica) -> float:
+        return self._open_cost(replica) + sum(self.cost.of(*segment) for segment in replica.segment)
+
+    def _size(self, replica: _Replica, mean: float) -> float:
+        """Returns the cost of a replica's next lease: small before anything is measured, and near the end."""
+        o = self.options
+        if not (replica.done > 0 and replica.seconds > 0):
+            return o.least
+        left = sum(self.cost.of(*segment) for segment in replica.segment)
+        return max(o.least, min(o.most, self._speed(replica, mean) * o.seconds, left / 4))
+
+    def check(self) -> None:
+        """Raises AssertionError where a request is in two places, or in none."""
+        found: list[int] = list(self._suspects)
+        segments = list(self._free)
+        for replica in self._replicas.values():
+            segments += replica.segment
+            found += [place for entry in replica.open.values() for place in entry.left]
+            assert len(replica.suspects) <= 1
+            assert not (self.options.alone and replica.suspects) or len(replica.open) == 1
+            assert all(entry.left for entry in replica.open.values())
+        for start, stop in segments:
+            assert 0 <= start < stop <= self.cost.num_prompts
+            found += range(start, stop)
+        assert len(found) == len(set(found)) == self.num_left, (len(found), len(set(found)), self.num_left)
+
+
+def _ranges(places: list[int]) -> list[Segment]:
+    """Returns ascending places as ranges."""
+    out: list[Segment] = []
+    for place in places:
+        if out and out[-1].stop == place:
+            out[-1] = Segment(out[-1].start, place + 1)
+        else:
+            out.append(Segment(place, place + 1))
+    return out

@@ -1,0 +1,146 @@
+"""What passes between a fleet and its replicas, and the one protocol of all kinds of replicas."""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..engine.meter import StepInfo
+from ..stream import Order, Window
+from ..stream.window import cut_into_windows
+from ..types import Readout, Sharing, Stats
+
+__all__ = ["Call", "Event", "Facts", "Lost", "Ready", "Replicas", "Report", "lease_windows", "place_of"]
+
+_TAG = struct.Struct("<QQ")  # number of the lease, place of the request in the order
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a replica says of itself when it is ready. Replicas of a fleet must agree in `identity`.
+
+    identity      names what results depend on (versions, weights, dtype), {what: value}
+    max_rows      rows of a step, at most
+    max_running   sequences that run at once, at most
+    dtype         what it computes in
+    """
+
+    identity: dict[str, str] = field(default_factory=dict)
+    max_rows: int = 4096
+    max_running: int = 256
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is asked of every request of a run.
+
+    text  whether generated tokens are made text of; a replica has a tokenizer of its own
+    """
+
+    readout: Readout
+    sharing: Sharing = "full"
+    max_batch_rows: int | None = None
+    text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Says that a replica has loaded its model."""
+
+    facts: Facts
+
+
+@dataclass(slots=True)
+class Report:
+    """What a replica did since its last report.
+
+    answers  (number of the lease, place of the request, what it gave), what it gave as `results_of` yields it
+    steps    of its engine, `started` in seconds before the report
+    stats    of its engine, to be added up
+    failure  why its engine cannot go on
+    """
+
+    answers: list[tuple[int, int, Any]] = field(default_factory=list)
+    steps: list[StepInfo] = field(default_factory=list)
+    stats: Stats | None = None
+    failure: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Says that a replica is gone, with everything it had. returns: whether it is started anew."""
+
+    reason: str
+    returns: bool = False
+
+
+Event = Ready | Report | Lost
+
+
+class Replicas(ABC):
+    """The replicas of a fleet, each known by its name. None of the methods waits for a replica.
+
+    After `start` they are told of by `tell(name, event)`, from any thread: Ready, then Reports, and Lost when one is
+    gone; and Ready again when it has come back. What was asked of a replica reaches it in that order.
+    """
+
+    names: Sequence[str] = ()
+
+    @abstractmethod
+    def start(self, tell: Callable[[str, Event], None]) -> None:
+        """Begins to load the models."""
+
+    @abstractmethod
+    def begin(self, name: str, call: Call) -> None:
+        """Begins a run on a replica that is ready; the run before it ends."""
+
+    @abstractmethod
+    def give(self, name: str, windows: list[Window]) -> None:
+        """Gives a replica a lease's windows."""
+
+    @abstractmethod
+    def end(self, name: str) -> None:
+        """Ends the run; what has not been answered is dropped."""
+
+    @abstractmethod
+    def kill(self, name: str) -> None:
+        """Kills a replica that hangs, or has failed. `Lost` follows."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends all replicas."""
+
+
+def lease_windows(
+    order: Order, number: int, start: int, stop: int, *, max_tokens: int, before: int | None
+) -> tuple[list[Window], list[bytes]]:
+    """Returns (the windows of a lease, the tags of its requests), the windows tagged for `place_of`.
+
+    before: the last request that the replica was given in this run, whose path it holds; None: there is none.
+    """
+    windows: list[Window] = []
+    tags: list[bytes] = []
+    for window in cut_into_windows(order.read(start, stop), max_tokens=max_tokens, is_sorted=True):
+        places = range(start + len(tags), start + len(tags) + window.num_requests)
+        tags += window.tags
+        windows.append(replace(window, tags=[_TAG.pack(number, place) for place in places]))
+    if windows and before is not None:
+        windows[0] = replace(windows[0], common=order.common(before, start))
+    return windows, tags
+
+
+def place_of(tag: bytes) -> tuple[int, int]:
+    """Returns (number of the lease, place of the request) of a request in `lease_windows`."""
+    number, place = _TAG.unpack(tag)
+    return number, place
+
+
+def requests_of(windows: Sequence[Window]) -> Iterator[tuple[int, int, Any]]:
+    """Yields (number of the lease, place, Request) of every request."""
+    for window in windows:
+        for number, tag in enumerate(window.tags):
+            yield *place_of(tag), window.request(number)

@@ -1,0 +1,102 @@
+"""Replicas that are threads of this process, around engines that need no model; and the faults they can have."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from prefold.cluster.host import ReplicaHost
+from prefold.cluster.replicas import Facts, Lost, Ready, Replicas
+from tests.job.fakes import FakeEngine
+
+
+class SlowEngine(FakeEngine):
+    """`FakeEngine` with the options of a real engine, which can be made to fail, or to hang, at a request."""
+
+    def __init__(self, before: Any = None):
+        super().__init__("full", before=before)
+
+    def run(self, windows: Any, readout: Any, *, on_step: Any = None, stopping: Any = None, **_: Any) -> Iterator:
+        return super().run(windows, readout, on_step=on_step)
+
+    def generate(self, windows: Any, tokenizer: Any, *, on_step: Any = None, stopping: Any = None, **_: Any):
+        return super().generate((window for window in windows if window is not None), tokenizer, on_step=on_step)
+
+
+class ThreadReplicas(Replicas):
+    """Each replica a thread. before(name, tokens): called with every request; loads: seconds, or why it fails."""
+
+    def __init__(self, names, *, before=None, loads=None, facts=None, returns=False):
+        self.names = list(names)
+        self.before, self.loads, self.returns = before, loads or {}, returns
+        self.facts = facts or {}
+        self.hosts: dict[str, ReplicaHost] = {}
+        self.killed: list[str] = []
+        self.given: dict[str, int] = dict.fromkeys(self.names, 0)
+        self.windows: list[tuple[str, Any]] = []
+        self.closed = False
+
+    def start(self, tell):
+        self.tell = tell
+        for name in self.names:
+            threading.Thread(target=self._serve, args=(name,), daemon=True).start()
+
+    def _serve(self, name):
+        load = self.loads.get(name, 0)
+        if isinstance(load, str):
+            self.tell(name, Lost(load))
+            return
+        time.sleep(load)
+        engine = SlowEngine()
+        facts = self.facts.get(name, Facts({"prefold": "1"}, max_rows=64, max_running=4))
+        host = self.hosts[name] = ReplicaHost(SimpleNamespace(engine=engine), facts)
+        if self.before is not None:
+            engine.run, engine.generate = self._watched(name, engine.run), self._watched(name, engine.generate)
+        self.tell(name, Ready(facts))
+        while not self.closed and self.hosts.get(name) is host:
+            report = host.report(0.02)
+            if self.hosts.get(name) is host:
+                self.tell(name, report)
+
+    def _watched(self, name, run):
+        def watched(windows, *arguments, **options):
+            def seen():
+                for window in windows:
+                    for number in range(0 if window is None else window.num_requests):
+                        self.before(name, window.request(number).tokens)
+                    yield window
+
+            return run(seen(), *arguments, **options)
+
+        return watched
+
+    def begin(self, name, call):
+        self.hosts[name].begin(call)
+
+    def give(self, name, windows):
+        self.given[name] += sum(window.num_requests for window in windows)
+        self.windows += [(name, window) for window in windows]
+        if name in self.hosts:
+            self.hosts[name].give(windows)
+
+    def end(self, name):
+        if name in self.hosts:
+            self.hosts[name].end()
+
+    def kill(self, name):
+        self.lose(name, "killed")
+
+    def lose(self, name, reason):
+        self.killed.append(name)
+        self.hosts.pop(name).end()
+        self.tell(name, Lost(reason, self.returns))
+        if self.returns:
+            threading.Thread(target=self._serve, args=(name,), daemon=True).start()
+
+    def close(self):
+        self.closed = True
+        for host in self.hosts.values():
+            host.end()

@@ -1,0 +1,208 @@
+"""A fleet of threads in place of an engine: the same answers, once each, whatever becomes of its replicas."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from prefold.cluster.fleet import Fleet
+from prefold.cluster.replicas import Facts
+from prefold.errors import InputError, JobError
+from prefold.stream import Spool
+from prefold.types import Readout, Request, Sampling
+from tests.job.fakes import FakeEngine
+
+from .fakes import ThreadReplicas
+
+
+def filled(num=400, generate=False, **options) -> Spool:
+    rng = np.random.default_rng(0)
+    spool = Spool(**options)
+    for number in range(num):
+        tokens = np.concatenate(([97 + number % 5] * 12, rng.integers(97, 123, rng.integers(1, 20))))
+        sampling = Sampling(max_tokens=5, seed=number) if generate else None
+        spool.add(Request(tokens, None, sampling=sampling), b"tag %d" % number)
+    return spool
+
+
+def plain(found) -> list:
+    """Answers that can be compared, by tag."""
+    return sorted((tag, a.values.tolist() if hasattr(a, "values") else a) for tag, a in found)
+
+
+def expected(num=400, generate=False) -> list:
+    with filled(num, generate) as spool:
+        windows = spool.windows(max_tokens=500)
+        engine = FakeEngine()
+        return plain(engine.generate(windows, None) if generate else engine.run(windows, Readout("last")))
+
+
+def run(fleet, spool, generate=False, **options):
+    windows = spool.windows(max_tokens=500)
+    return fleet.generate(windows, None, **options) if generate else fleet.run(windows, Readout("last"), **options)
+
+
+@pytest.mark.parametrize("memory_bytes", [3000, 1 << 20])
+@pytest.mark.parametrize("generate", [False, True])
+def test_a_fleet_answers_as_one_engine_does(generate, memory_bytes):
+    replicas = ThreadReplicas("abc")
+    steps = []
+    with closing(Fleet(replicas)) as fleet, filled(generate=generate, memory_bytes=memory_bytes) as spool:
+        for _ in range(2):  # one run after the other
+            assert plain(run(fleet, spool, generate, on_step=steps.append)) == expected(generate=generate)
+        unique = spool.unique_tokens()
+    assert fleet.stats.requests == 800 and sum(step.requests_done for step in steps) == 800
+    assert all(replicas.given.values()), "one of three had nothing to do"
+    if not generate:
+        assert fleet.stats.unique_tokens == 2 * unique
+
+
+def test_leases_continue_the_stream_of_their_replica():
+    """What a window is said to share with the one before it is what it shares with what the replica had last."""
+    replicas = ThreadReplicas("ab")
+    with closing(Fleet(replicas)) as fleet, filled() as spool:
+        list(run(fleet, spool))
+        rows = spool.unique_tokens()
+    last: dict[str, np.ndarray] = {}
+    computed = 0
+    for name, window in replicas.windows:
+        first = window.request(0).tokens
+        if name in last:
+            length = min(len(first), len(last[name]))
+            differ = np.flatnonzero(first[:length] != last[name][:length])
+            assert window.common == (differ[0] if len(differ) else length)
+        else:
+            assert window.common == 0
+        last[name] = window.request(window.num_requests - 1).tokens
+        computed += window.unique_tokens
+    assert rows <= computed <= rows + (1 + fleet.steals) * 32
+
+
+@pytest.mark.parametrize("generate", [False, True])
+def test_a_replica_that_is_lost_loses_nothing_and_repeats_nothing(generate):
+    lost = threading.Event()
+
+    def before(name, tokens):
+        time.sleep(0.0005)
+        if name == "b" and replicas.given["b"] > 60 and not lost.is_set():
+            lost.set()
+            threading.Thread(target=replicas.lose, args=("b", "out of luck")).start()
+
+    notes = []
+    replicas = ThreadReplicas("abc", before=before)
+    with closing(Fleet(replicas, notify=notes.append)) as fleet, filled(generate=generate) as spool:
+        assert plain(run(fleet, spool, generate)) == expected(generate=generate)
+    assert lost.is_set() and fleet.moved and notes == ["b is lost: out of luck"]
+
+
+def test_a_replica_that_comes_back_works_again():
+    replicas = ThreadReplicas("a", returns=True)
+    with closing(Fleet(replicas)) as fleet, filled() as spool:
+        found = []
+        for answer in run(fleet, spool):
+            found.append(answer)
+            if len(found) == 100:
+                replicas.lose("a", "restarted")
+        assert plain(found) == expected()
+
+
+def test_a_replica_that_hangs_is_killed():
+    hang = threading.Event()
+
+    def before(name, tokens):
+        if name == "b" and replicas.given["b"] > 40:
+            hang.wait(30)
+
+    notes = []
+    replicas = ThreadReplicas("ab", before=before)
+    with closing(Fleet(replicas, patience=1.0, notify=notes.append)) as fleet, filled() as spool:
+        assert plain(run(fleet, spool)) == expected()
+    hang.set()
+    assert replicas.killed == ["b"] and "b has done nothing for 1 s and is killed" in notes
+
+
+def test_an_engine_that_fails_is_a_replica_that_is_lost():
+    def before(name, tokens):
+        if name == "b" and replicas.given["b"] > 40:
+            raise RuntimeError("the card is gone")
+
+    notes = []
+    replicas = ThreadReplicas("ab", before=before)
+    with closing(Fleet(replicas, notify=notes.append)) as fleet, filled() as spool:
+        assert plain(run(fleet, spool)) == expected()
+    assert "b has failed: RuntimeError: the card is gone" in notes
+
+
+def test_a_request_that_two_replicas_die_of_is_an_error():
+    poison = None
+
+    def before(name, tokens):
+        if tokens.tolist() == poison:
+            raise RuntimeError("no such kernel")
+
+    with filled() as spool:
+        (bad,) = spool.order().read(200, 201)
+        poison = np.frombuffer(bad.key, ">i4").tolist()
+    replicas = ThreadReplicas("abc", before=before)
+    with closing(Fleet(replicas)) as fleet, filled() as spool:
+        found = dict(run(fleet, spool))
+    (error,) = [answer for answer in found.values() if isinstance(answer, InputError)]
+    assert isinstance(found[bad.tag], InputError) and error.code == "replicas_lost" and len(replicas.killed) == 2
+    good = [pair for pair in expected() if pair[0] != bad.tag]
+    assert plain((tag, answer) for tag, answer in found.items() if tag != bad.tag) == good
+
+
+def test_work_begins_while_others_load():
+    replicas = ThreadReplicas("ab", loads={"b": 3.0})
+    started = time.monotonic()
+    with closing(Fleet(replicas)) as fleet, filled() as spool:
+        answers = run(fleet, spool)
+        next(answers)
+        assert time.monotonic() - started < 2
+        rest = sum(1 for _ in answers)
+    assert rest == 399 and time.monotonic() - started < 2.5
+
+
+def test_a_replica_that_cannot_start_is_reported_and_the_others_go_on():
+    notes = []
+    replicas = ThreadReplicas("ab", loads={"b": "there is no such model"})
+    with closing(Fleet(replicas, notify=notes.append)) as fleet, filled() as spool:
+        assert plain(run(fleet, spool)) == expected()
+    assert notes == ["b is lost: there is no such model"]
+
+
+def test_a_fleet_without_replicas_is_an_error_that_says_why():
+    replicas = ThreadReplicas("ab", loads={"a": "no room", "b": "no such model"})
+    with closing(Fleet(replicas)) as fleet, filled() as spool:
+        with pytest.raises(JobError, match="no replica is left(.|\n)*a: no room\n  b: no such model"):
+            list(run(fleet, spool))
+
+
+def test_a_replica_with_other_weights_is_refused():
+    notes = []
+    facts = {"b": Facts({"prefold": "2"}, max_rows=64)}
+    replicas = ThreadReplicas("ab", facts=facts, loads={"b": 0.2})
+    replicas.before = lambda name, tokens: time.sleep(0.002)
+    with closing(Fleet(replicas, notify=notes.append)) as fleet, filled() as spool:
+        assert plain(run(fleet, spool)) == expected()
+    assert notes[0] == "b is lost: refused, for it has prefold 2 (others: 1)" and replicas.killed == ["b"]
+    assert not replicas.given["b"]
+
+
+def test_a_run_that_is_left_or_stopped_leaves_nothing_behind():
+    replicas = ThreadReplicas("ab")
+    with closing(Fleet(replicas)) as fleet, filled() as spool:
+        answers = run(fleet, spool)
+        next(answers)
+        answers.close()
+        assert list(run(fleet, spool, stopping=lambda: True)) == []
+        assert plain(run(fleet, spool)) == expected()
+
+
+def test_an_empty_job():
+    with closing(Fleet(ThreadReplicas("a"))) as fleet, Spool() as spool:
+        assert list(run(fleet, spool)) == []

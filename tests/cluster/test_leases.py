@@ -1,0 +1,237 @@
+"""The books of a fleet over random traces: replicas that come late, fail, hang, answer late or twice."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefold.cluster.leases import Lease, LeaseOptions, Leases
+from prefold.prefix import StreamCost
+
+
+def stream_cost(rng: np.random.Generator, num: int, outputs: bool = False) -> StreamCost:
+    lengths = rng.integers(1, 40, num)
+    shared = np.minimum(rng.integers(0, 30, num), lengths)
+    shared[1:] = np.minimum(shared[1:], lengths[:-1])
+    if num:
+        shared[0] = 0
+    return StreamCost(lengths, shared, outputs=rng.integers(0, 50, num) if outputs else None)
+
+
+@dataclass
+class FakeFleet:
+    """Replicas that compute leases in order, at their speed, and the faults that a trace puts in their way."""
+
+    leases: Leases
+    speeds: dict[str, float]
+    poison: frozenset[int] = frozenset()
+    now: float = 0.0
+    events: list = field(default_factory=list)
+    free_at: dict[str, float] = field(default_factory=dict)
+    dead: set[str] = field(default_factory=set)
+    answered: dict[int, int] = field(default_factory=dict)
+    blamed: list[int] = field(default_factory=list)
+    killers: dict[int, int] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)
+    order: itertools.count = field(default_factory=itertools.count)
+
+    def at(self, when: float, what: str, *args) -> None:
+        heapq.heappush(self.events, (when, next(self.order), what, args))
+
+    def send(self) -> None:
+        self.leases.admit(self.now)
+        self.leases.check()
+        while (lease := self.leases.plan()) is not None:
+            assert self.leases.plan() == lease  # planning reads only
+            self.leases.begin(lease, self.now)
+            self.leases.check()
+            self.sizes.append(lease.stop - lease.start)
+            self._compute(lease)
+
+    def _compute(self, lease: Lease) -> None:
+        name, start = lease.replica, max(self.now, self.free_at.get(lease.replica, 0.0))
+        for place in range(lease.start, lease.stop):
+            cost = self.leases.cost.own(place) + 0.01
+            start += cost / self.speeds[name]
+            self.cost[name] = self.cost.get(name, 0.0) + cost
+            if place in self.poison:
+                self.at(start, "kill", name, place)
+                return
+            self.at(start, "answer", lease, place)
+        self.free_at[name] = start
+
+    def step(self) -> None:
+        self.now, _, what, args = heapq.heappop(self.events)
+        getattr(self, what)(*args)
+        self.leases.check()
+
+    def join(self, name: str) -> None:
+        self.dead.discard(name)
+        self.leases.join(name, self.now)
+        self.send()
+
+    def answer(self, lease: Lease, place: int, late: bool = False) -> None:
+        if lease.replica in self.dead and not late:
+            return
+        for p in self.leases.commit(lease.replica, lease.number, [place], self.now):
+            assert p == place
+            self.answered[p] = self.answered.get(p, 0) + 1
+            self.times[lease.replica] = self.now
+        self.send()
+
+    def kill(self, name: str, place: int | None = None) -> None:
+        if name in self.dead or name not in self.leases.replicas:
+            return
+        if place is not None:
+            self.killers[place] = self.killers.get(place, 0) + 1
+        self.dead.add(name)
+        self.blamed += self.leases.lose(name, self.now)
+        self.free_at.pop(name, None)
+        self.send()
+
+    def run(self) -> None:
+        self.send()
+        while self.leases.num_left:
+            assert self.events, "nothing more would happen"
+            self.step()
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_every_request_is_answered_exactly_once(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    num, replicas = data.draw(st.integers(0, 60)), data.draw(st.integers(1, 5))
+    options = LeaseOptions(
+        seconds=data.draw(st.sampled_from([0.1, 5.0])),
+        least=data.draw(st.sampled_from([1.0, 30.0])),
+        waiting=data.draw(st.sampled_from([0, 10])),
+        begun=data.draw(st.sampled_from([(1 << 30, float("inf")), (3, 50.0)])),
+        alone=data.draw(st.booleans()),
+    )
+    names = [f"r{i}" for i in range(replicas)]
+    leases = Leases(stream_cost(rng, num, data.draw(st.booleans())), names, options)
+    fleet = FakeFleet(leases, {name: float(rng.choice([0.2, 1, 5])) for name in [*names, "late"]})
+    leases.check()
+    for name in names[1:]:
+        fleet.at(float(rng.choice([0, 0, 30, 1000])), "join", name)
+    fleet.at(0.0, "join", names[0])
+    for _ in range(data.draw(st.integers(0, 6))):  # each replica that is killed comes back
+        name, when = data.draw(st.sampled_from(names)), float(rng.uniform(0, 200))
+        fleet.at(when, "kill", name)
+        fleet.at(when + float(rng.uniform(0, 50)), "join", name)
+    fleet.at(float(rng.uniform(0, 300)), "join", "late")
+
+    original = fleet._compute
+
+    def compute(lease: Lease) -> None:
+        original(lease)
+        for place in range(lease.start, lease.stop):
+            if rng.random() < 0.1:  # a second answer, perhaps after the replica is lost
+                fleet.at(fleet.now + float(rng.uniform(0, 400)), "answer", lease, place, True)
+
+    fleet._compute = compute
+    fleet.run()
+    assert all(count == 1 for count in fleet.answered.values())
+    assert sorted([*fleet.answered, *fleet.blamed]) == list(range(num))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_request_that_kills_two_replicas_is_given_up_and_no_other(seed, alone):
+    rng = np.random.default_rng(seed)
+    bad = int(rng.integers(0, 80))
+    leases = Leases(stream_cost(rng, 80), ["a", "b", "c"], LeaseOptions(seconds=5, least=20, alone=alone))
+    fleet = FakeFleet(leases, dict.fromkeys("abc", 10.0), frozenset([bad]))
+    for name in "abc":
+        fleet.at(0.0, "join", name)
+    fleet.run()
+    assert fleet.blamed == [bad] and fleet.killers == {bad: 2}
+    assert sorted(fleet.answered) == [place for place in range(80) if place != bad]
+
+
+def test_only_what_may_have_begun_is_under_suspicion():
+    cost = StreamCost(np.full(100, 10), np.zeros(100, int))
+    leases = Leases(cost, ["a", "b"], LeaseOptions(least=200, begun=(3, float("inf"))))
+    leases.join("a", 0.0)
+    fleet = FakeFleet(leases, {"a": 1.0, "b": 1.0})
+    fleet.send()
+    assert [lease.stop - lease.start for lease in leases.open_leases("a")] == [20, 20]
+    leases.commit("a", leases.open_leases("a")[0].number, [0, 1], 20.0)
+    assert leases.lose("a", 21.0) == [] and leases.moved == 38
+    leases.join("b", 30.0)
+    found = []
+    while leases.num_left:
+        leases.admit(30.0)
+        while (lease := leases.plan()) is not None:
+            leases.begin(lease, 30.0)
+            found.append(lease)
+        for lease in leases.open_leases("b"):
+            leases.commit("b", lease.number, range(lease.start, lease.stop), 31.0)
+    assert [lease.start for lease in found if lease.suspect] == [2, 3, 4]
+    assert leases.replicas == ("b",)
+
+
+def test_a_replica_that_is_lost_without_work_costs_nothing():
+    leases = Leases(StreamCost(np.ones(4), np.zeros(4)), ["a", "b"])
+    assert leases.lose("a", 0.0) == [] and leases.lose("unknown", 0.0) == []
+    leases.check()
+    leases.join("b", 0.0)
+    leases.admit(0.0)
+    assert leases.plan() is not None
+
+
+def test_a_replica_hangs_only_while_it_has_work():
+    leases = Leases(StreamCost(np.ones(4), np.zeros(4)), ["a"], LeaseOptions(patience=10.0))
+    leases.join("a", 0.0)
+    assert leases.hung(100.0) == []
+    leases.begin(leases.plan(), 100.0)
+    assert leases.hung(109.0) == []
+    leases.heard("a", 109.0)
+    assert leases.hung(115.0) == [] and leases.hung(120.0) == ["a"]
+
+
+def ended(fleet: FakeFleet) -> tuple[float, float]:
+    """When the last replica ended, and when all would have, had they shared the work perfectly."""
+    total = fleet.leases.cost.total + 0.01 * fleet.leases.cost.num_prompts
+    return max(fleet.times.values()), total / sum(fleet.speeds.values())
+
+
+@pytest.mark.parametrize("speeds", [(1, 1, 1, 1), (1, 3), (10, 1, 1), (1, 5, 2, 9, 1, 1, 1, 4)])
+def test_uneven_replicas_end_together(speeds):
+    rng = np.random.default_rng(0)
+    cost = stream_cost(rng, 20_000, outputs=True)
+    names = {f"r{i}": 100.0 * speed for i, speed in enumerate(speeds)}
+    leases = Leases(cost, names, LeaseOptions(seconds=2, least=50))
+    leases.check = lambda: None  # slow on so many
+    fleet = FakeFleet(leases, names)
+    for name in names:
+        fleet.at(0.0, "join", name)
+    fleet.run()
+    last, ideal = ended(fleet)
+    assert last < 1.05 * ideal
+    excess = sum(fleet.cost.values()) - cost.total
+    assert excess <= 1.0 * (len(names) - 1 + leases.steals) * 40 + 0.01 * cost.num_prompts
+    assert leases.steals < 12 * len(names)
+
+
+def test_work_goes_on_while_a_replica_loads_and_goes_to_it_when_it_is_there():
+    rng = np.random.default_rng(1)
+    cost = stream_cost(rng, 5000)
+    names = {"a": 100.0, "b": 100.0}
+    leases = Leases(cost, names, LeaseOptions(seconds=2, least=50))
+    leases.check = lambda: None
+    fleet = FakeFleet(leases, names)
+    late = 0.3 * cost.total / 200
+    fleet.at(0.0, "join", "a")
+    fleet.at(late, "join", "b")
+    fleet.run()
+    assert fleet.times["a"] == pytest.approx(fleet.times["b"], rel=0.05)
+    assert max(fleet.times.values()) < 1.05 * (cost.total + 50 + 100 * late) / 200
