@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .errors import (
         CheckpointError,
+        FleetError,
         ForkedError,
         InputError,
         JobError,
@@ -32,6 +33,7 @@ __all__ = [
     "CheckpointError",
     "Classification",
     "Filled",
+    "FleetError",
     "ForkedError",
     "Generated",
     "GenerationStats",

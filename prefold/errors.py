@@ -9,12 +9,14 @@ PrefoldError
 ├── ForkedError         a process that was forked after a model was loaded cannot compute
 ├── MissingExtraError   an optional dependency is not installed; names the extra
 └── JobError            a job cannot start or go on (output exists, journal of another job, ...)
+    └── FleetError          no replica of a fleet is left
 """
 
 from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "FleetError",
     "ForkedError",
     "InputError",
     "JobError",
@@ -94,6 +96,10 @@ class MissingExtraError(PrefoldError, ImportError):
 
 class JobError(PrefoldError):
     """A job cannot start, or cannot go on."""
+
+
+class FleetError(JobError):
+    """No replica of a fleet is left; the message says what became of each."""
 
 
 def record_error(error: Exception) -> InputError:

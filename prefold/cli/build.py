@@ -15,6 +15,7 @@ __all__ = [
     "LazyTasks",
     "adapter_folders",
     "check_tokenizer",
+    "llm_options",
     "load_llm",
     "open_model",
     "sampling_settings",
@@ -48,6 +49,11 @@ def load_llm(o: Options, checkpoint: Any, tokenizer: Any) -> Any:
     """Returns the LLM of the options. Imports torch."""
     from ..llm import LLM
 
+    return LLM(checkpoint, tokenizer=tokenizer, **llm_options(o))
+
+
+def llm_options(o: Options) -> dict[str, Any]:
+    """Returns the keywords for `LLM`, but its checkpoint and tokenizer, out of the options that were given."""
     names = ("dtype", "device", "threads", "sharing", "max_batch_rows")
     given = {n: o[n] for n in ("kv_memory", "max_running", "tensor_parallel") if o.get(n) is not None}
     if o.get("adapter"):
@@ -55,7 +61,7 @@ def load_llm(o: Options, checkpoint: Any, tokenizer: Any) -> Any:
     if o.get("cache_prefill"):
         given["cache_prefill"] = True
     given["cache"] = o.get("cache") or "off"  # a job knows its future: what is done with is not needed again
-    return LLM(checkpoint, tokenizer=tokenizer, **{name: o[name] for name in names}, **given)
+    return {name: o[name] for name in names} | given
 
 
 # ---------------------------------------------------------------------------------------------- tasks

@@ -15,9 +15,10 @@ from typing import Any
 import click
 
 from ..checkpoint.stored import stored_as
-from ..errors import JobError, RankError
+from ..errors import FleetError, JobError, RankError
 from .build import load_llm
 from .fingerprint import fingerprint
+from .fleet import has_fleet, load_fleet
 from .input import Input, open_input
 from .streams import say
 
@@ -48,7 +49,7 @@ def run_command(
     except Interrupted as error:
         _say_how_to_resume("interrupted", o, job)
         sys.exit(130 if error.signal == signal.SIGINT else 128 + error.signal)
-    except RankError:
+    except (RankError, FleetError):
         _say_how_to_resume("ended by a failure", o, job)
         raise
     if not o["quiet"]:
@@ -67,11 +68,11 @@ def make_job(task: str | None, o: dict[str, Any], input: Input) -> Any:
 
     path = None if o["output"] in (None, "-") else Path(o["output"])
     _check_paths(path, input, o)
-    tasks = input.tasks
+    tasks, load_engine = input.tasks, load_fleet if has_fleet(o) else load_llm
     seed = _seed(o, path) if "generate" in tasks else None
 
     def load() -> Any:
-        llm = load_llm(o, input.checkpoint, input.tokenizer)
+        llm = load_engine(o, input.checkpoint, input.tokenizer)
         if "classify" in tasks:
             tasks.replace("classify", calibrated(llm.engine, tasks["classify"]))
         return llm
@@ -185,6 +186,8 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
             f"{(summary.records - summary.resumed) / max(computing, 1e-9):,.1f} records/s, "
             f"{stats.rows_computed / max(computing, 1e-9):,.0f} rows/s"
         )
+        if summary.replicas:
+            lines.append(f"  replicas  {summary.replicas}")
         if summary.dtype:
             lines.append(f"  model     {stored_in}computed in {summary.dtype}")
     for model, count in getattr(adapter, "other_models", {}).items():

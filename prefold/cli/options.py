@@ -95,6 +95,17 @@ generation_options = _all(
                  help="Keep keys and values of prompts for later windows, and forget by this policy.  [default: off]"),
 )  # fmt: skip
 
+fleet_options = _all(
+    click.option("--ray", metavar="[ADDRESS]", is_flag=False, flag_value="", default=None,
+                 help="Run replicas of the model on a Ray cluster; without ADDRESS on that of RAY_ADDRESS, else on "
+                      "this machine. Write it behind INPUT, or as --ray=ADDRESS."),
+    click.option("--replicas", type=click.IntRange(1), metavar="N",
+                 help="How many, each with --threads or, on GPUs, --tensor-parallel GPUs of its own.  [default: as "
+                      "many as there is room for]"),
+    click.option("--patience", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True,
+                 metavar="SECONDS", help="A replica that has work and does nothing for so long is killed."),
+)  # fmt: skip
+
 limit_options = _all(
     click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N records."),
     _of("embed", "max_length", "--max-length", type=click.IntRange(1), metavar="N"),
@@ -269,5 +280,6 @@ def job_options(*tasks: str) -> Decorator:
         output_options,
         limit_options,
         engine_options,
+        fleet_options,
         *([generation_options] if "generate" in tasks else []),
     )

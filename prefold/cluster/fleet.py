@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.meter import StepInfo
-from ..errors import InputError, JobError, PrefoldError
+from ..errors import FleetError, InputError, JobError, PrefoldError
 from ..prefix import RowCost, StreamCost
 from ..stream import Order, Windows
 from ..stream.options import decode_options
@@ -43,7 +43,7 @@ class Fleet:
     patience   seconds without progress after which a replica that has work is killed
     notify     called with what a person should know: replicas that were lost, or refused
 
-    Raises JobError when no replica is left, with the reasons.
+    Raises FleetError when no replica is left, with the reasons.
     """
 
     takes_ranges = True  # of a spool's order, in place of its windows one after the other
@@ -53,7 +53,7 @@ class Fleet:
         replicas: Replicas,
         *,
         sharing: Sharing = "full",
-        row_cost: RowCost = RowCost(),
+        row_cost: RowCost = RowCost(),  # noqa: B008
         patience: float = 300.0,
         notify: Callable[[str], None] = lambda line: None,
     ):
@@ -61,7 +61,7 @@ class Fleet:
         self.replicas = replicas
         self.row_cost = row_cost
         self.stats = Stats()
-        self.steals = self.moved = 0
+        self.steals = self.moved = self.losses = 0
         self._patience, self._notify = patience, notify
         self._ready: dict[str, Facts] = {}
         self._gone: dict[str, str] = {}
@@ -75,6 +75,14 @@ class Fleet:
     def facts(self) -> Facts | None:
         """Returns what the first replica that is ready says of itself; None while none is ready."""
         return next(iter(self._ready.values()), None)
+
+    @property
+    def in_words(self) -> str:
+        """Returns what became of the replicas."""
+        words = f"{len(self._ready)} of {len(self.replicas.names)} at the end"
+        words += f", work was divided anew {self.steals:,} times" if self.steals else ""
+        words += f"; {self.losses:,} were lost, {self.moved:,} prompts went to others" if self.losses else ""
+        return words
 
     def reset_stats(self) -> Stats:
         """Begins to count anew; returns what was counted until now."""
@@ -150,7 +158,7 @@ class Fleet:
         return True
 
     def _leave(self, name: str, reason: str, *, returns: bool) -> None:
-        self._ready.pop(name, None)
+        self.losses += self._ready.pop(name, None) is not None
         if self._gone.get(name) != reason:
             again = "; it is started anew" if returns else ""
             self._notify(f"{name} is lost: {reason}{again}")
@@ -165,7 +173,7 @@ class Fleet:
     def _check_alive(self) -> None:
         if not self._expected:
             reasons = "\n".join(f"  {name}: {reason}" for name, reason in self._gone.items())
-            raise JobError(f"no replica is left; what is done is written\n{reasons}")
+            raise FleetError(f"no replica is left\n{reasons}")
 
 
 class _Run:

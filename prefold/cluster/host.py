@@ -65,7 +65,7 @@ class ReplicaHost:
         self.facts = facts
         self._engine, self._tokenizer = llm.engine, getattr(llm, "tokenizer", None)
         self._engine.reset_stats()
-        self._runs: SimpleQueue[_Run] = SimpleQueue()
+        self._runs: SimpleQueue[_Run | None] = SimpleQueue()
         self._run: _Run | None = None
         self._report = Report()
         self._changed = threading.Condition()
@@ -89,6 +89,11 @@ class ReplicaHost:
             self._run.end()
             self._run = None
 
+    def close(self) -> None:
+        """Ends the run, and the thread."""
+        self.end()
+        self._runs.put(None)
+
     def report(self, wait: float = _LONGEST_WAIT) -> Report:
         """Returns what was done since the last report; waits a little where nothing was done."""
         with self._changed:
@@ -101,8 +106,7 @@ class ReplicaHost:
         return report
 
     def _work(self) -> None:
-        while True:
-            run = self._runs.get()
+        while (run := self._runs.get()) is not None:
             try:
                 self._serve(run)
             except BaseException as error:

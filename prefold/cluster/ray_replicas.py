@@ -19,7 +19,7 @@ try:
 except ImportError:
     raise MissingExtraError("ray", "ray", "a fleet on Ray") from None
 
-_RESTARTS = 3
+_RESTARTS = 3  # of a replica that has answered nothing since
 _POLL = 0.25
 _LONGEST_WAIT = 0.5  # that a report is waited for
 
@@ -35,8 +35,10 @@ class _Actor:
         from ..llm import LLM
         from .host import ReplicaHost, facts_of
 
-        llm = LLM(model, **options)
-        self._host = ReplicaHost(llm, facts_of(llm))
+        if self._host is None:
+            llm = LLM(model, **options)
+            self._host = ReplicaHost(llm, facts_of(llm))
+        self._host.end()  # where only the connection was lost, the process has its model still
         return self._host.facts
 
     def begin(self, call: Call) -> None:
@@ -62,12 +64,14 @@ class RayReplicas(Replicas):
     """Actors of a Ray cluster.
 
     model     what the LLM of each is made of: a name or path that every node can resolve
-    options   keywords of `LLM`
-    count     replicas
-    address   of a cluster; None: one is started on this machine, and ended by `close`
-    cpus      CPUs of each replica
-    gpus      GPUs of each replica
+    options   keywords of `LLM`. threads, tensor_parallel and device say how many CPUs and GPUs a replica has; without
+              threads the cluster's CPUs are divided among the replicas
+    count     replicas; None: as many as the cluster has room for
+    address   of a cluster; None: the one that RAY_ADDRESS names, else one is started on this machine, and ended by
+              `close`
     notify    called with what a person should know
+
+    Raises JobError where there is no cluster at the address, or no room for a single replica on this machine.
     """
 
     def __init__(
@@ -75,44 +79,56 @@ class RayReplicas(Replicas):
         model: str,
         options: Mapping[str, Any],
         *,
-        count: int,
+        count: int | None = None,
         address: str | None = None,
-        cpus: float = 1,
-        gpus: float = 0,
         notify: Callable[[str], None] = lambda line: None,
     ):
-        self.names = [f"replica {number}" for number in range(1, count + 1)]
         self._model, self._options = model, dict(options)
-        self._owns_cluster = False
-        if not ray.is_initialized():
+        self._connected = not ray.is_initialized()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._members: dict[str, _Member] = {}
+        self._pending: dict[Any, tuple[str, str]] = {}  # what is waited for: reference to (name, what)
+        if self._connected:
             try:
                 ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
             except (ConnectionError, RuntimeError, ValueError) as error:
-                where = address or "this machine"
-                raise JobError(f"there is no Ray cluster at {where} ({error}); leave the address out") from None
-            self._owns_cluster = True
-        self._check_room(count, cpus, gpus, notify)
+                raise JobError(f"there is no Ray cluster at {address or 'this machine'} ({error})") from None
+        needs = self._needs(count)
+        count = self._check_room(count, needs, notify)
+        self.names = [f"replica {number}" for number in range(1, count + 1)]
         actor = ray.remote(
-            num_cpus=cpus, num_gpus=gpus, max_restarts=_RESTARTS, max_task_retries=0,
+            num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_restarts=-1, max_task_retries=0,
             concurrency_groups={"orders": 1, "reports": 1},
         )(_Actor)  # fmt: skip
-        self._members = {name: _Member(actor.options(name=None).remote()) for name in self.names}
-        self._pending: dict[Any, tuple[str, str]] = {}  # what is waited for: reference to (name, what)
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._members = {name: _Member(actor.remote()) for name in self.names}
 
-    def _check_room(self, count: int, cpus: float, gpus: float, notify: Callable[[str], None]) -> None:
-        """Says so where the cluster has less than was asked for; raises JobError where one replica does not fit."""
+    def _needs(self, count: int | None) -> dict[str, int]:
+        """Returns the CPUs and GPUs of a replica, and sets its threads."""
+        has, device = ray.cluster_resources(), self._options.get("device", "auto")
+        ranks, threads = self._options.get("tensor_parallel", 1), self._options.get("threads")
+        if ":" in device:
+            raise JobError(f"Ray chooses the GPUs of a replica; give cuda in place of {device}")
+        if device == "cuda" or (device == "auto" and has.get("GPU", 0)):
+            return {"CPU": 1, "GPU": ranks}
+        threads = threads or max(1, int(has.get("CPU", 1)) // ((count or 1) * ranks))
+        self._options["threads"] = threads
+        return {"CPU": threads * ranks, "GPU": 0}
+
+    def _check_room(self, count: int | None, needs: Mapping[str, int], notify: Callable[[str], None]) -> int:
+        """Returns how many replicas there shall be; says so where the cluster has no room for all of them now."""
         has = ray.cluster_resources()
-        needs = {"CPU": cpus, "GPU": gpus}
-        fits = min((int(has.get(what, 0) // one) for what, one in needs.items() if one), default=count)
-        each = " and ".join(f"{one:g} {what}" for what, one in needs.items() if one)
+        fits = min(int(has.get(what, 0) // one) for what, one in needs.items() if one)
+        each = " and ".join(f"{one} {what}" for what, one in needs.items() if one)
         found = ", ".join(f"{has.get(what, 0):g} {what}" for what, one in needs.items() if one)
-        if fits < 1 and self._owns_cluster:
+        if fits < 1 and len(ray.nodes()) == 1:
             self.close()
-            raise JobError(f"a replica needs {each}, and this machine has {found}; give fewer --threads")
-        if fits < count:
-            notify(f"{count} replicas of {each} were asked for; the cluster has {found}: {fits} of them start now")
+            raise JobError(f"a replica needs {each}, and the machine has {found}; ask for less, or name a cluster")
+        if fits < (count or 1):
+            notify(
+                f"{count or 1} replicas of {each} each were asked for, and the cluster has {found}: {fits} start now"
+            )
+        return max(1, fits) if count is None else count
 
     def start(self, tell: Callable[[str, Event], None]) -> None:
         self._tell = tell
@@ -147,10 +163,11 @@ class RayReplicas(Replicas):
         self._closing.set()
         if self._thread is not None:
             self._thread.join(5)
-        for member in self._members.values() if self._thread is not None else ():
+        for member in self._members.values():
             ray.kill(member.handle)
-        if self._owns_cluster:
-            self._owns_cluster = False
+        self._members = {}
+        if self._connected:
+            self._connected = False
             ray.shutdown()
 
     def _pump(self) -> None:
@@ -176,6 +193,8 @@ class RayReplicas(Replicas):
 
     def _take(self, name: str, said: Facts | Report) -> None:
         self._tell(name, Ready(said) if isinstance(said, Facts) else said)
+        if isinstance(said, Report) and said.answers:
+            self._members[name].restarts = _RESTARTS
         self._report(name)
 
     def _lose(self, name: str, error: Exception) -> None:
@@ -185,6 +204,8 @@ class RayReplicas(Replicas):
         self._tell(name, Lost(_first_lines(error), returns))
         if returns:
             self._load(name)
+        else:
+            ray.kill(member.handle)
 
 
 def _first_lines(error: BaseException) -> str:

@@ -47,7 +47,8 @@ class Job:
     """Holds everything a job needs.
 
     tasks     the tasks by name, as the adapter asks for them
-    load      returns the LLM (or another object with an `engine`); called while records are being read
+    load      returns the LLM (or another object with an `engine`); called while records are being read. It is closed
+              at the job's end
     window    how many tokens a window may have
     streaming whether each window is sorted by itself, as it fills; otherwise the whole input is one stream
     collect   whether to keep the shape of the stream and the steps, for the report
@@ -83,6 +84,7 @@ class Summary:
     steps: StepLog | None = None
     sharing: str | None = None
     dtype: str | None = None
+    replicas: str = ""  # what became of them, in words, where there are several
     lost_lines: int = 0  # lines of the input that became no records, because of a broken quote (see Source)
 
     @property
@@ -108,6 +110,7 @@ class _Run:
         self.counts = Counts(resumed=job.output.resumed)
         self.summary = Summary(resumed=job.output.resumed)
         self.gather = Gather()
+        self._llm: Any = None
         self._engine: Any = None
         self.signal: int | None = None
         self.hard = False  # stopped in the middle of something: leave the output as it is
@@ -154,6 +157,8 @@ class _Run:
         finally:
             self.reader.close()
             self.output.close()
+            if hasattr(self._llm, "close"):
+                self._llm.close()
             with contextlib.suppress(OSError):
                 self.progress.close(self._count())
         self.summary.records, self.summary.errors = self.output.count, self.output.errors
@@ -172,15 +177,16 @@ class _Run:
                 self._compute(engine, batch)
         if engine is not None:
             self.summary.stats = engine.stats
+            self.summary.dtype = str(getattr(self._llm, "dtype", "")).removeprefix("torch.") or None
+            self.summary.replicas = getattr(engine, "in_words", "")
         if self.gather.waiting:
             raise AssertionError(f"{self.gather.waiting} records have results missing")
 
     def _load(self) -> Any:
         started = time.perf_counter()
         self.counts.phase = "loading the model, reading"
-        llm = self.job.load()
+        self._llm = llm = self.job.load()
         self._engine = engine = llm.engine
-        self.summary.dtype = str(getattr(llm, "dtype", "")).removeprefix("torch.") or None
         engine.reset_stats()
         self.summary.sharing = engine.sharing
         self.summary.load_seconds = time.perf_counter() - started
@@ -190,8 +196,9 @@ class _Run:
     def _compute(self, engine: Any, batch: Ready) -> None:
         task, spool, shape = self.job.tasks[batch.task], batch.spool, self.summary.shape
         share = engine.sharing == "full"
-        windows = spool.windows(max_tokens=self.job.window, share=share)
-        if shape is not None and share:
+        windows: Any = spool.windows(max_tokens=self.job.window, share=share)
+        watched = shape is not None and share and not getattr(engine, "takes_ranges", False)
+        if shape is not None and watched:
             windows = shape.watch(windows)
         self.counts.phase, self.graceful = "computing", True
         found = results_of(engine, task, windows, on_step=self._step, stopping=lambda: self.signal is not None)
@@ -204,7 +211,7 @@ class _Run:
                     raise Interrupted(self.signal)
         if self.signal is not None:  # the engine stopped for it
             raise Interrupted(self.signal)
-        if shape is not None and not share:
+        if shape is not None and not watched:
             for _ in shape.watch(spool.windows(max_tokens=self.job.window, share=True)):
                 pass
         self.graceful = False

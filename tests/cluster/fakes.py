@@ -91,7 +91,7 @@ class ThreadReplicas(Replicas):
 
     def lose(self, name, reason):
         self.killed.append(name)
-        self.hosts.pop(name).end()
+        self.hosts.pop(name).close()
         self.tell(name, Lost(reason, self.returns))
         if self.returns:
             threading.Thread(target=self._serve, args=(name,), daemon=True).start()
@@ -99,4 +99,4 @@ class ThreadReplicas(Replicas):
     def close(self):
         self.closed = True
         for host in self.hosts.values():
-            host.end()
+            host.close()
