@@ -11,6 +11,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from ..errors import InputError
 from .slots import SlotPool
-from .tree import Node, RadixTree
+from .tree import BrokenOff, Node, RadixTree, common_prefix
 
 __all__ = ["POLICIES", "CacheOptions", "RadixCache"]
 
@@ -121,6 +122,34 @@ class RadixCache:
             else:
                 self._pool.free(self._tree.drop(node))
 
+    def graft(self, tail: Node, priority: int) -> None:
+        """The sequence of a tail ends: its rows are entered into the trie, for prompts that go on from its tokens."""
+        node = tail.parent
+        assert node is not None
+        rows = min(tail.computed, len(tail.tokens))
+        tokens, slots = np.asarray(tail.tokens[:rows], np.int32), tail.slots[:rows]
+        self._pool.free(tail.give_up()[rows:])
+        at = 0
+        while at < rows:
+            child = node.children.get(int(tokens[at]))
+            if child is None:
+                child = Node(node, tokens[at:], node.stop)
+                child.claim(slots[at:])
+                child.computed, child.priority = rows - at, priority
+                node.children[int(tokens[at])] = child
+                self._tree.stored(child)
+                self.keep(child)
+                return
+            found = common_prefix(child.tokens, tokens[at:])
+            child = child if found == len(child) else self._tree.split(child, found)
+            if len(child.slots):
+                self._pool.free(slots[at : at + found])
+            else:  # somebody waits for just these rows
+                child.claim(slots[at : at + found])
+                child.computed = found
+                self._tree.stored(child)
+            node, at = child, at + found
+
     def evict(self, rows: int) -> int:
         """Let at least `rows` rows go, or all there are; returns how many went."""
         started = time.perf_counter()
@@ -144,7 +173,7 @@ class RadixCache:
 
     def clear(self) -> None:
         """Let all go that is not pinned."""
-        with self._tree.change():
+        with suppress(BrokenOff), self._tree.change():
             self.evict(self.rows)
 
     def pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
@@ -153,7 +182,7 @@ class RadixCache:
         Where a call of the engine is broken off in the middle of a change, all that is kept goes, pins with it.
         """
         pinned = 0
-        with self._tree.change():
+        with suppress(BrokenOff), self._tree.change():
             for node, same in self._tree.match(namespace, tokens)[0]:
                 there = min(same, node.computed)
                 if not there:
@@ -170,7 +199,8 @@ class RadixCache:
 
     def unpin(self, namespace: Hashable, tokens: np.ndarray) -> int:
         """Take back the longest of the pins that lie along these tokens; returns how many leading tokens it held."""
-        with self._tree.change():
+        path: list[Node] = []
+        with suppress(BrokenOff), self._tree.change():
             path = [node for node, same in self._tree.match(namespace, tokens)[0] if same == len(node) and node.pins]
             while path and path[-1].pins == sum(child.pins for child in path[-1].children.values()):
                 path.pop()  # all its pins go on below

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Node", "RadixTree", "common_prefix"]
+__all__ = ["BrokenOff", "Node", "RadixTree", "common_prefix"]
 
 _NO_SLOTS = np.empty(0, np.int64)
 
@@ -130,6 +130,10 @@ class Node:
         return upper
 
 
+class BrokenOff(Exception):
+    """A change was broken off, and nothing has been made anew yet."""
+
+
 class RadixTree:
     """The tries of several namespaces: nothing is shared between two (adapters, salts).
 
@@ -137,10 +141,8 @@ class RadixTree:
     on_store   called with a node of which more rows have been computed
     on_drop    called with a node whose rows are about to be given up
     on_clear   called when all tries are forgotten
-    changing   the tries, or what depends on them, are being changed. After a change that an exception broke off it
-               stays so, until the next one begins with
-    make_anew  what makes all that was being changed whole again
-    lock       held by a change; for whoever reads while others may change
+    lock       held by a change
+    is_broken  a change was broken off by an exception, or is being made
     """
 
     def __init__(self) -> None:
@@ -149,24 +151,22 @@ class RadixTree:
         self.on_store: list[Callable[[Node], None]] = []
         self.on_drop: list[Callable[[Node], None]] = []
         self.on_clear: list[Callable[[], None]] = []
-        self.changing = False
-        self.make_anew: Callable[[], None] = self.clear
         self.lock = threading.RLock()
+        self.is_broken = False
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """A change of the tries and of what depends on them, by one thread at a time. They are whole when it begins,
-        and whole behind it if nothing is raised."""
-        with self.lock:
-            self.be_whole()
-            self.changing = True
-            yield
-            self.changing = False
+        """A change of the tries and of what depends on them, by one thread at a time.
 
-    def be_whole(self) -> None:
-        if self.changing:
-            self.make_anew()
-            self.changing = False
+        Raises BrokenOff where an exception (Ctrl-C falls anywhere) broke off a change before: they are not whole, and
+        have to be made anew.
+        """
+        with self.lock:
+            if self.is_broken:
+                raise BrokenOff
+            self.is_broken = True
+            yield
+            self.is_broken = False
 
     def insert(self, namespace: Hashable, tokens: np.ndarray) -> Node:
         """The node that ends with `tokens` (int32 [n], n >= 1); made, and others cut, where needed.

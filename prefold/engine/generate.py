@@ -1,8 +1,11 @@
 """Requests in the slots of a KV store: text that is generated, and numbers read beside it, a step at a time. No torch.
 
 Any thread may add a request, end one, or take a turn at stepping; a step serves all requests, whoever asked for them.
-`plan`, `start`, `begin`, `land` are a step's stations. An exception may break off any of them (Ctrl-C falls anywhere):
-what a station does it may do again, so that the next step goes on where the last one was broken off.
+
+An exception may fall anywhere (Ctrl-C does). What cannot be derived are the open requests with the tokens that their
+samples have; each token is taken in one stroke. All the rest (the scheduler's books, who has been told) is changed
+within `RadixTree.change`; where a change is broken off, the next step makes it all anew from the open requests. Then
+nothing is in flight, all rows are computed again, and the cache is empty.
 """
 
 from __future__ import annotations
@@ -13,43 +16,37 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..cache import SlotPool
+from ..cache.tree import BrokenOff
 from ..errors import InputError
 from ..schedule.generate import GenerateScheduler
-from ..schedule.generate_step import GenerateStep, Running
+from ..schedule.generate_step import GenerateStep
 from ..schedule.steps import MakeStore, Numbers, SlotResult, SlotStep
 from ..text import Tokenizer
 from ..types import GenerationStats, Readout, Request, Result
 from ..worker.protocol import Ticket, Worker
 from .meter import Meter, StepBudget, StepInfo
 from .options import GenerateOptions
-from .requests import Answer, Job, Maker, NumberReader, Reader
-from .samples import Sample
+from .requests import Answer, Maker, NumberReader, OpenRequest, Reader, adapter_number
 from .sampling import drawing_of
 
 __all__ = ["Generator"]
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class _Flight:
-    """A step that the worker was given.
-
-    readers  of its reads; None: who has ended meanwhile
-    ended    of the reads that were taken, whether their sequences end there
-    """
+    """A step that the worker was given, and who reads what each of its takers gets."""
 
     step: GenerateStep
     message: SlotStep
-    readers: list[Reader | None]
+    readers: list[Reader]
     ticket: Ticket
     started: float
-    ended: list[bool] = field(default_factory=list)
-    failure: Exception | None = None
 
 
 class Generator:
@@ -76,20 +73,21 @@ class Generator:
         slots = worker.kv_slots(options.kv_memory)
         worker.start(MakeStore(slots + 1)).result()
         self.scheduler = GenerateScheduler(
-            SlotPool(slots), max_batch_rows=budget.rows, max_running=options.max_running, cache=options.cache
-        )
+            SlotPool(slots), max_batch_rows=budget.rows, max_running=options.max_running, cache=options.cache,
+            slot_bytes=worker.facts.slot_bytes,
+        )  # fmt: skip
         self.depth = worker.facts.slot_depth
+        self._change = self.scheduler.tree.change
         self._budget, self._meter = budget, meter
         self._maker = Maker(worker.facts, eos_ids, reserve=options.reserve_output)
-        self._adapters = {name: i for i, name in enumerate(worker.facts.adapters)}
-        self._jobs: dict[int, Job] = {}
-        self._new: deque[Job] = deque()
-        self._left: deque[int] = deque()
         self._keys = itertools.count()
+        self._new: deque[OpenRequest] = deque()
+        self._left: deque[int] = deque()
+        self._open: dict[int, OpenRequest] = {}
         self._flights: deque[_Flight] = deque()
-        self._is_broken = False  # or a step is being made
+        self._is_stepping = False  # a step is being made, or was broken off
+        self._failure: Exception | None = None  # of whoever was told something
         self._finished = 0.0  # when the last step was
-        self._again = 0  # rows counted that had been computed before, or were in vain
         # Who steps. Others wait until something has come to their inbox, or it is free.
         self.turn = threading.RLock()
         self.inboxes: dict[Any, None] = {}
@@ -119,26 +117,24 @@ class Generator:
         key      from `new_key`; None: a new one
         """
         key = self.new_key() if key is None else key
-        shares = self.sharing if sharing is None else sharing
+        sharing = self.sharing if sharing is None else sharing
         try:
-            if request.sampling is None:
-                assert readout is not None
-                job = self._maker.numbers(key, request, readout, on_done, sharing=shares)
-            else:
-                job = self._maker.samples(key, request, tokenizer, on_done, on_text, sharing=shares)
+            one = self._maker.make(key, request, tokenizer, on_done, on_text, readout=readout, sharing=sharing)
         except InputError as error:
             on_done(error)
         else:
-            self._new.append(job)
+            self._new.append(one)
         return key
 
     def cancel(self, *keys: int) -> None:
         """End requests, where they are still there; samples come as they are, with finish_reason "cancelled". Done at
-        once, or before the next step where another thread is making one."""
+        once, or before the next step where one is being made."""
         self._left.extend(keys)
         if self.turn.acquire(blocking=False):
             try:
-                self._take_in()
+                with suppress(BrokenOff), self._change():
+                    self._take_in()
+                self._raise_failure()
             finally:
                 self.turn.release()
 
@@ -149,89 +145,115 @@ class Generator:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._new) or self.scheduler.has_work
+        return bool(self._new or self._open or self._flights)
 
     @property
     def num_waiting(self) -> int:
         return len(self._new) + self.scheduler.num_waiting
 
     def _take_in(self) -> None:
-        """Enter the requests that came, and end those that were left."""
+        """Submit the requests that came, and end those that were left."""
         while self._new:
-            job = self._new[0]
-            self._jobs[job.key] = job
-            request = job.request
-            try:
-                self.scheduler.submit(
-                    job.key,
-                    request.tokens,
-                    limit=job.limit,
-                    samples=len(job.readers),
-                    reserve=job.reserve,
-                    # What does not share is in a namespace of its own.
-                    namespace=(request.adapter, request.salt, *(() if job.sharing else (job.key,))),
-                    priority=request.priority,
-                )
-            except InputError as error:
-                self._tell(job, error)
+            one = self._new[0]
+            if one.key not in self._open:
+                self._open[one.key] = one
+                self._submit(one)
             self._new.popleft()
-        left = tuple(self._left)
-        if left:
-            self.scheduler.cancel(*left)
-        for key in left:
-            job = self._jobs.get(key)
-            if job is not None:
-                for reader in job.readers:
+        while self._left:
+            key = self._left[0]
+            self.scheduler.cancel(key)
+            if key in self._open:
+                one = self._open[key]
+                for reader in one.readers:
                     reader.cancel()
-                if job.is_done:  # of numbers nothing comes
-                    self._tell(job, job.answer())
-                self._jobs.pop(key, None)
-            if self._left and self._left[0] == key:
-                self._left.popleft()
+                if one.is_done:  # of numbers nothing comes
+                    self._tell(one, one.answer())
+                self._open.pop(key, None)
+            self._left.popleft()
 
-    def _tell(self, job: Job, answer: Answer) -> None:
-        """Tell of the end of a request. When that is interrupted, the job is still there and will be told again."""
-        if job.is_telling:  # who is told ends the request once more
-            return
-        job.is_telling = True
+    def _submit(self, one: OpenRequest) -> None:
+        request = one.request
         try:
-            job.on_done(answer)
-        except Exception:
-            self._jobs.pop(job.key, None)
-            raise
-        finally:
-            job.is_telling = False
-        self._jobs.pop(job.key, None)
+            self.scheduler.submit(
+                one.key,
+                request.tokens,
+                limit=one.limit,
+                reserve=one.reserve,
+                namespace=one.namespace,
+                priority=request.priority,
+                made={reader.number: reader.tokens for reader in one.readers if not reader.is_done},
+            )
+        except InputError as error:
+            self._tell(one, error)
+
+    def _tell(self, one: OpenRequest, answer: Answer) -> None:
+        """Tell of the end of a request. Where that is broken off, it is still open, and is told again."""
+        try:
+            one.on_done(answer)
+        except Exception as error:
+            self._failure = error
+        self._open.pop(one.key, None)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _make_anew(self) -> None:
+        """All that can be derived, from the open requests."""
+        tree = self.scheduler.tree
+        with tree.lock:
+            tree.is_broken = True
+            self._flights.clear()
+            self.scheduler.clear()
+            for one in list(self._open.values()):
+                for reader in one.readers:
+                    reader.recover()
+                if one.is_done:
+                    self._tell(one, one.answer())
+                else:
+                    self._submit(one)
+            tree.is_broken = False
 
     # --------------------------------------------------------------------------------------------------- a step
 
     def step(self) -> bool:
-        """Run one step, and tell of what it ended; False when there was nothing to run."""
-        with self.turn:
-            return self._step()
+        """Run one step, and tell of what it ended; False when there was nothing to run.
 
-    def _step(self) -> bool:
-        was_broken, self._is_broken = self._is_broken, True
+        Where somebody who is told of a text raises an error, that text ends, all others get their tokens, and then the
+        error is raised."""
+        with self.turn:
+            was_broken_off, self._is_stepping = self._is_stepping, True
+            try:
+                moved = self._step(was_broken_off)
+            except BrokenOff:
+                self._make_anew()
+                moved = True
+            self._is_stepping = False
+            self._raise_failure()
+            return moved
+
+    def _step(self, was_broken_off: bool) -> bool:
         self._attach_stats()
-        while self._flights and (was_broken or len(self._flights) >= max(2, self.depth)):
+        # What the worker was given last may be a step that nobody knows of: none may be planned ahead on its tokens.
+        while self._flights and (was_broken_off or len(self._flights) >= self.depth):
             self._land()
         started = time.perf_counter()
-        self._take_in()
-        for key, error in self.scheduler.admit():
-            if key in self._jobs:
-                self._tell(self._jobs[key], error)  # type: ignore[index]
-            self.scheduler.cancel(key)
-        step = self.scheduler.plan()
+        with self._change():
+            self._take_in()
+            for key, error in self.scheduler.admit():
+                if key in self._open:
+                    self._tell(self._open[key], error)  # type: ignore[index]
+            step = self.scheduler.plan()
         moved = bool(self._flights) or step is not None
-        if self._flights and (step is None or not self._is_known(step)):
+        if self._flights and (step is None or not _is_known(step, self._readers(step))):
             self._land()  # to be planned anew, with the tokens that it cannot do without
         elif step is not None:
             self._start(step, started)
-        self._is_broken = False
         return moved
 
     def _start(self, step: GenerateStep, started: float) -> None:
-        readers = [self._reader(running) for running, _ in step.reads]
+        readers = self._readers(step)
         message = self._message(step, readers)
         planned = time.perf_counter()
         ticket = self._budget.start(self.worker, message, step.num_rows)
@@ -239,116 +261,98 @@ class Generator:
             self.scheduler.max_batch_rows = min(self.scheduler.max_batch_rows, self._budget.rows)
             return
         self._meter.add(seconds={"plan": planned - started, "model": time.perf_counter() - planned})
-        # Noted before it is booked: if that is broken off, `awaits` says whether it was.
-        self._flights.append(_Flight(step, message, readers, ticket, started))
-        self.scheduler.begin(step)
+        with self._change():
+            self.scheduler.begin(step)
+            self._flights.append(_Flight(step, message, readers, ticket, started))
         # The last one is landed at once where nobody may come to ask for its tokens.
         while len(self._flights) >= self.depth or (self._flights and not self.scheduler.can_plan):
             self._land()
 
-    def _reader(self, running: Running) -> Reader | None:
-        job = self._jobs.get(running.key)  # type: ignore[call-overload]
-        return None if job is None or running.state == "ended" else job.readers[running.sample]
+    def _readers(self, step: GenerateStep) -> list[Reader]:
+        return [self._open[running.key].readers[running.sample] for running in step.takers]  # type: ignore[index]
 
-    def _is_known(self, step: GenerateStep) -> bool:
-        """Whether nothing in the choice of the step's tokens depends on tokens that are on their way."""
-        for running, _ in step.reads:
-            reader = self._reader(running) if running.unknown else None
-            if isinstance(reader, Sample) and not reader.state.independent:
-                return False
-        return True
-
-    def _message(self, step: GenerateStep, readers: Sequence[Reader | None]) -> SlotStep:
-        states = [reader.state if isinstance(reader, Sample) else None for reader in readers]
-        drawing = drawing_of(states, [running.unknown for running, _ in step.reads])
+    def _message(self, step: GenerateStep, readers: Sequence[Reader]) -> SlotStep:
+        drawing = drawing_of([reader.state for reader in readers], [running.unknown for running in step.takers])
+        numbers = _numbers_of(readers)
         adapters = None
-        if self._adapters:
+        if self.worker.facts.adapters:
             adapters = np.full(step.num_rows, -1, np.int64)
             for namespace, first, stop in step.spans:
-                adapters[first:stop] = self._adapters.get(namespace[0], -1)  # type: ignore[index]
-        return SlotStep(
-            step.tokens, step.positions, step.slots, step.run_start, step.run_count, step.run_position, step.run_first,
-            step.run_last, step.read_rows, np.array([row for _, row in step.reads], np.int64), drawing,
-            _numbers_of(readers), adapters,
-        )  # fmt: skip
+                number = adapter_number(self.worker.facts, namespace[0])  # type: ignore[arg-type]
+                adapters[first:stop] = -1 if number is None else number
+        if drawing is None and not numbers and adapters is None:
+            return step.message
+        return replace(step.message, drawing=drawing, numbers=numbers, adapters=adapters)
 
     # ------------------------------------------------------------------------------------------- what it brings
 
     def _land(self) -> None:
-        """Give what the step that has been in flight longest has read to who reads it, and tell of what ends.
-
-        Where somebody who is told of a text raises an error, that text ends, all others get their tokens, and then the
-        error is raised."""
+        """Give what the step that has been in flight longest has read to who reads it, and tell of what ends."""
         flight, waiting = self._flights[0], time.perf_counter()
-        step = flight.step
-        if self.scheduler.awaits(step):
-            try:
-                result = flight.ticket.result()
-            except Exception:  # what was in flight is lost, and with it the K/V of its rows
-                self._flights.clear()
-                self.scheduler.start_anew()
-                raise
-            self._meter.add(seconds={"model": time.perf_counter() - waiting})
-            self._take(flight, result)
-            self.scheduler.commit(step, np.maximum(result.ids, 0).tolist(), flight.ended)
-        elif not flight.ended and step.reads:  # it was not begun
+        try:
+            result = flight.ticket.result()
+        except Exception:  # what was in flight is lost, and with it the K/V of its rows
+            self._make_anew()
+            raise
+        self._meter.add(seconds={"model": time.perf_counter() - waiting})
+        stats = self.scheduler.stats
+        before = stats.recomputed_rows + stats.discarded_rows
+        with self._change():
             self._flights.popleft()
-            return
-        requests, tokens = self._tell_ended(flight)
-        self._flights.popleft()
-        self._account(flight, requests, tokens)
-        if flight.failure is not None:
-            raise flight.failure
+            ended = self._take(flight, result)
+            self.scheduler.commit(flight.step, np.maximum(result.ids, 0).tolist(), ended)
+            requests, tokens = self._tell_ended(flight, ended)
+        again = stats.recomputed_rows + stats.discarded_rows - before
+        self._account(flight, requests, tokens, again)
 
-    def _take(self, flight: _Flight, result: SlotResult) -> None:
-        step, stats = flight.step, self.scheduler.stats
-        ids = result.ids.tolist()
-        if not flight.ended:
-            _give_numbers(flight, result)
-        for i in range(len(flight.ended), len(ids)):
-            running, reader, before = step.reads[i][0], flight.readers[i], step.tokens_before[i]
-            ended = True
-            if isinstance(reader, Sample) and running.state != "ended":
+    def _take(self, flight: _Flight, result: SlotResult) -> list[bool]:
+        """Give tokens and numbers to their readers; returns whether each of the step's takers ends there."""
+        for asked, found in zip(flight.message.numbers, result.numbers, strict=True):
+            for place, read in enumerate(asked.reads.tolist()):
+                reader = flight.readers[read]
+                assert isinstance(reader, NumberReader)
+                if found.greedy is None:
+                    reader.result = Result(found.values[place].copy())
+                else:
+                    one = slice(place, place + 1)
+                    reader.result = Result(found.values[one].copy(), found.greedy[one].copy())
+        stats, ended = self.scheduler.stats, []
+        for i, (running, reader, token) in enumerate(
+            zip(flight.step.takers, flight.readers, result.ids.tolist(), strict=True)
+        ):
+            ends = True
+            if running.state != "ended":
                 had = len(reader.tokens)
                 try:
-                    ended = reader.take(before, None if ids[i] == -1 else ids[i], result.logprobs.get(i))
+                    ends = reader.take(None if token == -1 else token, result.logprobs.get(i))
                 except Exception as error:
-                    flight.failure = flight.failure or error
-                    reader.drop()
+                    self._failure = error
+                    reader.recover()
                 stats.generated_tokens += len(reader.tokens) - had
-            flight.ended.append(ended)
+            ended.append(ends)
+        return ended
 
-    def _tell_ended(self, flight: _Flight) -> tuple[int, int]:
+    def _tell_ended(self, flight: _Flight, ended: Sequence[bool]) -> tuple[int, int]:
         """Tell of requests that end with a step; returns how many they are, and their tokens."""
         requests = tokens = 0
-        for (running, _), ended in zip(flight.step.reads, flight.ended, strict=True):
-            job = self._jobs.get(running.key) if ended else None  # type: ignore[call-overload]
-            if job is None:
+        for running, ends in zip(flight.step.takers, ended, strict=True):
+            one = self._open.get(running.key) if ends else None  # type: ignore[call-overload]
+            if one is None:
                 continue
             if running.sample == 0:
-                job.cached_tokens = running.cached_tokens or 0
-            if job.is_done:
-                requests, tokens = requests + 1, tokens + job.tokens
-                try:
-                    self._tell(job, job.answer())
-                except Exception as error:
-                    flight.failure = flight.failure or error
+                one.cached_tokens = running.cached_tokens or 0
+            if one.is_done:
+                requests, tokens = requests + 1, tokens + one.num_tokens
+                self._tell(one, one.answer())
         return requests, tokens
 
     def _attach_stats(self) -> None:
         stats = self._meter.stats
         if stats.generation is None:
             stats.generation = self.scheduler.stats = GenerationStats()
-            self.scheduler.rows_held_peak = self.scheduler.rows_unshared_peak = self._again = 0
 
-    def _account(self, flight: _Flight, requests: int, tokens: int) -> None:
-        step, scheduler, generation = flight.step, self.scheduler, self.scheduler.stats
-        again = generation.recomputed_rows + generation.discarded_rows - self._again
-        self._again += again
-        slot_bytes = self.worker.facts.slot_bytes
-        generation.kv_bytes_now = scheduler.pool.used_slots * slot_bytes
-        generation.kv_bytes_peak = scheduler.rows_held_peak * slot_bytes
-        generation.kv_bytes_unshared_peak = scheduler.rows_unshared_peak * slot_bytes
+    def _account(self, flight: _Flight, requests: int, tokens: int, again: int) -> None:
+        step = flight.step
         self._meter.add(
             seconds={"compile": self.worker.compile_seconds()},
             steps=1,
@@ -359,30 +363,27 @@ class Generator:
         # It counts from the end of the one before, if that came later than its start.
         started, self._finished = max(flight.started, self._finished), time.perf_counter()
         if self._meter.is_heard:
-            path_rows = int(step.run_count.sum()) - step.num_rows
+            path_rows = int(step.message.run_count.sum()) - step.num_rows
             seconds = self._finished - started
             info = StepInfo(step.num_rows, path_rows, requests, tokens, started, seconds, step.decode_rows)
             self._meter.tell(info)
 
 
-def _numbers_of(readers: Sequence[Reader | None]) -> tuple[Numbers, ...]:
+def _is_known(step: GenerateStep, readers: Sequence[Reader]) -> bool:
+    """Whether nothing in the choice of the step's tokens depends on tokens that are on their way."""
+    return all(
+        not running.unknown or reader.state is None or reader.state.independent
+        for running, reader in zip(step.takers, readers, strict=True)
+    )
+
+
+def _numbers_of(readers: Sequence[Reader]) -> tuple[Numbers, ...]:
     """What of a step's reads are numbers, by readout."""
     found: dict[Readout, list[int]] = {}
     for i, reader in enumerate(readers):
         if isinstance(reader, NumberReader):
             found.setdefault(reader.readout, []).append(i)
     return tuple(
-        Numbers(readout, np.array(reads, np.int64), np.array([readers[i].target or 0 for i in reads], np.int32))  # type: ignore[union-attr]
+        Numbers(readout, np.array(reads, np.int64), np.array([readers[i].target for i in reads], np.int32))  # type: ignore[union-attr]
         for readout, reads in found.items()
     )
-
-
-def _give_numbers(flight: _Flight, result: SlotResult) -> None:
-    for asked, found in zip(flight.message.numbers, result.numbers, strict=True):
-        for place, read in enumerate(asked.reads.tolist()):
-            reader = flight.readers[read]
-            assert isinstance(reader, NumberReader)
-            if found.greedy is None:
-                reader.result = Result(found.values[place].copy())
-            else:
-                reader.result = Result(found.values[place : place + 1].copy(), found.greedy[place : place + 1].copy())

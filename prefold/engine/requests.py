@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import InputError
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
-from ..types import Generated, Readout, Request, Result
+from ..types import Generated, Readout, Request, Result, TokenLogprobs
 from ..worker.protocol import Facts
 from .samples import Sample
 
-__all__ = ["Answer", "Job", "Maker", "NumberReader", "Reader"]
+__all__ = ["Answer", "Maker", "NumberReader", "OpenRequest", "Reader", "adapter_number"]
 
 Answer = list[Generated] | Result | InputError
 
 
 class NumberReader:
-    """Takes what is read as numbers at the last row of a prompt."""
+    """Takes what is read as numbers at the last row of a prompt; of tokens it has and takes none."""
 
-    def __init__(self, readout: Readout, target: int | None):
+    number = 0
+    state = None
+    tokens: Sequence[int] = ()
+
+    def __init__(self, readout: Readout, target: int):
         self.readout, self.target = readout, target
         self.result: Result | None = None
 
     @property
     def is_done(self) -> bool:
         return self.result is not None
+
+    def take(self, token: int | None, logprobs: TokenLogprobs | None) -> bool:
+        return True
+
+    def recover(self) -> None:
+        """Nothing of it is ever half done."""
 
     def cancel(self) -> None:
         """Nothing comes of it."""
@@ -37,54 +48,48 @@ class NumberReader:
 Reader = Sample | NumberReader
 
 
-class Job:
-    """A request, what reads for it, and who is told.
+@dataclass(eq=False, slots=True)
+class OpenRequest:
+    """A request that has no answer yet, what reads for it, and who is told.
 
-    limit    tokens that each reader takes at most
-    reserve  room for all of them is set aside
+    limit      tokens that each reader takes at most
+    reserve    whether room for all of them is set aside
+    namespace  it shares rows with requests of the same
     """
 
-    def __init__(
-        self,
-        key: int,
-        request: Request,
-        readers: Sequence[Reader],
-        on_done: Callable[[Answer], None],
-        *,
-        limit: int,
-        reserve: bool,
-        sharing: bool,
-    ):
-        self.key, self.request, self.readers, self.on_done = key, request, readers, on_done
-        self.limit, self.reserve, self.sharing = limit, reserve, sharing
-        self.cached_tokens = 0
-        self.is_telling = False
-        self._ended = 0
+    key: int
+    request: Request
+    readers: Sequence[Reader]
+    on_done: Callable[[Answer], None]
+    limit: int
+    reserve: bool
+    namespace: tuple[Hashable, ...]
+    cached_tokens: int = 0
 
     @property
     def is_done(self) -> bool:
-        while self._ended < len(self.readers) and self.readers[self._ended].is_done:
-            self._ended += 1
-        return self._ended == len(self.readers)
+        return all(reader.is_done for reader in self.readers)
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """What its sequences would have had rows for, each alone."""
-        made = sum(max(0, len(reader.tokens) - 1) for reader in self.readers if isinstance(reader, Sample))
-        return len(self.readers) * len(self.request.tokens) + made
+        return sum(len(self.request.tokens) + max(0, len(reader.tokens) - 1) for reader in self.readers)
 
     def answer(self) -> Answer:
-        first = self.readers[0]
-        if isinstance(first, NumberReader):
-            assert first.result is not None
-            return first.result
-        samples: list[Sample] = self.readers  # type: ignore[assignment]
-        failed = next((sample.error for sample in samples if sample.error is not None), None)
-        return failed or [sample.result(self.cached_tokens) for sample in samples]
+        """Returns what is told at its end: an InputError if one of its samples has one."""
+        samples = []
+        for reader in self.readers:
+            if isinstance(reader, NumberReader):
+                assert reader.result is not None
+                return reader.result
+            if reader.error is not None:
+                return reader.error
+            samples.append(reader)
+        return [sample.result(self.cached_tokens) for sample in samples]
 
 
 class Maker:
-    """Makes jobs of requests; any thread may ask it to.
+    """Makes what any thread asks for an OpenRequest.
 
     reserve  whether room for the whole output is set aside where its length is given
     """
@@ -93,15 +98,7 @@ class Maker:
         self.facts, self.eos_ids, self._reserve = facts, tuple(eos_ids), reserve
         self._texts: _Texts | None = None
 
-    def numbers(
-        self, key: int, request: Request, readout: Readout, on_done: Callable[[Answer], None], *, sharing: bool
-    ) -> Job:
-        """A job whose last row is read. "logprobs": of one target. Raises InputError for an unknown adapter."""
-        self._check_adapter(request.adapter)
-        target = None if request.targets is None else int(request.targets[0])
-        return Job(key, request, [NumberReader(readout, target)], on_done, limit=1, reserve=True, sharing=sharing)
-
-    def samples(
+    def make(
         self,
         key: int,
         request: Request,
@@ -109,13 +106,20 @@ class Maker:
         on_done: Callable[[Answer], None],
         on_text: Callable[[int, str], None] | None,
         *,
+        readout: Readout | None,
         sharing: bool,
-    ) -> Job:
-        """A job that generates. Raises InputError for what cannot be continued as asked."""
-        sampling = request.sampling
-        assert sampling is not None
-        room = self.facts.max_positions - len(request.tokens)
-        limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    ) -> OpenRequest:
+        """Returns a request that can be run; "logprobs" are of one target. Raises InputError for what cannot be read or
+        continued as asked."""
+        adapter_number(self.facts, request.adapter)
+        # What does not share is in a namespace of its own.
+        namespace = (request.adapter, request.salt, *(() if sharing else (key,)))
+        if request.sampling is None:
+            assert readout is not None
+            target = 0 if request.targets is None else int(request.targets[0])
+            return OpenRequest(key, request, [NumberReader(readout, target)], on_done, 1, True, namespace)
+        room, most = self.facts.max_positions - len(request.tokens), request.sampling.max_tokens
+        limit = room if most is None else min(most, room)
         if limit < 1:
             raise InputError(
                 f"the prompt has {len(request.tokens)} tokens, the context {self.facts.max_positions}",
@@ -123,13 +127,24 @@ class Maker:
                 remedy="shorten it",
                 code="too_long",
             )
-        self._check_adapter(request.adapter)
+        samples = self._samples(request, limit, tokenizer, on_text)
+        return OpenRequest(key, request, samples, on_done, limit, self._reserve and most is not None, namespace)
+
+    def _samples(
+        self,
+        request: Request,
+        limit: int,
+        tokenizer: Tokenizer | None,
+        on_text: Callable[[int, str], None] | None,
+    ) -> list[Sample]:
+        sampling = request.sampling
+        assert sampling is not None
         # Without a lock: a grammar may take long, and at worst two threads make the same.
         texts = self._texts_of(tokenizer, request)
         matcher = None if sampling.grammar is None else texts.grammars.matcher(sampling.grammar)
         detokenizer = None if tokenizer is None else texts.detokenizer
         seed = secrets.randbits(53) if sampling.seed is None else sampling.seed
-        samples = [
+        return [
             Sample(
                 request, number, seed=seed, limit=limit, eos_ids=self.eos_ids, tokenizer=tokenizer,
                 detokenizer=detokenizer, on_text=on_text,
@@ -137,17 +152,9 @@ class Maker:
             )
             for number in range(sampling.n)
         ]  # fmt: skip
-        reserve = self._reserve and sampling.max_tokens is not None
-        return Job(key, request, samples, on_done, limit=limit, reserve=reserve, sharing=sharing)
-
-    def _check_adapter(self, name: str | None) -> None:
-        if name is not None and name not in self.facts.adapters:
-            known = ", ".join(self.facts.adapters) or "none"
-            message = f"there is no adapter {name!r}"
-            raise InputError(message, field="adapter", remedy=f"those loaded: {known}", code="unknown_adapter")
 
     def _texts_of(self, tokenizer: Tokenizer | None, request: Request) -> _Texts:
-        """What turns tokens into text, kept for the tokenizer used last."""
+        """Returns what turns tokens into text, kept for the tokenizer used last."""
         if tokenizer is None:
             for field in ("stop", "grammar"):
                 if getattr(request.sampling, field):
@@ -173,3 +180,11 @@ class _Texts:
     @cached_property
     def grammars(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_ids)
+
+
+def adapter_number(facts: Facts, name: str | None) -> int | None:
+    """Returns the number by which the worker knows an adapter. Raises InputError for one that it has not."""
+    if name is None or name in facts.adapters:
+        return None if name is None else facts.adapters.index(name)
+    remedy = f"those loaded: {', '.join(facts.adapters) or 'none'}"
+    raise InputError(f"there is no adapter {name!r}", field="adapter", remedy=remedy, code="unknown_adapter")

@@ -62,20 +62,20 @@ class Sample:
     def is_done(self) -> bool:
         return self.finish_reason is not None
 
-    def take(self, before: int, token: int | None, logprobs: TokenLogprobs | None) -> bool:
-        """Take the token that follows the first `before` ones; returns whether the sample has ended.
+    def take(self, token: int | None, logprobs: TokenLogprobs | None) -> bool:
+        """Take the next token; returns whether the sample has ended.
 
-        None: no token is allowed any more; NOT_FINITE: the logits were no finite numbers. A token that it has taken
-        already is not taken twice; where taking one was broken off, the sample ends as it is.
+        None: no token is allowed any more; NOT_FINITE: the logits were no finite numbers.
         """
-        if self._taking:
-            self.drop()
-        if self.is_done or len(self.tokens) > before:
-            return self.is_done
         self._taking = True
         ended = self._take(token, logprobs)
         self._taking = False
         return ended
+
+    def recover(self) -> None:
+        """Where taking a token was broken off, the sample ends as it is."""
+        if self._taking:
+            self.drop()
 
     def _take(self, token: int | None, logprobs: TokenLogprobs | None) -> bool:
         if token == NOT_FINITE:
@@ -96,8 +96,6 @@ class Sample:
             self._logprobs.append(logprobs)
         if self._text is not None:
             self._say(self._text.add(token))
-            if self.is_done:  # who was told has cancelled it
-                return True
             if self._text.stopped is not None:
                 return self._end("stop", self._text.stopped)
         if self.state.grammar_done:
@@ -106,7 +104,7 @@ class Sample:
         return self._end("length") if len(self.tokens) == self._limit else False
 
     def cancel(self) -> None:
-        if self.finish_reason is None:
+        if not self.is_done:
             self._end("cancelled")
 
     def drop(self) -> None:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import InputError
 from ..prefix import common_prefix_lengths, lexsort_sequences
 from ..schedule.prefill import PlannedStep, PrefillScheduler
 from ..schedule.steps import StepResult
@@ -22,6 +21,7 @@ from ..stream import Window
 from ..types import Readout, Result, Sharing
 from ..worker.protocol import Ticket, Worker
 from .meter import Meter, StepBudget, StepInfo
+from .requests import adapter_number
 
 __all__ = ["run_stream"]
 
@@ -67,8 +67,8 @@ def run_stream(
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """A step that has been planned and prepared."""
+class _Prepared:
+    """A step that has been planned, and what the worker has prepared for it."""
 
     scheduler: PrefillScheduler
     results: _WindowResults
@@ -94,7 +94,7 @@ class _StreamRun:
         self._worker, self._readout, self._sharing = worker, readout, sharing
         self._budget, self._meter = budget, meter
 
-    def work(self, windows: Iterable[Window]) -> Iterator[_Work]:
+    def work(self, windows: Iterable[Window]) -> Iterator[_Prepared]:
         """Every step of every window."""
         follows = False
         for window in windows:
@@ -111,7 +111,7 @@ class _StreamRun:
                 max_batch_rows=self._budget.rows,
                 follows=follows,
                 stream=self.number,
-                adapter=self._number_of(window.adapter),
+                adapter=adapter_number(self._worker.facts, window.adapter),
             )
             follows = True
             results = _WindowResults(window, self._readout, lengths)
@@ -120,19 +120,10 @@ class _StreamRun:
                 scheduler.max_batch_rows = self._budget.rows  # of the next: it falls when memory runs out
                 prepared = self._worker.prepare(planned.message)
                 self._meter.add(seconds={"plan": time.perf_counter() - started})
-                yield _Work(scheduler, results, planned, prepared)
+                yield _Prepared(scheduler, results, planned, prepared)
                 started = time.perf_counter()
 
-    def _number_of(self, adapter: str | None) -> int | None:
-        """The number by which the worker knows an adapter. Raises InputError for one that it has not."""
-        known = self._worker.facts.adapters
-        if adapter is not None and adapter not in known:
-            remedy = f"those loaded: {', '.join(known) or 'none'}"
-            message = f"there is no adapter {adapter!r}"
-            raise InputError(message, field="adapter", remedy=remedy, code="unknown_adapter")
-        return None if adapter is None else known.index(adapter)
-
-    def begin(self, work: _Work) -> Iterator[_Begun]:
+    def begin(self, work: _Prepared) -> Iterator[_Begun]:
         """Start a step; where memory is too small for it, its halves one after the other."""
         left = [(work.planned, work.prepared)]
         while left:

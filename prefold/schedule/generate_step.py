@@ -13,6 +13,7 @@ import numpy as np
 
 from ..cache import SCRATCH
 from ..cache.tree import Node
+from .steps import SlotStep
 
 __all__ = ["Draft", "GenerateStep", "Running", "lay_out"]
 
@@ -25,7 +26,6 @@ class Running:
     reserve        room for all of them is set aside when it is admitted
     leaf           the node that ends with the prompt
     tail           the node of its own tokens
-    state          "new": not in the trie yet
     cached_tokens  of the prompt, not computed for this sequence; known once it was admitted
     ready          the prompt's rows are computed
     known          of its tokens; those after them are on their way, each -1 - i: what the i-th read of its step gives
@@ -35,32 +35,21 @@ class Running:
         "cached_tokens", "key", "known", "leaf", "limit", "priority", "ready", "reserve", "sample", "state", "tail",
     )  # fmt: skip
 
-    leaf: Node
-    tail: Node
-
-    def __init__(self, key: Hashable, sample: int, limit: int, reserve: bool, priority: int = 0):
+    def __init__(
+        self, key: Hashable, sample: int, leaf: Node, tokens: list[int], limit: int, reserve: bool, priority: int
+    ):
         self.key = key
         self.sample = sample
+        self.leaf = leaf
         self.limit = limit
         self.reserve = reserve
         self.priority = priority
-        self.state: Literal["new", "waiting", "running", "ending", "ended"] = "new"
+        self.state: Literal["waiting", "running", "ending", "ended"] = "waiting"
         self.cached_tokens: int | None = None
         self.ready = False
-        self.known = 0
-        self.tail = Node(None, [], 0)
-
-    def enter(self, leaf: Node) -> None:
-        """Wait in the trie, below the end of the prompt."""
-        self.leaf = leaf
-        self.tail = Node(leaf, self.tail.tokens, leaf.stop)
-        self.tail.lost = bool(self.tail.tokens)
-        self.state = "waiting"
-
-    def wait_anew(self) -> None:
-        """Be as on arrival, but for the tokens that are known."""
-        self.tail = Node(None, self.tail.tokens[: self.known], 0)
-        self.state, self.ready = "new", False
+        self.known = len(tokens)
+        self.tail = Node(leaf, tokens, leaf.stop)
+        self.tail.lost = bool(tokens)
 
     @property
     def unknown(self) -> int:
@@ -74,40 +63,26 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class GenerateStep:
-    """One forward pass. Its n rows are its queries, depth-first: those below one node lie side by side.
+    """One forward pass. Its rows are its queries, depth-first: those below one node lie side by side.
 
-    tokens, positions  int32 [n]; token -1 - i is what the i-th of the reads of the step before gives
-    slots              int64 [n]: where each row's K/V goes; SCRATCH: nowhere
-    run_*              int64 [r]: keys as runs of neighbouring slots. The `run_count` slots from `run_start` on hold
-                       the rows of positions from `run_position` on, and are visible to the queries from `run_first`
-                       up to, not including, `run_last`. A new row is seen from its own query on
-    read_rows          int64, ascending: queries whose logits are wanted
-    reads              (sequence, index into read_rows), by ascending index: who takes a token from them
-    tokens_before      of each of the reads, how many tokens its sequence has before that one
-    spans              (namespace, first query, past the last)
-    takes              (node, number of its rows that are computed here)
-    version            of the books that it was planned for
+    message      for the worker; how tokens are chosen and what is read as numbers is not in it yet
+    takers       who takes what each of the message's reads gives
+    spans        (namespace, first query, past the last)
+    takes        (node, number of its rows that are computed here)
+    decode_rows  sequences that go on
+    again        rows that had been computed before
     """
 
-    tokens: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    run_start: np.ndarray
-    run_count: np.ndarray
-    run_position: np.ndarray
-    run_first: np.ndarray
-    run_last: np.ndarray
-    read_rows: np.ndarray
-    reads: list[tuple[Running, int]]
-    tokens_before: list[int]
-    spans: list[tuple[Hashable, int, int]]
+    message: SlotStep
+    takers: list[Running]
+    spans: list[tuple[tuple[Hashable, ...], int, int]]
     takes: list[tuple[Node, int]]
     decode_rows: int
-    version: int
+    again: int
 
     @property
     def num_rows(self) -> int:
-        return len(self.tokens)
+        return self.message.num_rows
 
 
 @dataclass(slots=True)
@@ -174,7 +149,7 @@ class Draft:
             self.left -= 1
 
 
-def lay_out(draft: Draft, version: int = 0) -> GenerateStep:
+def lay_out(draft: Draft) -> GenerateStep:
     """The step's rows depth-first over the nodes that have some, or lie above those that have."""
     roots, children = _marked(draft)
     tokens: list[int] = []
@@ -240,24 +215,18 @@ def lay_out(draft: Draft, version: int = 0) -> GenerateStep:
     read_rows, index = np.unique(rows_read, return_inverse=True)
     index = index.reshape(-1)
     order = np.argsort(index, kind="stable")
-    takers = [reads[i][0] for i in order.tolist()]
-    runs = _joined(*(np.array(numbers, np.int64) for numbers in (start, count, position, first, last)))
+    joined = _joined(*(np.array(numbers, np.int64) for numbers in (start, count, position, first, last)))
+    message = SlotStep(
+        np.array(tokens, np.int32), np.array(positions, np.int32), np.array(slots, np.int64), *joined, read_rows,
+        index[order],
+    )  # fmt: skip
     return GenerateStep(
-        tokens=np.array(tokens, np.int32),
-        positions=np.array(positions, np.int32),
-        slots=np.array(slots, np.int64),
-        run_start=runs[0],
-        run_count=runs[1],
-        run_position=runs[2],
-        run_first=runs[3],
-        run_last=runs[4],
-        read_rows=read_rows,
-        reads=list(zip(takers, index[order].tolist(), strict=True)),
-        tokens_before=[len(sequence.tail.tokens) for sequence in takers],
+        message,
+        takers=[reads[i][0] for i in order.tolist()],
         spans=spans,
         takes=list(draft.takes.items()),
         decode_rows=draft.decode_rows,
-        version=version,
+        again=len(draft.again) + sum(rows for node, rows in draft.takes.items() if node.lost),
     )
 
 

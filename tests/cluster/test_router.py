@@ -65,13 +65,12 @@ class Replica:
         )  # fmt: skip
 
     def step(self) -> None:
-        for key, _ in self.scheduler.admit():
-            self.scheduler.cancel(key)
+        self.scheduler.admit()
         step = self.scheduler.plan()
         if step is None:
             return
         self.scheduler.begin(step)
-        reads = len(step.reads)
+        reads = len(step.takers)
         self.scheduler.commit(step, self.rng.integers(0, 2, reads).tolist(), (self.rng.random(reads) < 0.2).tolist())
 
     def cancel(self) -> None:
@@ -110,7 +109,7 @@ def test_the_picture_is_that_of_the_caches(seed, faults, max_pending):
         elif act < 0.83 and faults:
             replica.restart()
         elif act < 0.86:
-            replica.scheduler.start_anew()
+            replica.scheduler.clear()
         elif act < 0.93:
             prompt = Prompt(rng.integers(0, 2, rng.integers(1, 14)).astype(np.int32), limit=4)
             chosen = router.choose(prompt)

@@ -94,7 +94,8 @@ def expected(prompt: list[int], sampling: Sampling) -> tuple[int, ...]:
     return path[len(prompt) :]
 
 
-def run_trace(seed: int) -> Engine:
+def run_trace(seed: int) -> tuple[int, int]:
+    """A random trace; returns how often a sequence was preempted, and the books were made anew."""
     rng = random.Random(seed)
     worker = FakeWorker(rng, depth=rng.choice([1, 2, 2]), trouble=rng.choice([0.0, 0.05, 0.2]))
     cache = rng.choice([None, CacheOptions(min_overlap=0), CacheOptions(min_overlap=3, max_tokens=9)])
@@ -103,7 +104,8 @@ def run_trace(seed: int) -> Engine:
         cache=cache,
     )  # fmt: skip
     engine = Engine(worker, EngineOptions(max_batch_rows=rng.choice([5, 24]), generation=generation))
-    generator = engine.generator
+    generator, make_anew, anew = engine.generator, engine.generator._make_anew, []
+    generator._make_anew = lambda: anew.append(1) or make_anew()
     asked, answers, keys, cancelled = {}, {}, {}, set()
     for number in range(rng.randint(3, 12)):
         prompt = rng.choices([0, 1, 2], k=rng.randint(1, 9))
@@ -141,7 +143,7 @@ def run_trace(seed: int) -> Engine:
             assert answer.values[0] == float(hash(tuple(prompt)))
         else:
             assert [one.tokens for one in answer] == [expected(prompt, sampling)] * sampling.n, (seed, number)
-    return engine
+    return generator.scheduler.stats.preemptions, len(anew)
 
 
 def test_traces_without_torch():
@@ -204,8 +206,7 @@ def test_prompts_that_go_on_from_each_other():
 if __name__ == "__main__":
     preempted = anew = 0
     for seed in range(int(sys.argv[1]), int(sys.argv[1]) + int(sys.argv[2])):
-        engine = run_trace(seed)
-        preempted += engine.generator.scheduler.stats.preemptions
-        anew += engine.generator.scheduler._remade >= 0
+        counts = run_trace(seed)
+        preempted, anew = preempted + counts[0], anew + counts[1]
     assert "torch" not in sys.modules
     print(preempted, anew)

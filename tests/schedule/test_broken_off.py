@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 
 import prefold
 from prefold.cache import CacheOptions, SlotPool
+from prefold.cache.tree import BrokenOff
 from prefold.schedule.generate import GenerateScheduler
 from tests.schedule.traces import CheckedStore, expected, next_token, prompts_of
 
@@ -44,71 +45,94 @@ def interrupted_after(events: int) -> Iterator[None]:
 
 
 class Driver:
-    """Runs a scheduler as the engine does: what was broken off is done again, or seen to be done."""
+    """Runs a scheduler as the engine does: what every sample has made is known beside it, and after a change that was
+    broken off all is made anew from that."""
 
     def __init__(self, scheduler: GenerateScheduler, rng: random.Random, often: float):
         self.scheduler, self.rng, self.often = scheduler, rng, often
         self.store = CheckedStore()
         self.flights: list[tuple] = []
+        self.open: dict[int, tuple] = {}  # key: (prompt, options, {sample: its tokens})
         self.ended: dict[tuple, list[int]] = {}
         self.interrupts = 0
 
-    def tried(self, change: Callable[[], object]) -> bool:
-        """Whether the change came to its end."""
-        if self.rng.random() >= self.often:
-            change()
-            return True
-        try:
-            with interrupted_after(int(self.rng.expovariate(1 / self.rng.choice([10, 100, 1000]))) + 1):
-                change()
-        except KeyboardInterrupt:
-            self.interrupts += 1
-            return False
-        return True
+    def changed(self, change: Callable[[], object]) -> None:
+        """Make a change, or part of it; the books are whole afterwards."""
+        interrupted = nullcontext()
+        if self.rng.random() < self.often:
+            interrupted = interrupted_after(int(self.rng.expovariate(1 / self.rng.choice([10, 100, 1000]))) + 1)
+        with suppress(BrokenOff):
+            try:
+                with interrupted, self.scheduler.tree.change():
+                    change()
+            except KeyboardInterrupt:
+                self.interrupts += 1
+        if self.scheduler.tree.is_broken:
+            self.flights.clear()
+            self.scheduler.clear()
+            for key, (prompt, options, made) in self.open.items():
+                self.scheduler.submit(key, prompt, **options, made=made)
+            self.scheduler.tree.is_broken = False
 
-    def submit(self, key: int, *args, **options) -> None:
-        while not self.tried(lambda: self.scheduler.submit(key, *args, **options)):
-            if key in self.scheduler._requests:
-                return
+    def submit(self, key: int, prompt: np.ndarray, *, samples: int = 1, **options) -> None:
+        def change() -> None:
+            made = {sample: [] for sample in range(samples)}
+            self.open[key] = (prompt, options, made)
+            self.scheduler.submit(key, prompt, **options, made=made)
+
+        while key not in self.open:
+            self.changed(change)
+
+    def cancel(self, key: int) -> None:
+        def change() -> None:
+            self.open.pop(key, None)
+            self.scheduler.cancel(key)
+
+        self.changed(change)
+        while key in self.open:
+            self.changed(change)
 
     def land(self) -> None:
-        step, tokens, stops = self.flights[0]
-        while self.scheduler.awaits(step):
-            if self.tried(lambda: self.scheduler.commit(step, tokens, stops)):
-                break
-        for sequence, _ in step.reads:
-            if sequence.state == "ended":
-                self.ended[sequence.key, sequence.sample] = list(sequence.tokens)
-        self.flights.pop(0)
+        def change() -> None:
+            step, tokens, stops = self.flights.pop(0)
+            for sequence, token, stop in zip(step.takers, tokens, stops, strict=True):
+                if sequence.state == "ended":
+                    continue
+                _, options, made = self.open[sequence.key]
+                if not stop:
+                    made[sequence.sample].append(token)
+                if stop or len(made[sequence.sample]) == options["limit"]:
+                    self.ended[sequence.key, sequence.sample] = made.pop(sequence.sample)
+                    if not made:
+                        del self.open[sequence.key]
+            self.scheduler.commit(step, tokens, stops)
+
+        self.changed(change)
 
     def step(self, stop_at, ahead: bool) -> bool:
         scheduler = self.scheduler
         if len(self.flights) > 1 or (self.flights and self.interrupts and self.rng.random() < 0.3):
             self.land()
-        if not self.tried(scheduler.admit):
-            while self.flights:
-                self.land()
-            scheduler.admit()
+        self.changed(scheduler.admit)
         scheduler.check()
         step = scheduler.plan()
         if self.flights and (step is None or not ahead):
             self.land()
-            scheduler.admit()
             scheduler.check()
             return True
         if step is None:
-            return False
+            return bool(self.open)
         self.store.run(step, self.flights[-1][1] if self.flights else [])
-        paths = [self.store.paths[step.read_rows[row]] for _, row in step.reads]
-        samples = [sequence.sample for sequence, _ in step.reads]
-        tokens = [next_token(path, sample) for path, sample in zip(paths, samples, strict=True)]
-        stops = [stop_at(path, sample) for path, sample in zip(paths, samples, strict=True)]
-        self.flights.append((step, tokens, stops))
-        if not self.tried(lambda: scheduler.begin(step)):
-            while self.flights:
-                self.land()
-            scheduler.admit()
-            scheduler.check()
+        samples = [sequence.sample for sequence in step.takers]
+        tokens = [next_token(path, sample) for path, sample in zip(self.store.paths, samples, strict=True)]
+        stops = [stop_at(path, sample) for path, sample in zip(self.store.paths, samples, strict=True)]
+
+        def change() -> None:
+            scheduler.begin(step)
+            self.flights.append((step, tokens, stops))
+
+        self.changed(change)
+        scheduler.check()
         return True
 
 
@@ -117,9 +141,9 @@ def run_trace(seed: int, often: float) -> int:
     rng, numbers = random.Random(seed), np.random.default_rng(seed)
     cache = rng.choice([None, CacheOptions(min_overlap=0), CacheOptions(min_overlap=4, max_tokens=9)])
     scheduler = GenerateScheduler(
-        SlotPool(rng.randint(30, 120)), max_batch_rows=rng.randint(1, 30), max_running=rng.randint(1, 8),
-        sharing=rng.random() < 0.8, cache=cache,
+        SlotPool(rng.randint(30, 120)), max_batch_rows=rng.randint(1, 30), max_running=rng.randint(1, 8), cache=cache
     )  # fmt: skip
+    sharing = rng.random() < 0.8
     driver = Driver(scheduler, rng, often)
     modulus, reserve = rng.randint(2, 5), rng.random() < 0.5
     stop_at = lambda path, sample: len(path) > 4 and (sum(path) + sample) % modulus == 0  # noqa: E731
@@ -129,14 +153,14 @@ def run_trace(seed: int, often: float) -> int:
     for _ in range(5000):
         for key in left[: rng.randint(0, 2)]:
             prompt, samples, limit = asked[key]
-            driver.submit(key, prompt, samples=samples, limit=limit, reserve=reserve)
+            namespace = () if sharing else (key,)
+            driver.submit(key, prompt, samples=samples, limit=limit, reserve=reserve, namespace=namespace)
             left.remove(key)
         if rng.random() < 0.03:
             key = rng.choice(list(asked))
             if key not in left:
                 cancelled.add(key)
-                while not driver.tried(lambda key=key: scheduler.cancel(key)):
-                    pass
+                driver.cancel(key)
         if not driver.step(stop_at, ahead=rng.random() < 0.5) and not left and not driver.flights:
             break
     else:
@@ -178,6 +202,7 @@ def test_the_cache_is_broken_off_by_its_user(change):
         arguments = {"pin": ((), prompt[:5]), "unpin": ((), prompt[:3]), "clear": ()}[change]
         with suppress(KeyboardInterrupt), interrupted_after(events):
             getattr(scheduler.cache, change)(*arguments)
+        driver.changed(lambda: None)
         driver.submit(1, prompt, limit=2)
         while driver.step(lambda path, sample: False, ahead=False):
             scheduler.check()

@@ -19,16 +19,24 @@ class CheckedStore:
     def run(self, step: GenerateStep, given: list[int]) -> None:
         """given: the tokens of the reads of the step before, where the scheduler has not been told of them."""
         paths: list[tuple] = []
+        message = step.message
         keys = [
             (int(s), int(c), int(p), int(f), int(la))
             for s, c, p, f, la in zip(
-                step.run_start, step.run_count, step.run_position, step.run_first, step.run_last, strict=True
+                message.run_start,
+                message.run_count,
+                message.run_position,
+                message.run_first,
+                message.run_last,
+                strict=True,
             )
         ]
         namespace_of = {q: ns for ns, first, last in step.spans for q in range(first, last)}
-        new_slots = [int(s) for s in step.slots if s != SCRATCH]
+        new_slots = [int(s) for s in message.slots if s != SCRATCH]
         assert len(set(new_slots)) == len(new_slots)
-        for query, (token, position, slot) in enumerate(zip(step.tokens, step.positions, step.slots, strict=True)):
+        for query, (token, position, slot) in enumerate(
+            zip(message.tokens, message.positions, message.slots, strict=True)
+        ):
             seen: dict[int, int] = {}
             for start, count, at, first, last in keys:
                 if first <= query < last:
@@ -52,7 +60,7 @@ class CheckedStore:
             else:
                 self.content[int(slot)] = (namespace, path)
             paths.append(path)
-        self.paths = paths
+        self.paths = [paths[message.read_rows[row]] for row in message.reads]  # of each read
 
 
 def next_token(path: tuple, sample: int) -> int:
@@ -67,7 +75,6 @@ def run_to_end(
     most=5000,
     ahead=lambda: False,
     failed: list | None = None,
-    cancel_failed: bool = True,
 ):
     """All that ended: {(key, sample): tokens}; checks the books after every step. ahead: asked for each step whether
     the next is planned before its tokens are told."""
@@ -86,8 +93,6 @@ def run_to_end(
         for key, error in scheduler.admit():
             assert failed is not None, error
             failed.append((key, error))
-            if cancel_failed:
-                scheduler.cancel(key)
         scheduler.check()
         step = scheduler.plan()
         assert_equal_steps(step, scheduler.plan())
@@ -102,8 +107,7 @@ def run_to_end(
         assert step.num_rows <= scheduler.max_batch_rows
         store.run(step, [] if flight is None else flight[1])
         tokens, stops = [], []
-        for sequence, read in step.reads:
-            path = store.paths[step.read_rows[read]]
+        for sequence, path in zip(step.takers, store.paths, strict=True):
             tokens.append(next_token(path, sequence.sample))
             stops.append(stop_at(path, sequence.sample))
         before, flight = flight, None
@@ -125,9 +129,10 @@ def assert_equal_steps(one: GenerateStep | None, other: GenerateStep | None) -> 
     if one is None or other is None:
         assert one is other
         return
-    for name in one.__slots__:
-        a, b = getattr(one, name), getattr(other, name)
-        assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b, name
+    for a, b in ((one, other), (one.message, other.message)):
+        for name in a.__slots__:
+            was, now = getattr(a, name), getattr(b, name)
+            assert name == "message" or (np.array_equal(was, now) if isinstance(was, np.ndarray) else was == now), name
 
 
 def expected(prompt, sample: int, limit: int | None, stop_at, context: int = 64) -> list[int]:
