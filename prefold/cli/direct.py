@@ -183,9 +183,10 @@ def _show_live(texts: list[str], engine: Any, task: Any, works: list[Any], seed:
             click.echo(_CUT, err=True)
 
     shown = InOrder(sum(samples), start, lambda place, text: click.echo(text, nl=False), end)
-    for number, sample, what in generate_live(engine, task, works, seed):
-        if sample is not None:
-            shown.add(first[number] + sample, what)
+    for number, what in generate_live(engine, task, works, seed):
+        if isinstance(what, tuple):
+            sample, text = what
+            shown.add(first[number] + sample, text)
             continue
         results = [what] * samples[number] if isinstance(what, InputError) else what
         for sample, result in enumerate(results):

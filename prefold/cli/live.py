@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -56,37 +55,14 @@ class InOrder:
             self._turn += 1
 
 
-def generate_live(
-    engine: Any, task: Any, works: Sequence[Any], seed: int | None
-) -> Iterator[tuple[int, int | None, Any]]:
-    """Yields (number of the work, sample, piece of its text) as pieces come, and (number, None, answer) at its end.
+def generate_live(engine: Any, task: Any, works: Sequence[Any], seed: int | None) -> Iterator[tuple[int, Any]]:
+    """Yields (number of the work, (sample, piece of its text)) as pieces come, and (number, answer) at its end.
 
     An answer is a list of Generated, or the InputError that says what is wrong. Seeds are those of `run_works`, so the
     texts are those that it gives. Where the generator is closed early, what is not done is cancelled.
     """
     from ..tasks.run import draw_seed, with_seed
 
-    generator, tokenizer = engine.generator, task.inputs.tokenizer
     seed = draw_seed() if seed is None else seed
-    events: deque[tuple[int, int | None, Any]] = deque()
-    keys: dict[int, int | None] = {}
-    try:
-        for number, work in enumerate(works):
-            keys[number] = generator.add(
-                with_seed(work.requests[0], seed, number, 0),
-                tokenizer,
-                lambda answer, number=number: events.append((number, None, answer)),
-                lambda sample, text, number=number: events.append((number, sample, text)),
-            )
-        while events or keys:
-            while events:
-                number, sample, what = events.popleft()
-                if sample is None:
-                    keys.pop(number, None)
-                yield number, sample, what
-            if keys:
-                generator.step()
-    finally:
-        for key in keys.values():
-            if key is not None:
-                generator.cancel(key)
+    requests = [with_seed(work.requests[0], seed, number, 0) for number, work in enumerate(works)]
+    return engine.stream(requests, task.inputs.tokenizer)

@@ -118,14 +118,7 @@ class Engine:
     def generator(self) -> Generator:
         """What generates text; it holds the KV store, and is made when first asked for."""
         _check_sharing(self.sharing)
-        return Generator(
-            self.worker,
-            self.options.generation,
-            sharing=self.sharing == "full",
-            budget=self._budget,
-            eos_ids=self.options.eos_ids,
-            meter=self.meter,
-        )
+        return Generator(self.worker, self.options, self._budget, self.meter)
 
     @cached_property
     def service(self) -> Service:
@@ -162,11 +155,11 @@ class Engine:
         with self.meter.heard_by(on_step):
             yield from serve(self.generator, requests, tokenizer, stopping=stopping, sharing=shares)  # type: ignore[misc]
 
-    def stream(self, request: Request, tokenizer: Tokenizer | None) -> Iterator[TextPiece | Answer]:
-        """Yield (sample, piece of its text) of one request as they come, and last its answer."""
-        with closing(serve(self.generator, [[(0, request)]], tokenizer, text=True)) as events:
-            for _, event in events:
-                yield event
+    def stream(
+        self, requests: Iterable[Request], tokenizer: Tokenizer | None
+    ) -> Iterator[tuple[int, TextPiece | Answer]]:
+        """Yield (number, (sample, piece of text)) of each request as pieces come, and (number, answer) at its end."""
+        yield from serve(self.generator, [enumerate(requests)], tokenizer, text=True)
 
     def _requests(self, windows: Iterable[Window | None]) -> Iterator[list[tuple[bytes, Request]] | None]:
         for window in windows:

@@ -31,7 +31,7 @@ from ..text import Tokenizer
 from ..types import GenerationStats, Readout, Request, Result
 from ..worker.protocol import Ticket, Worker
 from .meter import Meter, StepBudget, StepInfo
-from .options import GenerateOptions
+from .options import EngineOptions
 from .requests import Answer, Maker, NumberReader, OpenRequest, Reader, adapter_number
 from .sampling import drawing_of
 
@@ -53,23 +53,13 @@ class Generator:
     """Continuous batching of any requests, as they are added, from any thread.
 
     worker   whose KV store is used; requests of two of its adapters share nothing
-    sharing  whether requests share rows where they do not say
     budget   rows of a step
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        options: GenerateOptions,
-        *,
-        sharing: bool,
-        budget: StepBudget,
-        eos_ids: Sequence[int],
-        meter: Meter,
-    ):
+    def __init__(self, worker: Worker, engine: EngineOptions, budget: StepBudget, meter: Meter):
         self.worker = worker
-        self.options = options
-        self.sharing = sharing
+        self.options = options = engine.generation
+        self.sharing = engine.sharing == "full"
         slots = worker.kv_slots(options.kv_memory)
         worker.start(MakeStore(slots + 1)).result()
         self.scheduler = GenerateScheduler(
@@ -79,7 +69,7 @@ class Generator:
         self.depth = worker.facts.slot_depth
         self._change = self.scheduler.tree.change
         self._budget, self._meter = budget, meter
-        self._maker = Maker(worker.facts, eos_ids, reserve=options.reserve_output)
+        self._maker = Maker(worker.facts, engine.eos_ids, reserve=options.reserve_output)
         self._keys = itertools.count()
         self._new: deque[OpenRequest] = deque()
         self._left: deque[int] = deque()
@@ -113,7 +103,7 @@ class Generator:
         on_text is called with (sample, piece of its text).
 
         readout  what is read at the last row of a request that is not continued
-        sharing  whether it shares rows with others; None: as the generator does
+        sharing  whether it shares rows with others; None: as the engine does
         key      from `new_key`; None: a new one
         """
         key = self.new_key() if key is None else key

@@ -63,7 +63,8 @@ def run_stream(
         while begun:
             yield from run.finish(begun.popleft())
     finally:
-        end()
+        worker.forget(run.number)
+        end.detach()
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,8 +229,8 @@ class Texts(TaskRunner):
         return self._stream(self._request(prompt, n, adapter, options))
 
     def _stream(self, request: Request) -> Iterator[Piece]:
-        with closing(cast(Generator[Any, None, None], self.engine.stream(request, self.tokenizer))) as events:
-            for event in events:
+        with closing(cast(Generator[Any, None, None], self.engine.stream([request], self.tokenizer))) as events:
+            for _, event in events:
                 if isinstance(event, tuple):
                     yield Piece(*event)
                 else:
