@@ -15,7 +15,7 @@ LONG = {"prompt": "the yes no", "max_tokens": 480, "ignore_eos": True, "temperat
 def is_idle(server, llm):
     scheduler = llm.engine.generator.scheduler
     idle = not server.site.desk.thread.replies and not scheduler.has_work and not server.site.open
-    return idle and not llm.engine.generator._jobs
+    return idle and not llm.engine.generator._open
 
 
 @pytest.mark.parametrize("stream", [False, True])
