@@ -70,11 +70,6 @@ class SamplerState:
         return self.end_ids if self.position + ahead < self.sampling.min_tokens else self.end_ids[:0]
 
     @property
-    def allowed(self) -> np.ndarray | None:
-        """bool [vocab]: which tokens the grammar lets come next; None: all."""
-        return None if self.matcher is None else self.matcher.mask()
-
-    @property
     def grammar_done(self) -> bool:
         """The grammar allows nothing after the tokens so far; the sample ends with them."""
         return self.matcher is not None and self.matcher.is_done
