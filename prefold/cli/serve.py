@@ -60,6 +60,8 @@ def option(name: str, *more: str, **settings: Any) -> Any:
 )
 @option("api_keys", metavar="FILE", help="Who may ask: keys and their tenants, in TOML. Read again on SIGHUP.")
 @click.option("--insecure", is_flag=True, help="Listen on an address that others reach, without keys.")
+@option("data_dir", metavar="FOLDER", help="Where files, batches and stored responses are kept; none without it.")
+@option("max_file_bytes", type=Bytes(), help="Size of a file that is uploaded.")
 @option("drain_seconds", type=click.FloatRange(0), help="How long requests may go on after SIGTERM.")
 @option("max_waiting_requests", type=click.IntRange(1), help="Requests that may wait; others are refused with 429.")
 @option("max_waiting_tokens", type=click.IntRange(1), help="Tokens that may wait.")

@@ -7,9 +7,10 @@ package does not import torch; the caller of a job brings an LLM.
 from __future__ import annotations
 
 from .columns import TableForm
+from .flow import Job, run_beside
 from .output import OutputOptions, open_output
 from .plan import JobPlan, plan_job
-from .run import Interrupted, Job, Summary, run_job
+from .run import Interrupted, Summary, run_job
 
 __all__ = ["Interrupted", "Job", "JobPlan", "OutputOptions", "Summary", "TableForm"]
-__all__ += ["open_output", "plan_job", "run_job"]
+__all__ += ["open_output", "plan_job", "run_beside", "run_job"]

@@ -1,4 +1,4 @@
-"""Runs a job: source -> records -> requests -> stream -> engine -> lines."""
+"""Runs a job that has the process to itself: with signals, progress, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -8,29 +8,21 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import InputError, JobError
-from ..records.adapter import RecordAdapter, error_text
-from ..records.lines import dumps
-from ..records.record import Source
+from ..errors import JobError
 from ..report.icicle import StreamShape
 from ..report.page import StepLog
 from ..report.progress import Counts, Progress
-from ..stream import Spool
-from ..tasks.base import attempt
-from ..tasks.run import finish, results_of
 from ..types import Stats
-from .gather import Done, Gather
-from .output import Output
-from .reader import Reader, Ready
+from .flow import Flow, Job
+from .reader import Ready
 
 __all__ = ["Interrupted", "Job", "Summary", "run_job"]
 
-WINDOW_TOKENS = 1 << 20
 TICK_SECONDS = 0.25
 
 
@@ -40,32 +32,6 @@ class Interrupted(JobError):
     def __init__(self, number: int):
         super().__init__("the job was interrupted; what is done is written")
         self.signal = number
-
-
-@dataclass(frozen=True)
-class Job:
-    """Holds everything a job needs.
-
-    tasks     the tasks by name, as the adapter asks for them
-    load      returns the LLM (or another object with an `engine`); called while records are being read. It is closed
-              at the job's end
-    window    how many tokens a window may have
-    streaming whether each window is sorted by itself, as it fills; otherwise the whole input is one stream
-    collect   whether to keep the shape of the stream and the steps, for the report
-    seed      what the seeds of records that sample without a seed of their own are made of
-    """
-
-    source: Source
-    adapter: RecordAdapter
-    tasks: Mapping[str, Any]
-    load: Callable[[], Any]
-    output: Output
-    limit: int | None = None
-    window: int = WINDOW_TOKENS
-    streaming: bool = False
-    collect: bool = False
-    seed: int = 0
-    make_spool: Callable[[], Spool] = Spool
 
 
 @dataclass
@@ -109,7 +75,6 @@ class _Run:
         self.output = job.output
         self.counts = Counts(resumed=job.output.resumed)
         self.summary = Summary(resumed=job.output.resumed)
-        self.gather = Gather()
         self._llm: Any = None
         self._engine: Any = None
         self.signal: int | None = None
@@ -117,17 +82,8 @@ class _Run:
         self.graceful = False  # a signal waits for the end of the step
         if job.collect:
             self.summary.shape, self.summary.steps = StreamShape(), StepLog()
-        self.reader = Reader(
-            job.source,
-            job.adapter,
-            lambda task, items: job.tasks[task].prepare(items),
-            job.output,
-            self.counts,
-            limit=job.limit,
-            fill=job.window if job.streaming else None,
-            seed=job.seed,
-            make_spool=job.make_spool,
-        )
+        self.flow = Flow(job, self.counts)
+        self.reader = self.flow.reader
 
     def run(self) -> Summary:
         started = time.perf_counter()
@@ -179,8 +135,7 @@ class _Run:
             self.summary.stats = engine.stats
             self.summary.dtype = str(getattr(self._llm, "dtype", "")).removeprefix("torch.") or None
             self.summary.replicas = getattr(engine, "in_words", "")
-        if self.gather.waiting:
-            raise AssertionError(f"{self.gather.waiting} records have results missing")
+        self.flow.check()
 
     def _load(self) -> Any:
         started = time.perf_counter()
@@ -194,38 +149,18 @@ class _Run:
         return engine
 
     def _compute(self, engine: Any, batch: Ready) -> None:
-        task, spool, shape = self.job.tasks[batch.task], batch.spool, self.summary.shape
-        share = engine.sharing == "full"
-        windows: Any = spool.windows(max_tokens=self.job.window, share=share)
-        watched = shape is not None and share and not getattr(engine, "takes_ranges", False)
+        shape, windows = self.summary.shape, self.flow.windows(engine, batch)
+        watched = shape is not None and engine.sharing == "full" and not getattr(engine, "takes_ranges", False)
         if shape is not None and watched:
             windows = shape.watch(windows)
         self.counts.phase, self.graceful = "computing", True
-        found = results_of(engine, task, windows, on_step=self._step, stopping=lambda: self.signal is not None)
-        with closing(found) as results:  # type: ignore[type-var]
-            for tag, result in results:
-                done = self.gather.add(tag, result)
-                if done is not None:
-                    self._write(task, done)
-                if self.signal is not None:
-                    raise Interrupted(self.signal)
-        if self.signal is not None:  # the engine stopped for it
+        if not self.flow.compute(engine, batch, windows, on_step=self._step, stopping=lambda: self.signal is not None):
+            assert self.signal is not None
             raise Interrupted(self.signal)
         if shape is not None and not watched:
-            for _ in shape.watch(spool.windows(max_tokens=self.job.window, share=True)):
+            for _ in shape.watch(batch.spool.windows(max_tokens=self.job.window, share=True)):
                 pass
         self.graceful = False
-
-    def _write(self, task: Any, done: Done) -> None:
-        adapter, found = self.job.adapter, attempt(self._line, task, done)
-        failed = isinstance(found, InputError)
-        line = error_text(adapter, done.number, done.meta, found) if isinstance(found, InputError) else found
-        self.output.write(done.number, line, failed)
-
-    def _line(self, task: Any, done: Done) -> str:
-        """Returns the output line of a record whose results are all there. Raises InputError where `finish` does."""
-        results = [finish(task, note, values) for note, values in done.items]
-        return dumps(self.job.adapter.line(done.number, done.meta, results))
 
     def _step(self, info: Any) -> None:
         self.counts.rows += info.rows

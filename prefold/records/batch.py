@@ -24,7 +24,10 @@ from .recordset import TextSet
 __all__ = ["OpenAIBatch", "is_batch_line"]
 
 _OTHER_MODELS = 20  # names of other models that are counted one by one; further names are counted together
-_LINE_ERRORS = {"duplicate_custom_id", "unknown_url", "invalid_line"}
+_LINE_ERRORS = {
+    "duplicate_custom_id", "unknown_url", "invalid_line", "mismatched_url", "batch_expired", "batch_cancelled",
+    "batch_failed",
+}  # fmt: skip
 # URLs that people ask for and that are not served, with the way to get the same.
 _OTHER_URLS = {
     "/v1/responses": "send its input as messages to /v1/chat/completions",
@@ -44,9 +47,11 @@ class OpenAIBatch:
     seed          makes the ids of responses different from those of another job
     sampling      {field of Sampling: value} for completions that do not give the field
     adapters      names of LoRA adapters: a line whose model is one of them runs with it
+    names         names of the model, of which a line must ask for one where it names a model; None: any name will do
+    endpoint      the URL that all lines must have; None: any that is served
     """
 
-    columns = None
+    columns: Collection[str] | None = None
 
     def __init__(
         self,
@@ -55,11 +60,14 @@ class OpenAIBatch:
         seed: str = "",
         sampling: Mapping[str, Any] | None = None,
         adapters: Collection[str] = (),
+        names: Collection[str] | None = None,
+        endpoint: str | None = None,
     ):
         self.served = served
         self.seed = seed
         self.sampling = sampling or {}
         self.adapters = frozenset(adapters)
+        self.names, self.endpoint = names, endpoint
         self.other_models: Counter[str] = Counter()
         self._ids = TextSet()
 
@@ -82,6 +90,9 @@ class OpenAIBatch:
             remedy = "give each record a custom_id of its own"
             raise InputError(message, field="custom_id", remedy=remedy, code="duplicate_custom_id")
         url, body = _request(data)
+        if self.endpoint not in (None, url):
+            message, remedy = f"url is {url}, and the batch is for {self.endpoint}", f"use {self.endpoint}"
+            raise InputError(message, field="url", remedy=remedy, code="mismatched_url")
         kind = ENDPOINTS[url]
         parsed.task = KINDS[kind].task
         parsed.items, meta = KINDS[kind].read(body, self.sampling)
@@ -93,6 +104,10 @@ class OpenAIBatch:
         if model in self.adapters:
             parsed.meta["model"] = model
             parsed.items = [item | {"adapter": model} for item in parsed.items]
+        elif model is not None and self.names is not None and model not in self.names:
+            remedy = f"ask for one of {', '.join((*self.names, *sorted(self.adapters)))}"
+            message = f"the model {model!r:.100} is not served here"
+            raise InputError(message, field="model", remedy=remedy, code="model_not_found")
         elif model is not None and model != self.served:
             known = model in self.other_models or len(self.other_models) < _OTHER_MODELS
             self.other_models[model if known else "others"] += 1

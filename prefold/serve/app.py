@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from .. import __version__
-from . import anthropic, cache, cohere, openai, tei
+from . import anthropic, cache, cohere, files, openai, tei
 from .http import Refusal, json_response
 from .keys import Tenant
 from .openai import OPENAI
@@ -52,7 +52,7 @@ def make_app(site: Site) -> Starlette:
         Route("/version", OPENAI.endpoint(site, version), methods=["GET"]),
         Route("/metrics", OPENAI.endpoint(site, metrics, admin=True), methods=["GET"]),
         # Cohere's come first: /v2/rerank is vLLM's too, and its errors are Cohere's.
-        *(route for face in (cohere, openai, tei, anthropic, cache) for route in face.routes(site)),
+        *(route for face in (cohere, openai, files, tei, anthropic, cache) for route in face.routes(site)),
     ]
     return Starlette(routes=routes, exception_handlers={HTTPException: wrong_path}, lifespan=lifespan)
 
@@ -61,8 +61,8 @@ def health_of(site: Site) -> Any:
     """Returns what answers whether requests are taken: 200, or 503 while the model is loaded or the server drains."""
 
     async def health(request: Request) -> Response:
-        failure = site.desk.thread.failure if site.desk is not None else None
-        body = {"status": site.state if failure is None else "failing"}
+        failing = site.failing
+        body = {"status": site.state} if failing is None else {"status": "failing", "reason": failing}
         return json_response(body, 200 if body["status"] == "ready" else 503)
 
     return health

@@ -24,7 +24,7 @@ from .metrics import Metrics
 from .options import ServeOptions
 from .thread import EngineThread, Reply
 
-__all__ = ["Desk", "Order"]
+__all__ = ["Desk", "Order", "apart"]
 
 T = TypeVar("T")
 
@@ -200,15 +200,15 @@ class Desk:
         except Exception as error:
             await events.put(error)
 
+    def task(self, name: str, options: Mapping[str, Any]) -> Any:
+        """Returns a task within the server's limits."""
+        return self.llm.task(name, **(self._limits if name == "generate" else {}), **options)
+
     def _prepare(self, order: Order) -> tuple[Any, list[Work]]:
-        limits = self._limits if order.task == "generate" else {}
-        task = self.llm.task(order.task, **limits, **order.options)
+        task = self.task(order.task, order.options)
         works: list[Work] = [raised(work) for work in task.prepare(order.items)]
-        if order.namespace:
-            for work in works:
-                work.requests[:] = [
-                    replace(request, salt=f"{order.namespace}/{request.salt}") for request in work.requests
-                ]
+        for work in works:
+            apart(work, order.namespace)
         return task, works
 
     def _replies(self, task: Any, works: Sequence[Work]) -> list[Reply]:
@@ -271,6 +271,12 @@ class Desk:
         """Ends the threads. What runs has no answer then."""
         self.thread.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def apart(work: Work, namespace: str) -> None:
+    """Puts the requests of an item into a namespace, outside of which they share nothing."""
+    if namespace:
+        work.requests[:] = [replace(request, salt=f"{namespace}/{request.salt}") for request in work.requests]
 
 
 def raised(value: Any) -> Any:

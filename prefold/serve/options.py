@@ -19,6 +19,8 @@ class ServeOptions:
     served_names          names by which requests may ask for the model, the first of them stands in responses; none:
                           the checkpoint's own
     api_keys              a file of keys (see `keys.py`); None: everybody is let in
+    data_dir              a folder for files, batches and stored responses; None: these are not served
+    max_file_bytes        of a file that is uploaded
     insecure              allow an address that other machines reach, without keys
     drain_seconds         after SIGTERM: how long requests that run may go on
     max_body_bytes        of one request
@@ -39,6 +41,8 @@ class ServeOptions:
     port: int = 8000
     served_names: tuple[str, ...] = ()
     api_keys: str | None = None
+    data_dir: str | None = None
+    max_file_bytes: int = 1 << 30
     insecure: bool = False
     drain_seconds: float = 30.0
     max_body_bytes: int = 16 << 20

@@ -104,8 +104,7 @@ class Server(uvicorn.Server):
     def run_bound(self) -> None:
         """Serves until told to end."""
         self.run(sockets=[self.bound])
-        if self.site.desk is not None:
-            self.site.desk.close()
+        self.site.close()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -136,6 +135,8 @@ class Server(uvicorn.Server):
         """Takes no more requests, waits for those that run, `drain_seconds` at most, and ends."""
         if self.site.state != "failed":
             self.site.state = "draining"
+        if self.site.batches is not None:
+            self.site.batches.begin_to_stop()
         until = time.monotonic() + self.site.options.drain_seconds
         if self.site.busy:
             self.say(f"draining: {self.site.busy} requests, {self.site.options.drain_seconds:g} s at most")

@@ -5,17 +5,20 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import InputError, PrefoldError
+from .batches import Batches
 from .desk import Desk
 from .http import ClientGone, Refusal, json_response
 from .keys import Keys, Tenant
 from .metrics import Metrics
 from .options import ServeOptions
+from .store import Store
 
 __all__ = ["Face", "Site", "new_id"]
 
@@ -25,7 +28,8 @@ State = Literal["loading", "ready", "draining", "failed"]
 class Site:
     """A Site is one served model, and who may ask it what.
 
-    desk  None until the model is loaded
+    desk     None until the model is loaded
+    store    what clients leave here, and `batches` what is done with it; None without a folder for data
     """
 
     def __init__(self, options: ServeOptions):
@@ -35,12 +39,32 @@ class Site:
         self.state: State = "loading"
         self.desk: Desk | None = None
         self.open = 0  # requests that are being answered
+        self.store = None if options.data_dir is None else Store(Path(options.data_dir))
+        self.batches = None if self.store is None else Batches(self.store, self.metrics.log)
 
     def ready(self, llm: Any) -> None:
         """Begins to answer with this LLM."""
         self.desk = Desk(llm, self.options, self.metrics)
+        if self.batches is not None:
+            self.batches.start(self.desk, self.names, self.keys)
         if self.state == "loading":
             self.state = "ready"
+
+    @property
+    def failing(self) -> str | None:
+        """Returns what fails at present, in words; None where nothing does."""
+        if self.desk is not None and self.desk.thread.failure is not None:
+            return "the last step failed"
+        return None if self.store is None else next(iter(self.store.troubles.values()), None)
+
+    def close(self) -> None:
+        """Ends all threads; batches go on where they are when a server is started with the same folder."""
+        if self.batches is not None:
+            self.batches.stop()
+        if self.desk is not None:
+            self.desk.close()
+        if self.store is not None:
+            self.store.close()
 
     @property
     def busy(self) -> int:

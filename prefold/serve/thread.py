@@ -11,18 +11,19 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import closing
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from ..engine import Engine
+from ..engine.generate import Generator
 from ..errors import InputError
 from ..stream import Spool
 from ..text import Tokenizer
 from ..types import Readout, Request, Result
 
-__all__ = ["EngineThread", "Reply"]
+__all__ = ["Background", "EngineThread", "Reply"]
 
 _TAG = struct.Struct("<qq")  # number of the reply, part of it
 # Numbers that wait are read together, as many as fill so many steps: what comes later waits for no more than these.
@@ -85,6 +86,16 @@ class _Reading:
         self.left = len(requests)
 
 
+class Background(Protocol):
+    """Work that is done when no live request needs the engine."""
+
+    def is_ready(self) -> bool:
+        """Returns whether there is something to do now."""
+
+    def advance(self) -> bool:
+        """Does some of it; returns whether there may be more. It calls `EngineThread.serve_live` between its steps."""
+
+
 class EngineThread:
     """Steps an engine while anything waits for it, and sleeps while nothing does.
 
@@ -96,6 +107,8 @@ class EngineThread:
         self.failure: Exception | None = None  # of the last step that raised, None after one that did not
         self._inbox: SimpleQueue[_Reading | None] = SimpleQueue()
         self._readings: deque[_Reading] = deque()
+        self._beside: deque[Background] = deque()
+        self.on_failure: list[Callable[[Exception], None]] = []  # told of a step that failed, from this thread
         self._open: dict[int, Reply] = {}
         self._out: dict[Reply, list[Any]] = {}
         self._lock = threading.Lock()  # of making the generator
@@ -114,8 +127,7 @@ class EngineThread:
         text   whether pieces of the text are wanted as they come
         share  whether its prompt may be shared with others', now or later
         """
-        with self._lock:
-            generator = self.engine.generator
+        generator = self.generator
         key = generator.new_key()
         self._open[key] = reply
 
@@ -147,6 +159,26 @@ class EngineThread:
             self._inbox.put(None)
 
     @property
+    def generator(self) -> Generator:
+        """The engine's generator, which is made when it is first asked for."""
+        with self._lock:
+            return self.engine.generator
+
+    def work_beside(self, work: Background) -> None:
+        """Takes work that is done when no live request needs the engine."""
+        self._beside.append(work)
+        self.wake()
+
+    def wake(self) -> None:
+        """Makes the thread look whether there is something to do."""
+        self._inbox.put(None)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there is a live request for which no step has worked yet."""
+        return any(reply.begun_at is None for reply in self.replies)
+
+    @property
     def replies(self) -> list[Reply]:
         """Those that have no answer yet."""
         return list(self._open.values())
@@ -169,17 +201,39 @@ class EngineThread:
 
     def _run(self) -> None:
         while not self._is_closed:
-            self._take_in(wait=not (self._readings or self._has_texts()))
-            try:
-                if self._readings:
-                    self._read()
-                elif self._has_texts():
-                    self._step()
-                self.failure = None
-            except Exception as error:
-                self.failure = error
-                self._fail(error)
+            beside = next((work for work in self._beside if work.is_ready()), None)
+            self._take_in(wait=not self._has_live and beside is None)
+            if self._has_live:
+                self._work()
+            elif beside is not None and not beside.advance():
+                self._beside.remove(beside)
             self._deliver()
+
+    def serve_live(self, until: float) -> None:
+        """Works for live requests as long as there are any, and at most until that time.perf_counter()."""
+        self._deliver()
+        while not self._is_closed:
+            self._take_in(wait=False)
+            if not self._has_live or time.perf_counter() > until:
+                return
+            self._work()
+            self._deliver()
+
+    @property
+    def _has_live(self) -> bool:
+        return bool(self._readings) or self._has_texts()
+
+    def _work(self) -> None:
+        """Makes a step of texts, or reads numbers that wait. An error ends what it was made for."""
+        try:
+            if self._readings:
+                self._read()
+            else:
+                self._step()
+            self.failure = None
+        except Exception as error:
+            self.failure = error
+            self._fail(error)
 
     def _take_in(self, *, wait: bool) -> None:
         try:
@@ -281,6 +335,8 @@ class EngineThread:
                 self._put(reply, error)
         if keys:
             self.engine.generator.cancel(*keys)
+        for told in self.on_failure:
+            told(error)
 
     def _deliver(self) -> None:
         if "generator" in self.engine.__dict__:

@@ -1,0 +1,143 @@
+"""Brings a job's records through an engine to their lines: source -> records -> requests -> stream -> engine -> lines.
+
+Whose engine that is, when it stops, and what is shown meanwhile, its caller says: the command line (`run.py`), which
+has the process to itself, or a server, whose engine answers others at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InputError
+from ..records.adapter import RecordAdapter, error_text
+from ..records.lines import dumps
+from ..records.record import Source
+from ..report.progress import Counts
+from ..stream import Spool
+from ..tasks.base import attempt
+from ..tasks.run import finish, results_of
+from .gather import Done, Gather
+from .output import Output
+from .reader import Reader, Ready
+
+__all__ = ["Flow", "Job", "run_beside"]
+
+WINDOW_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """Holds everything a job needs.
+
+    tasks     the tasks by name, as the adapter asks for them
+    load      returns the LLM (or another object with an `engine`); called while records are being read. `run_job`
+              closes it at the job's end
+    window    how many tokens a window may have
+    streaming whether each window is sorted by itself, as it fills; otherwise the whole input is one stream
+    collect   whether to keep the shape of the stream and the steps, for the report
+    seed      what the seeds of records that sample without a seed of their own are made of
+    """
+
+    source: Source
+    adapter: RecordAdapter
+    tasks: Mapping[str, Any]
+    load: Callable[[], Any]
+    output: Output
+    limit: int | None = None
+    window: int = WINDOW_TOKENS
+    streaming: bool = False
+    collect: bool = False
+    seed: int = 0
+    make_spool: Callable[[], Spool] = Spool
+
+
+class Flow:
+    """The way of one job's records to their lines.
+
+    reader  reads them, in a thread of its own; the caller starts it, and closes it
+    gather  holds records of which some results are still missing
+    """
+
+    def __init__(self, job: Job, counts: Counts):
+        self.job = job
+        self.gather = Gather()
+        self.reader = Reader(
+            job.source,
+            job.adapter,
+            lambda task, items: job.tasks[task].prepare(items),
+            job.output,
+            counts,
+            limit=job.limit,
+            fill=job.window if job.streaming else None,
+            seed=job.seed,
+            make_spool=job.make_spool,
+        )
+
+    def windows(self, engine: Any, batch: Ready) -> Iterable[Any]:
+        """Returns the windows in which an engine takes a batch's requests."""
+        return batch.spool.windows(max_tokens=self.job.window, share=engine.sharing == "full")
+
+    def compute(
+        self,
+        engine: Any,
+        batch: Ready,
+        windows: Iterable[Any],
+        *,
+        on_step: Callable[[Any], None] | None = None,
+        stopping: Callable[[], bool],
+    ) -> bool:
+        """Computes a batch and writes the lines of its records; returns whether it came to the end.
+
+        stopping  asked after every step and every result: once it says so, no more lines are written
+        """
+        task = self.job.tasks[batch.task]
+        found = results_of(engine, task, windows, on_step=on_step, stopping=stopping)
+        with closing(found) as results:  # type: ignore[type-var]
+            for tag, result in results:
+                done = self.gather.add(tag, result)
+                if done is not None:
+                    self._write(task, done)
+                if stopping():
+                    return False
+        return not stopping()  # the engine may have stopped for it
+
+    def check(self) -> None:
+        """Raises AssertionError where a record has no line, though everything was computed."""
+        if self.gather.waiting:
+            raise AssertionError(f"{self.gather.waiting} records have results missing")
+
+    def _write(self, task: Any, done: Done) -> None:
+        adapter, found = self.job.adapter, attempt(self._line, task, done)
+        failed = isinstance(found, InputError)
+        line = error_text(adapter, done.number, done.meta, found) if isinstance(found, InputError) else found
+        self.job.output.write(done.number, line, failed)
+
+    def _line(self, task: Any, done: Done) -> str:
+        """Returns the output line of a record whose results are all there. Raises InputError where `finish` does."""
+        results = [finish(task, note, values) for note, values in done.items]
+        return dumps(self.job.adapter.line(done.number, done.meta, results))
+
+
+def run_beside(job: Job, stopping: Callable[[], bool]) -> bool:
+    """Runs a job on an engine that others use too, from any thread; returns whether all its lines are written.
+
+    What is done is committed when this returns or raises; the output stays open, and is not marked as ended.
+
+    stopping  asked after every step: once it says so, this returns False
+    """
+    flow = Flow(job, Counts())
+    try:
+        flow.reader.start()
+        engine = job.load().engine
+        for batch in flow.reader.batches():
+            with batch.spool:
+                if not flow.compute(engine, batch, flow.windows(engine, batch), stopping=stopping):
+                    return False
+        flow.check()
+        return not stopping()
+    finally:
+        flow.reader.close()
+        job.output.commit()

@@ -1,0 +1,285 @@
+"""OpenAI's files and batches: what their requests ask of the store, and of the batches that run."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from ..api import ENDPOINTS
+from ..errors import InputError
+from .batches import Batches
+from .faces import Handle
+from .http import ClientGone, Refusal, json_response, read_json
+from .keys import Tenant
+from .openai import OPENAI
+from .site import Site, new_id
+from .store import Body, Store
+
+__all__ = ["routes"]
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_FIELDS = {"input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after"}
+MOST_A_PAGE = 10_000
+
+
+def routes(site: Site) -> list[BaseRoute]:
+    """Returns the paths of files and batches."""
+    table: list[tuple[str, str, Handle]] = [
+        ("/v1/files", "POST", upload),
+        ("/v1/files", "GET", list_files),
+        ("/v1/files/{id}", "GET", retrieve_file),
+        ("/v1/files/{id}", "DELETE", delete_file),
+        ("/v1/files/{id}/content", "GET", content),
+        ("/v1/batches", "POST", create_batch),
+        ("/v1/batches", "GET", list_batches),
+        ("/v1/batches/{id}", "GET", retrieve_batch),
+        ("/v1/batches/{id}/cancel", "POST", cancel_batch),
+    ]
+    return [Route(path, OPENAI.endpoint(site, handle), methods=[method]) for path, method, handle in table]
+
+
+def _stores(site: Site) -> tuple[Store, Batches]:
+    if site.store is None or site.batches is None:
+        remedy = "start it with --data-dir FOLDER"
+        raise Refusal(404, "this server keeps no files", remedy=remedy, code="not_found")
+    return site.store, site.batches
+
+
+def _owner(tenant: Tenant) -> str:
+    return tenant.name or ""
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
+async def upload(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Takes a file. It is on disk when this has answered."""
+    store, _ = _stores(site)
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        remedy = "send multipart/form-data with the fields file and purpose"
+        raise Refusal(400, "the body is no form", remedy=remedy, code="invalid_form")
+    try:
+        form = await MultiPartParser(request.headers, _limited(site, request), max_files=1, max_fields=8).parse()
+    except MultiPartException as error:
+        raise Refusal(400, f"the form cannot be read: {error.message}", code="invalid_form") from None
+    except (KeyError, ValueError, UnicodeDecodeError) as error:  # such as no boundary, or a charset that is none
+        raise Refusal(400, f"the form cannot be read: {error!r:.100}", code="invalid_form") from None
+    async with _closing(form):
+        file, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(file, UploadFile):
+            raise InputError("the form has no file", field="file", remedy="give it", code="missing_field")
+        if purpose != "batch":
+            message, remedy = f"'purpose' is {purpose!r:.100}", 'give "batch"'
+            raise InputError(message, field="purpose", remedy=remedy, code="unsupported")
+        seconds = _expiry(
+            {name[14:-1]: form[name] for name in ("expires_after[anchor]", "expires_after[seconds]") if name in form}
+        )
+        body = await asyncio.to_thread(_keep, store, _owner(tenant), file, seconds)
+    return json_response(body)
+
+
+def _keep(store: Store, tenant: str, file: UploadFile, seconds: int | None) -> Body:
+    """Keeps a file that has been read; returns what is known of it."""
+    id, now = f"file-{new_id()}", int(time.time())
+    with store.writing_content(id) as path, path.open("wb") as copy:
+        file.file.seek(0)
+        shutil.copyfileobj(file.file, copy, 1 << 20)
+        size = copy.tell()
+    name = Path(file.filename or "file.jsonl").name[:255]
+    body: Body = {"id": id, "object": "file", "bytes": size, "created_at": now, "filename": name, "purpose": "batch"}
+    body |= {"expires_at": seconds and now + seconds, "status": "processed", "status_details": None}
+    try:
+        store.add("file", tenant, body)
+    except Refusal:
+        store.drop_content(id)
+        raise
+    return body
+
+
+async def _limited(site: Site, request: Request) -> AsyncIterator[bytes]:
+    """Yields the parts of a body. Raises Refusal for one that is too large or stops coming, ClientGone."""
+    size, most = 0, site.options.max_file_bytes
+    parts = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(site.options.body_seconds):
+                part = await anext(parts)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            message = f"nothing came for {site.options.body_seconds:g} seconds"
+            headers = {"connection": "close"}
+            raise Refusal(408, message, remedy="send it faster", code="timeout", headers=headers) from None
+        except ClientDisconnect:
+            raise ClientGone from None
+        size += len(part)
+        if size > most + (1 << 16):  # the form takes some bytes itself
+            message, remedy = f"the file is larger than {most} bytes", "split it (--max-file-bytes)"
+            headers = {"connection": "close"}
+            raise Refusal(413, message, remedy=remedy, code="body_too_large", headers=headers)
+        yield part
+
+
+class _closing:
+    """Closes a form behind a context."""
+
+    def __init__(self, form: Any):
+        self._form = form
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._form.close()
+
+
+async def list_files(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers with a page of the tenant's files."""
+    return await _page(site, request, tenant, "file", 10_000, {"purpose"})
+
+
+async def retrieve_file(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers with what is known of a file."""
+    return json_response(await _one(site, request, tenant, "file"))
+
+
+async def content(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers with a file's content."""
+    body = await _one(site, request, tenant, "file")
+    return FileResponse(_stores(site)[0].path(body["id"]), media_type="application/octet-stream")
+
+
+async def delete_file(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Forgets a file. One that a batch still reads is kept, with an error."""
+    store, batches = _stores(site)
+    body = await _one(site, request, tenant, "file")
+    if await asyncio.to_thread(batches.uses, body["id"]):
+        remedy = "cancel the batch, or wait until it has ended"
+        raise Refusal(409, "a batch still reads this file", remedy=remedy, code="file_in_use")
+    await asyncio.to_thread(store.delete, "file", _owner(tenant), body["id"])
+    await asyncio.to_thread(store.drop_content, body["id"])
+    return json_response({"id": body["id"], "object": "file", "deleted": True})
+
+
+# ------------------------------------------------------------------------------------------------------- batches
+
+
+async def create_batch(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Takes a batch. It is on disk when this has answered."""
+    store, batches = _stores(site)
+    desk = site.desk_for(request)
+    body, _ = await read_json(request, site.options)
+    for name in body.keys() - _FIELDS:
+        raise InputError(f"unknown parameter {name!r}", field=name, remedy="leave it out", code="unsupported")
+    file, endpoint = body.get("input_file_id"), body.get("endpoint")
+    if endpoint not in ENDPOINTS:
+        message, remedy = f"'endpoint' is {endpoint!r:.100}", f"give one of {', '.join(ENDPOINTS)}"
+        raise InputError(message, field="endpoint", remedy=remedy, code="unsupported")
+    found = isinstance(file, str) and await asyncio.to_thread(store.get, "file", _owner(tenant), file)
+    if not found or found["purpose"] != "batch":
+        message, remedy = f"there is no file {file!r:.100} for a batch", 'upload it with purpose "batch"'
+        raise Refusal(404, message, param="input_file_id", remedy=remedy, code="not_found")
+    metadata = body.get("metadata")
+    if metadata is not None and not (
+        isinstance(metadata, dict) and len(metadata) <= 16 and all(isinstance(text, str) for text in metadata.values())
+    ):
+        message, remedy = "'metadata' is no object of at most 16 texts", "give such an object"
+        raise InputError(message, field="metadata", remedy=remedy, code="wrong_type")
+    now = int(time.time())
+    made: Body = {"id": f"batch_{new_id()}", "object": "batch", "endpoint": endpoint, "errors": None}
+    made |= {"input_file_id": file, "completion_window": body.get("completion_window", "24h"), "status": "validating"}
+    made |= {"output_file_id": None, "error_file_id": None, "created_at": now, "in_progress_at": None}
+    made |= {"expires_at": now + _window(made["completion_window"]), "metadata": metadata, "model": site.names[0]}
+    times = ("finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+    made |= {f"{name}_at": None for name in times}
+    made |= {"request_counts": {"total": 0, "completed": 0, "failed": 0}, "usage": None}
+    made |= {"_output_seconds": _expiry(body.get("output_expires_after")), "_model": desk.llm.checkpoint.name}
+    await asyncio.to_thread(batches.create, _owner(tenant), made)
+    return json_response(batches.with_counts(made))
+
+
+async def list_batches(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers with a page of the tenant's batches, the newest first."""
+    return await _page(site, request, tenant, "batch", 20, set())
+
+
+async def retrieve_batch(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers with how far a batch is."""
+    return json_response(_stores(site)[1].with_counts(await _one(site, request, tenant, "batch")))
+
+
+async def cancel_batch(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Ends a batch early: what is computed stays, the other lines become errors."""
+    _, batches = _stores(site)
+    body = await _one(site, request, tenant, "batch")
+    return json_response(batches.with_counts(await asyncio.to_thread(batches.cancel, body["id"])))
+
+
+def _window(value: Any) -> int:
+    """Returns the seconds of a completion_window. Raises InputError."""
+    found = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", value) if isinstance(value, str) else None
+    if found is None:
+        message, remedy = f"'completion_window' is {value!r:.100}", 'give "24h", or another time in s, m, h, d'
+        raise InputError(message, field="completion_window", remedy=remedy, code="wrong_type")
+    return int(found[1]) * _SECONDS[found[2]]
+
+
+def _expiry(value: Any) -> int | None:
+    """Returns after how many seconds a file is forgotten; None: never. Raises InputError."""
+    if not value:
+        return None
+    seconds = str(value.get("seconds", "")) if isinstance(value, dict) else ""
+    if not seconds.isdecimal() or len(seconds) > 10 or value.get("anchor") != "created_at":
+        message, remedy = "'expires_after' is wrong", 'give {"anchor": "created_at", "seconds": ...}'
+        raise InputError(message, field="expires_after", remedy=remedy, code="wrong_type")
+    return int(seconds)
+
+
+# ---------------------------------------------------------------------------------------------------------- both
+
+
+async def _one(site: Site, request: Request, tenant: Tenant, kind: str) -> Body:
+    """Returns the object that a path names. Raises Refusal (404) where the tenant has none of this id."""
+    store, _ = _stores(site)
+    id = request.path_params["id"]
+    body = await asyncio.to_thread(store.get, kind, _owner(tenant), id)
+    if body is None:
+        raise Refusal(404, f"there is no {kind} {id!r:.100}", param="id", code="not_found")
+    return body
+
+
+async def _page(site: Site, request: Request, tenant: Tenant, kind: str, limit: int, filters: set[str]) -> Response:
+    """Answers with some of the tenant's objects, as the query asks."""
+    store, batches = _stores(site)
+    query = dict(request.query_params)
+    for name in query.keys() - {"after", "limit", "order"} - filters:
+        raise InputError(f"unknown parameter {name!r}", field=name, remedy="leave it out", code="unsupported")
+    asked = query.get("limit", str(limit))
+    if not asked.isdecimal() or not 1 <= int(asked[:9]) <= MOST_A_PAGE:
+        message, remedy = f"'limit' is {asked!r:.100}", f"give a number from 1 to {MOST_A_PAGE}"
+        raise InputError(message, field="limit", remedy=remedy, code="wrong_type")
+    if query.get("order", "desc") not in ("asc", "desc"):
+        raise InputError(f"'order' is {query['order']!r:.100}", field="order", remedy="give asc or desc")
+    found, more = await asyncio.to_thread(
+        lambda: store.page(
+            kind,
+            _owner(tenant),
+            after=query.get("after"),
+            limit=int(asked),
+            newest=query.get("order") != "asc",
+            purpose=query.get("purpose"),
+        )
+    )
+    data = [batches.with_counts(body) for body in found]
+    ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return json_response({"object": "list", "data": data, **ids, "has_more": more})

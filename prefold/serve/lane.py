@@ -1,0 +1,173 @@
+"""The lane of batches: an engine, as a job sees it, on the thread of a server whose live requests go first.
+
+Texts are generated beside those of live requests, in the same steps: some sequences are left to live requests, and no
+more are entered while one of them waits. Numbers are read in a stream of their own, a step at a time, when nothing live
+is there to do; where that is never so, they get a small share of the time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ..errors import InputError
+from ..stream import Window
+from ..text import Tokenizer
+from ..types import Readout, Result, Sharing
+from .thread import Background, EngineThread
+
+__all__ = ["Lane"]
+
+# The part of the sequences that run at once which a batch leaves to live requests.
+LEFT_TO_LIVE = 0.25
+# The part of the time that numbers of a batch get while live requests never pause.
+SHARE_BESIDE_LIVE = 0.1
+# Results that nobody has taken yet: beyond these no more are computed.
+MOST_RESULTS = 4096
+LOOK_SECONDS = 0.05
+
+
+class Lane:
+    """An engine for one job at a time: `run` and `generate` as `Engine` has them, called from the job's thread."""
+
+    def __init__(self, thread: EngineThread):
+        self._thread = thread
+        self._engine = thread.engine
+
+    @property
+    def engine(self) -> Lane:
+        """Returns this: a job asks what it loads for an engine."""
+        return self
+
+    @property
+    def sharing(self) -> Sharing:
+        return self._engine.sharing
+
+    def generate(
+        self,
+        windows: Iterable[Window],
+        tokenizer: Tokenizer | None,
+        *,
+        stopping: Callable[[], bool],
+        on_step: Any = None,
+    ) -> Iterator[tuple[bytes, Any]]:
+        """Yields (tag, a Generated a sample) of every request, as they end; (tag, InputError) for one that cannot run.
+        A request whose step fails is (tag, InputError) too."""
+        generator = self._thread.generator
+        most = max(1, int((1 - LEFT_TO_LIVE) * generator.options.max_running))
+        came: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        upcoming = ((tag, window.request(i)) for window in windows for i, tag in enumerate(window.tags))
+        open: dict[int, bytes] = {}
+
+        def failed(error: Exception) -> None:
+            wrong = InputError(f"the step failed: {error}", remedy="send the record again", code="internal_error")
+            for key in list(open):
+                came.put((key, wrong))
+            generator.cancel(*open)
+
+        self._thread.on_failure.append(failed)
+        try:
+            more = True
+            while more or open:
+                while more and len(open) < most and not self._thread.has_waiting:
+                    found = next(upcoming, None)
+                    if found is None:
+                        more = False
+                        break
+                    key = generator.new_key()
+                    open[key] = found[0]
+                    generator.add(found[1], tokenizer, partial(_put, came, key), key=key)
+                    self._thread.wake()
+                try:
+                    key, answer = came.get(timeout=LOOK_SECONDS)
+                except Empty:
+                    pass
+                else:
+                    if key in open:  # an answer may come twice, after an error
+                        yield open.pop(key), answer
+                if stopping():
+                    return
+        finally:
+            self._thread.on_failure.remove(failed)
+            if open:
+                generator.cancel(*open)
+                self._thread.wake()
+
+    def run(
+        self, windows: Iterable[Window], readout: Readout, *, stopping: Callable[[], bool], on_step: Any = None
+    ) -> Iterator[tuple[bytes, Result]]:
+        """Yields (tag, result) of every request, as the steps that end them come in. Raises what a step raises."""
+        upcoming = iter(windows)
+        first = next(upcoming, None)  # here, since it sorts all of them
+        if first is None:
+            return
+        numbers = _Numbers(self._thread, itertools.chain([first], upcoming), readout, stopping)
+        self._thread.work_beside(numbers)
+        try:
+            while (event := numbers.came.get()) is not None:
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+                self._thread.wake()
+        finally:
+            numbers.leave()
+
+
+def _put(came: SimpleQueue[tuple[int, Any]], key: int, answer: Any) -> None:
+    came.put((key, answer))
+
+
+class _Numbers(Background):
+    """Numbers of a batch that are being read. All but `leave` is called by the engine's thread."""
+
+    def __init__(self, thread: EngineThread, windows: Iterable[Window], readout: Readout, stopping: Callable[[], bool]):
+        self.came: SimpleQueue[Any] = SimpleQueue()  # (tag, result); an exception, or None, is the last
+        self._thread = thread
+        self._has_left = False
+        self._is_in_step = False
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        self._stepped = time.perf_counter()  # when the last step of a batch ended
+        self._results = thread.engine.run(
+            windows, readout, on_step=self._between, stopping=lambda: self._has_left or stopping()
+        )
+
+    def leave(self) -> None:
+        """Ends it, and waits until no step works for it any more."""
+        self._has_left = True
+        self._thread.wake()
+        self._ended.get()
+
+    def is_ready(self) -> bool:
+        return self._has_left or self.came.qsize() < MOST_RESULTS
+
+    def advance(self) -> bool:
+        """Computes until the next result; live requests are served between steps. Returns whether there may be more."""
+        self._is_in_step = True
+        try:
+            found = None if self._has_left else next(self._results, None)
+        except Exception as error:
+            self._thread.failure = error
+            self.came.put(error)
+        else:
+            self.came.put(found)
+            if found is not None:
+                return True
+        finally:
+            self._is_in_step = False
+        self._results.close()  # type: ignore[attr-defined]
+        self._ended.put(None)
+        return False
+
+    def _between(self, step: Any) -> None:
+        """Serves live requests after a step of the batch, until there are none or the batch's share is due."""
+        if not self._is_in_step:  # a step of live requests
+            return
+        self._is_in_step = False
+        now = time.perf_counter()
+        until = now + (now - self._stepped) * (1 / SHARE_BESIDE_LIVE - 1)
+        self._thread.serve_live(until)
+        self._stepped, self._is_in_step = time.perf_counter(), True

@@ -1,0 +1,252 @@
+"""Keeps what clients leave with a server: objects of its API in SQLite, and beside them the contents of files.
+
+What a method of `Store` has returned from is on disk: SQLite's log (WAL) is synchronised at every change, and a content
+is synchronised before the object that names it is written. So a server that is killed has lost nothing it confirmed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ..errors import JobError
+from ..files import replacing
+from .http import Refusal
+
+__all__ = ["Store"]
+
+# How long somebody waits for a database that another process has locked.
+LOCKED_SECONDS = 2.0
+_TABLES = """
+CREATE TABLE IF NOT EXISTS objects (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, kind TEXT NOT NULL, tenant TEXT NOT NULL,
+    body TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_kind ON objects (kind, tenant, number);
+CREATE TABLE IF NOT EXISTS probe (number INTEGER PRIMARY KEY, content BLOB);
+"""
+PROBE_BYTES = 1 << 16
+Body = dict[str, Any]
+
+
+class Store:
+    """Objects of several kinds ("file", "batch", "response"), each of one tenant, and a folder for files' contents.
+
+    Methods may be called from any thread, and raise Refusal (503) where the disk or the database fails.
+
+    troubles  what fails at present, {where: what and why}; `probe` looks whether it still does
+    """
+
+    def __init__(self, folder: Path):
+        """Opens the folder, and makes it where there is none. Raises JobError where another server has it, or it cannot
+        be written."""
+        self.folder, self.files, self.batches = folder, folder / "files", folder / "batches"
+        self.troubles: dict[str, str] = {}
+        self._lock = threading.RLock()
+        try:
+            for each in (self.files, self.batches):
+                each.mkdir(parents=True, exist_ok=True)
+            self._held = _hold(folder / "lock")
+            self._db = sqlite3.connect(
+                folder / "prefold.sqlite", timeout=LOCKED_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.executescript(_TABLES)
+        except (OSError, sqlite3.Error) as error:
+            raise JobError(f"the folder {folder} cannot be used: {error}; give another --data-dir") from None
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Removes contents that no object names: the server was killed before it had confirmed them."""
+        known = {row[0] for row in self._db.execute("SELECT id FROM objects")}
+        for path in [*self.files.iterdir()]:
+            if path.name not in known:
+                path.unlink()
+
+    # ------------------------------------------------------------------------------------------------- objects
+
+    def add(self, kind: str, tenant: str, body: Body) -> None:
+        """Keeps a new object, whose id is in its body; one with this id is replaced."""
+        self.add_all([(kind, tenant, body)])
+
+    def add_all(self, objects: Iterable[tuple[str, str, Body]]) -> None:
+        """Keeps objects (kind, tenant, body), all of them or, where that fails, none."""
+        with self._changing() as db:
+            for kind, tenant, body in objects:
+                db.execute(
+                    "INSERT INTO objects (id, kind, tenant, body) VALUES (?, ?, ?, ?)"
+                    " ON CONFLICT (id) DO UPDATE SET body = excluded.body",
+                    (body["id"], kind, tenant, json.dumps(body)),
+                )
+
+    def get(self, kind: str, tenant: str | None, id: str) -> Body | None:
+        """Returns the object; None where there is none of this kind and tenant. tenant None: of any."""
+        with self._reading() as db:
+            row = db.execute("SELECT kind, tenant, body FROM objects WHERE id = ?", (id,)).fetchone()
+        if row is None or row[0] != kind or tenant not in (None, row[1]):
+            return None
+        found: Body = json.loads(row[2])
+        return found
+
+    def change(self, kind: str, id: str, changes: Mapping[str, Any], *, only: Iterable[str] = ()) -> Body | None:
+        """Changes fields of an object, and returns it. With `only`, its status must be one of these, else None is
+        returned; so is it where there is no such object."""
+        with self._changing() as db:
+            row = db.execute("SELECT body FROM objects WHERE id = ? AND kind = ?", (id, kind)).fetchone()
+            body: Body | None = None if row is None else json.loads(row[0])
+            if body is None or (only and body["status"] not in only):
+                return None
+            body |= changes
+            db.execute("UPDATE objects SET body = ? WHERE id = ?", (json.dumps(body), id))
+        return body
+
+    def delete(self, kind: str, tenant: str, id: str) -> bool:
+        """Forgets an object; returns whether there was one."""
+        with self._changing() as db:
+            sql = "DELETE FROM objects WHERE id = ? AND kind = ? AND tenant = ?"
+            return db.execute(sql, (id, kind, tenant)).rowcount > 0
+
+    def page(
+        self,
+        kind: str,
+        tenant: str,
+        *,
+        after: str | None = None,
+        limit: int = 20,
+        newest: bool = True,
+        purpose: str | None = None,
+    ) -> tuple[list[Body], bool]:
+        """Returns (objects of a tenant, whether there are more), at most `limit`, those that come behind `after`.
+
+        Raises Refusal (404) where there is no object `after`.
+        """
+        order, sign = ("DESC", "<") if newest else ("ASC", ">")
+        sql, values = "SELECT body FROM objects WHERE kind = ? AND tenant = ?", [kind, tenant]
+        if purpose is not None:
+            sql, values = f"{sql} AND json_extract(body, '$.purpose') = ?", [*values, purpose]
+        with self._reading() as db:
+            if after is not None:
+                found = db.execute("SELECT number FROM objects WHERE id = ? AND tenant = ?", (after, tenant)).fetchone()
+                if found is None:
+                    message, remedy = f"there is no {after!r:.100}", "give the last id of the page before"
+                    raise Refusal(404, message, param="after", remedy=remedy, code="not_found")
+                sql, values = f"{sql} AND number {sign} ?", [*values, found[0]]
+            rows = db.execute(f"{sql} ORDER BY number {order} LIMIT ?", (*values, limit + 1)).fetchall()
+        return [json.loads(row[0]) for row in rows[:limit]], len(rows) > limit
+
+    def expired_files(self, now: float) -> list[tuple[str, str]]:
+        """Returns (tenant, id) of the files whose time has come."""
+        sql = "SELECT tenant, id FROM objects WHERE kind = 'file' AND json_extract(body, '$.expires_at') <= ?"
+        with self._reading() as db:
+            return db.execute(sql, (now,)).fetchall()
+
+    def all(self, kind: str) -> list[tuple[str, Body]]:
+        """Returns (tenant, object) of all objects of a kind, the oldest first."""
+        with self._reading() as db:
+            rows = db.execute("SELECT tenant, body FROM objects WHERE kind = ? ORDER BY number", (kind,)).fetchall()
+        return [(tenant, json.loads(body)) for tenant, body in rows]
+
+    # ------------------------------------------------------------------------------------------------ contents
+
+    def path(self, id: str) -> Path:
+        """Returns where the content of a file lies."""
+        return self.files / id
+
+    @contextmanager
+    def writing_content(self, id: str) -> Iterator[Path]:
+        """Gives the path to which a file's content is to be written; behind the context it is on disk."""
+        with self._failures("files"):
+            with replacing(self.path(id)) as temporary:
+                yield temporary
+            _synchronise(self.files)
+
+    def drop_content(self, id: str) -> None:
+        """Removes a file's content. Where that fails, the next start does it."""
+        with suppress(OSError):
+            self.path(id).unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------------------------------------ failures
+
+    def probe(self) -> None:
+        """Looks whether what failed works again: writes, and takes back, some bytes to the database and the folder."""
+        with suppress(Refusal), self._changing() as db:
+            db.execute("INSERT OR REPLACE INTO probe VALUES (1, randomblob(?))", (PROBE_BYTES,))
+        with suppress(Refusal), self._failures("files"):
+            path = self.folder / "probe"
+            try:
+                with path.open("wb") as file:
+                    file.write(os.urandom(PROBE_BYTES))
+                    file.flush()
+                    os.fsync(file.fileno())
+            finally:
+                path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _failures(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self.troubles[where] = f"the data folder fails: {why}"
+            message, remedy = f"the server's data folder fails: {why}", "send the request again later"
+            raise Refusal(503, message, remedy=remedy, code="storage", headers={"retry-after": "5"}) from error
+        else:
+            self.troubles.pop(where, None)
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                yield self._db
+            except sqlite3.Error as error:
+                message, remedy = f"the server's data folder fails: {error}", "send the request again later"
+                raise Refusal(503, message, remedy=remedy, code="storage", headers={"retry-after": "5"}) from error
+
+    @contextmanager
+    def _changing(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, self._failures("database"):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def close(self) -> None:
+        """Closes the database, and lets another server have the folder."""
+        with self._lock:
+            self._db.close()
+            self._held.close()
+
+
+def _hold(path: Path) -> Any:
+    """Returns a file that is locked while it is open. Raises OSError where another process has it."""
+    file = path.open("a")
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise OSError("another server uses it") from None
+    return file
+
+
+def _synchronise(folder: Path) -> None:
+    """Brings the names in a folder to disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
