@@ -70,6 +70,7 @@ def option(name: str, *more: str, **settings: Any) -> Any:
 @option("max_texts", type=click.IntRange(1), help="Texts, documents or prompts of one request.")
 @option("max_n", type=click.IntRange(1), help="Samples of a prompt.")
 @option("max_logprobs", type=click.IntRange(0), help="Most likely tokens that are listed.")
+@click.option("--allow-chat-template", is_flag=True, help="Requests may bring a chat template of their own.")
 @click.option(
     "--adapter",
     metavar="NAME=FOLDER",

@@ -197,3 +197,19 @@ def test_pings_keep_a_silent_stream_open(llm):
         chunks = [json.loads(line[6:]) for line in rest.split(b"\n") if line.startswith(b"data: {")]
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
         raw.close()
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_chat_templates_of_requests(llm, allowed):
+    own = {
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 1,
+        "chat_template": "{{ messages[0].content }}",
+    }
+    with serving(llm, allow_chat_template=allowed) as server:
+        found = httpx.post(f"{server.url}/v1/chat/completions", json=own)
+        assert found.status_code == (200 if allowed else 400)
+        if not allowed:
+            assert found.json()["error"]["param"] == "chat_template"
+        named = httpx.post(f"{server.url}/v1/chat/completions", json=own | {"chat_template": "default"})
+        assert named.status_code == 200
