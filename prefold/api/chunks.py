@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import InputError
-from .completions import usage_of
+from .completions import chat_logprobs, completion_logprobs, usage_of
 from .endpoints import KINDS, response_body
 from .tools import GrowingText
 
@@ -50,6 +50,7 @@ class Chunks:
         name = "chat.completion.chunk" if self._chat else "text_completion"
         self._head = {"id": f"{KINDS[kind].id}{id}", "object": name, "created": int(time.time()), "model": model}
         self._texts: dict[int, GrowingText] = {}  # {choice: its text}
+        self._told: dict[int, tuple[int, int]] = {}  # {choice: tokens whose log-probabilities were told, their letters}
         self._results: dict[int, Body] = {}
 
     def begin(self, items: int) -> Iterator[Body]:
@@ -58,11 +59,16 @@ class Chunks:
             for index in range(items * self._samples):
                 yield self._chunk(index, {"role": "assistant", "content": ""})
 
-    def piece(self, item: int, sample: int, text: str) -> Iterator[Body]:
-        """Yields what sends some more of a sample's text. What may be a function call is kept until the end."""
+    def piece(self, item: int, sample: int, text: str, tokens: list[Body]) -> Iterator[Body]:
+        """Yields what sends some more of a sample's text, with the log-probabilities of its tokens. What may be a
+        function call is kept until the end."""
         index = item * self._samples + sample
         if text := self._text(index).add(text):
-            yield self._chunk(index, {"content": text} if self._chat else text)
+            chunk = self._chunk(index, {"content": text} if self._chat else text)
+            # Where text was kept back, it is not known which tokens are in it.
+            if tokens and "calls" not in self.meta:
+                chunk["choices"][0]["logprobs"] = self._logprobs(index, tokens)
+            yield chunk
 
     def end(self, item: int, result: Body) -> Iterator[Body]:
         """Yields what ends the samples of an item."""
@@ -76,7 +82,10 @@ class Chunks:
             if self._chat and "tool_calls" in choice["message"]:
                 calls = [{"index": i} | call for i, call in enumerate(choice["message"]["tool_calls"])]
                 chunk["choices"][0]["delta"]["tool_calls"] = calls
-            chunk["choices"][0] |= {name: choice[name] for name in ("logprobs", "finish_reason", "stop_reason")}
+            chunk["choices"][0] |= {name: choice[name] for name in ("finish_reason", "stop_reason")}
+            told = self._told.get(index, (0, 0))[0]
+            if tokens := (result.get("choices") or [result])[sample].get("logprobs", ())[told:]:
+                chunk["choices"][0]["logprobs"] = self._logprobs(index, list(tokens))
             yield chunk
 
     def last(self) -> Iterator[Body]:
@@ -84,6 +93,12 @@ class Chunks:
         if self.usage:
             usage = usage_of([self._results[item] for item in sorted(self._results)])
             yield self._head | {"choices": [], "usage": usage}
+
+    def _logprobs(self, index: int, tokens: list[Body]) -> Body:
+        """Returns the log-probabilities of tokens that follow those that were told."""
+        count, letters = self._told.get(index, (0, 0))
+        self._told[index] = count + len(tokens), letters + sum(len(one.get("token", "")) for one in tokens)
+        return chat_logprobs(tokens) if self._chat else completion_logprobs(tokens, letters)
 
     def _text(self, index: int) -> GrowingText:
         return self._texts.setdefault(index, GrowingText(self.meta.get("calls")))

@@ -14,7 +14,15 @@ from ..errors import InputError
 from ..tasks.sampling import format_grammar
 from .tools import calls_in, read_tools
 
-__all__ = ["chat_body", "completion_body", "read_chat", "read_completion", "usage_of"]
+__all__ = [
+    "chat_body",
+    "chat_logprobs",
+    "completion_body",
+    "completion_logprobs",
+    "read_chat",
+    "read_completion",
+    "usage_of",
+]
 
 # OpenAI's defaults where they differ from those of Sampling. max_tokens None: until the model's context is full.
 CHAT_DEFAULTS = {"temperature": 1.0, "max_tokens": None}
@@ -175,11 +183,7 @@ def chat_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, 
     """Returns the response to a chat request, without its id, time, model and usage."""
     choices = []
     for index, choice in enumerate(_choices(results[0])):
-        logprobs = None
-        if "logprobs" in choice:
-            entries = choice["logprobs"]
-            content = [_chat_token(e) | {"top_logprobs": [_chat_token(t) for t in e["top"]]} for e in entries]
-            logprobs = {"content": content, "refusal": None}
+        logprobs = chat_logprobs(choice["logprobs"]) if "logprobs" in choice else None
         message, ending = {"role": "assistant", "content": choice.get("text"), "refusal": None}, _ending(choice)
         text, calls = calls_in(choice.get("text") or "", meta["calls"]) if "calls" in meta else ("", [])
         if calls:
@@ -196,7 +200,7 @@ def completion_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict
     """
     choices = []
     for choice in (choice for result in results for choice in _choices(result)):
-        logprobs = _completion_logprobs(choice["logprobs"]) if "logprobs" in choice else None
+        logprobs = completion_logprobs(choice["logprobs"]) if "logprobs" in choice else None
         head = {"index": len(choices), "text": choice.get("text"), "logprobs": logprobs}
         choices.append(head | _ending(choice))
     return {"object": "text_completion", "choices": choices}
@@ -234,9 +238,16 @@ def _chat_token(entry: dict[str, Any]) -> dict[str, Any]:
     return {"token": token, "logprob": entry["logprob"], "bytes": whole}
 
 
-def _completion_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
+def chat_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the log-probabilities of tokens as a chat response has them."""
+    content = [_chat_token(e) | {"top_logprobs": [_chat_token(t) for t in e["top"]]} for e in entries]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(entries: list[dict[str, Any]], start: int = 0) -> dict[str, Any]:
+    """Returns the log-probabilities of tokens as a completion has them. start: where the first token begins."""
     tokens = [entry.get("token", "") for entry in entries]
-    offsets = [0]
+    offsets = [start]
     for token in tokens[:-1]:
         offsets.append(offsets[-1] + len(token))
     # OpenAI lists the chosen token among the most likely ones, even where it is none of them.

@@ -185,7 +185,7 @@ def _show_live(texts: list[str], engine: Any, task: Any, works: list[Any], seed:
     shown = InOrder(sum(samples), start, lambda place, text: click.echo(text, nl=False), end)
     for number, what in generate_live(engine, task, works, seed):
         if isinstance(what, tuple):
-            sample, text = what
+            sample, text = what.sample, what.text
             shown.add(first[number] + sample, text)
             continue
         results = [what] * samples[number] if isinstance(what, InputError) else what

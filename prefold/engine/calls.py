@@ -18,14 +18,12 @@ from ..text import Tokenizer
 from ..types import Readout, Request
 from .generate import Generator
 from .requests import Answer
+from .samples import TextPiece
 
-__all__ = ["Call", "Inbox", "TextPiece", "serve"]
+__all__ = ["Call", "Inbox", "serve"]
 
 # How long somebody sleeps who was not woken. Nobody should need it; after an interrupt somebody may.
 LONGEST_SLEEP = 0.2
-
-# (sample, some more of its text)
-TextPiece = tuple[int, str]
 
 
 class Inbox:
@@ -54,9 +52,6 @@ class Inbox:
         """Until woken, or for LONGEST_SLEEP seconds."""
         with suppress(Empty):
             self._woken.get(timeout=LONGEST_SLEEP)
-
-    def put_text(self, key: int, sample: int, piece: str) -> None:
-        self.put(key, (sample, piece))
 
 
 class Call:
@@ -88,7 +83,7 @@ class Call:
         """Ask for a request. text: whether its text is wanted piece by piece."""
         key = self.generator.new_key()
         self.open[key] = tag  # before it is known elsewhere: whatever happens, it is ended when the call is left
-        on_text = partial(self.inbox.put_text, key) if text else None
+        on_text = partial(self.inbox.put, key) if text else None
         on_done = partial(self.inbox.put, key)
         self.generator.add(request, tokenizer, on_done, on_text, readout=readout, sharing=sharing, key=key)
 

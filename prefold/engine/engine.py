@@ -17,11 +17,12 @@ from ..stream import Window
 from ..text import Tokenizer
 from ..types import Readout, Request, Result, Sharing, Stats
 from ..worker.protocol import Worker
-from .calls import TextPiece, serve
+from .calls import serve
 from .generate import Generator
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .requests import Answer
+from .samples import TextPiece
 from .service import Service
 from .stream import run_stream
 

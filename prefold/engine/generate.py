@@ -33,6 +33,7 @@ from ..worker.protocol import Ticket, Worker
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .requests import Answer, Maker, NumberReader, OpenRequest, Reader, adapter_number
+from .samples import OnText
 from .sampling import drawing_of
 
 __all__ = ["Generator"]
@@ -92,7 +93,7 @@ class Generator:
         request: Request,
         tokenizer: Tokenizer | None,
         on_done: Callable[[Answer], None],
-        on_text: Callable[[int, str], None] | None = None,
+        on_text: OnText | None = None,
         *,
         readout: Readout | None = None,
         sharing: bool | None = None,
@@ -100,7 +101,7 @@ class Generator:
     ) -> int:
         """Take a request; returns its key. on_done is called from a step, or from here, with a Generated a sample, with
         the Result of a `readout`, or with what is wrong with the request; where a step is broken off perhaps twice.
-        on_text is called with (sample, piece of its text).
+        on_text is called with every piece of a text.
 
         readout  what is read at the last row of a request that is not continued
         sharing  whether it shares rows with others; None: as the engine does

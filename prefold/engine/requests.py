@@ -13,7 +13,7 @@ from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
 from ..types import Generated, Readout, Request, Result, TokenLogprobs
 from ..worker.protocol import Facts
-from .samples import Sample
+from .samples import OnText, Sample
 
 __all__ = ["Answer", "Maker", "NumberReader", "OpenRequest", "Reader", "adapter_number"]
 
@@ -104,7 +104,7 @@ class Maker:
         request: Request,
         tokenizer: Tokenizer | None,
         on_done: Callable[[Answer], None],
-        on_text: Callable[[int, str], None] | None,
+        on_text: OnText | None,
         *,
         readout: Readout | None,
         sharing: bool,
@@ -135,7 +135,7 @@ class Maker:
         request: Request,
         limit: int,
         tokenizer: Tokenizer | None,
-        on_text: Callable[[int, str], None] | None,
+        on_text: OnText | None,
     ) -> list[Sample]:
         sampling = request.sampling
         assert sampling is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..errors import InputError
 from ..schedule.steps import NOT_FINITE
@@ -13,7 +13,21 @@ from ..text.grammar import Matcher
 from ..types import Generated, Request, TokenLogprobs
 from .sampling import SamplerState
 
-__all__ = ["Sample"]
+__all__ = ["OnText", "Sample", "TextPiece"]
+
+
+class TextPiece(NamedTuple):
+    """A TextPiece is some more text of a sample.
+
+    tokens  (id, log-probabilities) of the tokens whose text began with this piece; empty unless they were asked for
+    """
+
+    sample: int
+    text: str
+    tokens: tuple[tuple[int, TokenLogprobs], ...] = ()
+
+
+OnText = Callable[[TextPiece], None]
 
 
 class Sample:
@@ -35,7 +49,7 @@ class Sample:
         tokenizer: Tokenizer | None,
         detokenizer: Detokenizer | None,
         matcher: Matcher | None = None,
-        on_text: Callable[[int, str], None] | None = None,
+        on_text: OnText | None = None,
     ):
         sampling = request.sampling
         assert sampling is not None
@@ -49,6 +63,7 @@ class Sample:
         self._stop_ids = set(sampling.stop_ids)
         self._end_ids = self._stop_ids | (set() if sampling.ignore_eos else set(eos_ids))
         self._logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
+        self._told = 0  # tokens whose log-probabilities were told with their text
         self._tokenizer = tokenizer
         self._on_text = on_text
         # Where nobody waits for it, text is made at the end.
@@ -144,4 +159,8 @@ class Sample:
 
     def _say(self, piece: str) -> None:
         if piece and self._on_text is not None:
-            self._on_text(self.number, piece)
+            given: tuple[tuple[int, TokenLogprobs], ...] = ()
+            if self._logprobs is not None and self._text is not None:
+                first, self._told = self._told, self._text.num_given
+                given = tuple(zip(self.tokens[first : self._told], self._logprobs[first : self._told], strict=True))
+            self._on_text(TextPiece(self.number, piece, given))

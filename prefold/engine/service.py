@@ -15,6 +15,7 @@ from ..text import Tokenizer
 from ..types import Generated, Request
 from .calls import Call
 from .generate import Generator
+from .samples import TextPiece
 
 __all__ = ["Service"]
 
@@ -40,7 +41,7 @@ class Service:
 
     async def stream(
         self, request: Request, tokenizer: Tokenizer | None, *, text: bool = True
-    ) -> AsyncIterator[tuple[int, str] | list[Generated]]:
+    ) -> AsyncIterator[TextPiece | list[Generated]]:
         """(sample, piece of its text) as they come (text: whether they are wanted), and last the samples.
 
         Left before its end, or cancelled, the request is cancelled. Raises InputError for one that cannot run.
@@ -53,7 +54,7 @@ class Service:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        on_text = (lambda *piece: put(piece)) if text else None
+        on_text = put if text else None
         self._waiting[events] = loop
         # In a thread: making what its grammar needs may take long.
         add = partial(self._generator.add, request, tokenizer, put, on_text, key=key)

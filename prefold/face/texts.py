@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequenc
 from contextlib import closing
 from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 
+from ..engine.samples import TextPiece
 from ..errors import InputError
 from ..types import Generated, Request
 from .arguments import Ids, Message, Prompt, Text, as_prompts, chats_of, check_errors, first_error
@@ -231,8 +232,8 @@ class Texts(TaskRunner):
     def _stream(self, request: Request) -> Iterator[Piece]:
         with closing(cast(Generator[Any, None, None], self.engine.stream([request], self.tokenizer))) as events:
             for _, event in events:
-                if isinstance(event, tuple):
-                    yield Piece(*event)
+                if isinstance(event, TextPiece):
+                    yield Piece(event.sample, event.text)
                 else:
                     yield from (Piece(i, "", one) for i, one in enumerate(samples_of(event)))
 
@@ -281,7 +282,7 @@ class Texts(TaskRunner):
                 for i, one in enumerate(event):
                     yield Piece(i, "", one)
             else:
-                yield Piece(*event)
+                yield Piece(event.sample, event.text)
 
     def _request(self, prompt: Prompt, n: int | None, adapter: str | None, options: Mapping[str, Any]) -> Request:
         """Returns the request of one prompt, conversation, or mapping of the fields of GenerateItem."""

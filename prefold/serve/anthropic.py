@@ -60,7 +60,7 @@ async def events_of(answers: AsyncGenerator[Any], made: MessageEvents, site: Sit
                     yield b""
                     found = made.begin(*event)
                 else:
-                    found = made.piece(event[2]) if len(event) == 3 else made.end(event[1])
+                    found = made.piece(event[2]) if len(event) == 4 else made.end(event[1])
                 if body := b"".join(map(written, found)):
                     yield body
     except Exception as wrong:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from ..engine.samples import TextPiece
 from ..errors import InputError
 from ..tasks import Work
 from ..tasks.run import finish_items
@@ -152,8 +153,9 @@ class Desk:
 
     async def stream(
         self, order: Order, num_bytes: int
-    ) -> AsyncGenerator[tuple[int] | tuple[int, int, str] | tuple[int, dict[str, Any]]]:
-        """Yields (item, sample, piece of its text) as they come, and (item, its result) as items end.
+    ) -> AsyncGenerator[tuple[int] | tuple[int, int, str, list[dict[str, Any]]] | tuple[int, dict[str, Any]]]:
+        """Yields (item, sample, piece of its text, log-probabilities of its tokens) as they come, and (item, its
+        result) as items end.
 
         (tokens of the prompts,) is yielded before, once the request has been taken: what is wrong with it is raised by
         then.
@@ -180,12 +182,14 @@ class Desk:
                     now = time.perf_counter()
                     (self._metrics.first if last is started else self._metrics.between).observe(now - last)
                     last = now
-                    if len(event) == 2:
-                        number, samples = event
-                        (result,) = finish_items(task, [works[number]], [[samples]])
-                        event = number, raised(result)
+                    number, what = event
+                    if isinstance(what, TextPiece):
+                        tokens = [task.token_logprobs(*pair) for pair in what.tokens]
+                        yield number, what.sample, what.text, tokens
+                    else:
+                        (result,) = finish_items(task, [works[number]], [[what]])
                         left -= 1
-                    yield event
+                        yield number, raised(result)
             finally:
                 for reader in readers:
                     reader.cancel()
@@ -194,8 +198,8 @@ class Desk:
 
     async def _forward(self, number: int, reply: Reply, events: asyncio.Queue[Any]) -> None:
         try:
-            async for sample, piece in reply.pieces():
-                await events.put((number, sample, piece))
+            async for piece in reply.pieces():
+                await events.put((number, piece))
             await events.put((number, await reply.answer()))
         except Exception as error:
             await events.put(error)

@@ -112,7 +112,7 @@ async def events_of(answers: AsyncGenerator[Any], chunks: Chunks, items: int, si
                     started = True
                     yield b""
                     made = chunks.begin(items)
-                elif len(event) == 3:
+                elif len(event) == 4:
                     made = chunks.piece(*event)
                 else:
                     made = chunks.end(*event)

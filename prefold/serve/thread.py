@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from ..engine import Engine
 from ..engine.generate import Generator
+from ..engine.samples import TextPiece
 from ..errors import InputError
 from ..stream import Spool
 from ..text import Tokenizer
@@ -43,16 +44,16 @@ class Reply:
         self.loop, self.tokens = loop, tokens
         self.begun_at: float | None = None
         self.is_cancelled = False
-        self._pieces: dict[int, str] = {}
+        self._pieces: dict[int, TextPiece] = {}
         self._answer: Any = None
         self._came = asyncio.Event()
 
     def put(self, events: Sequence[Any]) -> None:
-        """Takes (sample, piece) or an answer; called in the reader's event loop."""
+        """Takes pieces and answers; called in the reader's event loop."""
         for event in events:
-            if isinstance(event, tuple):
-                sample, piece = event
-                self._pieces[sample] = self._pieces.get(sample, "") + piece
+            if isinstance(event, TextPiece):
+                before = self._pieces.get(event.sample)
+                self._pieces[event.sample] = event if before is None else joined(before, event)
             elif self._answer is None:
                 self._answer = event
         self._came.set()
@@ -66,15 +67,20 @@ class Reply:
             raise self._answer
         return self._answer
 
-    async def pieces(self) -> AsyncIterator[tuple[int, str]]:
-        """Yields (sample, piece of its text) as they come, until the answer is there."""
+    async def pieces(self) -> AsyncIterator[TextPiece]:
+        """Yields pieces of texts as they come, until the answer is there."""
         while self._answer is None or self._pieces:
             if not self._pieces:
                 await self._came.wait()
                 self._came.clear()
             pieces, self._pieces = self._pieces, {}
-            for piece in pieces.items():
+            for piece in pieces.values():
                 yield piece
+
+
+def joined(one: TextPiece, more: TextPiece) -> TextPiece:
+    """Returns two pieces of a sample as one."""
+    return TextPiece(one.sample, one.text + more.text, one.tokens + more.tokens)
 
 
 class _Reading:
@@ -135,7 +141,7 @@ class EngineThread:
             self._open.pop(key, None)
             self._put(reply, answer)
 
-        on_text = (lambda sample, piece: self._put(reply, (sample, piece))) if text else None
+        on_text = (lambda piece: self._put(reply, piece)) if text else None
         sharing = None if share else False
         generator.add(request, tokenizer, done, on_text, sharing=sharing, key=key)
         self._inbox.put(None)

@@ -295,10 +295,11 @@ class GenerateTask:
             choice["stop"] = sample.stop
         if sample.logprobs is not None:
             pairs = zip(sample.tokens, sample.logprobs, strict=True)
-            choice["logprobs"] = [self._logprobs(token, found) for token, found in pairs]
+            choice["logprobs"] = [self.token_logprobs(token, found) for token, found in pairs]
         return choice
 
-    def _logprobs(self, token: int, found: TokenLogprobs) -> dict[str, Any]:
+    def token_logprobs(self, token: int, found: TokenLogprobs) -> dict[str, Any]:
+        """Returns a token of an output with its log-probabilities, as they stand in the result."""
         return self._token(token, found.logprob) | {"top": [self._token(*pair) for pair in found.top]}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:

@@ -50,6 +50,8 @@ class TextStream:
     stopped      the stop text that ended it, None while there is none
     num_tokens   the number of tokens that the text comes from: all, or, once a stop text was found, those that gave
                  something before it. A token that gave both the end of the text and the beginning of the stop counts
+    num_given    the number of its first tokens of whose letters some were given out: a stop text that comes later does
+                 not take these tokens away
     """
 
     def __init__(self, pieces: Pieces, stop: Sequence[str], min_tokens: int):
@@ -58,6 +60,7 @@ class TextStream:
         self._min_tokens = min_tokens
         self._starts: list[int] = []  # for each token, the letters of the text before its first one
         self._letters = 0
+        self._given = 0
         self._parts: list[str] = []
 
     @property
@@ -71,6 +74,10 @@ class TextStream:
     @property
     def num_tokens(self) -> int:
         return len(self._starts) if self._finder.cut is None else bisect_left(self._starts, self._finder.cut)
+
+    @property
+    def num_given(self) -> int:
+        return bisect_left(self._starts, self._given)
 
     def add(self, token: int) -> str:
         """Takes a token, and returns the text that is certain now. It must not be called once a stop was found."""
@@ -91,6 +98,7 @@ class TextStream:
     def _give(self, text: str) -> str:
         if text:
             self._parts.append(text)
+            self._given += len(text)
         return text
 
 
