@@ -141,9 +141,12 @@ class Journal:
         self.ended = None
         self._append({"input": input})
 
-    def finish(self, limit: int | None) -> None:
-        """Marks the job as ended: every record up to `limit` (None: all) has its line."""
-        self.ended = {"limit": limit}
+    def finish(self, limit: int | None, *, keeps_lines: bool = True) -> None:
+        """Marks the job as ended: every record up to `limit` (None: all) has its line.
+
+        keeps_lines: whether the lines file is kept when the output was made of it
+        """
+        self.ended = {"limit": limit, "keeps_lines": keeps_lines}
         self._append({"ended": self.ended})
 
     def close(self) -> None:

@@ -173,6 +173,8 @@ class FileOutput:
         self.done, self.errors = self.journal.done, self.journal.errors
         self.count = self.resumed = len(self.done)
         self.ended = covers(self.journal.ended, self.limit)
+        if self.ended and self.journal.ended is not None and not self.journal.ended.get("keeps_lines", True):
+            self._remove_lines()  # the job was killed between its end and this
 
     def _resume(self, options: OutputOptions) -> bool:
         """Reads what earlier runs of the job have written. Returns False when there were none."""
@@ -280,10 +282,16 @@ class FileOutput:
             self._begin()  # has not happened yet where there was nothing to commit
             if self._finish is not None:
                 self.notes = self._finish(self.lines_path, self.path)
-            self.journal.finish(self.limit)
-            # With --limit or --grown a later run goes on from these lines, so they are kept.
-            if self._finish is not None and not self._keeps_lines:
-                self.lines_path.unlink(missing_ok=True)
+            # With --limit or --grown a later run goes on from the lines, so they are kept.
+            keeps_lines = self._finish is None or self._keeps_lines
+            self.journal.finish(self.limit, keeps_lines=keeps_lines)
+            if not keeps_lines:
+                self._remove_lines()
+
+    def _remove_lines(self) -> None:
+        """Removes the lines of which the output was made."""
+        if self.path != self.lines_path and self.path.exists():
+            self.lines_path.unlink(missing_ok=True)
 
     def close(self) -> None:
         if self._file is not None:

@@ -24,6 +24,7 @@ from .reader import Ready
 __all__ = ["Interrupted", "Job", "Summary", "run_job"]
 
 TICK_SECONDS = 0.25
+ENDING_SECONDS = 1.0
 
 
 class Interrupted(JobError):
@@ -80,6 +81,7 @@ class _Run:
         self.signal: int | None = None
         self.hard = False  # stopped in the middle of something: leave the output as it is
         self.graceful = False  # a signal waits for the end of the step
+        self.ending: float | None = None  # since when the job is ending because of a signal
         if job.collect:
             self.summary.shape, self.summary.steps = StreamShape(), StepLog()
         self.flow = Flow(job, self.counts)
@@ -98,11 +100,12 @@ class _Run:
                 self._work(started)
                 self.graceful = True
                 self.output.finish()
-        except (KeyboardInterrupt, Interrupted):
-            if not self.hard:
-                self.output.commit()
-            raise Interrupted(self.signal or signal.SIGINT) from None
         except BaseException as error:
+            # What the handler of a signal raises within compiled code may come out as any other exception.
+            if self.ending is not None or isinstance(error, KeyboardInterrupt):
+                if not self.hard:
+                    self.output.commit()
+                raise Interrupted(self.signal or signal.SIGINT) from None
             with contextlib.suppress(JobError):
                 self.output.commit()  # what came before the failure is done
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -154,13 +157,19 @@ class _Run:
         if shape is not None and watched:
             windows = shape.watch(windows)
         self.counts.phase, self.graceful = "computing", True
-        if not self.flow.compute(engine, batch, windows, on_step=self._step, stopping=lambda: self.signal is not None):
+        if not self.flow.compute(engine, batch, windows, on_step=self._step, stopping=self._stopping):
             assert self.signal is not None
             raise Interrupted(self.signal)
         if shape is not None and not watched:
             for _ in shape.watch(batch.spool.windows(max_tokens=self.job.window, share=True)):
                 pass
         self.graceful = False
+
+    def _stopping(self) -> bool:
+        """Returns whether a signal has come; from then on the job is ending."""
+        if self.signal is not None and self.ending is None:
+            self.ending = time.monotonic()
+        return self.signal is not None
 
     def _step(self, info: Any) -> None:
         self.counts.rows += info.rows
@@ -201,18 +210,23 @@ class _Run:
     def _signals(self) -> Iterator[None]:
         """Handles Ctrl-C, SIGTERM and a closed terminal.
 
-        After the first signal the step is ended and what is done is written; a second one ends the job at once.
+        After the first signal the step is ended and what is done is written; a second one ends the job at once. Of a
+        job that has just begun to end it changes nothing: an exception would fall into what cleans up.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def handle(number: int, frame: Any) -> None:
+            now = time.monotonic()
+            if self.ending is not None and now - self.ending < ENDING_SECONDS:
+                return
             self.hard = self.graceful and self.signal is not None
             waits = self.graceful and self.signal is None
             self.signal = number
             self.reader.stopping = True
             if not waits:
+                self.ending = now
                 raise KeyboardInterrupt
             self.progress.note("stopping after this step (once more: at once)")
 

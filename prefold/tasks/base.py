@@ -194,6 +194,41 @@ class Inputs:
             return valid_text(value, field)
         return self._ids(value, field)
 
+    def bounded(
+        self,
+        text: Any,
+        field: str,
+        truncate: Truncate = False,
+        *,
+        left: bool = False,
+        limit: int | None = None,
+        remedy: str = "",
+    ) -> Any:
+        """Returns a text that is to be encoded, so that a text of any size takes little memory.
+
+        A text of which it is known unencoded that it has too many tokens is refused, or with `truncate` only what may
+        be kept of it is returned: of a text that was made of a template, with truncate=True, of each column.
+
+        left   whether the end is kept, and not the beginning
+        limit  the tokens that may be kept, by default the model's
+        remedy what to do where it is refused
+
+        Anything else is returned as it is. Raises InputError for a text that is refused.
+        """
+        tokenizer, limit = self.tokenizer, self.max_length if limit is None else limit
+        if not isinstance(text, str) or tokenizer is None or limit is None or not tokenizer.is_longer(text, limit):
+            return text
+        if not truncate:
+            raise InputError(
+                f"{field!r} has {len(text):,} characters, which make more than the {limit} tokens that the model takes",
+                field=field,
+                remedy=remedy or f"shorten it, or have it cut with {TRUNCATE}",
+                code="too_long",
+            )
+        if truncate is True and isinstance(text, Filled):
+            return Filled((tokenizer.part(p, limit, left=left) if cut else p, cut) for p, cut in text.parts)
+        return tokenizer.part(text, limit, left=left)
+
     def _ids(self, value: Any, field: str) -> np.ndarray:
         remedy = "give a text, or a list of token ids"
         try:
@@ -241,7 +276,9 @@ class Inputs:
 
         Token ids are taken as they are.
         """
-        whole = text = self.text(value, field)
+        left = self.tokenizer is not None and self.tokenizer.truncation_side == "left"
+        left = left if truncate is True else truncate == "left"
+        whole = text = self.bounded(self.text(value, field), field, truncate, left=left)
         nothing = np.empty(0, np.int32)
         before = after = nothing
         if isinstance(text, str):
@@ -249,8 +286,6 @@ class Inputs:
             if self.tokenizer is not None:
                 before, after = self.tokenizer.prefix_ids, self.tokenizer.suffix_ids
         get = batch.add(text)
-        left = self.tokenizer is not None and self.tokenizer.truncation_side == "left"
-        left = left if truncate is True else truncate == "left"
         # Where the beginning is cut, it must be that of the text, and not of what `change` puts before the text.
         by_column = truncate is True and (isinstance(whole, Filled) or (left and whole != text))
 

@@ -146,6 +146,7 @@ class ClassifyTask:
             message = f"the labels were calibrated with {self.inputs.adapter or 'no adapter'}, not {item.adapter!r}"
             raise InputError(message, field="adapter", remedy="calibrate with one adapter for all texts")
         text = self.inputs.text(item.text, "text")
+        text = self.inputs.bounded(text, "text", self.truncate, left=self.truncate == "left")
         if isinstance(text, str):
             return partial(self._work, text, self._add_pairs(batch, self.prompt.render(text)))
         return partial(self._work_of_ids, text)

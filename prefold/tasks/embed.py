@@ -147,12 +147,13 @@ class EmbedTask:
         chat, tokenizer, text = self.settings.chat, self.inputs.tokenizer, self.inputs.text(text, field)
         if not isinstance(text, str) or tokenizer is None or chat is None:
             return self._plan_text(text, field, batch)
+        side = tokenizer.truncation_side if self.truncate is True else self.truncate
+        text = self.inputs.bounded(text, field, self.truncate, left=side == "left")
         get = batch.add(self._in_template(text, chat, tokenizer))
 
         def make() -> Request:
             ids = get()
             over = self.inputs.over(ids.size)
-            side = tokenizer.truncation_side if self.truncate is True else self.truncate
             if over and self.truncate is True and isinstance(text, Filled):
                 ids = self.inputs.cut(
                     text, lambda cut: batch.now(self._in_template(cut, chat, tokenizer)), ids.size - over, ids

@@ -139,6 +139,7 @@ class GenerateTask:
             "salt": _checked(self.salt if item.salt is None else item.salt, "salt", str),
             "priority": _checked(self.priority if item.priority is None else item.priority, "priority", int),
         }
+        item = self._bounded(item)
         before, get, field = self._prompt(item, batch)
         cut = partial(self._cut, item, batch, before.size) if self.truncate is True else None
 
@@ -176,11 +177,29 @@ class GenerateTask:
             if item.prompt is not None:
                 message = "the item has both a 'prompt' and 'messages'"
                 raise InputError(message, field="prompt", remedy="give one of them")
-            return nothing, batch.add(self._render(item)), "messages"
+            text = self._render(item)
+            if self.truncate is not True:
+                text = self._part(text, "messages", left=self.truncate == "left")
+            return nothing, batch.add(text), "messages"
         if item.prompt is None:
             raise InputError("'prompt' is missing", field="prompt", remedy="give it, or messages", code="missing_field")
         text = self.inputs.text(item.prompt, "prompt")
         return leading_ids(self.inputs.tokenizer, text), batch.add(text), "prompt"
+
+    def _bounded(self, item: GenerateItem) -> GenerateItem:
+        """Returns the item with what may be kept of texts that are far too long (see `Inputs.bounded`)."""
+        if isinstance(item.prompt, str):
+            left = self.truncate != "right" and not (self.truncate is True and isinstance(item.prompt, Filled))
+            return replace(item, prompt=self._part(item.prompt, "prompt", left=left))
+        if self.truncate is not True or not isinstance(item.messages, (list, tuple)):
+            return item
+        messages = [_message(message, i) for i, message in enumerate(item.messages)]
+        cut = [{**m, "content": self._part(m["content"], "messages")} if _is_cut(m) else m for m in messages]
+        return replace(item, messages=cut)
+
+    def _part(self, text: str, field: str, *, left: bool = False) -> str:
+        limits = [limit for limit in (self.context, self.inputs.max_length) if limit is not None]
+        return self.inputs.bounded(text, field, self.truncate, left=left, limit=min(limits, default=None))
 
     def _render(self, item: GenerateItem) -> str:
         if self.inputs.tokenizer is None:
@@ -354,9 +373,9 @@ def _tool_call(call: Any, field: str) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _is_cut(message: Mapping[str, Any]) -> bool:
+def _is_cut(message: Any) -> bool:
     """Returns whether a message's content is cut when a conversation is too long."""
-    content = message.get("content")
+    content = message.get("content") if isinstance(message, Mapping) else None
     return isinstance(content, str) and bool(content) and message.get("role") not in ("system", "developer")
 
 

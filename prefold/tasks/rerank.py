@@ -19,6 +19,7 @@ from .base import TRUNCATE, Inputs, Text, TextBatch, Work, as_item, check_count
 from .embed import is_list_of_texts
 
 PAIR = RerankPrompt("", "{query}{document}", "")
+QUERY_TOO_LONG = "shorten the query, since truncation cuts the document only"
 
 __all__ = ["RerankItem", "RerankTask", "sigmoid", "word_id"]
 
@@ -106,7 +107,7 @@ class RerankTask:
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(RerankItem, _named(item))
-        query = self.inputs.text(item.query, "query")
+        query = self.inputs.bounded(self.inputs.text(item.query, "query"), "query", remedy=QUERY_TOO_LONG)
         wanted = self.instruction if item.instruction is None else item.instruction
         instruction = self.inputs.text(wanted, "instruction")
         if self.pair and item.instruction is not None:
@@ -117,6 +118,7 @@ class RerankTask:
         makers = []
         for value, name in zip(documents, names, strict=True):
             document = self.inputs.text(_text_of(value), name)
+            document = self.inputs.bounded(document, name, self.truncate, left=self.truncate == "left")
             fields = {"instruction": instruction, "query": query, "document": document}
             get = self._add_body(batch, fields)
             makers.append(partial(self._request, get, fields, name))
@@ -180,7 +182,7 @@ class RerankTask:
             raise InputError(
                 f"the prompt leaves no room for {name!r} in the {self.inputs.max_length} tokens the model takes",
                 field="query",
-                remedy="shorten the query, since truncation cuts the document only",
+                remedy=QUERY_TOO_LONG,
                 code="too_long",
             )
 

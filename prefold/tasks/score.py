@@ -15,12 +15,14 @@ import numpy as np
 from ..errors import InputError
 from ..options import Truncate
 from ..text import Filled, Tokenizer
+from ..text.tokenizer import PART_CHARACTERS
 from ..types import Readout, Request, Result
 from .base import Inputs, Text, TextBatch, Work, as_item, check_count
 from .cut import columns_of, cut_columns
 
 __all__ = ["ScoreItem", "ScoreTask", "add_joint", "add_pair", "leading_ids", "rolling_stretches"]
 
+CONTINUATION_TOO_LONG = "shorten it, since truncation cuts the prompt only"
 PairOfIds = Callable[[], tuple[np.ndarray, np.ndarray]]
 
 
@@ -92,7 +94,12 @@ class ScoreTask:
         # An empty list of token ids is an empty text.
         empty = isinstance(prompt, (list, tuple, np.ndarray)) and len(prompt) == 0
         prompt = "" if empty else self.inputs.text(prompt, "prompt")
+        left = self.truncate != "right" and not (self.truncate is True and isinstance(prompt, Filled))
+        whole, prompt = prompt, self.inputs.bounded(prompt, "prompt", self.truncate, left=left)
+        if self.truncate == "right" and len(prompt) < len(whole):
+            prompt += whole[-PART_CHARACTERS:]  # with which the continuation is encoded
         continuation = self.inputs.text(item.continuation, "continuation")
+        continuation = self.inputs.bounded(continuation, "continuation", remedy=CONTINUATION_TOO_LONG)
         pair = add_pair(batch, self.inputs, prompt, continuation)
         if self.truncate is not True or not isinstance(prompt, Filled) or not isinstance(continuation, str):
             return lambda: Work([self._pair(*pair())])
@@ -141,7 +148,7 @@ class ScoreTask:
                 raise InputError(
                     f"'continuation' has {continuation.size} tokens; the model takes {self.inputs.max_length}",
                     field="continuation",
-                    remedy="shorten it, since truncation cuts the prompt only",
+                    remedy=CONTINUATION_TOO_LONG,
                     code="too_long",
                 )
             kept = tokens.size - over

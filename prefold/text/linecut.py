@@ -24,7 +24,7 @@ from .patterns import LINE_SAFE_PATTERNS
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["LineCut", "line_cut"]
+__all__ = ["LineCut", "keeps_all", "line_cut", "settings_of"]
 
 # Characters that two texts must share. With fewer, encoding the shared part by itself costs more than it saves.
 MIN_SHARED = 192
@@ -39,15 +39,15 @@ def line_cut(backend: tokenizers.Tokenizer) -> LineCut | None:
     safe = (
         type(model).__name__ == "BPE"
         and not model.dropout
-        and _settings(backend.normalizer) in (None, {"type": "NFC"})
-        and _splits_at_lines(_settings(backend.pre_tokenizer))
+        and settings_of(backend.normalizer) in (None, {"type": "NFC"})
+        and _splits_at_lines(settings_of(backend.pre_tokenizer))
         # An added token with a newline in it could lie across a cut; one with lstrip takes the newline before it.
         and not any("\n" in token.content or token.lstrip for token in backend.get_added_tokens_decoder().values())
     )
     return LineCut() if safe else None
 
 
-def _settings(part: object) -> dict | None:
+def settings_of(part: object) -> dict | None:
     """Returns the settings of a part of a tokenizer, as tokenizer.json has them."""
     return None if part is None else json.loads(part.__getstate__())  # type: ignore[attr-defined]
 
@@ -71,14 +71,17 @@ def _keeps_lines(part: dict) -> bool:
     if kind == "ByteLevel":
         return not part["add_prefix_space"]
     if kind == "Split":
-        known = part["pattern"].get("Regex") in LINE_SAFE_PATTERNS
-        return known and part["behavior"] in ("Isolated", "Removed") and _keeps_all(part)
+        return part["behavior"] in ("Isolated", "Removed") and keeps_all(part)
     return kind == "Digits"
 
 
-def _keeps_all(part: dict) -> bool:
-    # The known expressions match every character, and "Removed" with invert keeps what matches.
-    return part["invert"] == (part["behavior"] == "Removed")
+def keeps_all(part: dict) -> bool:
+    """Returns whether a pre-tokenizer of type Split is known to drop nothing.
+
+    The known expressions match every character, and "Removed" with invert keeps what matches.
+    """
+    known = part["pattern"].get("Regex") in LINE_SAFE_PATTERNS
+    return known and part["invert"] == (part["behavior"] == "Removed")
 
 
 class LineCut:

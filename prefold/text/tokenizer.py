@@ -13,12 +13,15 @@ import numpy as np
 
 from .chat import ChatTemplates
 from .linecut import LineCut, line_cut
+from .longest import least_tokens
 from .valid import valid_text
 
 if TYPE_CHECKING:
     import tokenizers
 
 __all__ = ["Tokenizer", "valid_text"]
+
+PART_CHARACTERS = 4096
 
 
 class Tokenizer:
@@ -59,7 +62,9 @@ class Tokenizer:
         self.max_length = max_length
         self.truncation_side = truncation_side
         self.chat_templates = ChatTemplates(chat_templates or {}, self.special_tokens)
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocab.values(), default=-1)
+        self._least_tokens = least_tokens(backend, vocab)
         self.prefix_ids, self.suffix_ids = _added_ids(backend)
         self._line_cut: LineCut | None = line_cut(backend)
 
@@ -84,6 +89,25 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Returns the text of token ids. Ids that the vocabulary does not have are skipped."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def is_longer(self, text: str, tokens: int) -> bool:
+        """Returns whether a text has more than so many tokens, as far as that is known without encoding it."""
+        least = self._least_tokens
+        return least is not None and len(text) > tokens * least.longest and least.of(text) > tokens
+
+    def part(self, text: str, tokens: int, *, left: bool = False) -> str:
+        """Returns the beginning of a text (left: its end) that holds more than its first (last) `tokens` tokens.
+
+        It is the whole text where `is_longer` does not know that the text is longer.
+        """
+        if self.is_longer(text, tokens):
+            assert self._least_tokens is not None
+            # A token is encoded as in the whole text where enough stands behind it.
+            size = (tokens + 1) * self._least_tokens.longest + PART_CHARACTERS
+            part = text[-size:] if left else text[:size]
+            if self.is_longer(part, tokens):
+                return part
+        return text
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Returns where each token of a text begins and ends in it, in characters; no special tokens are added."""

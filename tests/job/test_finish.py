@@ -77,7 +77,7 @@ def test_parquet_has_types_and_nulls(tmp_path):
 def test_killed_in_the_last_pass_it_is_made_again(tmp_path, monkeypatch):
     path = tmp_path / "out.csv"
     out = make(path)
-    monkeypatch.setattr(type(out.journal), "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(type(out.journal), "finish", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         out.finish()
     out.close()
@@ -89,6 +89,23 @@ def test_killed_in_the_last_pass_it_is_made_again(tmp_path, monkeypatch):
     again.finish()
     again.close()
     assert len(list(csv.DictReader(path.open(newline="")))) == 4
+
+
+@pytest.mark.parametrize("keep_order", [False, True])
+def test_killed_behind_its_end_it_leaves_no_lines_file(tmp_path, monkeypatch, keep_order):
+    path = tmp_path / "out.csv"
+    out = make(path, keep_order=keep_order)
+    monkeypatch.setattr(type(out), "_remove_lines", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        out.finish()
+    out.close()
+    monkeypatch.undo()
+    left = path.read_bytes()
+    assert (tmp_path / "out.csv.partial").exists()
+    again = open_output(OutputOptions(path, keep_order=keep_order), JOB)
+    assert again.ended and again.count == 4
+    again.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.csv", "out.csv.journal"] and path.read_bytes() == left
 
 
 def test_a_lost_lines_file_starts_the_job_again(tmp_path):

@@ -382,6 +382,44 @@ def test_a_second_signal_while_the_first_is_handled(tmp_path):
     assert 1 < place < 20
 
 
+def test_a_second_signal_while_the_job_ends_changes_nothing(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 40)
+    llm = fake_llm(before=lambda i: signal.raise_signal(signal.SIGTERM) if i == 10 else None)
+    run = llm.engine.run
+
+    def cleaning_up(*arguments, **options):
+        try:
+            yield from run(*arguments, **options)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+
+    llm.engine.run = cleaning_up
+    with pytest.raises(Interrupted) as error:
+        run_job(table_job(source, out, llm=llm), Progress())
+    assert error.value.signal == signal.SIGTERM and llm.engine.closed == 1
+    done = len(read_lines(out))
+    assert done and run_job(table_job(source, out), Progress()).resumed == done
+    check_complete(source, out)
+
+
+def test_a_signal_that_compiled_code_makes_another_exception_of(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 20)
+
+    def load():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape of an object") from None
+
+    with pytest.raises(Interrupted) as error:
+        run_job(table_job(source, out, load=load), Progress())
+    assert error.value.signal == signal.SIGTERM
+    run_job(table_job(source, out), Progress())
+    check_complete(source, out)
+
+
 def test_a_kill_in_the_first_seconds_of_loading_resumes(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_records(source, 100, bad={1})
