@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import heapq
 
 import numpy as np
 
@@ -10,10 +10,16 @@ __all__ = ["SCRATCH", "SlotPool"]
 
 # The slot that rows whose K/V nobody needs are written to. Never handed out, never read.
 SCRATCH = 0
+# Free runs of about the size that is wanted that are looked at before a larger one is cut.
+TRIES = 8
 
 
 class SlotPool:
-    """Slots 1 to `num_slots`, handed out in neighbouring runs where there are any (kernels read those fastest)."""
+    """Slots 1 to `num_slots`, handed out in neighbouring runs where there are any (kernels read those fastest).
+
+    The time of a call depends on the runs that it hands out or takes back, and not on how many others are free: runs
+    are kept by the binary logarithm of their size, and found by their first slot and by the slot behind their last.
+    """
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
@@ -22,42 +28,78 @@ class SlotPool:
     def clear(self) -> None:
         """All slots are free."""
         self.free_slots = self.num_slots
-        self._starts = [1] if self.num_slots else []  # of free runs, ascending
-        self._sizes = {1: self.num_slots} if self.num_slots else {}
+        self._is_free = np.zeros(self.num_slots + 2, bool)
+        self._sizes: dict[int, int] = {}  # of free runs, by their first slot
+        self._starts: dict[int, int] = {}  # by the slot behind them
+        # First slots of the runs of 2**(i - 1) to 2**i - 1 slots, as heaps; among them some where none begins any more.
+        self._by_size: list[list[int]] = [[] for _ in range(self.num_slots.bit_length() + 1)]
+        self._add(1, self.num_slots)
 
     @property
     def used_slots(self) -> int:
         return self.num_slots - self.free_slots
 
     def allocate(self, count: int) -> np.ndarray | None:
-        """`count` slots, int64, ascending; one run if a run is long enough. None when too few are free."""
+        """Returns `count` slots, int64, ascending; one run if a run is long enough. None when too few are free."""
         if count > self.free_slots:
             return None
         if count == 0:
             return np.empty(0, np.int64)
-        for start in self._starts:
-            # An even first slot: kernels read keys in pairs.
-            first = start + (start & 1)
-            if self._sizes[start] - (first - start) >= count:
-                return self._take(start, first, count)
+        start = self._find(count)
+        if start is not None:
+            return self._take(start, _even(start), count)
         parts, left = [], count
-        for start in sorted(self._starts, key=self._sizes.__getitem__, reverse=True):
-            size = min(left, self._sizes[start])
-            parts.append(self._take(start, start, size))
-            left -= size
-            if not left:
-                break
+        for kind in reversed(range(len(self._by_size))):
+            while left and (heap := self._heap(kind)):
+                size = min(left, self._sizes[heap[0]])
+                parts.append(self._take(heap[0], heap[0], size))
+                left -= size
         return np.sort(np.concatenate(parts))
 
+    def _find(self, count: int) -> int | None:
+        """Returns where a free run begins that has `count` slots from an even one on."""
+        kind = count.bit_length()
+        own = self._heap(kind)
+        found = self._first_fitting(own[:TRIES], count)
+        if found is not None:
+            return found
+        for larger in range(kind + 1, len(self._by_size)):
+            if heap := self._heap(larger):
+                return heap[0]
+        return self._first_fitting(own, count)
+
+    def _first_fitting(self, starts: list[int], count: int) -> int | None:
+        sizes = self._sizes
+        return next((start for start in starts if start + sizes.get(start, 0) - _even(start) >= count), None)
+
+    def _heap(self, kind: int) -> list[int]:
+        """Returns the first slots of the runs of a kind; the first of them is where one begins."""
+        heap = self._by_size[kind]
+        while heap and self._sizes.get(heap[0], 0).bit_length() != kind:
+            heapq.heappop(heap)
+        return heap
+
     def _take(self, start: int, first: int, count: int) -> np.ndarray:
-        stop = start + self._sizes.pop(start)
-        place = bisect_left(self._starts, start)
-        rest = [(start, first - start), (first + count, stop - first - count)]
-        rest = [(s, size) for s, size in rest if size]
-        self._starts[place : place + 1] = [s for s, _ in rest]
-        self._sizes.update(rest)
+        size = self._remove(start)
+        self._add(start, first - start)
+        self._add(first + count, start + size - first - count)
+        self._is_free[first : first + count] = False
         self.free_slots -= count
         return np.arange(first, first + count, dtype=np.int64)
+
+    def _add(self, start: int, size: int) -> None:
+        if size:
+            self._sizes[start], self._starts[start + size] = size, start
+            self._is_free[start : start + size] = True
+            heap = self._by_size[size.bit_length()]
+            heapq.heappush(heap, start)
+            if len(heap) > 2 * len(self._sizes) + 64:
+                heap[:] = sorted({first for first in heap if first in self._sizes})
+
+    def _remove(self, start: int) -> int:
+        size = self._sizes.pop(start)
+        del self._starts[start + size]
+        return size
 
     def free(self, slots: np.ndarray) -> None:
         """Take slots back. ValueError for one that is free already, or was never handed out."""
@@ -69,24 +111,22 @@ class SlotPool:
             self._give_back(int(run[0]), len(run))
 
     def _give_back(self, start: int, size: int) -> None:
-        place = bisect_left(self._starts, start)
-        before = self._starts[place - 1] if place else None
-        after = self._starts[place] if place < len(self._starts) else None
-        overlaps = (before is not None and before + self._sizes[before] > start) or (
-            after is not None and after < start + size
-        )
-        if overlaps or start < 1 or start + size > self.num_slots + 1:
-            raise ValueError(f"slots {start} to {start + size - 1} are given back, and are not in use")
+        stop = start + size
+        if start < 1 or stop > self.num_slots + 1 or self._is_free[start:stop].any():
+            raise ValueError(f"slots {start} to {stop - 1} are given back, and are not in use")
         self.free_slots += size
-        if after is not None and after == start + size:
-            size += self._sizes.pop(after)
-            del self._starts[place]
-        if before is not None and before + self._sizes[before] == start:
-            self._sizes[before] += size
-            return
-        self._starts.insert(place, start)
-        self._sizes[start] = size
+        if stop in self._sizes:
+            stop += self._remove(stop)
+        if start in self._starts:
+            start = self._starts[start]
+            self._remove(start)
+        self._add(start, stop - start)
 
     def free_list(self) -> list[tuple[int, int]]:
-        """Free runs as (start, size), ascending."""
-        return [(start, self._sizes[start]) for start in self._starts]
+        """Returns the free runs as (start, size), ascending."""
+        return sorted(self._sizes.items())
+
+
+def _even(start: int) -> int:
+    """Returns the first even slot from here on: kernels read keys in pairs."""
+    return start + (start & 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -51,3 +52,16 @@ def test_refuses_what_is_not_in_use():
         pool.free(slots)
     with pytest.raises(ValueError, match="not in use"):
         pool.free(np.array([11]))
+
+
+def test_many_free_runs_cost_what_few_do():
+    def seconds(slots: int) -> float:
+        pool = SlotPool(slots)
+        pool.free(pool.allocate(slots)[::4])
+        pool.allocate(5)  # of five runs, as no run has two slots
+        started = time.process_time()
+        for _ in range(500):
+            pool.free(np.concatenate((pool.allocate(3), pool.allocate(2))))
+        return time.process_time() - started
+
+    assert min(seconds(200_000) for _ in range(3)) < 3 * min(seconds(20_000) for _ in range(3))
