@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-import test_store as of_slots
+from cases import SlotCase, groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nests import chains, random_nest
@@ -76,7 +76,7 @@ def test_rows_work_is_that_of_the_visible_pairs():
 def test_slot_tiles_list_what_is_visible(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
     rows = data.draw(st.integers(1, 250))
-    case = of_slots.Case(
+    case = SlotCase(
         random_nest(rng, rows, data.draw(st.sampled_from([0.01, 0.1, 0.5, 0.95]))),
         seed=data.draw(st.integers(0, 999)),
         heads=(2, 1),
@@ -115,7 +115,7 @@ def test_slot_tiles_list_what_is_visible(data):
 
 def test_stretches_join_what_goes_on():
     """A prefix in three runs of neighbouring slots, five new rows below it, and a sequence's own tail with its row."""
-    case = of_slots.Case(chains([40]), query_rows=np.arange(35, 40), jumps=1e-9)
+    case = SlotCase(chains([40]), query_rows=np.arange(35, 40), jumps=1e-9)
     joined = stretches(case.plan().runs)
     assert joined.shape[1] == 2
     assert joined[1].tolist() == [36, 4] and joined[4].tolist() == [0, 1]
@@ -123,8 +123,8 @@ def test_stretches_join_what_goes_on():
 
 def test_sequences_that_share_are_read_together():
     """256 sequences below 2048 rows, with 256 of their own: planned fast, and the prefix read few times."""
-    nest, rows = of_slots.groups([256], 2048, 256)
-    plan = of_slots.Case(nest, query_rows=rows, heads=(2, 1), dim=2, jumps=1e-9).plan()
+    nest, rows = groups([256], 2048, 256)
+    plan = SlotCase(nest, query_rows=rows, heads=(2, 1), dim=2, jumps=1e-9).plan()
     seconds = []
     for _ in range(5):
         started = time.process_time()
@@ -140,6 +140,6 @@ def test_sequences_that_share_are_read_together():
 
 @pytest.mark.parametrize("group", [1, 3, 8, 128])
 def test_a_tile_has_room_for_a_query(group):
-    runs = of_slots.Case(chains([9])).plan().runs
+    runs = SlotCase(chains([9])).plan().runs
     assert pick_rows(stretches(runs), group, 2) >= group
     assert group <= pick_rows(stretches(runs), group, 4) <= max(32, 2 * group)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import test_interval_attention as of_rows
-import test_store as of_slots
 import torch
+from cases import RowCase, SlotCase, groups
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nests import chains, random_nest
@@ -35,7 +34,7 @@ def test_rows_of_random_tries(data):
     rows, branching = data.draw(st.integers(1, 200)), data.draw(st.sampled_from([0.02, 0.3, 0.8]))
     nest = random_nest(np.random.default_rng(data.draw(st.integers(0, 999))), rows, branching)
     group = data.draw(st.integers(1, 7))
-    of_rows.Case(
+    RowCase(
         nest,
         seed=data.draw(st.integers(0, 999)),
         heads=(2 * group, 2),
@@ -50,24 +49,24 @@ def test_rows_of_random_tries(data):
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_common_shapes(dim, dtype):
-    case = of_rows.Case(random_nest(np.random.default_rng(1), 150, 0.05), heads=(4, 1), dim=dim, dtype=dtype, path=70)
+    case = RowCase(random_nest(np.random.default_rng(1), 150, 0.05), heads=(4, 1), dim=dim, dtype=dtype, path=70)
     case.check()
 
 
 def test_rows_seen_whole_and_in_part():
     """Long enough for blocks without a mask, of the path and of the new rows."""
-    case = of_rows.Case(chains([330, 3, 130]), dim=16, heads=(2, 1), path=150)
+    case = RowCase(chains([330, 3, 130]), dim=16, heads=(2, 1), path=150)
     tables = gpu.place_rows(case.plan(), 150, Heads(2, 1, 16, torch.float32), torch.device("cpu"))
     assert (tables.bounds[:, -1] > tables.bounds[:, 0]).all(), "a part without blocks"
     case.check()
 
 
 def test_many_heads_of_a_group():
-    of_rows.Case(chains([9]), heads=(130, 1), dim=8).check()
+    RowCase(chains([9]), heads=(130, 1), dim=8).check()
 
 
 def test_rows_of_one_fused_buffer():
-    case = of_rows.Case(random_nest(np.random.default_rng(4), 60, 0.2), dim=20)
+    case = RowCase(random_nest(np.random.default_rng(4), 60, 0.2), dim=20)
     plain = case.run()
     fused = torch.cat((case.q, case.k, case.v), 1).flatten(1)
     case.q, case.k, case.v = fused.unflatten(1, (-1, 20)).split((6, 2, 2), 1)
@@ -78,33 +77,24 @@ def test_rows_of_one_fused_buffer():
 
 
 def test_no_queries():
-    case = of_rows.Case(chains([5]))
+    case = RowCase(chains([5]))
     case.query_rows, case.q = np.empty(0, np.int64), case.q[:0]
     assert case.run().shape == (0, 6, 32)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["k", "v"])
-@pytest.mark.parametrize("cases", [of_rows, of_slots], ids=["rows", "slots"])
-def test_what_is_not_finite_stays_in_its_sequence(cases, where, bad):
+@pytest.mark.parametrize("make", [RowCase, SlotCase], ids=["rows", "slots"])
+def test_what_is_not_finite_stays_in_its_sequence(make, where, bad):
     nest = random_nest(np.random.default_rng(7), 60, 0.3)
     for row in (0, 17, 58):
-        case = cases.Case(nest, heads=(4, 2))
-        getattr(case, where)[row, 1, row % 32] = bad
-        out = case.run()
-        sees = torch.from_numpy(case.visible[:, row])
-        torch.testing.assert_close(out[~sees].double(), case.expected()[~sees], rtol=0, atol=1e-5)
-        assert out[:, :2].isfinite().all(), "the other KV head"
-        if where == "v":
-            assert not out[sees][:, 2:, row % 32].isfinite().any()
-        elif bad is torch.nan:
-            assert out[sees][:, 2:].isnan().all()
+        make(nest, heads=(4, 2)).check_not_finite(where, row, bad)
 
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
 def test_gradients(window, dtype, tolerance):
-    case = of_rows.Case(random_nest(np.random.default_rng(8), 170, 0.05), heads=(6, 2), path=30, every=2, window=window)
+    case = RowCase(random_nest(np.random.default_rng(8), 170, 0.05), heads=(6, 2), path=30, every=2, window=window)
     weights = torch.randn(case.q.shape)
     leaves = [getattr(case, name).to(dtype).requires_grad_(True) for name in ("q", "k", "v")]
     case.q, case.k, case.v = leaves
@@ -121,7 +111,7 @@ def test_gradients(window, dtype, tolerance):
 
 
 def test_gradients_where_blocks_are_seen_whole():
-    case = of_rows.Case(chains([200, 60]), heads=(2, 1), dim=16)
+    case = RowCase(chains([200, 60]), heads=(2, 1), dim=16)
     leaves = [getattr(case, name).requires_grad_(True) for name in ("q", "k", "v")]
     found = torch.autograd.grad(case.run().square().sum(), leaves)
     doubles = [leaf.detach().double().requires_grad_(True) for leaf in leaves]
@@ -138,7 +128,7 @@ def test_slots_of_random_tries(data):
     rows, branching = data.draw(st.integers(1, 80)), data.draw(st.sampled_from([0.02, 0.3, 0.8]))
     nest = random_nest(np.random.default_rng(data.draw(st.integers(0, 999))), rows, branching)
     group = data.draw(st.integers(1, 7))
-    of_slots.Case(
+    SlotCase(
         nest,
         seed=data.draw(st.integers(0, 999)),
         heads=(2 * group, 2),
@@ -152,8 +142,8 @@ def test_slots_of_random_tries(data):
 
 def test_decoding_in_several_items():
     """Keys of one tile read in several places, and joined."""
-    nest, rows = of_slots.groups([2, 3], 270, 40)
-    case = of_slots.Case(nest, query_rows=rows, heads=(4, 2), dim=16)
+    nest, rows = groups([2, 3], 270, 40)
+    case = SlotCase(nest, query_rows=rows, heads=(4, 2), dim=16)
     tables = gpu.place_slots(case.plan(), Heads(4, 2, 16, torch.float32), torch.device("cpu"))
     assert tables.num_items > len(tables.tile_items) - 1
     case.check()
