@@ -27,7 +27,6 @@ from .draw import WORK_SIZE, draw
 __all__ = ["choose"]
 
 
-@torch.inference_mode()
 def choose(logits: Tensor, rows: np.ndarray, drawing: Drawing | None) -> tuple[Tensor, dict[int, TokenLogprobs]]:
     """Returns the token of each read, int64 [p] on the logits' device, and log-probabilities by read, where asked for.
 
@@ -74,7 +73,7 @@ def _most_likely(logits: Tensor) -> Tensor:
 def _choose(logits: Tensor, rows: np.ndarray, likely: Tensor, drawing: Drawing) -> Tensor:
     """Returns the tokens of a drawing's reads. likely: what `_most_likely` gives for the row of each."""
     device = logits.device
-    ids = likely.clone()
+    ids = likely
     if any(x is not None for x in (drawing.bias, drawing.allowed, drawing.counted, drawing.banned)):
         logits, rows = logits.index_select(0, send(rows, device)), np.arange(len(rows))
         _alter(logits, drawing)
@@ -83,6 +82,7 @@ def _choose(logits: Tensor, rows: np.ndarray, likely: Tensor, drawing: Drawing) 
         ids = torch.where(ids == NOT_FINITE, -1, ids)
     drawn = np.flatnonzero(drawing.filters[:, 0] > 0.0)
     if drawn.size:
+        ids = ids.clone()
         ids[send(drawn, device)] = draw(logits, rows[drawn], drawing.filters[drawn], drawing.keys[drawn])
     return torch.where(likely == NOT_FINITE, NOT_FINITE, ids)
 
