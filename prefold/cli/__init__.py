@@ -15,7 +15,7 @@ from .demo import demo
 from .models import models
 from .plan import plan
 from .serve import serve
-from .streams import guarded, say
+from .streams import Stopped, guarded, say
 from .tasks import classify, embed, generate, rerank, run, score
 from .verify import verify
 
@@ -44,9 +44,9 @@ class _Group(click.Group):
         except PrefoldError as error:
             say(f"prefold: {error}")
             sys.exit(1)
-        except KeyboardInterrupt:
+        except Stopped:
             say("prefold: interrupted")
-            sys.exit(130)
+            raise
 
 
 def _one_line(message: Warning | str, *place: Any, **more: Any) -> None:

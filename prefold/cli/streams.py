@@ -14,7 +14,11 @@ from typing import Any
 
 import click
 
-__all__ = ["guarded", "say"]
+__all__ = ["Stopped", "guarded", "say"]
+
+
+class Stopped(SystemExit):
+    """Ends the process because of a signal; its code is 128 and the signal's number."""
 
 
 @contextmanager
@@ -76,19 +80,21 @@ class _Closed:
 
 @contextmanager
 def _ending_on_signals() -> Iterator[None]:
-    """Lets SIGTERM and SIGHUP end the process by SystemExit, so that temporary folders are removed.
+    """Lets Ctrl-C, SIGTERM and SIGHUP end the process by SystemExit, so that temporary folders are removed.
 
-    A signal that is ignored stays ignored.
+    A signal that is ignored stays ignored. Of a KeyboardInterrupt that comes before a command runs, click would make
+    status 1.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(number: int, frame: Any) -> None:
-        sys.exit(128 + number)
+        raise Stopped(128 + number)
 
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {number: signal.signal(number, end) for number in numbers if signal.getsignal(number) is signal.SIG_DFL}
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    before = {number: signal.signal(number, end) for number in numbers if signal.getsignal(number) in usual}
     try:
         yield
     finally:

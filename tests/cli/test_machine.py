@@ -136,7 +136,7 @@ def test_other_commands_into_a_full_or_closed_output(tmp_path, environment, comm
     assert shell(f"set -o pipefail; prefold {command} | head -c 1", tmp_path, environment).stderr == ""
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_outside_of_a_job_removes_temporary_folders(tmp_path, environment, name):
     code = (
         "import sys, time, tempfile, click\n"
@@ -153,3 +153,14 @@ def test_a_signal_outside_of_a_job_removes_temporary_folders(tmp_path, environme
     assert process.wait(30) == 128 + getattr(signal, name)
     process.stdout.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["parse_args", "invoke"])
+def test_ctrl_c_before_a_job_runs_is_an_interruption(tmp_path, environment, method):
+    code = (
+        "import signal, click, prefold.cli\n"
+        f"click.Group.{method} = lambda *_: signal.raise_signal(signal.SIGINT)\n"
+        "prefold.cli.main(['models'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 130 and "Aborted" not in done.stderr and "Traceback" not in done.stderr
