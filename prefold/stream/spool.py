@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..types import Request
+from .folder import SpoolFolder
 from .options import encode_options
 from .order import FileOrder, HeldOrder, Order, SpooledRequest, read_requests, write_request
 from .window import Windows, cut_into_windows
@@ -52,7 +52,7 @@ class Spool:
         self.num_tokens = 0
         self._memory_bytes = memory_bytes
         self._directory = directory
-        self._folder: TemporaryDirectory[str] | None = None
+        self._folder: SpoolFolder | None = None
         self._held: list[SpooledRequest] = []
         self._held_bytes = 0
         self._namespaces: set[tuple[str, str]] = set()  # adapters and salts
@@ -77,7 +77,7 @@ class Spool:
             self._state = "closed"
             self._held, self._runs, self._merged, self._order = [], [], None, None
             if self._folder is not None:
-                self._folder.cleanup()
+                self._folder.close()
                 self._folder = None
 
     def add(self, request: Request, tag: bytes = b"") -> bool:
@@ -148,7 +148,7 @@ class Spool:
             if self._order is None:
                 if self._runs:
                     assert self._folder is not None
-                    self._order = FileOrder(Path(self._folder.name, "order"), self._sorted_requests())
+                    self._order = FileOrder(self._folder.path / "order", self._sorted_requests())
                 else:
                     self._order = HeldOrder(self._held)
             return self._order
@@ -169,8 +169,8 @@ class Spool:
 
     def _write_run(self, name: str, requests: Iterable[SpooledRequest]) -> Path:
         if self._folder is None:
-            self._folder = TemporaryDirectory(prefix="prefold-spool-", dir=self._directory)
-        path = Path(self._folder.name, name)
+            self._folder = SpoolFolder(self._directory)
+        path = self._folder.path / name
         with open(path, "wb", buffering=_MAX_BUFFER) as file:
             for request in requests:
                 write_request(file, request)
