@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import InputError
 from .completions import chat_body, completion_body, read_chat, read_completion, usage_of
 from .embeddings import embeddings_body, read_embeddings
+from .responses import read_responses, responses_body
 from .scores import read_rerank, read_score, rerank_body, score_body
 
 __all__ = ["ENDPOINTS", "KINDS", "TASKS", "RequestKind", "error_body", "response_body"]
@@ -27,6 +28,7 @@ class RequestKind:
     read    (body, {field of Sampling: default}) -> (items of the task, what the response needs, JSON-able).
             Raises InputError whose `field` is the request's
     make    (what the response needs, the task's result of each item) -> the response's own part of its body
+    whole   whether `make` makes all of the body but the model; its "id" of what the response needs makes the ids
     fields  {name of a field of the task's items: what the request calls it}, where they differ
     id      what the response's id begins with; None: it has neither id nor time
     """
@@ -36,6 +38,7 @@ class RequestKind:
     make: Callable[[Meta, Results], Body]
     fields: Mapping[str, str] = field(default_factory=dict)
     id: str | None = None
+    whole: bool = False
 
     def name_of(self, field: str | None, meta: Meta) -> str | None:
         """Returns what the request calls a field of the task's items: "text[3]" is "input[3]" of an embeddings
@@ -54,6 +57,14 @@ KINDS = {
     "score": RequestKind("rerank", read_score, score_body, _PAIR),
     "chat": RequestKind("generate", read_chat, chat_body, _SAMPLING | {"logprobs": "top_logprobs"}, "chatcmpl-"),
     "completion": RequestKind("generate", read_completion, completion_body, _SAMPLING, "cmpl-"),
+    "response": RequestKind(
+        "generate",
+        read_responses,
+        responses_body,
+        _SAMPLING | {"messages": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"},
+        "resp_",
+        whole=True,
+    ),
 }
 # {URL: the kind of request that it takes}
 ENDPOINTS = {
@@ -65,6 +76,7 @@ ENDPOINTS = {
     "/rerank": "rerank",
     "/v1/chat/completions": "chat",
     "/v1/completions": "completion",
+    "/v1/responses": "response",
 }
 TASKS = tuple(dict.fromkeys(KINDS[kind].task for kind in ENDPOINTS.values()))
 
@@ -76,6 +88,8 @@ def response_body(kind: str, meta: Meta, results: Results, *, model: str, id: st
     id      what is put behind the prefix of the response's id, for kinds that have one
     """
     found = KINDS[kind]
+    if found.whole:
+        return found.make(meta | {"id": id}, results) | {"model": model}
     if found.id is not None:
         head = {"id": found.id + id, "created": int(time.time()), "model": model}
         return head | found.make(meta, results) | {"usage": usage_of(results)}

@@ -30,7 +30,6 @@ _LINE_ERRORS = {
 }  # fmt: skip
 # URLs that people ask for and that are not served, with the way to get the same.
 _OTHER_URLS = {
-    "/v1/responses": "send its input as messages to /v1/chat/completions",
     "/v1/moderations": "classify the texts: prefold classify FILE --labels ...",
 }
 

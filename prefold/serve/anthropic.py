@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -13,10 +11,10 @@ from starlette.routing import BaseRoute, Route
 from ..api.anthropic import MessageEvents, anthropic_error, message_body, read_message
 from ..api.asked import flag
 from ..errors import InputError
-from .faces import Asking
-from .http import EventStream, json_of, json_response, unless_gone
+from .faces import Asking, named_events
+from .http import EventStream, Refusal, json_response, unless_gone
 from .keys import Tenant
-from .site import Face, Site, as_refusal, new_id
+from .site import Face, Site, new_id
 
 __all__ = ["ANTHROPIC", "routes"]
 
@@ -42,39 +40,16 @@ async def message(site: Site, request: Request, tenant: Tenant) -> Response:
             (result,) = await unless_gone(request, asking.desk.answer(order, asking.num_bytes))
             return json_response(message_body(meta, result, model=asking.model, id=new_id()))
         made = MessageEvents(meta, model=asking.model, id=new_id())
-        events = events_of(asking.desk.stream(order, asking.num_bytes), made, site)
+        events = named_events(asking.desk.stream(order, asking.num_bytes), made, site, failed)
         await unless_gone(request, events.__anext__())
         return EventStream(events, request, site.options)
     except InputError as wrong:
         raise wrong.renamed(_NAMES.get((wrong.field or "").partition(".")[0], wrong.field)) from None
 
 
-async def events_of(answers: AsyncGenerator[Any], made: MessageEvents, site: Site) -> AsyncGenerator[bytes]:
-    """Yields nothing once the request has been taken, and then the events of its stream."""
-    started = False
-    try:
-        async with aclosing(answers):
-            async for event in answers:
-                if not started:
-                    started = True
-                    yield b""
-                    found = made.begin(*event)
-                else:
-                    found = made.piece(event[2]) if len(event) == 4 else made.end(event[1])
-                if body := b"".join(map(written, found)):
-                    yield body
-    except Exception as wrong:
-        if not started:
-            raise
-        refusal = as_refusal(wrong)
-        if refusal.status >= 500 and refusal is not wrong:
-            site.metrics.log(wrong)
-        yield written(anthropic_error(refusal.status, str(refusal), refusal.code, refusal.param)[1])
-
-
-def written(event: dict[str, Any]) -> bytes:
-    """Returns an event as it is sent."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), json_of(event))
+def failed(refusal: Refusal) -> dict[str, Any]:
+    """Returns the event that ends a stream which fails."""
+    return anthropic_error(refusal.status, str(refusal), refusal.code, refusal.param)[1]
 
 
 async def count_tokens(site: Site, request: Request, tenant: Tenant) -> Response:

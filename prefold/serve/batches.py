@@ -171,7 +171,7 @@ class Batches:
             self._woken.clear()
             if self._store.troubles:
                 self._store.probe()
-            self._drop_expired()
+            self._drop_ended()
             with self._lock:
                 now = time.monotonic()
                 can = (one for one in self._open.values() if one.status == "validating" or one.ending is not None)
@@ -198,12 +198,15 @@ class Batches:
         finally:
             one.output, one.is_taken = None, False
 
-    def _drop_expired(self) -> None:
-        """Forgets files whose time has come."""
-        now = time.time()
-        for tenant, id in self._store.expired_files(now):
-            if not self.uses(id) and self._store.delete("file", tenant, id):
-                self._store.drop_content(id)
+    def _drop_ended(self) -> None:
+        """Forgets files and responses whose time has come."""
+        try:
+            for kind, tenant, id in self._store.ended(time.time()):
+                if kind != "file" or not self.uses(id):
+                    self._store.delete(kind, tenant, id)
+                    self._store.drop_content(id)
+        except Refusal:
+            return  # the store has noted what fails
 
     # ------------------------------------------------------------------------------------------- one batch's way
 
@@ -341,14 +344,14 @@ class Batches:
                 file = {"id": ids[kind], "object": "file", "bytes": store.path(ids[kind]).stat().st_size}
                 file |= {"created_at": now, "expires_at": expires, "filename": f"{one.id}_{kind}.jsonl"}
                 file |= {"purpose": "batch_output", "status": "processed", "status_details": None}
-                objects.append(("file", one.tenant, file))
+                objects.append(("file", one.tenant, file, expires))
             else:
                 store.drop_content(ids[kind])
         if ending == "failed":
             why = "the server failed at it" if body["_model"] == self._desk.llm.checkpoint.name else "the model changed"
             error = {"code": "batch_failed", "line": None, "message": f"{why}; create it again", "param": None}
             changes["errors"] = {"object": "list", "data": [error]}
-        store.add_all([*objects, ("batch", one.tenant, body | changes)])
+        store.add_all([*objects, ("batch", one.tenant, body | changes, None)])
         self._note(one, body | changes)
 
     def _found(self, one: _Open) -> Body:

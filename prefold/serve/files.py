@@ -100,7 +100,7 @@ def _keep(store: Store, tenant: str, file: UploadFile, seconds: int | None) -> B
     body: Body = {"id": id, "object": "file", "bytes": size, "created_at": now, "filename": name, "purpose": "batch"}
     body |= {"expires_at": seconds and now + seconds, "status": "processed", "status_details": None}
     try:
-        store.add("file", tenant, body)
+        store.add("file", tenant, body, drop_at=body["expires_at"])
     except Refusal:
         store.drop_content(id)
         raise

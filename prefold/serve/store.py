@@ -26,9 +26,10 @@ LOCKED_SECONDS = 2.0
 _TABLES = """
 CREATE TABLE IF NOT EXISTS objects (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, kind TEXT NOT NULL, tenant TEXT NOT NULL,
-    body TEXT NOT NULL
+    body TEXT NOT NULL, drop_at REAL
 );
 CREATE INDEX IF NOT EXISTS by_kind ON objects (kind, tenant, number);
+CREATE INDEX IF NOT EXISTS by_end ON objects (drop_at) WHERE drop_at IS NOT NULL;
 CREATE TABLE IF NOT EXISTS probe (number INTEGER PRIMARY KEY, content BLOB);
 """
 PROBE_BYTES = 1 << 16
@@ -72,18 +73,21 @@ class Store:
 
     # ------------------------------------------------------------------------------------------------- objects
 
-    def add(self, kind: str, tenant: str, body: Body) -> None:
-        """Keeps a new object, whose id is in its body; one with this id is replaced."""
-        self.add_all([(kind, tenant, body)])
+    def add(self, kind: str, tenant: str, body: Body, drop_at: float | None = None) -> None:
+        """Keeps a new object, whose id is in its body; one with this id is replaced.
 
-    def add_all(self, objects: Iterable[tuple[str, str, Body]]) -> None:
-        """Keeps objects (kind, tenant, body), all of them or, where that fails, none."""
+        drop_at  when it is to be forgotten, in time.time() (see `ended`); None: never
+        """
+        self.add_all([(kind, tenant, body, drop_at)])
+
+    def add_all(self, objects: Iterable[tuple[str, str, Body, float | None]]) -> None:
+        """Keeps objects (kind, tenant, body, drop_at), all of them or, where that fails, none."""
         with self._changing() as db:
-            for kind, tenant, body in objects:
+            for kind, tenant, body, drop_at in objects:
                 db.execute(
-                    "INSERT INTO objects (id, kind, tenant, body) VALUES (?, ?, ?, ?)"
+                    "INSERT INTO objects (id, kind, tenant, body, drop_at) VALUES (?, ?, ?, ?, ?)"
                     " ON CONFLICT (id) DO UPDATE SET body = excluded.body",
-                    (body["id"], kind, tenant, json.dumps(body)),
+                    (body["id"], kind, tenant, json.dumps(body), drop_at),
                 )
 
     def get(self, kind: str, tenant: str | None, id: str) -> Body | None:
@@ -141,11 +145,10 @@ class Store:
             rows = db.execute(f"{sql} ORDER BY number {order} LIMIT ?", (*values, limit + 1)).fetchall()
         return [json.loads(row[0]) for row in rows[:limit]], len(rows) > limit
 
-    def expired_files(self, now: float) -> list[tuple[str, str]]:
-        """Returns (tenant, id) of the files whose time has come."""
-        sql = "SELECT tenant, id FROM objects WHERE kind = 'file' AND json_extract(body, '$.expires_at') <= ?"
+    def ended(self, now: float) -> list[tuple[str, str, str]]:
+        """Returns (kind, tenant, id) of the objects that are to be forgotten by now."""
         with self._reading() as db:
-            return db.execute(sql, (now,)).fetchall()
+            return db.execute("SELECT kind, tenant, id FROM objects WHERE drop_at <= ?", (now,)).fetchall()
 
     def all(self, kind: str) -> list[tuple[str, Body]]:
         """Returns (tenant, object) of all objects of a kind, the oldest first."""

@@ -165,7 +165,7 @@ def test_a_batch_of_several_urls_runs_lane_by_lane(tmp_path):
         ("/v1/embeddings", {"model": "m", "input": "x"}),
         ("/rerank", {"query": "q", "documents": ["a", "b"]}),
         ("/v1/score", {"text_1": "q", "text_2": ["a", "b", "c"]}),
-        ("/v1/responses", {"prompt": "x"}),
+        ("/v1/images/generations", {"prompt": "x"}),
         ("/v1/embeddings", {"input": ""}),
         ("/rerank", {"query": "q" * 300, "documents": ["a"]}),
     ]

@@ -84,7 +84,7 @@ def test_score_one_to_many_and_pairs():
 @pytest.mark.parametrize(
     ("data", "code", "field"),
     [
-        (line(url="/v1/responses"), "unknown_url", "url"),
+        (line(url="/v1/images/generations"), "unknown_url", "url"),
         (line(url=None), "unknown_url", "url"),
         (line(method="GET"), "invalid_line", "method"),
         ({k: v for k, v in line().items() if k != "custom_id"}, "invalid_line", "custom_id"),
@@ -151,7 +151,7 @@ def test_a_whole_number_is_a_custom_id_and_comes_back_as_one():
 
 
 def test_urls_that_are_not_served_name_what_is():
-    parsed = read(adapter(), line(url="/v1/responses"))
+    parsed = read(adapter(), line(url="/v1/images/generations"))
     assert parsed.error.code == "unknown_url" and "/v1/chat/completions" in parsed.error.remedy
 
 

@@ -1,0 +1,300 @@
+"""/v1/responses, OpenAI's: a request becomes an item of the task "generate" by way of a chat request, and the result a
+response with its output items, whole or in events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..errors import InputError
+from .completions import chat_body, read_chat, usage_of
+from .tools import GrowingText
+
+__all__ = ["ResponseEvents", "input_items", "read_responses", "responses_body"]
+
+Body = dict[str, Any]
+
+# {parameter: what a chat request calls it}; those of vLLM beside OpenAI's
+_SAME = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "cache_salt", "priority",
+    "chat_template_kwargs",
+)  # fmt: skip
+_OWN = {
+    "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "include", "top_logprobs", "metadata",
+    "previous_response_id", "store",
+}  # fmt: skip
+# Parameters that change no result here.
+_IGNORED = {
+    "model", "user", "request_id", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls", "stream_options",
+}  # fmt: skip
+# Parameters that are not supported, with the values that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "stream": (False,), "background": (False,), "truncation": ("disabled",), "reasoning": ({},), "conversation": (),
+    "prompt": (), "max_tool_calls": (),
+}  # fmt: skip
+_REMEDIES = {
+    "truncation": "shorten the input, or give truncate_prompt_tokens",
+    "reasoning": "pass it to the chat template, in chat_template_kwargs",
+    "stream": "leave it out, since a batch answers with whole responses",
+}
+# {what a chat request calls it: what it is here}
+_NAMES = {"response_format": "text", "messages": "input", "max_completion_tokens": "max_output_tokens"}
+_LOGPROBS = "message.output_text.logprobs"
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+# ------------------------------------------------------------------------------------------------------- requests
+
+
+def read_responses(body: Body, defaults: Mapping[str, Any]) -> tuple[list[Body], Body]:
+    """Returns one item of the task, and what the response needs. Raises InputError.
+
+    defaults: {field of Sampling: value}, in place of OpenAI's own
+    """
+    for name, value in body.items():
+        if name in _OWN | _IGNORED or name in _SAME:
+            continue
+        if name in _NEUTRAL and (value is None or value in _NEUTRAL[name]):
+            continue
+        what = f"{name} is not supported" if name in _NEUTRAL else f"unknown parameter {name!r}"
+        raise InputError(what, field=name, remedy=_REMEDIES.get(name, "leave it out"), code="unsupported")
+    if body.get("previous_response_id") is not None:
+        remedy = "send the whole conversation as input; a server with --data-dir keeps responses"
+        message = "there is no stored response to go on from"
+        raise InputError(message, field="previous_response_id", remedy=remedy, code="unsupported")
+    chat: Body = {name: body[name] for name in _SAME if body.get(name) is not None}
+    chat["messages"] = list(_messages(input_items(body.get("input"))))
+    if body.get("instructions") is not None:
+        chat["messages"].insert(0, {"role": "system", "content": _text(body["instructions"], "instructions")})
+    if body.get("max_output_tokens") is not None:
+        chat["max_completion_tokens"] = body["max_output_tokens"]
+    if body.get("tools"):
+        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(_list(body["tools"], "tools"))]
+    choice = body.get("tool_choice")
+    if choice is not None:
+        named = isinstance(choice, Mapping) and choice.get("type") == "function"
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if named else choice
+    format = _format(body.get("text"))
+    if format is not None:
+        chat["response_format"] = format
+    include = body.get("include") or []
+    if include not in ([], [_LOGPROBS]):
+        message, remedy = f"'include' is {include!r:.100}", f'give ["{_LOGPROBS}"], or leave it out'
+        raise InputError(message, field="include", remedy=remedy, code="unsupported")
+    if include or body.get("top_logprobs"):
+        chat |= {"logprobs": True, "top_logprobs": body.get("top_logprobs") or 0}
+    metadata = body.get("metadata")
+    if not isinstance(metadata, dict | None):
+        raise InputError("'metadata' is no object", field="metadata", remedy="give an object", code="wrong_type")
+    try:
+        items, meta = read_chat(chat, defaults)
+    except InputError as wrong:
+        name, bracket, rest = (wrong.field or "").partition("[")
+        raise wrong.renamed(_NAMES.get(name, name) + bracket + rest) from None
+    if "format" in meta:
+        meta["format"] = _NAMES.get(meta["format"], meta["format"])
+    said = ("instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "text", "top_logprobs")
+    return items, meta | {"asked": {name: body[name] for name in said if body.get(name) is not None}} | {
+        "metadata": metadata or {}, "store": body.get("store") is True
+    }  # fmt: skip
+
+
+def input_items(value: Any) -> list[Body]:
+    """Returns the items of an input, which may be one text. Raises InputError."""
+    if value is None or value == [] or value == "":
+        what = "is missing" if value is None else "is empty"
+        raise InputError(f"input {what}", field="input", remedy="give a text or a list of items", code="missing_field")
+    return [{"role": "user", "content": value}] if isinstance(value, str) else _list(value, "input")
+
+
+def _messages(items: list[Body]) -> Iterator[Body]:
+    """Yields the messages of a chat request. Function calls that follow each other belong to one message."""
+    calls: list[Body] = []
+    for i, item in enumerate(items):
+        place = f"input[{i}]"
+        kind = item.get("type", "message") if isinstance(item, Mapping) else None
+        if kind == "function_call":
+            function = {"name": _text(item.get("name"), f"{place}.name")}
+            function |= {"arguments": _text(item.get("arguments"), f"{place}.arguments")}
+            calls.append({"id": item.get("call_id"), "type": "function", "function": function})
+            continue
+        if calls:
+            yield {"role": "assistant", "content": "", "tool_calls": calls}
+            calls = []
+        if kind == "function_call_output":
+            content = _content(item.get("output"), f"{place}.output")
+            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+        elif kind == "message" and item.get("role") in _ROLES:
+            yield {"role": _ROLES[item["role"]], "content": _content(item.get("content"), f"{place}.content")}
+        else:
+            remedy = "give messages of user, assistant, system or developer, function_call, function_call_output"
+            raise InputError(f"'{place}' is no item that is known", field=place, remedy=remedy, code="unsupported")
+    if calls:
+        yield {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _content(value: Any, field: str) -> str:
+    """Returns the text of a content: of a text, or of a list of parts that are texts."""
+    if isinstance(value, str):
+        return value
+    texts = []
+    for i, part in enumerate(_list(value, field)):
+        if not isinstance(part, Mapping) or part.get("type") not in ("input_text", "output_text", "text"):
+            remedy = 'give {"type": "input_text", "text": ...}'
+            raise InputError(f"'{field}[{i}]' is no text", field=f"{field}[{i}]", remedy=remedy, code="unsupported")
+        texts.append(_text(part.get("text"), f"{field}[{i}].text"))
+    return "\n".join(texts)
+
+
+def _tool(tool: Any, field: str) -> Body:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        remedy = 'give {"type": "function", "name": ..., "parameters": {...}}'
+        raise InputError(f"{field!r} is no function", field=field, remedy=remedy, code="unsupported")
+    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _format(text: Any) -> Body | None:
+    """Returns what a chat request calls the format of `text`. Raises InputError."""
+    if text is None:
+        return None
+    format = text.get("format") if isinstance(text, Mapping) else None
+    if not isinstance(text, Mapping) or not isinstance(format, Mapping | None) or set(text) - {"format", "verbosity"}:
+        remedy = 'give {"format": {"type": "text", "json_object" or "json_schema", ...}}'
+        raise InputError(f"'text' is {text!r:.100}", field="text", remedy=remedy, code="wrong_type")
+    if format is None or format.get("type") != "json_schema":
+        return None if format is None else dict(format)
+    return {"type": "json_schema", "json_schema": {name: format[name] for name in ("name", "schema") if name in format}}
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{field!r} is not a text", field=field, remedy="give a text", code="wrong_type")
+    return value
+
+
+def _list(value: Any, field: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InputError(f"{field!r} is not a list", field=field, remedy="give a list", code="wrong_type")
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------ responses
+
+
+def responses_body(meta: Body, results: list[Body]) -> Body:
+    """Returns the response, but for the model; `meta["id"]` makes its id, and those of its output items."""
+    (choice,) = chat_body(meta, results)["choices"]
+    message, id = choice["message"], meta["id"]
+    calls = message.get("tool_calls", [])
+    cut = choice["finish_reason"] == "length"
+    output: list[Body] = []
+    if message["content"] or not calls:
+        logprobs = (choice["logprobs"] or {}).get("content") or []
+        part = _part(message["content"] or "") | {"logprobs": logprobs}
+        output.append(_message(id, "incomplete" if cut else "completed", [part]))
+    for i, call in enumerate(calls):
+        function = call["function"]
+        found = {"id": f"fc_{id}{i}", "type": "function_call", "status": "completed", "call_id": call["id"]}
+        output.append(found | {"name": function["name"], "arguments": function["arguments"]})
+    usage = usage_of(results)
+    return _head(meta) | {
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": output,
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+    }
+
+
+def _head(meta: Body) -> Body:
+    """Returns what a response says from its beginning on."""
+    asked = meta["asked"]
+    return {
+        "id": f"resp_{meta['id']}", "object": "response", "created_at": int(time.time()), "status": "in_progress",
+        "background": False, "error": None, "incomplete_details": None, "instructions": asked.get("instructions"),
+        "max_output_tokens": asked.get("max_output_tokens"), "metadata": meta["metadata"], "output": [],
+        "parallel_tool_calls": True, "previous_response_id": meta.get("previous"),
+        "reasoning": {"effort": None, "summary": None}, "store": meta["store"],
+        "temperature": asked.get("temperature", 1.0), "text": asked.get("text", {"format": {"type": "text"}}),
+        "tool_choice": asked.get("tool_choice", "auto"), "tools": asked.get("tools", []),
+        "top_logprobs": asked.get("top_logprobs", 0), "top_p": asked.get("top_p", 1.0), "truncation": "disabled",
+        "usage": None, "user": None,
+    }  # fmt: skip
+
+
+def _part(text: str) -> Body:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _message(id: str, status: str, content: list[Body]) -> Body:
+    return {"id": f"msg_{id}", "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+class ResponseEvents:
+    """Makes the events of one response; each is a dict whose "type" is its name.
+
+    whole  the response, once it has ended
+    """
+
+    def __init__(self, meta: Body, *, model: str, id: str):
+        self._meta, self._model = meta | {"id": id}, model
+        self._text, self._has_text, self._number = GrowingText(meta.get("calls")), False, 0
+        self._place = {"item_id": f"msg_{id}", "output_index": 0, "content_index": 0}
+        self.whole: Body | None = None
+
+    def begin(self, input_tokens: int) -> Iterator[Body]:
+        """Yields what comes before any text."""
+        head = _head(self._meta) | {"model": self._model}
+        yield self._event("response.created", response=head)
+        yield self._event("response.in_progress", response=head)
+
+    def piece(self, text: str) -> Iterator[Body]:
+        """Yields what sends some more of the text. What may be a function call is kept until the end."""
+        yield from self._send(self._text.add(text))
+
+    def end(self, result: Body) -> Iterator[Body]:
+        """Yields what ends the response: the rest of its text, its function calls, and the response itself."""
+        self.whole = whole = responses_body(self._meta, [result]) | {"model": self._model}
+        for index, item in enumerate(whole["output"]):
+            if item["type"] == "message":
+                (part,) = item["content"]
+                yield from self._send(self._text.rest(part["text"]), always=True)
+                said = {"text": part["text"], "logprobs": part["logprobs"]}
+                yield self._event("response.output_text.done", **self._place, **said)
+                yield self._event("response.content_part.done", **self._place, part=part)
+            else:
+                place = {"item_id": item["id"], "output_index": index}
+                begun = item | {"status": "in_progress", "arguments": ""}
+                yield self._event("response.output_item.added", output_index=index, item=begun)
+                arguments = item["arguments"]
+                yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
+                done = {"name": item["name"], "arguments": arguments}
+                yield self._event("response.function_call_arguments.done", **place, **done)
+            yield self._event("response.output_item.done", output_index=index, item=item)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def failed(self, message: str, code: str, param: str | None) -> Body:
+        """Returns the event that says that the response could not be ended."""
+        return self._event("error", message=message, code=code, param=param)
+
+    def _send(self, text: str, *, always: bool = False) -> Iterator[Body]:
+        if not self._has_text and (text or always):
+            self._has_text = True
+            item = _message(self._meta["id"], "in_progress", [])
+            yield self._event("response.output_item.added", output_index=0, item=item)
+            yield self._event("response.content_part.added", **self._place, part=_part(""))
+        if text:
+            yield self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
+
+    def _event(self, kind: str, **content: Any) -> Body:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1} | content
