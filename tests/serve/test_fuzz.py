@@ -19,6 +19,8 @@ JUNK = [
     {"a": {"b": []}}, {"type": "json_schema"}, {"type": "text"}, {"include_usage": 1}, {"5": 1e9}, {"x": 1}, "auto",
     [{"role": "user", "content": "a"}], [{"role": 1}], [{"role": "user"}],
     [{"role": "user", "content": [{"type": "x"}]}],
+    [{"type": "function_call", "name": "f", "arguments": "{}"}], {"format": {"type": "json_schema"}},
+    [{"type": "function_call_output", "output": "a"}], [{"type": "function", "name": "f"}],
     [{"type": "function", "function": {"name": "f", "parameters": {}}}], {"type": "function"}, [{"text": "a"}],
 ]  # fmt: skip
 GOOD = {
@@ -27,6 +29,7 @@ GOOD = {
     "embeddings": {"input": "a"},
     "rerank": {"query": "a", "documents": ["b", "c"]},
     "score": {"text_1": "a", "text_2": ["b"]},
+    "response": {"input": "a", "max_output_tokens": 2},
     "message": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
     "inputs": {"inputs": "a"},
     "texts": {"query": "a", "texts": ["b"]},
@@ -52,7 +55,8 @@ NAMES = [
     "return_documents", "instruction", "text_1", "text_2", "queries", "user", "metadata", "texts", "inputs", "ids",
     "tokens", "truncate", "truncation_direction", "normalize", "prompt_name", "raw_scores", "return_text", "parameters",
     "system", "stop_sequences", "thinking", "embedding_types", "input_type", "output_dimension", "skip_special_tokens",
-    "add_special_tokens", "return_token_strs", "",
+    "add_special_tokens", "return_token_strs", "instructions", "max_output_tokens", "text", "include", "store",
+    "previous_response_id", "reasoning", "",
 ]  # fmt: skip
 
 
