@@ -267,10 +267,13 @@ class FileOutput:
                     written += self._file.write(data[written:])
                 os.fsync(self._file.fileno())
                 self.journal.commit(self._numbers, self.journal.offset + len(data), self.errors)
+            self._pending, self._numbers, self._bytes = [], [], 0
         except JobError as error:
             self._broken = error
             raise
-        self._pending, self._numbers, self._bytes = [], [], 0
+        except BaseException:  # of a second Ctrl-C: nobody may write the same lines again
+            self._broken = JobError(f"writing {self.lines_path} was interrupted; what is written is kept")
+            raise
 
     def finish(self) -> None:
         """Commits what is left, makes the final file, and marks the job as ended."""

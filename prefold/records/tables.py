@@ -76,8 +76,19 @@ class Columns:
 
 
 def kept_name(task: str, column: str) -> str:
-    """Returns the name under which a line repeats a column: its own, or input_NAME where lines have that name too."""
-    return f"input_{column}" if column in _RESERVED[""] | _RESERVED[task] else column
+    """Returns the name under which a line repeats a column: its own, or input_NAME where lines have that name too.
+
+    It is the same whatever other columns there are, and no two columns have one: input_NAME is itself repeated as
+    input_input_NAME where lines have NAME.
+    """
+    return f"input_{column}" if bare(column, "input_") in reserved_names(task) else column
+
+
+def bare(name: str, prefix: str) -> str:
+    """Returns a name without a prefix, however often it begins with it."""
+    while name.startswith(prefix):
+        name = name.removeprefix(prefix)
+    return name
 
 
 def default_columns(task: str, have: list[str] | None, given: dict[str, Any]) -> dict[str, Template]:
@@ -161,6 +172,10 @@ class TableAdapter:
             parsed.error = record_error(error)
         return parsed
 
+    def kept_name(self, column: str) -> str:
+        """Returns the name under which lines repeat a column where all columns are repeated."""
+        return kept_name(self.task, column)
+
     def _meta(self, data: dict[str, Any], number: int) -> dict[str, Any]:
         columns, meta = self.columns_used, {}
         if columns.id is not None:
@@ -171,7 +186,7 @@ class TableAdapter:
                 raise InputError(message, field=columns.id, remedy=remedy, code="wrong_type")
             meta["id"] = check_utf8(value, columns.id) if isinstance(value, str) else value
         if columns.keep or columns.keep_all:
-            kept = {kept_name(self.task, name): plain(data[name]) for name in (data if columns.keep_all else ())}
+            kept = {self.kept_name(name): plain(data[name]) for name in (data if columns.keep_all else ())}
             meta["keep"] = kept | {name: plain(lookup(data, path)) for name, path in columns.keep.items()}
         return meta
 

@@ -237,3 +237,32 @@ def test_a_closed_terminal_ends_a_job_cleanly_unless_it_is_to_be_ignored(tmp_pat
         assert 0 < len((tmp_path / "out.jsonl").read_text().splitlines()) < 400
         run_job(table_job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", llm=fake_llm()), Progress())
     check_complete(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_lines_whose_commit_was_interrupted_are_not_written_again(tmp_path, monkeypatch, done):
+    path = tmp_path / "out.jsonl"
+    out = open_output(OutputOptions(path), JOB)
+    commit = out.journal.commit
+
+    def interrupted(*arguments):
+        if done:
+            commit(*arguments)
+        raise KeyboardInterrupt
+
+    out.write(1, '{"record": 1}', False)
+    monkeypatch.setattr(out.journal, "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        out.commit()
+    monkeypatch.undo()
+    for _ in range(2):
+        with pytest.raises(JobError, match="interrupted"):
+            out.commit()
+    out.close()
+    again = open_output(OutputOptions(path), JOB)
+    assert again.count == done
+    for number in range(1 + done, 3):
+        again.write(number, f'{{"record": {number}}}', False)
+    again.finish()
+    again.close()
+    assert path.read_text() == '{"record": 1}\n{"record": 2}\n'

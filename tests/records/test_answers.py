@@ -20,12 +20,37 @@ def test_properties_follow_what_a_line_has_itself():
     result = {"text": json.dumps(answer), "finish_reason": "stop"}
     assert adapter.line(7, meta, [result]) == {
         "record": 7, "gold": "yes", **result,
-        "answer_gold": "no", "answer_answer_text": "mine", "answer_text": 3, "answer_record": None,
+        "answer_gold": "no", "answer_text": "mine", "answer_answer_text": 3, "answer_record": None,
         "n": [1, {"a": 2.5}],
     }  # fmt: skip
     many = adapter.read(Record(1, {"q": ["x", "y"], "g": "yes"})).meta
     line = adapter.line(7, many, [result, {"text": "{"}])
     assert line["results"][0]["gold"] == "no" and line["results"][1] == {"text": "{"}
+
+
+def test_names_do_not_depend_on_the_record():
+    adapter = AnswerColumns("generate", Columns(prompt=Template("q", "--prompt"), keep_all=True))
+    answer = {"name": 1, "text": 2, "answer_text": 3}
+    found = {"answer_name": 1, "answer_text": 2, "answer_answer_text": 3}
+    for columns in ({}, {"name": "x"}, {"answer_name": "x", "input_answer_name": "y", "input_text": 5, "text": 6}):
+        data = {"q": "x", **columns}
+        line = adapter.line(1, adapter.read(Record(1, data)).meta, [{"text": json.dumps(answer)}])
+        assert {name: line.get(name) for name in found} == found
+        kept = {adapter.kept_name(name): value for name, value in columns.items()}
+        assert len(kept) == len(columns) and {name: line[name] for name in kept} == kept
+        assert set(line) == {"record", "text", "q", *found, *kept}
+
+
+def test_no_name_is_given_twice():
+    names = ["a", "text", "answer_text", "answer_a", "answer_answer_text", "answer_answer_a", "answer_"]
+    answer = {name: i for i, name in enumerate(names)}
+    for kept in ([], ["a"], ["answer_text"], ["answer_a", "answer_answer_a"], ["", "answer_"]):
+        line = with_columns({"text": json.dumps(answer), "finish_reason": "stop"}, kept)
+        added = {name: value for name, value in line.items() if name not in ("text", "finish_reason")}
+        assert sorted(added.values()) == [*range(len(names))] and not set(added) & set(kept)
+        for name in names:  # alone it has the name that it has among others
+            alone = with_columns({"text": json.dumps({name: 7})}, kept)
+            assert [k for k, v in alone.items() if v == 7] == [k for k, v in added.items() if v == answer[name]]
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": 1', "[1]", '"a"', "12", "null", "[" * 200_000])
