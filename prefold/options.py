@@ -213,7 +213,9 @@ class GenerationOptions(TaskOptions):
     top_p: float = _option(1.0, "Draw only from the most likely tokens that together have this probability.")
     min_p: float = _option(0.0, "Draw only from tokens this likely, relative to the most likely one.")
     repetition_penalty: float = _option(
-        1.0, "Makes tokens of the prompt and the answer less likely, by this factor; 1: off."
+        1.0,
+        "Divides the logits of tokens that the prompt or the answer holds already, where they are positive, and"
+        " multiplies them where they are negative: above 1 repetitions become rarer, below 1 more frequent; 1: off.",
     )
     presence_penalty: float = _option(0.0, "Taken off the logits of tokens in the answer, once; 0: off.")
     frequency_penalty: float = _option(
@@ -259,9 +261,18 @@ class GenerationOptions(TaskOptions):
     template_seconds: float | None = _option(
         None, "Processor seconds that the chat template may take for a conversation; by default 10.", journal=False
     )
-    salt: str = _option("", "Prompts share what is computed only where their salts are equal.", None, kind=str)
+    salt: str = _option(
+        "",
+        "A name for those who may share: prompts share keys and values, in a batch and in the cache, only where their"
+        " salts are equal. With a salt for each customer nobody can find out by timing what others asked.",
+        None,
+        kind=str,
+    )
     priority: int = _option(
-        0, 'What a prompt of larger priority computed is kept longer, with the cache policy "priority".', None
+        0,
+        'How long keys and values of the prompt are kept by a cache with cache="priority": those of smaller numbers are'
+        " forgotten first. It does not change the order in which prompts are computed.",
+        None,
     )
 
 

@@ -92,6 +92,7 @@ def test_token_ids_and_stats(llm):
     before = llm.stats.tokens
     np.testing.assert_allclose(llm.embed([[5, 6, 7], [5, 6, 8]])[0], llm.embed([5, 6, 7]), atol=1e-6)
     assert llm.stats.tokens == before + 9
+    assert type(llm.stats.requests) is int and type(llm.stats.tokens) is int  # JSON takes no other whole numbers
 
 
 @pytest.mark.parametrize(

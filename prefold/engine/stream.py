@@ -103,7 +103,7 @@ class _StreamRun:
             lengths = np.where(window.twins, 0, np.diff(window.offsets))
             if self._readout.kind == "first":
                 window = first_tokens(window)
-            counts = {"requests": np.count_nonzero(lengths), "tokens": int(lengths.sum())}
+            counts = {"requests": int(np.count_nonzero(lengths)), "tokens": int(lengths.sum())}
             self._meter.add(**counts, unique_tokens=unique_tokens(window))
             scheduler = PrefillScheduler(
                 window,
@@ -149,7 +149,7 @@ class _StreamRun:
         )
         if self._meter.is_heard:
             lengths = step.results.lengths[planned.done]
-            done, tokens = np.count_nonzero(lengths), int(lengths.sum())
+            done, tokens = int(np.count_nonzero(lengths)), int(lengths.sum())
             self._meter.tell(StepInfo(message.num_rows, message.path, done, tokens, step.started, seconds))
         yield from step.results.take(planned, result)
 
