@@ -80,6 +80,16 @@ class TaskOptions:
         None, "The LoRA adapter to run with; in Python also a list of one a prompt. By default the model itself."
     )
 
+    exit_threshold: float | None = _option(
+        None,
+        "Of a looped model with a gate: read a row after the first visit at which its probability of having left is at"
+        " least this; 1: after its last visit. By default what the checkpoint says.",
+    )
+    min_visits: int = _option(1, "Of a looped model with a gate: read no row after fewer visits.", kind=int)
+    max_visits: int | None = _option(
+        None, "Of a looped model with a gate: read no row after more visits; by default all it makes.", kind=int
+    )
+
     def __post_init__(self) -> None:
         for one in fields(self):
             value, allowed, kind = getattr(self, one.name), one.metadata["one_of"], one.metadata["kind"]

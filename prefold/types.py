@@ -9,6 +9,7 @@ import numpy as np
 
 __all__ = [
     "SHARING_MODES",
+    "Exits",
     "Generated",
     "GenerationStats",
     "Grammar",
@@ -49,6 +50,21 @@ def _plain(value: object) -> object:
 
 
 @dataclass(frozen=True, slots=True)
+class Exits:
+    """An Exits says after which of a looped model's visits its rows are read, where the model has a gate.
+
+    threshold   a row is read after the first visit at which its probability of having left is at least this, in (0, 1];
+                1: after its last visit; None: the checkpoint's own
+    min_visits  no row is read after fewer visits
+    max_visits  no row is read after more visits; None: it may make all of the model's
+    """
+
+    threshold: float | None = None
+    min_visits: int = 1
+    max_visits: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Readout:
     """A Readout says what a run reads from the model; a run has one kind.
 
@@ -62,10 +78,14 @@ class Readout:
                 and whether the target is the arg-max
     "tokens"    what is generated after it: list[Generated], one      its last row, and each row
                 a sample (`Engine.generate` instead of `run`)         that is generated
+
+    exits       after which visit of a looped model each row is read; None: as the checkpoint says. Of "tokens" each
+                request's Sampling says it
     """
 
     kind: Literal["last", "first", "mean", "head", "logits", "logprobs", "tokens"]
     ids: tuple[int, ...] = ()
+    exits: Exits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +133,7 @@ class Sampling:
     ignore_eos           whether to go on after the model's end-of-text ids
     logprobs             None: none; k: the chosen token's, and those of the k most likely tokens
     grammar              what the text must look like
+    exit_threshold, min_visits, max_visits   after which visit of a looped model a row is read, as of Exits
     """
 
     max_tokens: int | None = None
@@ -132,6 +153,15 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None
     grammar: Grammar | None = None
+    exit_threshold: float | None = None
+    min_visits: int = 1
+    max_visits: int | None = None
+
+    @property
+    def exits(self) -> Exits | None:
+        """Returns after which visits rows are read; None: as the checkpoint says."""
+        exits = Exits(self.exit_threshold, self.min_visits, self.max_visits)
+        return None if exits == Exits() else exits
 
 
 @dataclass(frozen=True, slots=True)

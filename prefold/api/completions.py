@@ -33,7 +33,8 @@ _SAMPLING = {
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repetition_penalty", "logit_bias": "logit_bias", "min_tokens": "min_tokens",
     "max_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "stop": "stop", "stop_token_ids": "stop_ids",
-    "ignore_eos": "ignore_eos",
+    "ignore_eos": "ignore_eos", "exit_threshold": "exit_threshold", "min_visits": "min_visits",
+    "max_visits": "max_visits",
 }  # fmt: skip
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 # {vLLM's name: the name that `grammar_from` knows}

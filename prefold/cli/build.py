@@ -96,6 +96,9 @@ class LazyTasks(Mapping[str, Any]):
         return len(self._names)
 
 
+EXITS = ("exit_threshold", "min_visits", "max_visits")
+
+
 def task_settings(task: str, o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
     """Returns the keyword arguments for `make_task` out of the options that were given."""
     from ..records.fields import read_argument
@@ -103,6 +106,7 @@ def task_settings(task: str, o: Options, checkpoint: Any, tokenizer: Any) -> dic
     limits = {"max_length": o["max_length"]} if o.get("max_length") else {}
     if o.get("truncate_side") or o.get("truncate"):
         limits["truncate"] = o.get("truncate_side") or True
+    limits |= {name: o[name] for name in EXITS if o.get(name) is not None}
     folders = adapter_folders(o)
     if len(folders) == 1 and not o.get("adapter_column"):
         limits["adapter"] = next(iter(folders))
@@ -179,7 +183,7 @@ def read_bytes(name: str) -> bytes:
 
 SAMPLING = (
     "min_tokens", "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logprobs",
+    "frequency_penalty", "logprobs", *EXITS,
 )  # fmt: skip
 FORMATS = ("json_schema", "json_object", "regex", "choice", "grammar")
 

@@ -235,6 +235,13 @@ _ADAPTER = click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
                              "model of a batch line chooses.")  # fmt: skip
 
 
+_EXITS = (
+    _of("embed", "exit_threshold", "--exit-threshold", type=click.FloatRange(0, 1, min_open=True), metavar="X"),
+    _of("embed", "min_visits", "--min-visits", type=click.IntRange(1), metavar="N"),
+    _of("embed", "max_visits", "--max-visits", type=click.IntRange(1), metavar="N"),
+)
+
+
 def task_options(*tasks: str) -> Decorator:
     """Returns a decorator that adds the options which tasks have of their own."""
     options = [option for task in tasks for option in _TASKS[task]]
@@ -242,7 +249,7 @@ def task_options(*tasks: str) -> Decorator:
         options.append(_INSTRUCTION)
     if {"rerank", "classify"} & set(tasks):
         options.append(_TEMPLATE)
-    return _all(*options, _ADAPTER)
+    return _all(*options, *_EXITS, _ADAPTER)
 
 
 def column_options(*tasks: str) -> Decorator:

@@ -28,7 +28,7 @@ from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import GenerateStep
 from ..schedule.steps import MakeStore, Numbers, SlotResult, SlotStep
 from ..text import Tokenizer
-from ..types import GenerationStats, Readout, Request, Result
+from ..types import Exits, GenerationStats, Readout, Request, Result
 from ..worker.protocol import Ticket, Worker
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
@@ -271,9 +271,10 @@ class Generator:
             for namespace, first, stop in step.spans:
                 number = adapter_number(self.worker.facts, namespace[0])  # type: ignore[arg-type]
                 adapters[first:stop] = -1 if number is None else number
-        if drawing is None and not numbers and adapters is None:
+        exits = _exits_of(readers)
+        if drawing is None and not numbers and adapters is None and exits is None:
             return step.message
-        return replace(step.message, drawing=drawing, numbers=numbers, adapters=adapters)
+        return replace(step.message, drawing=drawing, numbers=numbers, adapters=adapters, exits=exits)
 
     # ------------------------------------------------------------------------------------------- what it brings
 
@@ -366,6 +367,15 @@ def _is_known(step: GenerateStep, readers: Sequence[Reader]) -> bool:
         not running.unknown or reader.state is None or reader.state.independent
         for running, reader in zip(step.takers, readers, strict=True)
     )
+
+
+def _exits_of(readers: Sequence[Reader]) -> np.ndarray | None:
+    """Returns when the rows of a step's reads leave, as of SlotStep; None: all as the checkpoint says."""
+    if not any(reader.exits for reader in readers):
+        return None
+    asked = [reader.exits or Exits() for reader in readers]
+    rows = [(one.threshold, one.min_visits, one.max_visits or np.inf) for one in asked]
+    return np.array(rows, np.float64)  # None becomes nan
 
 
 def _numbers_of(readers: Sequence[Reader]) -> tuple[Numbers, ...]:

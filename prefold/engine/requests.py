@@ -28,7 +28,7 @@ class NumberReader:
     tokens: Sequence[int] = ()
 
     def __init__(self, readout: Readout, target: int):
-        self.readout, self.target = readout, target
+        self.readout, self.target, self.exits = readout, target, readout.exits
         self.result: Result | None = None
 
     @property

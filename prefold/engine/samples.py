@@ -54,6 +54,7 @@ class Sample:
         sampling = request.sampling
         assert sampling is not None
         self.number = number
+        self.exits = sampling.exits
         self.tokens: list[int] = []
         self.finish_reason: Literal["stop", "length", "cancelled"] | None = None
         self.error: InputError | None = None

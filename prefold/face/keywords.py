@@ -16,6 +16,9 @@ class TaskKeywords(TypedDict, total=False):
 
     max_length: int | None
     truncate: Truncate
+    exit_threshold: float | None
+    min_visits: int
+    max_visits: int | None
 
 
 class NumberKeywords(TaskKeywords, total=False):

@@ -48,14 +48,15 @@ class LoopedLM(CausalLM):
     ) -> Tensor:
         """Returns hidden states as a CausalLM does: of each row those after the visit that it leaves after.
 
-        exits  when rows may leave; None: as `config.loop` says
+        exits  when rows may leave, and which are read: there is a hidden state a read, [reads, hidden]; None: each row
+               once, as `config.loop` says
         """
         if exits is None and self.loop.threshold < 1:
-            exits = RowExits(self.loop.threshold)
+            exits = RowExits()
         if exits is not None:
             states = torch.stack(self.after_each_visit(tokens, positions, attend, read_rows, adapters))
-            leaves = exit_visits(self.leaving(states), exits)
-            return states[leaves, torch.arange(len(leaves), device=leaves.device)]
+            rows = torch.arange(states.shape[1], device=states.device) if exits.rows is None else exits.rows
+            return states[exit_visits(self.leaving(states)[:, rows], exits, self.loop.threshold), rows]
         rows = self.start(tokens, positions, attend, read_rows, adapters)
         for block in self.loop.order:
             self.visit(rows, block)

@@ -194,6 +194,9 @@ class SlotStep:
     numbers            what is read as numbers, by readout
     adapters           int64 [n]: number of the LoRA adapter of each row, in the order of `Facts.adapters`, -1: none;
                        None: none in the whole step
+    exits              float64 [p, 3]: of a looped model, for each of `reads` the threshold at which its row leaves (nan
+                       for that of the checkpoint), and the fewest and the most visits that it makes; None: as the
+                       checkpoint says
 
     Its result is a SlotResult.
     """
@@ -211,6 +214,7 @@ class SlotStep:
     drawing: Drawing | None = None
     numbers: tuple[Numbers, ...] = ()
     adapters: np.ndarray | None = None
+    exits: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:

@@ -148,6 +148,7 @@ class Inputs:
     vocab_size  the size of the model's vocabulary, None when unknown
     adapter     the LoRA adapter of items that name none
     adapters    the names of the LoRA adapters that are loaded
+    visits      visits of a looped model that has a gate; None: rows of the model leave after the last visit only
     """
 
     tokenizer: Tokenizer | None
@@ -155,6 +156,7 @@ class Inputs:
     vocab_size: int | None = None
     adapter: str | None = None
     adapters: Collection[str] = ()
+    visits: int | None = None
 
     def __post_init__(self) -> None:
         self.check_adapter(self.adapter)

@@ -17,6 +17,7 @@ from ..text.chat import TEMPLATE_SECONDS
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each
 from .cut import columns_of, cut_columns
+from .exits import check_exits
 from .sampling import sampling_from
 from .score import leading_ids
 
@@ -152,6 +153,7 @@ class GenerateTask:
     def _sampling(self, given: Mapping[str, Any], defaults: Sampling) -> Sampling:
         tokenizer, vocab_size = self.inputs.tokenizer, self.inputs.vocab_size
         made = sampling_from(given, vocab_size=vocab_size, tokenizer=tokenizer, defaults=defaults)
+        check_exits(made.exits, self.inputs.visits)
         if made.grammar is None or self.compact:
             return made
         return replace(made, grammar=replace(made.grammar, compact=False))

@@ -19,10 +19,11 @@ from ..options import (
 )
 from ..text import RERANK_INSTRUCTION, FewShotPrompt
 from ..text.chat import TEMPLATE_SECONDS
-from ..types import Sampling
+from ..types import Exits, Sampling
 from .base import Task
 from .classify import ClassifyHeadTask, ClassifyTask
 from .embed import EmbedTask
+from .exits import check_exits
 from .facts import inputs_of, labels_of_head, require_lm_head
 from .generate import GenerateTask
 from .rerank import RerankTask
@@ -58,7 +59,12 @@ def make_task(
     if not isinstance(options, TaskOptions):
         options = options_of(name, {**(options or {}), **given})
     place = (checkpoint, config_from(checkpoint.config), tokenizer)
-    return TASKS[name](*place, options, adapters)
+    task = TASKS[name](*place, options, adapters)
+    if name != "generate":
+        exits = Exits(options.exit_threshold, options.min_visits, options.max_visits)
+        exits = check_exits(None if exits == Exits() else exits, task.inputs.visits)
+        task.readout = replace(task.readout, exits=exits)
+    return task
 
 
 def _embed(
@@ -151,7 +157,7 @@ def _classify(
         message = f"the checkpoint classifies into {', '.join(head)}"
         raise InputError(message, field="labels", remedy="leave labels out, or use a causal LM for other labels")
     for one in fields(o):
-        of_both = one.name in ("labels", "max_length", "truncate", "adapter")
+        of_both = one.name == "labels" or one.name in {common.name for common in fields(TaskOptions)}
         if not of_both and getattr(o, one.name) not in (
             one.default,
             [],

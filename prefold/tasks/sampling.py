@@ -26,7 +26,7 @@ __all__ = ["format_grammar", "grammar_from", "sampling_from"]
 NAMES = [field.name for field in fields(Sampling)]
 GRAMMARS = ("json_schema", "json", "regex", "choice", "lark")
 # None is a value of these fields. For all others it means that the default holds.
-NULLABLE = ("max_tokens", "seed", "logprobs", "grammar")
+NULLABLE = ("max_tokens", "seed", "logprobs", "grammar", "exit_threshold", "max_visits")
 
 
 def sampling_from(
@@ -245,6 +245,9 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "n": partial(_whole, least=1),
     "ignore_eos": _bool,
     "logprobs": partial(_whole, least=0),
+    "exit_threshold": partial(_number, least=0, most=1, above=True),
+    "min_visits": partial(_whole, least=1),
+    "max_visits": partial(_whole, least=1),
 }
 _GRAMMAR_TEXTS: dict[str, Callable[[Any, str], str]] = {
     "json_schema": _schema,

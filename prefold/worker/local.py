@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,6 +123,8 @@ class LocalWorker(Worker):
         else:
             batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._given)
             hidden = forward(self.model, self.store, batch)
+            if step.exits is not None:  # there is a hidden state a read
+                step = replace(step, reads=np.arange(len(step.reads)))
         reads = SlotReads(self.model, hidden, step)
         self._given = reads.ids if self.facts.slot_depth > 1 else None
         return reads

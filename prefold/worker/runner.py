@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..model import CausalLM
+from ..model.exits import RowExits
 from ..model.ops import log_sum_exp
 from ..schedule.steps import StepResult
 from .attend import Path, StepAttend, join
@@ -60,7 +61,8 @@ def run(model: CausalLM, batch: Batch, path: Path) -> tuple[Reads, Path]:
     """
     config, readout = model.config, batch.step.readout
     attend = StepAttend(batch, path, config.planes, config.scale)
-    hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
+    exits = {} if readout.exits is None else {"exits": RowExits.of(readout.exits)}
+    hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **exits)
     if readout.kind == "mean":
         values, kept = mean_pool(hidden, batch, path)
         return Reads(values), attend.next_path(kept)

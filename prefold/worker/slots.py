@@ -13,6 +13,7 @@ from ..attention import KeyRuns, KVStore, SlotPlan
 from ..device import send
 from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
 from ..model.config import Plane
+from ..model.exits import RowExits
 from ..schedule.steps import SlotStep
 from .attend import heads_of
 
@@ -33,6 +34,8 @@ class SlotBatch:
     plans                     by sliding window, every row queries
     read_plans                by sliding window, only the read rows query: for the last layer
     adapters                  which rows have a LoRA adapter
+    exits                     for each of the step's reads when its row of a looped model may leave; None: as its
+                              config says
     """
 
     tokens: Tensor
@@ -42,6 +45,7 @@ class SlotBatch:
     plans: dict[int | None, SlotPlan]
     read_plans: dict[int | None, SlotPlan]
     adapters: RowAdapters
+    exits: RowExits | None = None
 
 
 def prepare_slots(
@@ -62,7 +66,10 @@ def prepare_slots(
         row_adapters = RowAdapters(list(adapters.values()), step.adapters, read_rows)
     tokens, positions, slots = (send(a, store.device) for a in (step.tokens, step.positions, step.slots))
     read = None if read_rows is None else send(read_rows, store.device)
-    return SlotBatch(fill_in(tokens, given), positions, slots, read, plans, read_plans, row_adapters)
+    exits = None
+    if step.exits is not None:
+        exits = RowExits(*send(step.exits, store.device).T, rows=send(step.reads, store.device))
+    return SlotBatch(fill_in(tokens, given), positions, slots, read, plans, read_plans, row_adapters, exits)
 
 
 def slot_plans(
@@ -107,6 +114,10 @@ class SlotAttend:
 
 
 def forward(model: CausalLM, store: KVStore, batch: SlotBatch) -> Tensor:
-    """Returns the hidden states of the rows of a step that are read, [rows, hidden]; its K/V is then in the store."""
+    """Returns the hidden states of the rows of a step that are read, [rows, hidden]; its K/V is then in the store.
+
+    Where the batch has exits there is a hidden state a read instead, [reads, hidden].
+    """
     attend = SlotAttend(store, batch, model.config.planes, model.config.scale)
-    return model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
+    exits = {} if batch.exits is None else {"exits": batch.exits}
+    return model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **exits)

@@ -55,6 +55,9 @@ def test_every_option_is_taken():
         "ignore_eos": True,
         "logprobs": 0,
         "grammar": {"choice": ["a"]},
+        "exit_threshold": 0.5,
+        "min_visits": 2,
+        "max_visits": 3,
     }
     assert list(values) == [field.name for field in fields(Sampling)]
     expected = values | {"logit_bias": ((3, 1.5), (4, -100.0)), "stop": ("\n", "é"), "stop_ids": (5, 6)}
@@ -91,6 +94,9 @@ def test_other_ways_to_write_them():
         ("seed", [2**64, -(2**63) - 1]),
         ("n", [0]),
         ("logprobs", [-1]),
+        ("exit_threshold", [0, 1.01, float("nan")]),
+        ("min_visits", [0]),
+        ("max_visits", [0]),
         ("stop_ids", [VOCAB, -1, [3, VOCAB]]),
         ("logit_bias", [{VOCAB: 1}, {"-1": 1}, {3: 101}, {3: float("nan")}]),
     ],

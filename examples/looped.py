@@ -1,0 +1,295 @@
+"""Trains a small looped model to follow pointers, a hop a visit, and its gate to leave when the end is reached.
+
+    python examples/looped.py --out FOLDER [--nodes 24 --chains 4 --hops 4] [--steps 1500] [--seed 0]
+
+A prompt is a graph, as its edges in any order, and a query; the answer is the end of the query's chain. The chains are
+cut out of a random permutation of the nodes, the end of a chain points to itself, and every node of 1 to `--hops` hops
+from its end is asked for. After each visit t the model is read, and should say the node t hops on: so the model learns
+a hop, and not the way to an answer. It makes 6 visits in training and 8 in what is saved, and answers queries that are
+a hop longer than those it was trained on. All queries of a graph share the graph's rows.
+
+The gate learns whether a query has been answered, from the query's row after a visit. An interrupted run goes on when
+the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from prefold.checkpoint import Checkpoint
+from prefold.model import LoopedLM, load_model
+from prefold.model.exits import RowExits, exit_visits
+from prefold.train import TrainBatch, save_model, visit_logprobs
+
+TRAINED_VISITS, VISITS = 6, 8
+WARM_UP = 50
+GATE_WEIGHT = 0.1
+SHOW_EVERY, SAVE_EVERY = 50, 100
+# Queries are evaluated on graphs of a seed that no training has.
+HELD_OUT = 10**6
+THRESHOLD = 0.5
+
+
+@dataclass(frozen=True)
+class Task:
+    """A Task makes graphs of so many nodes in so many chains, and queries about them.
+
+    The token u * nodes + v is an edge from u to v; nodes * nodes + s asks for the end of the chain of s, and is the
+    answer s.
+    """
+
+    nodes: int
+    chains: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns the number of tokens."""
+        return self.nodes * (self.nodes + 1)
+
+    @property
+    def longest(self) -> int:
+        """Returns the most hops that each chain has."""
+        return self.nodes // self.chains - 1
+
+    def graph(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the node that each node points to, and how many hops each is from the end of its chain."""
+        points, hops = np.empty(self.nodes, np.int64), np.empty(self.nodes, np.int64)
+        for chain in np.array_split(rng.permutation(self.nodes), self.chains):
+            points[chain] = chain[[0, *range(len(chain) - 1)]]
+            hops[chain] = np.arange(len(chain))
+        return points, hops
+
+    def edges(self, points: np.ndarray, rng: np.random.Generator) -> list[int]:
+        """Returns the tokens of a graph's edges, in random order."""
+        return rng.permutation(np.arange(self.nodes) * self.nodes + points).tolist()
+
+    def query(self, node: int) -> int:
+        """Returns the token that asks for the end of a node's chain, which is also the answer that names the node."""
+        return self.nodes * self.nodes + int(node)
+
+
+@dataclass(frozen=True, eq=False)
+class Queries:
+    """Queries holds queries about some graphs.
+
+    prompts  token ids of each query: the graph's edges, and the query
+    wanted   int64 [visits, queries]: the token to read after each visit
+    hops     int64 [queries]: from the query's node to the end of its chain
+    """
+
+    prompts: list[list[int]]
+    wanted: np.ndarray
+    hops: np.ndarray
+
+    @classmethod
+    def make(cls, task: Task, graphs: int, most: int, visits: int, rng: np.random.Generator) -> Queries:
+        """Returns every query of 1 to `most` hops about so many graphs."""
+        prompts, wanted, hops = [], [], []
+        for _ in range(graphs):
+            points, far = task.graph(rng)
+            edges = task.edges(points, rng)
+            for node in np.flatnonzero((far >= 1) & (far <= most)).tolist():
+                way = [node]
+                for _ in range(visits):
+                    way.append(int(points[way[-1]]))
+                prompts.append([*edges, task.query(node)])
+                wanted.append([task.query(node) for node in way[1:]])
+                hops.append(far[node])
+        return cls(prompts, np.array(wanted, np.int64).T, np.array(hops))
+
+    @property
+    def answered(self) -> np.ndarray:
+        """Returns whether a query has been answered after each visit, bool [visits, queries]."""
+        return np.arange(1, len(self.wanted) + 1)[:, None] >= self.hops
+
+    def batch(self, model: LoopedLM) -> TrainBatch:
+        """Returns the queries as rows of a model, with a target each."""
+        sequences = [[*prompt, int(end)] for prompt, end in zip(self.prompts, self.wanted[-1], strict=True)]
+        return TrainBatch.build(model.config, sequences, prompt_lengths=[len(prompt) for prompt in self.prompts])
+
+
+def hf_config(task: Task, hidden: int, heads: int, visits: int) -> dict[str, Any]:
+    """Returns the config.json of a model of two blocks, of a layer each, that are visited in turn."""
+    return {
+        "architectures": ["PrefoldLoopedForCausalLM"],
+        "model_type": "prefold_looped",
+        "vocab_size": task.vocab_size,
+        "hidden_size": hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": 2 * hidden,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "loop": {"blocks": 2, "visits": visits, "gate": True},
+    }
+
+
+def make_model(config: dict[str, Any]) -> LoopedLM:
+    """Returns a model that can be trained, of random weights."""
+    model = load_model(Checkpoint.dummy(config), dtype=torch.float32, device="cpu", pack=False)
+    assert isinstance(model, LoopedLM)
+    return model
+
+
+@torch.no_grad()
+def initialise(model: LoopedLM, task: Task, seed: int) -> None:
+    """Gives a model the weights that training begins with: tokens that have to do with one node have a part in common,
+    which is one vector for edges from the node, and another for edges to it and for queries."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.copy_(normal(*parameter.shape) * parameter.shape[1] ** -0.5)
+        else:
+            parameter.fill_(1.0)
+    source, target, query = (0.5 * normal(count, model.config.hidden) for count in (task.nodes, task.nodes, 1))
+    model.embedding.copy_(torch.cat(((source[:, None] + target).flatten(0, 1), target + query)))
+    assert model.gate is not None and model.gate.bias is not None
+    model.gate.bias.zero_()
+
+
+@torch.no_grad()
+def evaluate(model: LoopedLM, task: Task, most: int, graphs: int) -> dict[str, Any]:
+    """Returns the share of right answers after the last visit by hops, and with exits at THRESHOLD, with the visits
+    made until then."""
+    queries = Queries.make(task, graphs, most, len(model.loop.order), np.random.default_rng(HELD_OUT))
+    batch = queries.batch(model)
+    nodes = np.arange(task.nodes) + task.query(0)
+    scores = [visit_logprobs(model, batch, np.full_like(queries.wanted, node))[0] for node in nodes]
+    said = nodes[torch.stack(scores).argmax(0).numpy()]
+    gate = visit_logprobs(model, batch)[1]
+    assert gate is not None
+    visit = exit_visits(gate, RowExits(THRESHOLD)).numpy()
+    right = said == queries.wanted[-1]
+    at_exit = right[visit, np.arange(len(visit))]
+    return {
+        "by hops": {hops: float(right[-1][queries.hops == hops].mean()) for hops in range(1, most + 1)},
+        "at exit": float(at_exit.mean()),
+        "visits": float(visit.mean()) + 1,
+    }
+
+
+@dataclass
+class Run:
+    """A Run is a training run, which can be written down and gone on with.
+
+    options  what decides its course
+    step     steps made
+    """
+
+    options: dict[str, Any]
+    model: LoopedLM
+    optimizer: torch.optim.Optimizer
+    rng: np.random.Generator
+    step: int = 0
+
+    def save(self, path: Path) -> None:
+        """Writes the run down, whole or not at all."""
+        part = path.with_suffix(".part")
+        state = {
+            "step": self.step,
+            "options": json.dumps(self.options),
+            "rng": json.dumps(self.rng.bit_generator.state),
+        }
+        torch.save(state | {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, part)
+        os.replace(part, path)
+
+    def load(self, path: Path) -> None:
+        """Goes on with what was written down. Exits the program where that was a run with other options."""
+        state = torch.load(path, weights_only=True)
+        if json.loads(state["options"]) != self.options:
+            raise SystemExit(f"{path} is of a run with other options, {state['options']}; give another --out")
+        self.step, self.rng.bit_generator.state = state["step"], json.loads(state["rng"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def rate(step: int, steps: int) -> float:
+    """Returns the share of the learning rate at a step: a warm-up, and half a cosine."""
+    return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Returns what `evaluate` finds in the end."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, type=Path, help="the folder to save to")
+    parser.add_argument("--nodes", type=int, default=24)
+    parser.add_argument("--chains", type=int, default=4, help="a guess among their ends is right once in so many")
+    parser.add_argument("--hops", type=int, default=4, help="the longest queries of the training")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--graphs", type=int, default=32, help="of a step")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    task = Task(options.nodes, options.chains)
+    if options.hops > task.longest:
+        parser.error(f"--hops is {options.hops}; chains of {task.nodes // task.chains} nodes have {task.longest}")
+    if (options.out / "model.safetensors").exists():
+        parser.error(f"{options.out} holds a trained model already; give another --out")
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    model = make_model(hf_config(task, options.hidden, options.heads, TRAINED_VISITS))
+    initialise(model, task, options.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+    course = {name: value for name, value in vars(options).items() if name != "out"}
+    run, written = Run(course, model, optimizer, np.random.default_rng(options.seed)), options.out / "training.pt"
+    if written.exists():
+        run.load(written)
+        print(f"going on after step {run.step}")
+    began, first = time.perf_counter(), run.step
+    while run.step < options.steps:
+        queries = Queries.make(task, options.graphs, options.hops, TRAINED_VISITS, run.rng)
+        logprobs, gate = visit_logprobs(model, queries.batch(model), queries.wanted)
+        assert gate is not None
+        answered = torch.from_numpy(queries.answered).float()
+        loss = -logprobs.mean() + GATE_WEIGHT * F.binary_cross_entropy_with_logits(gate, answered)
+        if not torch.isfinite(loss):
+            raise SystemExit(f"the loss is {loss.item()} at step {run.step} of seed {options.seed}")
+        for group in optimizer.param_groups:
+            group["lr"] = options.learning_rate * rate(run.step, options.steps)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.step += 1
+        if run.step % SHOW_EVERY == 0 or run.step == options.steps:
+            pace = (time.perf_counter() - began) / (run.step - first)
+            left = pace * (options.steps - run.step)
+            last = float(torch.exp(logprobs.detach())[-1].mean())
+            print(f"step {run.step}: loss {loss.item():.3f}, p(answer) {last:.3f}, {left:.0f} s left", flush=True)
+        if run.step % SAVE_EVERY == 0:
+            run.save(written)
+
+    config = hf_config(task, options.hidden, options.heads, VISITS)
+    final = make_model(config)
+    final.load_state_dict(model.state_dict())
+    save_model(final, Checkpoint.dummy(config), options.out)
+    written.unlink(missing_ok=True)
+    found = evaluate(final, task, min(options.hops + 1, task.longest), 2 * options.graphs)
+    shares = ", ".join(f"{hops}: {share:.3f}" for hops, share in found["by hops"].items())
+    print(f"right after {VISITS} visits, by hops: {shares}; by guessing an end: {1 / task.chains:.3f}")
+    print(f"right at exits: {found['at exit']:.3f}, after {found['visits']:.2f} visits")
+    print(f"saved to {options.out}")
+    return found
+
+
+if __name__ == "__main__":
+    main()
