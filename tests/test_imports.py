@@ -16,11 +16,11 @@ PACKAGE = Path(prefold.__file__).parent
 LAYERS = [
     "errors", "files", "types", "options", "device", "checkpoint", "prefix", "text", "cache", "stream", "schedule",
     "kernels", "attention", "model", "worker", "engine", "tasks", "face", "llm", "train", "api", "records", "report",
-    "job", "cluster", "integrations", "serve", "cli",
+    "job", "cluster", "simulate", "integrations", "serve", "cli",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "prefix", "text", "checkpoint", "stream", "cache", "schedule", "engine", "tasks", "api", "records", "report", "job",
-    "serve", "cli", "cluster", "model",
+    "serve", "cli", "cluster", "simulate", "model",
 ]  # fmt: skip
 
 

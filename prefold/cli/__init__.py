@@ -15,6 +15,7 @@ from .demo import demo
 from .models import models
 from .plan import plan
 from .serve import serve
+from .simulate import simulate
 from .streams import Stopped, guarded, say
 from .tasks import classify, embed, generate, rerank, run, score
 from .verify import verify
@@ -70,5 +71,5 @@ def main() -> None:
     """
 
 
-for _command in (run, plan, generate, rerank, embed, classify, score, serve, verify, models, demo, bench):
+for _command in (run, plan, generate, rerank, embed, classify, score, serve, verify, models, demo, bench, simulate):
     main.add_command(_command)

@@ -18,6 +18,8 @@ from .router import Prompt, Router
 
 __all__ = ["Dispatcher", "Order"]
 
+_SHORT = 0.25  # a replica of whose backlog so much is free will soon be short of work
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Order:
@@ -90,6 +92,8 @@ class Dispatcher:
         bucket = self.window.largest(replica, grown=grown) or self.window.largest(grown=grown)
         if bucket is not None:
             return bucket
+        if self.room(replica) < _SHORT * self._backlog[replica]:
+            return None  # it has enough to do, and more of its kind may come
         for wait, holder in self._holders():
             bucket = self.window.largest(holder, grown=grown)
             if bucket is None:

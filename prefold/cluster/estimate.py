@@ -27,9 +27,9 @@ class EstimatedCache:
 
     def __init__(self, capacity: int = 1 << 17):
         self._tree = RadixTree()
-        self._pool = SlotPool(1 << 40)
         self._now = 0.0  # counts answers
-        self._cache = RadixCache(self._tree, self._pool, CacheOptions(max_tokens=capacity, min_overlap=0), self._clock)
+        # No pool: nothing has slots here.
+        self._cache = RadixCache(self._tree, SlotPool(0), CacheOptions(max_tokens=capacity, min_overlap=0), self._clock)
         self._reporter = CacheReporter(self._tree)
 
     def _clock(self) -> float:
@@ -62,9 +62,6 @@ class EstimatedCache:
         self._cache.take(path)
         for node in path:
             if node.pending:
-                slots = self._pool.allocate(node.pending)
-                assert slots is not None
-                node.claim(slots)
                 node.computed = len(node)
                 self._tree.stored(node)
         for node in reversed(path):

@@ -88,6 +88,13 @@ class ReplicaLoad:
         """Returns (prefill rows, decode rows) that are still to be done."""
         return max(0, self.prefill_rows - self._prefill_done), max(0, self.decode_rows - self._decode_done)
 
+    def seconds_to_start(self, capacity: float) -> float:
+        """Returns how long what comes next waits: for the prompts before it, and for room among `capacity` rows, which
+        comes as requests end."""
+        booked = self.prefill_rows + self.decode_rows
+        over = max(0.0, booked - capacity)
+        return self.left[0] * self.speed.prefill + (self.seconds * over / booked if over else 0.0)
+
     @property
     def seconds(self) -> float:
         """Returns how long it will take for what is still to be done."""

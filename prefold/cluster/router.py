@@ -293,6 +293,7 @@ class Router:
             allowed=allowed,
             matched=self._matched(prompt.namespace, tokens),
             waits=self._waits,
+            starts=self._starts,
             prefill_seconds=self._prefill_seconds,
             requests=self._requests,
             total=self._total,
@@ -302,7 +303,7 @@ class Router:
 
     def _resize(self, size: int) -> None:
         for name, kind in (
-            ("is_there", bool), ("waits", float), ("prefill_seconds", float), ("requests", np.int64),
+            ("is_there", bool), ("waits", float), ("starts", float), ("prefill_seconds", float), ("requests", np.int64),
             ("total", np.int64), ("held", np.int64), ("capacity", float),
         ):  # fmt: skip
             new = np.zeros(size, kind)
@@ -312,6 +313,7 @@ class Router:
 
     _is_there: np.ndarray
     _waits: np.ndarray
+    _starts: np.ndarray
     _prefill_seconds: np.ndarray
     _requests: np.ndarray
     _total: np.ndarray
@@ -321,6 +323,7 @@ class Router:
     def _note(self, member: _Member) -> None:
         number, load = member.number, member.load
         self._waits[number] = load.seconds
+        self._starts[number] = load.seconds_to_start(member.capacity)
         self._prefill_seconds[number] = load.speed.prefill
         self._requests[number], self._total[number] = load.requests, load.total
 

@@ -77,7 +77,7 @@ class LiveWindow:
         max_tokens: int,
         threshold: float = 0.3,
         grown_tokens: int = 8192,
-        max_age: float = 10.0,
+        max_age: float = 2.0,
         homes: Callable[[Hashable, np.ndarray], Collection[Hashable]] = lambda namespace, prefix: (),
     ):
         for name, value, least in (("max_tokens", max_tokens, 1), ("threshold", threshold, 0), ("max_age", max_age, 0)):
@@ -255,9 +255,10 @@ class LiveWindow:
             requests, tokens = total.requests, total.tokens
         else:
             requests, tokens = len(total.ending), len(total.ending) * node.stop
-        namespace = next(self._requests_below(node)).namespace
+        above = path[0].parent
+        assert above is not None
         prefix = path[0].tokens if len(path) == 1 else np.concatenate([one.tokens for one in path])
-        return Bucket(namespace, prefix, requests, tokens, node, is_whole)
+        return Bucket(above.namespace, prefix, requests, tokens, node, is_whole)
 
     def _buckets_below(self, node: Node) -> Iterator[tuple[Node, bool]]:
         unseen = [node]

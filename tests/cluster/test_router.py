@@ -211,16 +211,29 @@ def test_a_hot_prefix_is_copied_when_waiting_costs_more():
     router = Router()
     for name in "ab":
         router.join(name, speed=Speed(prefill=1e-3, decode=1e-2))
-    prefix = np.arange(1000)
+    prefix = np.arange(100)
     router.take("a", CacheEvents(0, 0, (Cleared(), Stored(1, None, prefix))))
     places = []
     for i in range(200):
-        prompt = Prompt(np.concatenate((prefix, [5000 + i] * 10)), limit=8)
+        prompt = Prompt(np.concatenate((prefix, [5000 + i] * 10)))
         places.append(router.choose(prompt))
         router.send(i, prompt, places[-1])
-    # A request is 0.01 s of prompt and 0.08 s of output, the prefix 1 s: it moves after about 11 requests.
+    # A request takes 0.01 s, the prefix 0.1 s, which counts three times: it moves after about 30 requests.
     first_copy = places.index("b")
-    assert 9 <= first_copy <= 13 and 80 <= places.count("b") <= 100
+    assert 27 <= first_copy <= 33 and 80 <= places.count("b") <= 100
+
+
+def test_what_generates_keeps_others_waiting_only_where_there_is_no_room():
+    router = Router()
+    for name in "ab":
+        router.join(name, speed=Speed(prefill=1e-3, decode=1e-2), capacity=1000)
+    router.take("a", CacheEvents(0, 0, (Cleared(), Stored(1, None, np.arange(100)))))
+    prompt = Prompt(np.arange(100), limit=100)
+    places = []
+    for i in range(14):
+        places.append(router.choose(prompt))
+        router.send(i, prompt, places[-1])
+    assert places[:6] == ["a"] * 6 and "b" in places[6:12]  # ten outputs fill its room
 
 
 def test_cold_work_goes_where_least_waits():
@@ -232,7 +245,7 @@ def test_cold_work_goes_where_least_waits():
         prompt = Prompt(np.full(100, i))
         places.append(router.choose(prompt))
         router.send(i, prompt, places[-1])
-    assert places.count("fast") == 30
+    assert 29 <= places.count("fast") <= 32
 
 
 def test_load_falls_as_work_is_done():
@@ -328,8 +341,8 @@ def test_daft_never_forgets_what_it_sent():
         chosen.append(router.choose(prompt))
         router.send(i, prompt, chosen[-1])
         router.end(i, output_rows=1)
-    assert chosen[:257] == ["a"] * 257  # though each had ended before the next was sent
-    assert chosen[257] == "b"
+    assert chosen[:257] == ["b"] * 257  # though each had ended before the next was sent
+    assert chosen[257] == "a"
 
 
 def test_sglang_balances_when_far_apart():

@@ -1,0 +1,184 @@
+"""How long a step takes: a roofline of data. `costs.json` holds the machines and models that are known by name.
+
+    seconds = overhead + max(weights / bandwidth, linear FLOPs / rate) + K/V read / bandwidth + attention FLOPs / rate
+
+A machine's numbers are what it reaches, not what its data sheet says; `fit` makes them of measured steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+
+__all__ = ["Machine", "ModelShape", "StepCost", "StepRows", "fit", "machine_named", "model_named"]
+
+_RESERVED = 1.5e9  # bytes of a GPU that neither weights nor K/V take, and the share that an engine may use at all
+_USABLE = 0.9
+_BYTES = 2  # of a number: bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A device. flops: operations a second; bandwidth: bytes a second; memory: bytes; overhead: seconds of a step."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory: float
+    overhead: float
+    dollars_per_hour: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model. linear: parameters that every row is multiplied with; total: with the embeddings; others as in its
+    configuration."""
+
+    name: str
+    linear: float
+    total: float
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocab: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Returns the bytes of one row's K/V."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """What a step computes.
+
+    prefill  rows of prompts
+    decode   rows of running sequences
+    keys     rows of K/V that the decode rows read, each sequence's counted
+    pairs    (row, key) pairs of the prompts' rows
+    reads    rows whose logits are wanted
+    """
+
+    prefill: int
+    decode: int
+    keys: int
+    pairs: int
+    reads: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Times of one model on one machine."""
+
+    machine: Machine
+    model: ModelShape
+
+    def seconds(self, step: StepRows) -> float:
+        """Returns how long one step takes."""
+        machine, model = self.machine, self.model
+        weights = (model.linear + model.vocab * model.hidden) * _BYTES
+        linear = 2 * (model.linear * (step.prefill + step.decode) + model.vocab * model.hidden * step.reads)
+        attention = 4 * model.layers * model.heads * model.head_dim * step.pairs
+        read = step.keys * model.kv_bytes
+        return (
+            machine.overhead
+            + max(weights / machine.bandwidth, linear / machine.flops)
+            + read / machine.bandwidth
+            + attention / machine.flops
+        )
+
+    @property
+    def kv_rows(self) -> int:
+        """Returns how many rows' K/V fit beside the weights. Raises InputError where the weights do not."""
+        left = self.machine.memory * _USABLE - self.model.total * _BYTES - min(_RESERVED, self.machine.memory / 10)
+        if left < self.model.kv_bytes:
+            raise InputError(
+                f"{self.model.name} does not fit on one {self.machine.name}",
+                field="machine",
+                remedy="name a machine with more memory, or a smaller model",
+            )
+        return int(left / self.model.kv_bytes)
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Returns the seconds of one row of a prompt in a large step."""
+        return 2 * self.model.linear / self.machine.flops
+
+    def decode_seconds(self, running: int) -> float:
+        """Returns the seconds of one row of an output where so many sequences run."""
+        return self.seconds(StepRows(0, running, 0, 0, running)) / running
+
+
+def fit(machine: Machine, model: ModelShape, steps: Iterable[tuple[StepRows, float]]) -> Machine:
+    """Returns the machine with overhead, bandwidth and rate that explain measured steps best.
+
+    The larger of two terms is not linear: each step is given to the term that was larger at the last fit, until that
+    changes no more. Raises InputError for fewer than 8 steps.
+    """
+    measured = list(steps)
+    if len(measured) < 8:
+        raise InputError(f"{len(measured)} steps were measured", field="calibrate", remedy="give at least 8")
+    seconds = np.array([time for _, time in measured])
+    weights = (model.linear + model.vocab * model.hidden) * _BYTES
+    linear = np.array(
+        [2 * (model.linear * (s.prefill + s.decode) + model.vocab * model.hidden * s.reads) for s, _ in measured]
+    )
+    attention = np.array([4 * model.layers * model.heads * model.head_dim * s.pairs for s, _ in measured])
+    read = np.array([float(s.keys * model.kv_bytes) for s, _ in measured])
+    for _ in range(20):
+        is_compute = linear / machine.flops >= weights / machine.bandwidth
+        moved, computed = np.where(is_compute, 0.0, weights) + read, np.where(is_compute, linear, 0.0) + attention
+        columns = np.stack([np.ones(len(seconds)), moved, computed]).T
+        scale = columns.max(axis=0)
+        scale[scale == 0] = 1.0
+        # Relative errors count, so that short steps are explained as well as long ones.
+        found = _nonnegative(columns / scale / seconds[:, None], np.ones(len(seconds))) / scale
+        fitted = replace(
+            machine,
+            overhead=float(found[0]),
+            bandwidth=1 / float(found[1]) if found[1] > 0 else machine.bandwidth,
+            flops=1 / float(found[2]) if found[2] > 0 else machine.flops,
+        )
+        if fitted == machine:
+            break
+        machine = fitted
+    return machine
+
+
+def _nonnegative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Returns the least-squares solution without negative parts: those are left out, one after the other."""
+    used = list(range(columns.shape[1]))
+    while used:
+        found = np.linalg.lstsq(columns[:, used], values, rcond=None)[0]
+        if (found >= 0).all():
+            solution = np.zeros(columns.shape[1])
+            solution[used] = found
+            return solution
+        del used[int(np.argmin(found))]
+    return np.zeros(columns.shape[1])
+
+
+def machine_named(name: str) -> Machine:
+    """Returns a machine of costs.json. Raises InputError for one that is not there."""
+    return Machine(name, **_named("machines", name))
+
+
+def model_named(name: str) -> ModelShape:
+    """Returns a model of costs.json. Raises InputError for one that is not there."""
+    return ModelShape(name, **_named("models", name))
+
+
+def _named(kind: str, name: str) -> dict[str, Any]:
+    known = json.loads(files(__package__).joinpath("costs.json").read_text())[kind]
+    if name not in known:
+        raise InputError(f"there is no {name!r} among the {kind}", field=kind[:-1], remedy=f"use {', '.join(known)}")
+    return known[name]

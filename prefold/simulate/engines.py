@@ -1,0 +1,82 @@
+"""What stands for a replica's engine in the simulator: it takes requests, and says what each of its steps does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..cache import CacheEvents
+from .requests import SimRequest
+
+__all__ = ["Ended", "Hits", "SimEngine", "Stretch"]
+
+
+@dataclass(slots=True)
+class Hits:
+    """Counts tokens of prompts, each where it was found.
+
+    asked            of all requests, each once
+    first_admission  there when the request was first admitted
+    in_step          shared with a request that was admitted in the same step
+    recompute        found again by a request that had been preempted
+    tier             brought back from another tier than the KV store; no engine here has one
+    computed         rows of prompts that were computed, again ones included
+    queries, found   as vLLM counts: each look-up, also those of requests that were preempted or did not fit yet
+    preemptions      sequences taken out because memory was full
+    """
+
+    asked: int = 0
+    first_admission: int = 0
+    in_step: int = 0
+    recompute: int = 0
+    tier: int = 0
+    computed: int = 0
+    queries: int = 0
+    found: int = 0
+    preemptions: int = 0
+
+    def add(self, other: Hits) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def rates(self) -> dict[str, float]:
+        """Returns the four counters as shares of the tokens asked for, and the rate that vLLM would print."""
+        asked = max(1, self.asked)
+        names = ("first_admission", "in_step", "recompute", "tier")
+        return {name: getattr(self, name) / asked for name in names} | {"vllm": self.found / max(1, self.queries)}
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that has ended; cached: tokens of its prompt that were not computed for it."""
+
+    request: SimRequest
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """One step, or several alike. `running` sequences took part."""
+
+    seconds: float
+    prefill: int
+    decode: int
+    steps: int
+    running: int
+    ended: list[Ended] = field(default_factory=list)
+
+
+class SimEngine(Protocol):
+    hits: Hits
+
+    def submit(self, request: SimRequest) -> None:
+        """Take a request."""
+        ...
+
+    def step(self) -> Stretch | None:
+        """Run the next step, or several of which nothing comes but tokens; None when nobody waits or runs."""
+        ...
+
+    def events(self) -> CacheEvents | None:
+        """What its cache has to report since the last call."""
+        ...

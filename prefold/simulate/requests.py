@@ -1,0 +1,116 @@
+"""Requests of the simulator: what they share is known by name, so that no token needs to be held.
+
+A prompt is a path of *parts*, each a number and its rows; two prompts share their leading parts of equal numbers. Of
+`prefix repetition` that is (prefix, rows) and then the prompt's own rows. Traces and generators are made into these.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import InputError
+
+__all__ = ["SimRequest", "prefix_repetition", "read_trace", "unique_rows"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SimRequest:
+    """A request. path: ((number, rows), ...), no part empty; output: tokens that it makes, of at most `limit`."""
+
+    key: int
+    path: tuple[tuple[int, int], ...]
+    output: int
+    limit: int
+    arrival: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.path)
+
+    def tokens(self) -> np.ndarray:
+        """Returns tokens, int32 [rows], that share with those of others what the paths share: each part's number."""
+        numbers, rows = zip(*self.path, strict=True)
+        return np.repeat(np.array(numbers, np.int32), rows)
+
+    def drawn_tokens(self, vocab: int) -> np.ndarray:
+        """Returns tokens that share likewise and look like text to a model: each part's are drawn with its number as
+        seed, from ids 0 to `vocab` - 1."""
+        parts = [np.random.default_rng(number).integers(0, vocab, rows) for number, rows in self.path]
+        return np.concatenate(parts).astype(np.int32)
+
+
+def prefix_repetition(
+    count: int, *, prefixes: int, prefix: int, suffix: int, output: int, seed: int = 0, skew: float = 0.0
+) -> list[SimRequest]:
+    """Returns `count` requests in random order, as vLLM's PrefixRepetitionRandomDataset makes them: each of `prefixes`
+    prefixes equally often. skew: prefix i comes in proportion to 1 / (i + 1) ** skew."""
+    rng = np.random.default_rng(seed)
+    if skew:
+        weights = 1 / np.arange(1, prefixes + 1) ** skew
+        numbers = rng.choice(prefixes, count, p=weights / weights.sum())
+    else:
+        numbers = rng.permutation(np.arange(count) % prefixes)
+    return [
+        SimRequest(key, ((number, prefix), (prefixes + key, suffix)), output, output)
+        for key, number in enumerate(numbers.tolist())
+    ]
+
+
+def read_trace(path: str | Path, *, limit: int | None = None) -> list[SimRequest]:
+    """Returns the requests of a trace in JSON lines, by arrival; the file may be compressed (.gz).
+
+    Mooncake's have `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, each for 512 tokens and all before
+    them; Azure's have `timestamp_ms` and the two lengths, and share nothing. InputError for other lines.
+    """
+    opened = gzip.open if str(path).endswith(".gz") else open
+    found: list[SimRequest] = []
+    with opened(path, "rt") as file:
+        for number, line in enumerate(file):
+            if limit is not None and number >= limit:
+                break
+            try:
+                found.append(_request(number, json.loads(line)))
+            except (ValueError, KeyError, TypeError) as error:
+                message = f"line {number + 1} of {path} is no request of a trace: {error!r}"
+                raise InputError(message, field="trace", remedy="give Mooncake's or Azure's fields") from None
+    return sorted(found, key=lambda request: request.arrival)
+
+
+_HASHED = 512  # tokens of one of Mooncake's hash ids
+_OWN = 1 << 30  # numbers of parts that nobody shares begin here
+
+
+def _request(number: int, line: dict) -> SimRequest:
+    rows, output = int(line["input_length"]), max(1, int(line["output_length"]))
+    if rows < 1:
+        raise ValueError("input_length is below 1")
+    path = list(_parts(line.get("hash_ids", []), rows))
+    left = rows - sum(size for _, size in path)
+    if left:
+        path.append((_OWN + number, left))
+    arrival = line["timestamp"] if "timestamp" in line else line["timestamp_ms"]
+    return SimRequest(number, tuple(path), output, output, arrival / 1000)
+
+
+def _parts(ids: list[int], rows: int) -> Iterator[tuple[int, int]]:
+    for i, number in enumerate(ids):
+        size = min(_HASHED, rows - i * _HASHED)
+        if size > 0:
+            yield number, size
+
+
+def unique_rows(requests: list[SimRequest]) -> int:
+    """Returns the rows of the requests' trie."""
+    rows: dict[tuple[int, ...], int] = {}
+    for request in requests:
+        path: tuple[int, ...] = ()
+        for number, size in request.path:
+            path = (*path, number)
+            rows[path] = max(size, rows.get(path, 0))
+    return sum(rows.values())

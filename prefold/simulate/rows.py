@@ -1,0 +1,326 @@
+"""Our engine at two grains: every step of the real scheduler, or the same rules on (prefix, length)."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+
+import numpy as np
+
+from ..cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
+from ..cache.events import CacheEvent, Cleared, Removed, Stored
+from ..errors import InputError
+from ..schedule.generate import GenerateScheduler
+from .costs import StepCost, StepRows
+from .engines import Ended, Hits, Stretch
+from .requests import SimRequest
+
+__all__ = ["RowEngine", "ScheduledEngine"]
+
+_TILE = 64  # decode rows for which a shared run of K/V is read once
+
+
+class ScheduledEngine:
+    """The real `GenerateScheduler` with its `RadixCache`; tokens that it is given mean nothing."""
+
+    def __init__(
+        self,
+        cost: StepCost,
+        *,
+        max_batch_rows: int = 2048,
+        max_running: int = 256,
+        slots: int | None = None,
+        reports: bool = False,
+    ):
+        self.cost = cost
+        self.hits = Hits()
+        self._steps = 0  # the clock of the cache
+        pool = SlotPool(cost.kv_rows if slots is None else slots)
+        self.scheduler = GenerateScheduler(
+            pool,
+            max_batch_rows=max_batch_rows,
+            max_running=max_running,
+            cache=CacheOptions(),
+            clock=lambda: float(self._steps),
+        )
+        self._reporter = CacheReporter(self.scheduler.tree) if reports else None
+        self._requests: dict[int, SimRequest] = {}
+
+    def submit(self, request: SimRequest) -> None:
+        self.hits.asked += request.rows
+        self._requests[request.key] = request
+        self.scheduler.submit(request.key, request.tokens(), limit=request.limit)
+
+    def step(self) -> Stretch | None:
+        scheduler = self.scheduler
+        for _, error in scheduler.admit():
+            raise error
+        step = scheduler.plan()
+        if step is None:
+            return None
+        message = step.message
+        # Of each row, the keys that it sees: a sum over the runs of K/V, by the queries that see them.
+        seen = np.zeros(step.num_rows + 1, np.int64)
+        np.add.at(seen, message.run_first, message.run_count)
+        np.add.at(seen, message.run_last, -message.run_count)
+        seen = np.cumsum(seen)[:-1]
+        is_decode = np.zeros(step.num_rows, bool)
+        goes_on = [sequence.ready for sequence in step.takers]
+        is_decode[message.read_rows[message.reads[goes_on]]] = True
+        counts = np.cumsum(np.concatenate(([0], is_decode)))
+        readers = counts[message.run_last] - counts[message.run_first]  # decode rows that see each run
+        keys = int((message.run_count * -(-readers // _TILE)).sum())
+        decode = int(is_decode.sum())
+        rows = StepRows(step.num_rows - decode, decode, keys, int(seen[~is_decode].sum()), len(message.read_rows))
+        scheduler.begin(step)
+        # A token that nothing begins with, so that outputs meet no prompt.
+        tokens = [(1 << 31) - 2] * len(step.takers)
+        stops = [len(one.tokens) >= self._requests[one.key].output for one in step.takers]  # type: ignore[index]
+        done = scheduler.commit(step, tokens, stops)
+        ended = [Ended(self._requests.pop(one.key), one.cached_tokens or 0) for one in done]  # type: ignore[arg-type]
+        self._count(rows.prefill)
+        self._steps += 1
+        return Stretch(self.cost.seconds(rows), rows.prefill, decode, 1, len(step.takers), ended)
+
+    def _count(self, prefill: int) -> None:
+        stats, hits = self.scheduler.stats, self.hits
+        hits.computed += prefill
+        hits.first_admission = stats.first_admission_hits + stats.cross_window_hits
+        hits.in_step = stats.in_step_hits
+        hits.preemptions = stats.preemptions
+        hits.queries, hits.found = hits.asked, hits.first_admission + hits.in_step
+
+    def events(self) -> CacheEvents | None:
+        return None if self._reporter is None else self._reporter.drain()
+
+
+class _Node:
+    """A part of a path. mark: all its rows are computed once so many rows of prompts are."""
+
+    __slots__ = ("children", "lookups", "mark", "number", "parent", "rows", "running", "used", "users")
+
+    def __init__(self, parent: _Node | None, number: int, rows: int):
+        self.parent, self.number, self.rows = parent, number, rows
+        self.children: dict[int, _Node] = {}
+        self.users = 0  # sequences that run
+        self.mark = 0
+        self.used = 0
+        self.running = 0  # of them, those that decode
+        self.lookups = 0
+
+
+class _Sequence:
+    __slots__ = ("cached", "leaf", "mark", "request")
+
+    def __init__(self, request: SimRequest):
+        self.request = request
+        self.leaf: _Node
+        self.mark = 0
+        self.cached = 0
+
+
+class RowEngine:
+    """The rules of `GenerateScheduler` with room set aside for each output, on parts instead of tokens: prompts are
+    computed first come first, each part once; a part stays until its room is needed, the one used longest ago first.
+
+    Steps in which nobody comes or goes are one stretch, so time depends on requests, not on tokens.
+    """
+
+    def __init__(
+        self,
+        cost: StepCost,
+        *,
+        max_batch_rows: int = 2048,
+        max_running: int = 256,
+        slots: int | None = None,
+        reports: bool = False,
+    ):
+        self.cost = cost
+        self.max_batch_rows, self.max_running = max_batch_rows, max_running
+        self.free = self.slots = cost.kv_rows if slots is None else slots
+        self.hits = Hits()
+        self._root = _Node(None, 0, 0)
+        self._waiting: deque[_Sequence] = deque()
+        self._prefilling: deque[_Sequence] = deque()
+        self._decoding: list[tuple[int, int, _Sequence]] = []  # heap of (last step, number, sequence)
+        self._evictable: OrderedDict[_Node, None] = OrderedDict()
+        self._evictable_rows = 0
+        self._queued = self._done = 0  # rows of prompts, ever
+        self._steps = 0  # decode steps, ever
+        self._number = 0
+        self._shared_keys = 0  # rows of parts that decoding sequences read, each once for a tile of them
+        self._tail_keys = 0  # rows of outputs that they read
+        self._events: list[CacheEvent] | None = [Cleared()] if reports else None
+        self._first_event = 0
+
+    def submit(self, request: SimRequest) -> None:
+        if request.rows + request.limit - 1 > self.slots:
+            raise InputError(
+                f"request {request.key} needs the K/V of {request.rows + request.limit - 1} rows, the KV store holds "
+                f"{self.slots}",
+                field="max_tokens",
+                remedy="name a machine with more memory",
+            )
+        self.hits.asked += request.rows
+        self._waiting.append(_Sequence(request))
+
+    def step(self) -> Stretch | None:
+        self._admit()
+        running = len(self._decoding)
+        if not running and not self._prefilling:
+            return None
+        budget = self.max_batch_rows - running
+        prefill = min(budget, self._queued - self._done)
+        if prefill or self._prefilling:
+            return self._mixed(prefill, running)
+        # Nobody waits whom there is room for, so nothing changes before the first of those that decode ends.
+        count = self._decoding[0][0] - self._steps
+        keys = self._shared_keys + self._tail_keys
+        first = self.cost.seconds(StepRows(0, running, keys, 0, running))
+        last = self.cost.seconds(StepRows(0, running, keys + running * (count - 1), 0, running))
+        self._steps += count
+        self._tail_keys += running * count
+        return Stretch((first + last) / 2 * count, 0, running * count, count, running, self._end())
+
+    def _mixed(self, prefill: int, running: int) -> Stretch:
+        pairs = self._pairs(prefill)
+        self._done += prefill
+        self.hits.computed += prefill
+        ready = []
+        while self._prefilling and self._prefilling[0].mark <= self._done:
+            ready.append(self._prefilling.popleft())
+        keys = self._shared_keys + self._tail_keys
+        seconds = self.cost.seconds(StepRows(prefill, running, keys, pairs, running + len(ready)))
+        self._steps += 1
+        self._tail_keys += running
+        for sequence in ready:
+            self._number += 1
+            heapq.heappush(self._decoding, (self._steps + sequence.request.output - 1, self._number, sequence))
+            self._read(sequence.leaf, 1)
+            self._tail_keys += 1  # the row of its first token
+        return Stretch(seconds, prefill, running, 1, running + len(ready), self._end())
+
+    def _pairs(self, rows: int) -> int:
+        """(row, key) pairs of the next rows of prompts: they lie behind half of those who wait for them, on average."""
+        if not rows or not self._prefilling:
+            return 0
+        first = self._prefilling[0].request.rows
+        return rows * first // 2
+
+    def _end(self) -> list[Ended]:
+        ended = []
+        while self._decoding and self._decoding[0][0] <= self._steps:
+            _, _, sequence = heapq.heappop(self._decoding)
+            request = sequence.request
+            self._read(sequence.leaf, -1)
+            self._tail_keys -= request.output
+            self.free += request.limit - 1
+            node: _Node | None = sequence.leaf
+            while node is not None and node.parent is not None:
+                node.users -= 1
+                node.used = self._number
+                if not node.users:
+                    self._evictable_rows += node.rows
+                    if not node.children:
+                        self._evictable[node] = None
+                node = node.parent
+            ended.append(Ended(request, sequence.cached))
+        return ended
+
+    def _read(self, leaf: _Node, change: int) -> None:
+        node: _Node | None = leaf
+        while node is not None and node.parent is not None:
+            before = -(-node.running // _TILE)
+            node.running += change
+            self._shared_keys += node.rows * (-(-node.running // _TILE) - before)
+            node = node.parent
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._decoding) + len(self._prefilling) < self.max_running:
+            running = len(self._decoding) + len(self._prefilling)
+            if self._queued - self._done >= self.max_batch_rows - running:
+                return
+            request = self._waiting[0].request
+            node, depth = self._root, 0
+            kept = 0  # rows of the path that would be evictable
+            for number, _ in request.path:
+                child = node.children.get(number)
+                if child is None:
+                    break
+                node, depth = child, depth + 1
+                kept += 0 if child.users else child.rows
+            fresh = sum(rows for _, rows in request.path[depth:])
+            need = fresh + request.limit - 1
+            if need > self.free + self._evictable_rows - kept:
+                return
+            sequence = self._waiting.popleft()
+            self._enter(sequence, node, depth)
+            if need > self.free:
+                self._evict(need - self.free)
+            self.free -= need
+
+    def _enter(self, sequence: _Sequence, node: _Node, depth: int) -> None:
+        path = sequence.request.path
+        above: _Node | None = node
+        while above is not None and above.parent is not None:
+            if not above.users:
+                self._evictable_rows -= above.rows
+                self._evictable.pop(above, None)
+            above.users += 1
+            if above.mark > self._done:
+                self.hits.in_step += above.rows
+            else:
+                self.hits.first_admission += above.rows
+            sequence.cached += above.rows
+            above = above.parent
+        for number, rows in path[depth:]:
+            child = node.children[number] = _Node(node, number, rows)
+            self._evictable.pop(node, None)
+            child.users = 1
+            self._queued += rows
+            child.mark = self._queued
+            if self._events is not None:
+                above_key = None if node.parent is None else node.number
+                self._events.append(Stored(number, above_key, np.full(rows, number, np.int32)))
+            node = child
+        sequence.leaf = node
+        sequence.mark = node.mark
+        self.hits.queries, self.hits.found = self.hits.asked, self.hits.first_admission + self.hits.in_step
+        self._prefilling.append(sequence)
+
+    def _evict(self, rows: int) -> None:
+        while rows > 0:
+            node, _ = self._evictable.popitem(last=False)
+            above = node.parent
+            assert above is not None
+            del above.children[node.number]
+            if not above.children and not above.users and above.parent is not None:
+                self._evictable[above] = None
+                self._evictable.move_to_end(above, last=False)
+            self._evictable_rows -= node.rows
+            self.free += node.rows
+            rows -= node.rows
+            if self._events is not None:
+                self._events.append(Removed(node.number))
+
+    def events(self) -> CacheEvents | None:
+        if not self._events:
+            return None
+        found = CacheEvents(0, self._first_event, tuple(self._events))
+        self._first_event += len(self._events)
+        self._events = []
+        return found
+
+    def check(self) -> None:
+        """AssertionError where the books do not balance."""
+        unseen, rows, evictable = [self._root], 0, 0
+        while unseen:
+            node = unseen.pop()
+            unseen.extend(node.children.values())
+            rows += node.rows
+            evictable += 0 if node.users else node.rows
+            assert (node in self._evictable) == (not node.users and not node.children and node is not self._root)
+        outputs = sum(s.request.limit - 1 for s in self._prefilling)
+        outputs += sum(s.request.limit - 1 for _, _, s in self._decoding)
+        assert self.free + rows + outputs == self.slots and self.free >= 0
+        assert evictable == self._evictable_rows

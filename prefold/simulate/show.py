@@ -1,0 +1,95 @@
+"""Tables and plots of simulated runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import MissingExtraError
+from .cases import Outcome
+from .fleet import IDLE_CAUSES
+
+__all__ = ["as_json", "header", "line", "plot"]
+
+_COLUMNS = (
+    ("replicas", 9), ("seconds", 10), ("published", 10), ("$/Mtok", 9), ("first", 7), ("in-step", 8), ("again", 7),
+    ("tier", 6), ("vLLM", 7), ("published", 10), ("use", 7), *((cause, 8) for cause in IDLE_CAUSES),
+)  # fmt: skip
+
+
+def header() -> str:
+    """Returns the head of the table: seconds, cost, the four hit counters and what vLLM would count, use and idle time
+    as shares of all replicas' time."""
+    return f"{'system':<32}" + "".join(f"{name:>{width}}" for name, width in _COLUMNS)
+
+
+def line(outcome: Outcome) -> str:
+    """Returns one line of the table."""
+    run = outcome.run
+    rates = run.hits.rates()
+    seconds, rate = outcome.expected or (None, None)
+    cells = [
+        f"{run.replicas:,}",
+        f"{run.seconds:,.1f}",
+        "" if seconds is None else f"{seconds:,.0f}",
+        f"{run.dollars_per_million(outcome.setup.machine.dollars_per_hour):.4f}",
+        *(f"{rates[name]:.1%}" for name in ("first_admission", "in_step", "recompute", "tier", "vllm")),
+        "" if rate is None else f"{rate:.1%}",
+        f"{1 - run.idle_share():.1%}",
+        *(f"{run.idle_share(cause):.1%}" for cause in IDLE_CAUSES),
+    ]
+    widths = [width for _, width in _COLUMNS]
+    return f"{outcome.name:<32}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """Returns an outcome as plain values."""
+    run, setup = outcome.run, outcome.setup
+    waits = sorted(run.waits)
+    return {
+        "system": outcome.name,
+        "machine": setup.machine.name,
+        "model": setup.model.name,
+        "replicas": run.replicas,
+        "seconds": run.seconds,
+        "published_seconds": None if outcome.expected is None else outcome.expected[0],
+        "dollars_per_million_tokens": run.dollars_per_million(setup.machine.dollars_per_hour),
+        "requests": run.requests,
+        "prompt_tokens": run.prompt_tokens,
+        "output_tokens": run.output_tokens,
+        "prompt_rows_computed": run.hits.computed,
+        "preemptions": run.hits.preemptions,
+        "steps": run.steps,
+        "hits": run.hits.rates(),
+        "use": 1 - run.idle_share(),
+        "idle": {cause: run.idle_share(cause) for cause in IDLE_CAUSES},
+        "seconds_to_answer": {f"p{p}": waits[int(p / 100 * (len(waits) - 1))] for p in (50, 95, 99)} if waits else {},
+        "use_over_time": run.use,
+    }
+
+
+def plot(outcomes: Sequence[Outcome], path: str | Path) -> None:
+    """Writes a picture of the use over time, and of the time by number of replicas, as the file's ending says (.svg,
+    .png, .pdf). Raises MissingExtraError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError("matplotlib", "plot", "--plot") from error
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    over_time, scaling = figure.subplots(1, 2)
+    for outcome in outcomes:
+        run = outcome.run
+        seconds = [run.seconds * (i + 0.5) / len(run.use) for i in range(len(run.use))]
+        over_time.plot(seconds, [100 * use for use in run.use], label=f"{outcome.name}, {run.replicas}", linewidth=1.2)
+    over_time.set(xlabel="seconds", ylabel="replicas at work, %", ylim=(0, 105))
+    over_time.legend(fontsize=7)
+    by_name: dict[str, list[tuple[int, float]]] = {}
+    for outcome in outcomes:
+        by_name.setdefault(outcome.name, []).append((outcome.run.replicas, outcome.run.seconds))
+    for name, points in by_name.items():
+        points.sort()
+        scaling.plot(*zip(*points, strict=True), marker="o", label=name)
+    scaling.set(xlabel="replicas", ylabel="seconds", xscale="log", yscale="log")
+    scaling.legend(fontsize=7)
+    figure.savefig(path)

@@ -1,0 +1,144 @@
+"""Fleets: every request ends once, time is accounted for, and what is published comes out at a small size."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from prefold.cli import main
+from prefold.cluster.policies import POLICIES
+from prefold.errors import InputError
+from prefold.simulate.cases import ENGINES, FEEDERS, Setup, published, run_setup
+from prefold.simulate.costs import machine_named, model_named
+from prefold.simulate.requests import prefix_repetition, read_trace, unique_rows
+
+MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("feeder", FEEDERS)
+def test_every_request_ends_once_and_time_adds_up(engine, feeder):
+    requests = prefix_repetition(240, prefixes=12, prefix=128, suffix=64, output=16)
+    run = run_setup(Setup(MACHINE, MODEL, replicas=3, engine=engine, feeder=feeder, load=2.0), requests)
+    assert run.requests == 240 and len(run.waits) == 240
+    assert run.prompt_tokens == 240 * 192 and run.output_tokens == 240 * 16
+    assert run.hits.asked == 240 * 192 and run.hits.computed >= unique_rows(requests)
+    assert run.busy + sum(run.idle.values()) == pytest.approx(3 * run.seconds, rel=1e-6)
+    assert np.mean(run.use) == pytest.approx(run.busy / (3 * run.seconds), rel=1e-6) and max(run.use) <= 1 + 1e-9
+    assert run.idle["load"] == 6.0 and max(run.ended_at) == run.seconds
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("feeder", ["stream", "routed"])
+def test_requests_that_come_in_time(policy, feeder):
+    requests = prefix_repetition(150, prefixes=5, prefix=128, suffix=64, output=16)
+    setup = Setup(MACHINE, MODEL, replicas=2, engine="prefold", feeder=feeder, policy=policy, rate=20.0)
+    run = run_setup(setup, requests)
+    assert run.requests == 150 and run.seconds >= 149 / 20
+    assert min(run.waits) > 0 and max(run.waits) < 30
+    assert run.idle["tail"] + run.idle["input"] + run.idle["border"] + run.busy == pytest.approx(2 * run.seconds)
+
+
+def test_segments_compute_once_but_for_a_path_a_cut():
+    requests = prefix_repetition(2000, prefixes=40, prefix=256, suffix=64, output=8)
+    for replicas in (1, 2, 7):
+        run = run_setup(Setup(MACHINE, MODEL, replicas=replicas, feeder="segments"), requests)
+        assert 0 <= run.hits.computed - unique_rows(requests) <= 256 * (replicas - 1 + 10)  # and what was stolen
+
+
+def test_prefixes_are_kept_together():
+    requests = prefix_repetition(3000, prefixes=96, prefix=512, suffix=64, output=32)
+    found = {
+        policy: run_setup(Setup(MACHINE, MODEL, replicas=8, feeder="routed", policy=policy), requests)
+        for policy in ("prefix", "round-robin", "least-loaded")
+    }
+    assert found["prefix"].seconds < 0.95 * min(found["round-robin"].seconds, found["least-loaded"].seconds)
+    assert found["prefix"].hits.computed < 0.8 * found["round-robin"].hits.computed
+
+
+def test_the_published_systems_at_a_small_size():
+    found = {(o.name, o.expected): o for o in published(scale=32, ours=False)}
+    assert len(found) == 9
+    of = {o.name: o for o in found.values() if o.run.replicas == 4}
+    assert of["sorted"].run.hits.rates()["vllm"] == pytest.approx(0.545, abs=0.05)
+    assert of["naive"].run.seconds > of["continuous"].run.seconds > of["bucketing"].run.seconds
+
+
+def test_unknown_names_are_errors():
+    requests = prefix_repetition(4, prefixes=2, prefix=8, suffix=8, output=2)
+    for field, wrong in (("engine", "x"), ("feeder", "x"), ("replicas", 0)):
+        with pytest.raises(InputError):
+            run_setup(Setup(MACHINE, MODEL, **{field: wrong}), requests)
+    with pytest.raises(InputError, match="come in time"):
+        run_setup(Setup(MACHINE, MODEL, feeder="segments", rate=1.0), requests)
+
+
+def write_trace(path, lines) -> None:
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def test_traces(tmp_path):
+    mooncake, azure = tmp_path / "m.jsonl.gz", tmp_path / "a.jsonl.gz"
+    lines = [
+        {"timestamp": 2000, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]},
+        {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [0, 7]},
+    ]
+    write_trace(mooncake, lines)
+    write_trace(azure, [{"timestamp_ms": 1500.0, "input_length": 40, "output_length": 2}])
+    first, second = read_trace(mooncake)
+    assert (first.arrival, first.path) == (0.0, ((0, 512), (7, 188))) and second.path == ((0, 512), (1, 512), (2, 76))
+    assert unique_rows([first, second]) == 700 + 512 + 76
+    (only,) = read_trace(azure)
+    assert (only.arrival, only.rows, only.output) == (1.5, 40, 2)
+    write_trace(azure, [{"length": 3}])
+    with pytest.raises(InputError, match="line 1"):
+        read_trace(azure)
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(main, ["simulate", *arguments], catch_exceptions=False)
+
+
+def test_command_prints_tables_json_and_plots(tmp_path):
+    small = ("repetition", "--prompts", "60", "--prefixes", "6", "--output", "4", "--replicas", "1", "--replicas", "2")
+    shown = invoke(*small, "--feeder", "segments", "--feeder", "stream", "--engine", "prefold", "--engine", "vllm")
+    assert shown.exit_code == 0 and len(shown.output.splitlines()) == 1 + 8
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "a.svg"
+    result = invoke(*small, "--json", "--plot", str(plot))
+    found = [json.loads(text) for text in result.output.splitlines()]
+    assert [one["replicas"] for one in found] == [1, 2] and found[0]["requests"] == 60
+    assert "<svg" in plot.read_text()
+
+
+def test_command_calibrates(tmp_path):
+    steps, machine = tmp_path / "steps.jsonl", tmp_path / "mine.json"
+    steps.write_text(
+        "".join(
+            json.dumps({"prefill": p, "decode": 4, "keys": 400, "pairs": 0, "reads": 4, "seconds": 0.05 + p * 1e-3})
+            + "\n"
+            for p in range(0, 2000, 100)
+        )
+    )
+    invoke("repetition", "--prompts", "4", "--calibrate", str(steps), "--write-machine", str(machine))
+    assert json.loads(machine.read_text())["flops"] == pytest.approx(2 * MODEL.linear / 1e-3, rel=0.05)
+    again = invoke("repetition", "--prompts", "4", "--machine", str(machine), "--json")
+    assert json.loads(again.output)["requests"] == 4
+    steps.write_text('{"prefill": 3}\n')
+    result = CliRunner().invoke(main, ["simulate", "repetition", "--calibrate", str(steps)])
+    assert result.exit_code == 1
+
+
+def test_a_set_is_written_as_a_job(tmp_path):
+    job = tmp_path / "job.jsonl"
+    invoke("repetition", "--prompts", "6", "--prefixes", "2", "--model", "SmolLM2-135M", "--write-job", str(job))
+    bodies = [json.loads(text)["body"] for text in job.read_text().splitlines()]
+    prompts = np.array([body["prompt"] for body in bodies])
+    assert prompts.shape == (6, 512) and prompts.max() < 49152
+    assert len({tuple(prompt[:256]) for prompt in prompts.tolist()}) == 2
+    assert len({tuple(prompt) for prompt in prompts.tolist()}) == 6
