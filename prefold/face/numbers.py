@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import InputError
 from ..tasks.base import check_count
 from ..tasks.run import finish_items
-from .arguments import Ids, Text, Vector, as_items, as_texts, check_errors, first_error, pair_up, take_adapters
+from .arguments import Text, Vector, as_items, as_texts, check_errors, first_error, pair_up, take_adapters
 from .keywords import ClassifyKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
 from .results import Classification, Ranking, Score
 from .running import CallForm, TaskRunner
@@ -128,7 +128,7 @@ class NumericTasks(TaskRunner):
     @overload
     def classify(  # type: ignore[overload-overlap]  # a str is a Sequence[str] too
         self,
-        texts: str,
+        texts: Text,
         labels: Labels = None,
         *,
         errors: Raise = "raise",
@@ -155,16 +155,6 @@ class NumericTasks(TaskRunner):
         progress: bool = False,
         **options: Unpack[ClassifyKeywords],
     ) -> list[Classification | InputError]: ...
-    @overload
-    def classify(
-        self,
-        texts: Ids,
-        labels: Labels = None,
-        *,
-        errors: Raise = "raise",
-        progress: bool = False,
-        **options: Unpack[ClassifyKeywords],
-    ) -> Classification: ...
     def classify(
         self,
         texts: Text | Sequence[Text],

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 from ..engine.samples import TextPiece
 from ..errors import InputError
 from ..types import Generated, Request
-from .arguments import Ids, Message, Prompt, Text, as_prompts, chats_of, check_errors, first_error
+from .arguments import Message, Prompt, Text, as_prompts, chats_of, check_errors, first_error
 from .keywords import GenerationKeywords
 from .results import Piece
 from .running import CallForm, TaskRunner
@@ -39,7 +39,7 @@ class Texts(TaskRunner):
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a Sequence[str] too
         self,
-        prompts: str | Mapping[str, object],
+        prompts: Item,
         *,
         n: None = None,
         adapter: str | None = None,
@@ -59,20 +59,9 @@ class Texts(TaskRunner):
         **options: Unpack[GenerationKeywords],
     ) -> list[Generated]: ...
     @overload
-    def generate(
-        self,
-        prompts: Ids,
-        *,
-        n: None = None,
-        adapter: str | None = None,
-        errors: Raise = "raise",
-        progress: bool = False,
-        **options: Unpack[GenerationKeywords],
-    ) -> Generated: ...
-    @overload
     def generate(  # type: ignore[overload-overlap]
         self,
-        prompts: str | Mapping[str, object],
+        prompts: Item,
         *,
         n: int,
         adapter: str | None = None,
