@@ -262,7 +262,9 @@ class GenerationOptions(TaskOptions):
     )
     system: str | None = _option(None, "A system message for conversations without one.", kind=str)
     tools: Sequence[object] | None = _option(
-        None, "What the chat template is told of tools: JSON schemas as OpenAI writes them."
+        None,
+        "What the chat template is told of tools: JSON schemas as OpenAI writes them, or in Python functions with types"
+        " and a docstring.",
     )
     chat_template: str | None = _option(
         None, "The name of one of the checkpoint's chat templates, or the text of a template.", kind=str

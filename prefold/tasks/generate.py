@@ -20,6 +20,7 @@ from .cut import columns_of, cut_columns
 from .exits import check_exits
 from .sampling import sampling_from
 from .score import leading_ids
+from .tools import as_tools
 
 __all__ = ["AUTO_MAX_TOKENS", "GenerateItem", "GenerateTask"]
 
@@ -36,7 +37,7 @@ class GenerateItem:
 
     prompt                  a text or token ids; or else
     messages                a conversation: [{"role": "user", "content": "..."}, ...]
-    tools, documents        passed to the chat template
+    tools, documents        passed to the chat template; a Python function among the tools as its schema
     chat_template_kwargs    {name: value}, further names for the chat template
     chat_template           the name of one of the checkpoint's templates, or the text of a template
     add_generation_prompt   whether to end with what introduces the assistant's message. None: unless the last message
@@ -117,7 +118,7 @@ class GenerateTask:
         given = {**(sampling or {}), "max_tokens": AUTO_MAX_TOKENS if self.auto_max_tokens else max_tokens}
         self.sampling = self._sampling(given, Sampling())
         self.system = system
-        self.tools = tools
+        self.tools = as_tools(tools)
         self.chat_template = chat_template
         self.chat_template_kwargs = chat_template_kwargs
         self.template_seconds = template_seconds
@@ -222,7 +223,7 @@ class GenerateTask:
             template=self.chat_template if item.chat_template is None else item.chat_template,
             add_generation_prompt=not item.continue_final_message if opens is None else opens,
             continue_final_message=item.continue_final_message,
-            tools=_objects(self.tools if item.tools is None else item.tools, "tools", _TOOL),
+            tools=_objects(self.tools if item.tools is None else as_tools(item.tools), "tools", _TOOL),
             documents=_objects(item.documents, "documents", '[{"title": "...", "text": "..."}]'),
             template_seconds=self.template_seconds,
             **variables,
