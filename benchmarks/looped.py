@@ -8,7 +8,8 @@
 `fixed` makes all visits; the others leave at a threshold of the gate.
 
 `kv` generates with a model of random weights (width 64, 4 heads, 2 blocks of a layer that are visited in turn, batches
-of 16 prompts that share nothing), and beside it computes each token from the whole text before it, as without K/V.
+of 16 prompts that share nothing), and beside it computes each token from the whole text before it, as without K/V: one
+pass over all texts a token, without the engine around it.
 
 Every cell is written to FOLDER as a JSON file when it ends, and is not computed again.
 """
@@ -136,6 +137,9 @@ def kv_seconds(prompt: int, out: int, visits: int, repeats: int) -> dict[str, An
     """Returns the seconds of generating with K/V and without, run in turn, and the bytes of K/V."""
     from prefold import LLM
     from prefold.checkpoint import Checkpoint
+    from prefold.train import TrainBatch
+    from prefold.worker.attend import Path as KVPath
+    from prefold.worker.attend import StepAttend
 
     config = example.hf_config(example.Task(24, 4), 64, 4, visits)
     llm = LLM(Checkpoint.dummy(config | {"max_position_embeddings": 1024}), dtype="float32", kv_memory=1 << 29)
@@ -146,11 +150,18 @@ def kv_seconds(prompt: int, out: int, visits: int, repeats: int) -> dict[str, An
     def with_kv() -> list[list[int]]:
         return [list(answer.tokens) for answer in llm.generate(prompts, max_tokens=out, **options)]
 
+    @torch.inference_mode()
     def without_kv() -> list[list[int]]:
-        texts = [list(text) for text in prompts]
+        texts, model, config = [list(text) for text in prompts], llm.model, llm.config
         for _ in range(out):
-            for text, answer in zip(texts, llm.generate(texts, max_tokens=1, **options), strict=True):
-                text.append(answer.tokens[0])
+            # The last token is a place for the one to come.
+            given = {"prompt_lengths": [len(texts[0])] * BATCH, "sharing": "off"}
+            batch = TrainBatch.build(config, [[*text, 0] for text in texts], **given)
+            rows = batch.prepared(model.device, model.dtype)
+            attend = StepAttend(rows, KVPath(), config.planes, config.scale)
+            hidden = model(rows.tokens, rows.positions, attend, rows.read_rows)
+            for text, token in zip(texts, model.logits(hidden)[batch.target_reads].argmax(-1).tolist(), strict=True):
+                text.append(token)
         return [text[prompt:] for text in texts]
 
     found: dict[str, list[float]] = {"with": [], "without": []}
@@ -169,8 +180,8 @@ def kv(options: argparse.Namespace) -> str:
     """Returns the table of generating with K/V over recomputing every text: medians, and the spread of the seconds."""
     lines = []
     for visits in (4, 8):
-        for prompt in (16,) if options.smoke else (64, 128, 256, 512):
-            for out in (4,) if options.smoke else (16, 32, 64):
+        for prompt in options.prompts:
+            for out in options.outs:
                 name, run = f"kv-{visits}-{prompt}-{out}", partial(kv_seconds, prompt, out, visits, options.repeats)
                 one = cell(name, options, run)
                 if "failed" in one:
@@ -194,12 +205,16 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--limit", type=float, default=3600, help="seconds that a training may take")
+    parser.add_argument("--prompts", default="64,128,256,512", help="tokens of a prompt")
+    parser.add_argument("--outs", default="16,32,64", help="tokens that are generated")
     parser.add_argument("--repeats", type=int, default=5, help="runs that a median is of")
     parser.add_argument("--smoke", action="store_true", help="a few steps of one cell, to see that it runs")
     options = parser.parse_args()
     if options.smoke:
         options.nodes, options.seeds, options.steps, options.repeats = "16", "0", 3, 1
-    options.nodes, options.seeds = ([int(n) for n in text.split(",")] for text in (options.nodes, options.seeds))
+        options.prompts, options.outs = "16", "4"
+    for name in ("nodes", "seeds", "prompts", "outs"):
+        setattr(options, name, [int(number) for number in getattr(options, name).split(",")])
     options.out.mkdir(parents=True, exist_ok=True)
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
     print(SECTIONS[options.section](options))

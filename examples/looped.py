@@ -133,7 +133,7 @@ def hf_config(task: Task, hidden: int, heads: int, visits: int) -> dict[str, Any
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "loop": {"blocks": 2, "visits": visits, "gate": True},
     }
 
