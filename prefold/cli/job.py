@@ -38,6 +38,7 @@ def run_command(
     from ..job import Interrupted, run_job
     from ..report import open_progress
 
+    has_fleet(o)
     input = open_input(task, names, o, stdin=stdin)
     if task is not None:
         input.tasks[task]  # makes the task, so that bad options are refused before the input is read

@@ -99,6 +99,12 @@ fleet_options = _all(
     click.option("--ray", metavar="[ADDRESS]", is_flag=False, flag_value="", default=None,
                  help="Run replicas of the model on a Ray cluster; without ADDRESS on that of RAY_ADDRESS, else on "
                       "this machine. Write it behind INPUT, or as --ray=ADDRESS."),
+    click.option("--url", metavar="URL", multiple=True,
+                 help="A server that runs the model: one with OpenAI's API (vLLM, SGLang, prefold serve, ...), or TEI. "
+                      "May be repeated. PREFOLD_API_KEY in the environment is its key."),
+    click.option("--tokenizer", metavar="NAME",
+                 help="With --url: a folder or hub id with the model's tokenizer, so that token ids are sent.  "
+                      "[default: that of --model, if it is a folder; else texts are sent]"),
     click.option("--replicas", type=click.IntRange(1), metavar="N",
                  help="How many, each with --threads or, on GPUs, --tensor-parallel GPUs of its own.  [default: as "
                       "many as there is room for]"),

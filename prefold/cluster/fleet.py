@@ -207,12 +207,11 @@ class _Run:
             if stopping():
                 return
             self._send()
-            event = fleet._next_event(_TICK)
-            for _ in range(_AT_ONCE):  # what has come
+            for number in range(_AT_ONCE):
+                event = fleet._next_event(0.0 if number else _TICK)
                 if event is None:
                     break
                 yield from self._take(*event)
-                event = fleet._next_event(0.0)
             self._kill_hung()
 
     def end(self) -> None:
@@ -284,16 +283,19 @@ class _Run:
 
     def _options(self, facts: Facts) -> LeaseOptions:
         """Returns how large leases are, by what a replica can do at once."""
-        total, patience = self.cost.total, self.fleet._patience
+        row = self.cost.total / max(1, self.num_rows)
+        most, patience = row * self.max_tokens, self.fleet._patience
         if self.call.readout.kind == "tokens":
-            one, running = total / len(self.order), facts.max_running
-            return LeaseOptions(
-                least=4 * one, waiting=running + running // 2, begun=(2 * running, np.inf), alone=False,
-                most=total * self.max_tokens / max(1, self.num_rows), patience=patience,
+            running = facts.max_running
+            found = LeaseOptions(
+                least=4 * self.cost.total / len(self.order), most=most, waiting=running + running // 2,
+                begun=(2 * running, np.inf), alone=False, patience=patience,
             )  # fmt: skip
-        row = total / max(1, self.num_rows)
-        step = row * (self.call.max_batch_rows or facts.max_rows)
-        return LeaseOptions(least=step / 4, most=row * self.max_tokens, begun=(1 << 30, 2 * step), patience=patience)
+        else:
+            step = row * (self.call.max_batch_rows or facts.max_rows)
+            begun = (1 << 30, 2 * step)
+            found = LeaseOptions(least=step / 4, most=most, waiting=facts.at_once, begun=begun, patience=patience)
+        return found if facts.dies_of_requests else replace(found, begun=(0, 0.0))
 
     def _send(self) -> None:
         if self.leases is None:

@@ -156,4 +156,5 @@ def facts_of(llm: Any) -> Facts:
         "adapters": ", ".join(llm.engine.adapters),
     }
     engine = llm.engine
-    return Facts(identity, engine.max_batch_rows, engine.options.generation.max_running, identity["dtype"])
+    running = engine.options.generation.max_running
+    return Facts(identity, engine.max_batch_rows, running, dtype=identity["dtype"])

@@ -14,6 +14,7 @@ from ..stream.window import cut_into_windows
 from ..types import Readout, Sharing, Stats
 
 __all__ = ["Call", "Event", "Facts", "Lost", "Ready", "Replicas", "Report", "lease_windows", "place_of"]
+__all__ += ["requests_of"]
 
 _TAG = struct.Struct("<QQ")  # number of the lease, place of the request in the order
 
@@ -22,15 +23,19 @@ _TAG = struct.Struct("<QQ")  # number of the lease, place of the request in the 
 class Facts:
     """What a replica says of itself when it is ready. Replicas of a fleet must agree in `identity`.
 
-    identity      names what results depend on (versions, weights, dtype), {what: value}
-    max_rows      rows of a step, at most
-    max_running   sequences that run at once, at most
-    dtype         what it computes in
+    identity          names what results depend on (versions, weights, dtype), {what: value}
+    max_rows          rows of a step, at most
+    max_running       sequences that run at once, at most
+    at_once           prompts that it reads at once; 0: a step's
+    dies_of_requests  whether a request may be why it is lost
+    dtype             what it computes in
     """
 
     identity: dict[str, str] = field(default_factory=dict)
     max_rows: int = 4096
     max_running: int = 256
+    at_once: int = 0
+    dies_of_requests: bool = True
     dtype: str = ""
 
 

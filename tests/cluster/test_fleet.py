@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prefold.cluster.fleet import Fleet
-from prefold.cluster.replicas import Facts
+from prefold.cluster.replicas import Facts, Ready, Replicas, Report, requests_of
 from prefold.errors import FleetError, InputError
 from prefold.stream import Spool
 from prefold.types import Readout, Request, Sampling
@@ -201,6 +201,31 @@ def test_a_run_that_is_left_or_stopped_leaves_nothing_behind():
         answers.close()
         assert list(run(fleet, spool, stopping=lambda: True)) == []
         assert plain(run(fleet, spool)) == expected()
+
+
+class AtOnce(Replicas):
+    """Says everything before anybody asks, an answer a report."""
+
+    names = ("a",)
+
+    def start(self, tell):
+        self.tell = tell
+        tell("a", Ready(Facts()))
+
+    def give(self, name, windows):
+        for number, place, request in requests_of(windows):
+            self.tell("a", Report([(number, place, len(request.tokens))]))
+
+    def begin(self, name, call): ...
+
+    end = kill = lambda self, name: None
+    close = lambda self: None  # noqa: E731
+
+
+def test_many_answers_at_once():
+    with closing(Fleet(AtOnce())) as fleet, filled() as spool:
+        lengths = {tag: length for tag, length in run(fleet, spool)}
+        assert sorted(lengths.values()) == sorted(spool.order().lengths.tolist())
 
 
 def test_an_empty_job():

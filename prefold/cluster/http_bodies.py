@@ -1,0 +1,134 @@
+"""Requests as bodies of OpenAI's API, and what servers answer as results. No I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+from ..types import Generated, Request, Result, Sampling
+
+__all__ = ["MESSAGES", "RowError", "embedding_bodies", "embeddings_of", "generated_of", "generation_body"]
+
+# What a text begins with that stands for a conversation: the rest of it is JSON {"messages": ...}. The chat template of
+# a model that is known by its server only writes such texts.
+MESSAGES = "\x00messages\x00"
+_NOT_KNOWN = -1  # the id of a generated token that the server does not name
+
+# How fields of Sampling are called in a body. The first are OpenAI's own; servers such as vLLM know the others too.
+_NAMES = {
+    "top_p": "top_p", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty", "seed": "seed",
+    "n": "n", "min_tokens": "min_tokens", "top_k": "top_k", "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty", "ignore_eos": "ignore_eos",
+}  # fmt: skip
+_DEFAULTS = {f.name: f.default for f in fields(Sampling)}
+
+
+class RowError(InputError):
+    """A server refused a request, or failed on it."""
+
+    def __init__(self, server: str, status: int, said: str):
+        message = f"{server} answered {status}: {said}" if status else f"{server}: {said}"
+        super().__init__(message, remedy="see what the server says", code=f"http_{status}" if status else "no_answer")
+        self.status = status
+
+    @property
+    def is_about_ids(self) -> bool:
+        """Returns whether the server may have refused token ids as such."""
+        return self.status in (400, 422)
+
+    def __reduce__(self) -> Any:
+        return InputError, (self.args[0],), self.__dict__
+
+
+def generation_body(
+    request: Request, model: str, text_of: Callable[[np.ndarray], str] | None, with_text: bool
+) -> tuple[str, dict[str, Any]]:
+    """Returns (path, body) of a request to be continued. Raises InputError for what no server can be asked for.
+
+    text_of: makes text of token ids; None: they are sent as they are.
+    """
+    sampling = request.sampling or Sampling()
+    _check(sampling, with_text)
+    body: dict[str, Any] = {"model": request.adapter or model, "temperature": sampling.temperature}
+    body |= {
+        name: getattr(sampling, field) for field, name in _NAMES.items() if getattr(sampling, field) != _DEFAULTS[field]
+    }
+    if sampling.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if sampling.stop_ids:
+        body["stop_token_ids"] = list(sampling.stop_ids)
+    if request.salt:
+        body["cache_salt"] = request.salt
+    if sampling.grammar is not None:
+        body["response_format"] = _response_format(sampling)
+    text = None if text_of is None else text_of(request.tokens)
+    limit = {} if sampling.max_tokens is None else {"max_tokens": sampling.max_tokens}
+    if text is not None and text.startswith(MESSAGES):
+        return "/v1/chat/completions", body | limit | json.loads(text.removeprefix(MESSAGES))
+    return "/v1/completions", body | limit | {"prompt": request.tokens.tolist() if text is None else text}
+
+
+def _check(sampling: Sampling, with_text: bool) -> None:
+    """Raises InputError for what is asked and no server gives."""
+    lacks = None
+    if sampling.logprobs is not None:
+        lacks = "logprobs"
+    elif sampling.grammar is not None and sampling.grammar.kind not in ("json_schema", "json"):
+        lacks = sampling.grammar.kind
+    elif not with_text:
+        lacks = "tokens without text"
+    if lacks is not None:
+        remedy = "leave it out, or run the model here (without --url)"
+        raise InputError(f"a server cannot be asked for {lacks}", field=lacks, remedy=remedy, code="unsupported")
+
+
+def _response_format(sampling: Sampling) -> dict[str, Any]:
+    assert sampling.grammar is not None
+    if sampling.grammar.kind == "json":
+        return {"type": "json_object"}
+    schema = json.loads(sampling.grammar.text)
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+def generated_of(said: Any) -> list[Generated]:
+    """Returns the samples of an answer, in order."""
+    usage = said.get("usage") or {}
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    choices = sorted(said["choices"], key=lambda choice: choice.get("index", 0))
+    made = (usage.get("completion_tokens") or 0) // max(1, len(choices))
+    out = []
+    for choice in choices:
+        text = choice["message"].get("content") or "" if "message" in choice else choice["text"]
+        tokens = tuple(choice.get("token_ids") or [_NOT_KNOWN] * made)
+        reason = "length" if choice.get("finish_reason") == "length" else "stop"
+        stop = choice.get("stop_reason")
+        out.append(Generated(tokens, text, reason, stop if isinstance(stop, (str, int)) else None, cached))
+    return out
+
+
+def embedding_bodies(
+    requests: Sequence[Request], model: str, text_of: Callable[[np.ndarray], str] | None
+) -> list[tuple[str, dict[str, Any]]]:
+    """Returns (path, body) for the vectors of some prompts: OpenAI's, and TEI's for a server that lacks that."""
+    model = requests[0].adapter or model
+    if text_of is None:
+        ids = [request.tokens.tolist() for request in requests]
+        return [("/v1/embeddings", {"model": model, "input": ids})]
+    texts = [text_of(request.tokens) for request in requests]
+    return [("/v1/embeddings", {"model": model, "input": texts}), ("/embed", {"inputs": texts})]
+
+
+def embeddings_of(said: Any, count: int) -> list[Result]:
+    """Returns the vectors of an answer, in order."""
+    if isinstance(said, dict):
+        said = [one["embedding"] for one in sorted(said["data"], key=lambda one: one["index"])]
+    if len(said) != count:
+        raise RowError("the server", 200, f"{len(said)} vectors for {count} prompts")
+    return [Result(np.array(vector, np.float32)) for vector in said]
