@@ -24,7 +24,16 @@ from ..stream.options import decode_options
 from ..text import Tokenizer
 from ..types import Readout, Sharing, Stats
 from .leases import LeaseOptions, Leases
-from .replicas import Call, Event, Facts, Lost, Ready, Replicas, Report, lease_windows
+from .replicas import (
+    ReplicaEvent,
+    ReplicaFacts,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaReport,
+    Replicas,
+    RunCall,
+    lease_windows,
+)
 
 __all__ = ["Fleet"]
 
@@ -63,16 +72,16 @@ class Fleet:
         self.stats = Stats()
         self.steals = self.moved = self.losses = 0
         self._patience, self._notify = patience, notify
-        self._ready: dict[str, Facts] = {}
+        self._ready: dict[str, ReplicaFacts] = {}
         self._gone: dict[str, str] = {}
         self._identity: dict[str, str] | None = None
-        self._events: SimpleQueue[tuple[str, Event]] = SimpleQueue()
+        self._events: SimpleQueue[tuple[str, ReplicaEvent]] = SimpleQueue()
         self._numbers = itertools.count(1)
         self._turn = threading.Lock()  # one run at a time
         replicas.start(lambda name, event: self._events.put((name, event)))
 
     @property
-    def facts(self) -> Facts | None:
+    def facts(self) -> ReplicaFacts | None:
         """Returns what the first replica that is ready says of itself; None while none is ready."""
         return next(iter(self._ready.values()), None)
 
@@ -105,7 +114,7 @@ class Fleet:
     ) -> Iterator[tuple[bytes, Any]]:
         """Yields (tag, result) of every request of a spool, as `Engine.run` does; of a request that two replicas died
         of, the InputError."""
-        call = Call(readout, sharing or self.sharing, max_batch_rows)
+        call = RunCall(readout, sharing or self.sharing, max_batch_rows)
         return self._run(windows, call, on_step, stopping)
 
     def generate(
@@ -118,18 +127,18 @@ class Fleet:
         stopping: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[bytes, Any]]:
         """Yields (tag, a Generated a sample) of every request of a spool, as `Engine.generate` does."""
-        call = Call(Readout("tokens"), sharing or self.sharing, text=tokenizer is not None)
+        call = RunCall(Readout("tokens"), sharing or self.sharing, text=tokenizer is not None)
         return self._run(windows, call, on_step, stopping)
 
     def _run(
         self,
         windows: Windows,
-        call: Call,
+        call: RunCall,
         on_step: Callable[[StepInfo], None] | None,
         stopping: Callable[[], bool],
     ) -> Iterator[tuple[bytes, Any]]:
         with self._turn:
-            run = _Run(self, windows, call, on_step)
+            run = _FleetRun(self, windows, call, on_step)
             try:
                 yield from run.answers(stopping)
             finally:
@@ -137,13 +146,13 @@ class Fleet:
 
     # ---------------------------------------------------------------------------------------------- replicas
 
-    def _next_event(self, timeout: float) -> tuple[str, Event] | None:
+    def _next_event(self, timeout: float) -> tuple[str, ReplicaEvent] | None:
         try:
             return self._events.get(timeout=timeout)
         except Empty:
             return None
 
-    def _meet(self, name: str, facts: Facts) -> bool:
+    def _meet(self, name: str, facts: ReplicaFacts) -> bool:
         """Takes in a replica that is ready; returns False for one that would give other results than the others."""
         if self._identity is None:
             self._identity = facts.identity
@@ -176,10 +185,10 @@ class Fleet:
             raise FleetError(f"no replica is left\n{reasons}")
 
 
-class _Run:
+class _FleetRun:
     """One run of a fleet."""
 
-    def __init__(self, fleet: Fleet, windows: Windows, call: Call, on_step: Callable[[StepInfo], None] | None):
+    def __init__(self, fleet: Fleet, windows: Windows, call: RunCall, on_step: Callable[[StepInfo], None] | None):
         self.fleet, self.call, self.on_step = fleet, call, on_step
         self.order: Order = windows.order()
         self.max_tokens = windows.max_tokens
@@ -222,14 +231,14 @@ class _Run:
             self.fleet.steals += self.leases.steals
             self.fleet.moved += self.leases.moved
 
-    def _take(self, name: str, event: Event) -> Iterator[tuple[bytes, Any]]:
+    def _take(self, name: str, event: ReplicaEvent) -> Iterator[tuple[bytes, Any]]:
         fleet, now = self.fleet, time.monotonic()
-        if isinstance(event, Ready):
+        if isinstance(event, ReplicaReady):
             if fleet._meet(name, event.facts):
                 self._join(name)
             elif self.leases is not None:
                 self.leases.lose(name, now)
-        elif isinstance(event, Lost):
+        elif isinstance(event, ReplicaLost):
             fleet._leave(name, event.reason, returns=event.returns)
             yield from self._lose(name, event)
         elif event.failure is not None and isinstance(event.failure, (InputError, JobError)):
@@ -240,7 +249,7 @@ class _Run:
                 fleet._notify(f"{name} has failed: {_in_words(event.failure)}")
                 fleet.replicas.kill(name)
 
-    def _take_report(self, name: str, report: Report, now: float) -> Iterator[tuple[bytes, Any]]:
+    def _take_report(self, name: str, report: ReplicaReport, now: float) -> Iterator[tuple[bytes, Any]]:
         if report.stats is not None:
             unique = self.fleet.stats.unique_tokens
             self.fleet.stats += report.stats
@@ -260,7 +269,7 @@ class _Run:
             for place in self.leases.commit(name, number, answers, now):
                 yield self._tags.pop(place), answers[place]
 
-    def _lose(self, name: str, event: Lost) -> Iterator[tuple[bytes, Any]]:
+    def _lose(self, name: str, event: ReplicaLost) -> Iterator[tuple[bytes, Any]]:
         self._begun.discard(name)
         self._last.pop(name, None)
         if self.leases is None:
@@ -281,7 +290,7 @@ class _Run:
         self.fleet.replicas.begin(name, self.call)
         self.leases.join(name, time.monotonic())
 
-    def _options(self, facts: Facts) -> LeaseOptions:
+    def _options(self, facts: ReplicaFacts) -> LeaseOptions:
         """Returns how large leases are, by what a replica can do at once."""
         row = self.cost.total / max(1, self.num_rows)
         most, patience = row * self.max_tokens, self.fleet._patience
@@ -318,7 +327,7 @@ class _Run:
             return
         for name in self.leases.hung(time.monotonic()):
             self.fleet._notify(f"{name} has done nothing for {self.fleet._patience:.0f} s and is killed")
-            self.leases.heard(name, time.monotonic())  # said once; `Lost` follows
+            self.leases.heard(name, time.monotonic())  # said once; `ReplicaLost` follows
             self.fleet.replicas.kill(str(name))
 
 

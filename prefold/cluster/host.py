@@ -13,7 +13,7 @@ from typing import Any
 from ..checkpoint.identity import model_identity
 from ..engine.meter import StepInfo
 from ..stream import Window
-from .replicas import Call, Facts, Report, place_of
+from .replicas import ReplicaFacts, ReplicaReport, RunCall, place_of
 
 __all__ = ["ReplicaHost", "facts_of"]
 
@@ -23,10 +23,10 @@ _IDLE_SECONDS = 0.05
 _LONGEST_WAIT = 0.5
 
 
-class _Run:
+class _HostRun:
     """One run on its way: its call, the windows that wait, and how many requests are under way."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: RunCall):
         self.call = call
         self.windows: SimpleQueue[Window | None] = SimpleQueue()
         self.has_ended = False
@@ -61,20 +61,20 @@ class _Run:
 class ReplicaHost:
     """Runs what it is given on the engine of an LLM (or of another object with an `engine`). Any thread may call it."""
 
-    def __init__(self, llm: Any, facts: Facts):
+    def __init__(self, llm: Any, facts: ReplicaFacts):
         self.facts = facts
         self._engine, self._tokenizer = llm.engine, getattr(llm, "tokenizer", None)
         self._engine.reset_stats()
-        self._runs: SimpleQueue[_Run | None] = SimpleQueue()
-        self._run: _Run | None = None
-        self._report = Report()
+        self._runs: SimpleQueue[_HostRun | None] = SimpleQueue()
+        self._run: _HostRun | None = None
+        self._report = ReplicaReport()
         self._changed = threading.Condition()
         threading.Thread(target=self._work, name="prefold-replica", daemon=True).start()
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: RunCall) -> None:
         """Begins a run; the one before it ends."""
         self.end()
-        self._run = _Run(call)
+        self._run = _HostRun(call)
         self._runs.put(self._run)
 
     def give(self, windows: list[Window]) -> None:
@@ -94,11 +94,11 @@ class ReplicaHost:
         self.end()
         self._runs.put(None)
 
-    def report(self, wait: float = _LONGEST_WAIT) -> Report:
+    def report(self, wait: float = _LONGEST_WAIT) -> ReplicaReport:
         """Returns what was done since the last report; waits a little where nothing was done."""
         with self._changed:
             self._changed.wait_for(lambda: self._report.answers or self._report.steps or self._report.failure, wait)
-            self._report, report = Report(), self._report
+            self._report, report = ReplicaReport(), self._report
             if report.steps or report.answers:
                 report.stats = self._engine.reset_stats()
         now = time.perf_counter()
@@ -115,7 +115,7 @@ class ReplicaHost:
                     self._changed.notify()
                 return
 
-    def _serve(self, run: _Run) -> None:
+    def _serve(self, run: _HostRun) -> None:
         call, engine = run.call, self._engine
         how: dict[str, Any] = {"sharing": call.sharing, "on_step": self._step, "stopping": lambda: run.has_ended}
         if call.readout.kind != "tokens":
@@ -142,7 +142,7 @@ class ReplicaHost:
             self._changed.notify()
 
 
-def facts_of(llm: Any) -> Facts:
+def facts_of(llm: Any) -> ReplicaFacts:
     """Returns what a replica says of an LLM."""
     import torch
 
@@ -157,4 +157,4 @@ def facts_of(llm: Any) -> Facts:
     }
     engine = llm.engine
     running = engine.options.generation.max_running
-    return Facts(identity, engine.max_batch_rows, running, dtype=identity["dtype"])
+    return ReplicaFacts(identity, engine.max_batch_rows, running, dtype=identity["dtype"])

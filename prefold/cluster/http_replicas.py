@@ -21,7 +21,16 @@ from ..stream import Window
 from ..text import Tokenizer
 from ..types import GenerationStats, Request, Stats
 from .http_bodies import RowError, embedding_bodies, embeddings_of, generated_of, generation_body
-from .replicas import Call, Event, Facts, Lost, Ready, Replicas, Report, requests_of
+from .replicas import (
+    ReplicaEvent,
+    ReplicaFacts,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaReport,
+    Replicas,
+    RunCall,
+    requests_of,
+)
 
 __all__ = ["API_KEY", "HttpReplicas"]
 
@@ -56,7 +65,7 @@ class _Server:
     in_flight: int = 0
     takes_ids: bool | None = None
     paused_until: float = 0.0
-    call: Call | None = None
+    call: RunCall | None = None
     run: int = 0  # number of the run: what belongs to an earlier one is dropped
     waiting: list[tuple[int, int, Request]] = field(default_factory=list)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -101,13 +110,13 @@ class HttpReplicas(Replicas):
 
     # -------------------------------------------------------------------------------- called by the fleet
 
-    def start(self, tell: Callable[[str, Event], None]) -> None:
+    def start(self, tell: Callable[[str, ReplicaEvent], None]) -> None:
         self._tell = tell
         self._thread.start()
         for name in self.names:
             self._do(self._open(name))
 
-    def begin(self, name: str, call: Call) -> None:
+    def begin(self, name: str, call: RunCall) -> None:
         if call.readout.kind not in ("tokens", "last", "mean", "first"):
             raise JobError(f"a server generates text and makes embeddings, and was asked for {call.readout.kind!r}")
         self._do(self._begin(name, call))
@@ -155,23 +164,26 @@ class HttpReplicas(Replicas):
             try:
                 found = await client.get("/v1/models")
                 if found.status_code in (401, 403):
-                    return self._tell(name, Lost(f"{_REFUSALS[found.status_code]}; {API_KEY} holds it"))
+                    return self._tell(name, ReplicaLost(f"{_REFUSALS[found.status_code]}; {API_KEY} holds it"))
                 if found.status_code < 500 and found.status_code != 429:
                     break
                 reason = f"it answers {found.status_code}"
             except httpx.TransportError as error:
                 reason = f"it cannot be reached ({type(error).__name__}: {error})"
             if time.monotonic() > deadline:
-                return self._tell(name, Lost(reason))
+                return self._tell(name, ReplicaLost(reason))
             await asyncio.sleep(_jittered(pause))
             pause = min(2 * pause, _LONGEST_PAUSE)
         named = _model_names(found)
         if named and self.model not in named:
-            return self._tell(name, Lost(f"it has no model {self.model!r}; those it has: {', '.join(named)}"))
+            return self._tell(name, ReplicaLost(f"it has no model {self.model!r}; those it has: {', '.join(named)}"))
         server = _Server(name, client, cap=min(_FIRST_CAP, self._most), takes_ids=None if self._takes_ids else False)
         self._servers[name] = server
         self._tell(
-            name, Ready(Facts(max_running=self._most, at_once=min(self._most, 32) * _BATCH, dies_of_requests=False))
+            name,
+            ReplicaReady(
+                ReplicaFacts(max_running=self._most, at_once=min(self._most, 32) * _BATCH, dies_of_requests=False)
+            ),
         )
         await self._work(server)
 
@@ -195,7 +207,7 @@ class HttpReplicas(Replicas):
             except TimeoutError:
                 continue
 
-    async def _begin(self, name: str, call: Call | None) -> None:
+    async def _begin(self, name: str, call: RunCall | None) -> None:
         server = self._servers.get(name)
         if server is None:
             return
@@ -217,13 +229,13 @@ class HttpReplicas(Replicas):
         server.wake.set()
         for task in server.tasks:
             task.cancel()
-        self._tell(name, Lost(reason, returns=True))
+        self._tell(name, ReplicaLost(reason, returns=True))
         await server.client.aclose()
         await self._open(name)
 
-    async def _answer(self, server: _Server, call: Call, run: int, some: list[tuple[int, int, Request]]) -> None:
+    async def _answer(self, server: _Server, call: RunCall, run: int, some: list[tuple[int, int, Request]]) -> None:
         started = time.perf_counter()
-        report = Report()
+        report = ReplicaReport()
         try:
             answers, report.stats = await self._ask(server, call, [request for _, _, request in some])
             report.answers = [(lease, place, a) for (lease, place, _), a in zip(some, answers, strict=True)]
@@ -243,7 +255,7 @@ class HttpReplicas(Replicas):
             report.steps = [StepInfo(stats.rows_computed, 0, len(some), stats.tokens, seconds, seconds, len(some))]
             self._tell(server.url, report)
 
-    async def _ask(self, server: _Server, call: Call, requests: list[Request]) -> tuple[list[Any], Stats]:
+    async def _ask(self, server: _Server, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
         """Returns the answers to some requests. Where a server refuses all, each is asked by itself."""
         if server.takes_ids is False:
             return await self._ask_each(server, call, requests, self._text_of(server))
@@ -260,7 +272,7 @@ class HttpReplicas(Replicas):
         return await self._ask_each(server, call, requests, None)
 
     async def _ask_each(
-        self, server: _Server, call: Call, requests: list[Request], text_of: Callable[[Any], str] | None
+        self, server: _Server, call: RunCall, requests: list[Request], text_of: Callable[[Any], str] | None
     ) -> tuple[list[Any], Stats]:
         try:
             return await self._ask_once(server, call, requests, text_of)
@@ -271,7 +283,7 @@ class HttpReplicas(Replicas):
         return [answer for answers, _ in parts for answer in answers], sum((stats for _, stats in parts), Stats())
 
     async def _ask_once(
-        self, server: _Server, call: Call, requests: list[Request], text_of: Callable[[Any], str] | None
+        self, server: _Server, call: RunCall, requests: list[Request], text_of: Callable[[Any], str] | None
     ) -> tuple[list[Any], Stats]:
         if call.readout.kind == "tokens":
             said = await self._post(server, [generation_body(requests[0], self.model, text_of, call.text)])

@@ -64,7 +64,7 @@ class LeaseOptions:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenLease:
     lease: Lease
     left: set[int]
 
@@ -74,7 +74,7 @@ class _Replica:
     """What a replica has to do. is_ready: it can take leases; before that its segment waits for it."""
 
     segment: list[Segment] = field(default_factory=list)
-    open: dict[int, _Open] = field(default_factory=dict)
+    open: dict[int, _OpenLease] = field(default_factory=dict)
     is_ready: bool = False
     done: float = 0.0  # cost and seconds of work, of late
     seconds: float = 0.0
@@ -238,7 +238,7 @@ class Leases:
             replica.segment[:1] = [Segment(lease.stop, stop)] if lease.stop < stop else []
         if not replica.open:
             replica.heard = replica.measured = now
-        replica.open[lease.number] = _Open(lease, set(range(lease.start, lease.stop)))
+        replica.open[lease.number] = _OpenLease(lease, set(range(lease.start, lease.stop)))
 
     def commit(self, replica: Hashable, number: int, places: Iterable[int], now: float) -> list[int]:
         """Takes answers to a lease, and returns the places whose answers are the first and the only ones."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import JobError, MissingExtraError, PrefoldError
 from ..stream import Window
-from .replicas import Call, Event, Facts, Lost, Ready, Replicas, Report
+from .replicas import ReplicaEvent, ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, Replicas, RunCall
 
 __all__ = ["RayReplicas"]
 
@@ -31,7 +31,7 @@ class _Actor:
     def __init__(self) -> None:
         self._host: Any = None
 
-    def load(self, model: str, options: dict[str, Any]) -> Facts:
+    def load(self, model: str, options: dict[str, Any]) -> ReplicaFacts:
         from ..llm import LLM
         from .host import ReplicaHost, facts_of
 
@@ -41,7 +41,7 @@ class _Actor:
         self._host.end()  # where only the connection was lost, the process has its model still
         return self._host.facts
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: RunCall) -> None:
         self._host.begin(call)
 
     def give(self, windows: list[Window]) -> None:
@@ -50,12 +50,12 @@ class _Actor:
     def end(self) -> None:
         self._host.end()
 
-    def report(self, wait: float) -> Report:
+    def report(self, wait: float) -> ReplicaReport:
         return self._host.report(wait)
 
 
 @dataclass(slots=True)
-class _Member:
+class _RayMember:
     handle: Any
     restarts: int = _RESTARTS
 
@@ -87,7 +87,7 @@ class RayReplicas(Replicas):
         self._connected = not ray.is_initialized()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, _RayMember] = {}
         self._pending: dict[Any, tuple[str, str]] = {}  # what is waited for: reference to (name, what)
         if self._connected:
             try:
@@ -101,7 +101,7 @@ class RayReplicas(Replicas):
             num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_restarts=-1, max_task_retries=0,
             concurrency_groups={"orders": 1, "reports": 1},
         )(_Actor)  # fmt: skip
-        self._members = {name: _Member(actor.remote()) for name in self.names}
+        self._members = {name: _RayMember(actor.remote()) for name in self.names}
 
     def _needs(self, count: int | None) -> dict[str, int]:
         """Returns the CPUs and GPUs of a replica, and sets its threads."""
@@ -130,7 +130,7 @@ class RayReplicas(Replicas):
             )
         return max(1, fits) if count is None else count
 
-    def start(self, tell: Callable[[str, Event], None]) -> None:
+    def start(self, tell: Callable[[str, ReplicaEvent], None]) -> None:
         self._tell = tell
         for name in self.names:
             self._load(name)
@@ -147,7 +147,7 @@ class RayReplicas(Replicas):
     def _order(self, name: str, method: str, *arguments: Any) -> None:
         getattr(self._members[name].handle, method).options(concurrency_group="orders").remote(*arguments)
 
-    def begin(self, name: str, call: Call) -> None:
+    def begin(self, name: str, call: RunCall) -> None:
         self._order(name, "begin", call)
 
     def give(self, name: str, windows: list[Window]) -> None:
@@ -189,11 +189,11 @@ class RayReplicas(Replicas):
                     cause = getattr(error, "cause", None) or error
                     self._members[name].restarts = 0
                     ray.kill(self._members[name].handle)
-                    self._tell(name, Lost(f"it cannot {what}: {_first_lines(cause)}"))
+                    self._tell(name, ReplicaLost(f"it cannot {what}: {_first_lines(cause)}"))
 
-    def _take(self, name: str, said: Facts | Report) -> None:
-        self._tell(name, Ready(said) if isinstance(said, Facts) else said)
-        if isinstance(said, Report) and said.answers:
+    def _take(self, name: str, said: ReplicaFacts | ReplicaReport) -> None:
+        self._tell(name, ReplicaReady(said) if isinstance(said, ReplicaFacts) else said)
+        if isinstance(said, ReplicaReport) and said.answers:
             self._members[name].restarts = _RESTARTS
         self._report(name)
 
@@ -201,7 +201,7 @@ class RayReplicas(Replicas):
         member = self._members[name]
         member.restarts -= 1
         returns = member.restarts >= 0
-        self._tell(name, Lost(_first_lines(error), returns))
+        self._tell(name, ReplicaLost(_first_lines(error), returns))
         if returns:
             self._load(name)
         else:

@@ -13,14 +13,24 @@ from ..stream import Order, Window
 from ..stream.window import cut_into_windows
 from ..types import Readout, Sharing, Stats
 
-__all__ = ["Call", "Event", "Facts", "Lost", "Ready", "Replicas", "Report", "lease_windows", "place_of"]
-__all__ += ["requests_of"]
+__all__ = [
+    "ReplicaEvent",
+    "ReplicaFacts",
+    "ReplicaLost",
+    "ReplicaReady",
+    "ReplicaReport",
+    "Replicas",
+    "RunCall",
+    "lease_windows",
+    "place_of",
+    "requests_of",
+]
 
 _TAG = struct.Struct("<QQ")  # number of the lease, place of the request in the order
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ReplicaFacts:
     """What a replica says of itself when it is ready. Replicas of a fleet must agree in `identity`.
 
     identity          names what results depend on (versions, weights, dtype), {what: value}
@@ -40,7 +50,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RunCall:
     """What is asked of every request of a run.
 
     text  whether generated tokens are made text of; a replica has a tokenizer of its own
@@ -53,14 +63,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReplicaReady:
     """Says that a replica has loaded its model."""
 
-    facts: Facts
+    facts: ReplicaFacts
 
 
 @dataclass(slots=True)
-class Report:
+class ReplicaReport:
     """What a replica did since its last report.
 
     answers  (number of the lease, place of the request, what it gave), what it gave as `results_of` yields it
@@ -76,31 +86,31 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class ReplicaLost:
     """Says that a replica is gone, with everything it had. returns: whether it is started anew."""
 
     reason: str
     returns: bool = False
 
 
-Event = Ready | Report | Lost
+ReplicaEvent = ReplicaReady | ReplicaReport | ReplicaLost
 
 
 class Replicas(ABC):
     """The replicas of a fleet, each known by its name. None of the methods waits for a replica.
 
-    After `start` they are told of by `tell(name, event)`, from any thread: Ready, then Reports, and Lost when one is
-    gone; and Ready again when it has come back. What was asked of a replica reaches it in that order.
+    After `start` they are told of by `tell(name, event)`, from any thread: ReplicaReady, then reports, and ReplicaLost
+    when one is gone; and ReplicaReady again when it is back. What was asked of a replica reaches it in that order.
     """
 
     names: Sequence[str] = ()
 
     @abstractmethod
-    def start(self, tell: Callable[[str, Event], None]) -> None:
+    def start(self, tell: Callable[[str, ReplicaEvent], None]) -> None:
         """Begins to load the models."""
 
     @abstractmethod
-    def begin(self, name: str, call: Call) -> None:
+    def begin(self, name: str, call: RunCall) -> None:
         """Begins a run on a replica that is ready; the run before it ends."""
 
     @abstractmethod
@@ -113,7 +123,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def kill(self, name: str) -> None:
-        """Kills a replica that hangs, or has failed. `Lost` follows."""
+        """Kills a replica that hangs, or has failed. `ReplicaLost` follows."""
 
     @abstractmethod
     def close(self) -> None:

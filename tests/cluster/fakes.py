@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from prefold.cluster.host import ReplicaHost
-from prefold.cluster.replicas import Facts, Lost, Ready, Replicas
+from prefold.cluster.replicas import ReplicaFacts, ReplicaLost, ReplicaReady, Replicas
 from tests.job.fakes import FakeEngine
 
 
@@ -47,15 +47,15 @@ class ThreadReplicas(Replicas):
     def _serve(self, name):
         load = self.loads.get(name, 0)
         if isinstance(load, str):
-            self.tell(name, Lost(load))
+            self.tell(name, ReplicaLost(load))
             return
         time.sleep(load)
         engine = SlowEngine()
-        facts = self.facts.get(name, Facts({"prefold": "1"}, max_rows=64, max_running=4))
+        facts = self.facts.get(name, ReplicaFacts({"prefold": "1"}, max_rows=64, max_running=4))
         host = self.hosts[name] = ReplicaHost(SimpleNamespace(engine=engine), facts)
         if self.before is not None:
             engine.run, engine.generate = self._watched(name, engine.run), self._watched(name, engine.generate)
-        self.tell(name, Ready(facts))
+        self.tell(name, ReplicaReady(facts))
         while not self.closed and self.hosts.get(name) is host:
             report = host.report(0.02)
             if self.hosts.get(name) is host:
@@ -92,7 +92,7 @@ class ThreadReplicas(Replicas):
     def lose(self, name, reason):
         self.killed.append(name)
         self.hosts.pop(name).close()
-        self.tell(name, Lost(reason, self.returns))
+        self.tell(name, ReplicaLost(reason, self.returns))
         if self.returns:
             threading.Thread(target=self._serve, args=(name,), daemon=True).start()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prefold.cluster.fleet import Fleet
-from prefold.cluster.replicas import Facts, Ready, Replicas, Report, requests_of
+from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, Replicas, requests_of
 from prefold.errors import FleetError, InputError
 from prefold.stream import Spool
 from prefold.types import Readout, Request, Sampling
@@ -184,7 +184,7 @@ def test_a_fleet_without_replicas_is_an_error_that_says_why():
 
 def test_a_replica_with_other_weights_is_refused():
     notes = []
-    facts = {"b": Facts({"prefold": "2"}, max_rows=64)}
+    facts = {"b": ReplicaFacts({"prefold": "2"}, max_rows=64)}
     replicas = ThreadReplicas("ab", facts=facts, loads={"b": 0.2})
     replicas.before = lambda name, tokens: time.sleep(0.002)
     with closing(Fleet(replicas, notify=notes.append)) as fleet, filled() as spool:
@@ -210,11 +210,11 @@ class AtOnce(Replicas):
 
     def start(self, tell):
         self.tell = tell
-        tell("a", Ready(Facts()))
+        tell("a", ReplicaReady(ReplicaFacts()))
 
     def give(self, name, windows):
         for number, place, request in requests_of(windows):
-            self.tell("a", Report([(number, place, len(request.tokens))]))
+            self.tell("a", ReplicaReport([(number, place, len(request.tokens))]))
 
     def begin(self, name, call): ...
 
