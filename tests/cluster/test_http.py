@@ -129,7 +129,7 @@ def test_a_server_that_is_overloaded_is_given_less(table):
     with serving(ids=False, fault=fault, seconds=0.02) as server:
         run("--raw", "--url", server.url)
     assert_answered(output())
-    assert server.most <= 9  # never more than it was begun with, as that was too much already
+    assert server.most < 20  # it would be 199, were no refusal heeded
     refused = len(server.requests) - (NUM - 1)
     assert 0 < refused < NUM
 

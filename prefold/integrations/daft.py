@@ -1,0 +1,294 @@
+"""The provider "prefold" of Daft's AI functions, and `generate`, which gives errors back row by row.
+
+    import daft, prefold.integrations.daft
+    from daft.functions import prompt
+
+    df.with_column("answer", prompt(df["question"], provider="prefold", model="smollm2-135m", max_tokens=64))
+
+The import attaches the provider to Daft's session. Rows of all partitions that a process works on run together, on one
+model for a process; on Ray on one actor, which all workers find by its name. `prompt`, `embed_text` and `classify_text`
+take the options of `LLM` and of the task. Their `on_error` is "raise", or "log" and "ignore" for a null in place of
+what could not be computed. A null in the input is a null in the output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError, MissingExtraError
+from .shared import SharedModel, split_options
+
+try:
+    import daft
+    from daft import DataType
+    from daft.ai.protocols import PrompterDescriptor, TextClassifierDescriptor, TextEmbedderDescriptor
+    from daft.ai.provider import Provider
+    from daft.ai.typing import EmbeddingDimensions, UDFOptions
+except ImportError:
+    raise MissingExtraError("daft", "daft", "the provider of Daft") from None
+
+__all__ = ["PrefoldProvider", "generate", "stats"]
+
+DEFAULT_MODEL = "smollm2-135m"
+_UDF_OPTIONS = ("concurrency", "num_gpus", "max_retries", "batch_size", "on_error")
+_ON_ERROR = ("raise", "log", "ignore")
+_log = logging.getLogger(__name__)
+
+
+class PrefoldProvider(Provider):
+    """Computes Daft's AI functions with prefold. options: those of `LLM`, for all of its models."""
+
+    def __init__(self, **options: Any):
+        self.options = options
+
+    @property
+    def name(self) -> str:
+        return "prefold"
+
+    def get_prompter(
+        self, model: str | None = None, return_format: Any = None, system_message: str | None = None, **options: Any
+    ) -> PrompterDescriptor:
+        """Returns what `prompt` runs on. return_format: a Pydantic model, whose JSON schema answers follow."""
+        if system_message is not None:
+            options["system"] = system_message
+        return _PrompterDescriptor(_Asked.of("generate", model, {**self.options, **options}), return_format)
+
+    def get_text_embedder(
+        self, model: str | None = None, dimensions: int | None = None, **options: Any
+    ) -> TextEmbedderDescriptor:
+        """Returns what `embed_text` runs on."""
+        if dimensions is not None:
+            options["dimensions"] = dimensions
+        return _EmbedderDescriptor(_Asked.of("embed", model, {**self.options, **options}))
+
+    def get_text_classifier(self, model: str | None = None, **options: Any) -> TextClassifierDescriptor:
+        """Returns what `classify_text` runs on."""
+        return _ClassifierDescriptor(_Asked.of("classify", model, {**self.options, **options}))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A task of a model, as it was asked for in the driver, and who runs it in a worker."""
+
+    task: str
+    model: str
+    llm: Mapping[str, Any]
+    options: Mapping[str, Any]
+    on_error: str = "raise"
+    on_ray: bool = False
+    batch_size: int | None = None
+    owner: Any = field(default=None, compare=False, repr=False)  # keeps the actor, in the driver
+
+    @classmethod
+    def of(cls, task: str, model: str | None, options: Mapping[str, Any]) -> _Asked:
+        """Returns it for the options of a function; on Ray the driver makes the actor here, and owns it."""
+        options = dict(options)
+        udf = {name: options.pop(name) for name in _UDF_OPTIONS if name in options}
+        on_error = udf.get("on_error", "raise")
+        if on_error not in _ON_ERROR:
+            remedy = f"use one of {', '.join(_ON_ERROR)}"
+            raise InputError(f"on_error is {on_error!r}", field="on_error", remedy=remedy)
+        llm, own = split_options(options)
+        on_ray = daft.daft.get_or_infer_runner_type() == "ray"
+        asked = cls(task, model or DEFAULT_MODEL, llm, own, on_error, on_ray, udf.get("batch_size"))
+        if on_ray:
+            object.__setattr__(asked, "owner", asked.client())
+        return asked
+
+    def __reduce__(self) -> Any:
+        values = (self.task, self.model, self.llm, self.options, self.on_error, self.on_ray, self.batch_size)
+        return _Asked, values
+
+    def client(self) -> Any:
+        """Returns the model: of this process, or of the cluster."""
+        return SharedModel.of(self.model, self.llm, on_ray=self.on_ray)
+
+    def udf_options(self) -> UDFOptions:
+        """Returns options that leave errors and repetition to us: Daft would repeat, or null, all rows of a batch."""
+        return UDFOptions(max_retries=0, on_error="raise", batch_size=self.batch_size)
+
+    def value(self, answer: Any) -> Any:
+        """Returns an answer, or null in place of an error. Raises the error where that was asked for."""
+        if not isinstance(answer, InputError):
+            return answer
+        if self.on_error == "raise":
+            raise answer
+        if self.on_error == "log":
+            _log.warning("a row has no result: %s", answer)
+        _failed[self.task] = _failed.get(self.task, 0) + 1
+        return None
+
+
+_failed: dict[str, int] = {}  # rows without a result in this process, by task
+
+
+class _Descriptor:
+    """What the descriptors of all functions have in common."""
+
+    asked: _Asked
+
+    def get_provider(self) -> str:
+        return "prefold"
+
+    def get_model(self) -> str:
+        return self.asked.model
+
+    def get_options(self) -> dict[str, Any]:
+        return {**self.asked.llm, **self.asked.options}
+
+    def get_udf_options(self) -> UDFOptions:
+        return self.asked.udf_options()
+
+
+@dataclass
+class _PrompterDescriptor(_Descriptor, PrompterDescriptor):
+    asked: _Asked
+    return_format: Any = None
+
+    def instantiate(self) -> Any:
+        return _Prompter(self.asked, self.return_format)
+
+
+@dataclass
+class _EmbedderDescriptor(_Descriptor, TextEmbedderDescriptor):
+    asked: _Asked
+
+    def get_dimensions(self) -> EmbeddingDimensions:
+        from ..checkpoint import resolve
+        from ..model import config_from
+
+        size = self.asked.options.get("dimensions") or config_from(resolve(self.asked.model).config).hidden
+        return EmbeddingDimensions(size, DataType.float32())
+
+    def is_async(self) -> bool:
+        return True
+
+    def instantiate(self) -> Any:
+        return _Embedder(self.asked)
+
+
+@dataclass
+class _ClassifierDescriptor(_Descriptor, TextClassifierDescriptor):
+    asked: _Asked
+
+    def instantiate(self) -> Any:
+        return _Classifier(self.asked)
+
+
+class _Prompter:
+    """Answers one row at a time; all rows that are asked for at once run together."""
+
+    def __init__(self, asked: _Asked, return_format: Any):
+        self._asked, self._format = asked, return_format
+        self._model = asked.client()
+        self._options = dict(asked.options)
+        if return_format is not None:
+            self._options["grammar"] = {"json_schema": return_format.model_json_schema()}
+
+    async def prompt(self, messages: tuple[Any, ...]) -> Any:
+        if any(message is None for message in messages):
+            return None
+        answer = await self._model.run_one("generate", self._options, _item(messages))
+        if self._format is not None and not isinstance(answer, InputError):
+            try:
+                return self._format.model_validate_json(answer["text"])
+            except ValueError as error:
+                remedy = "give a larger max_tokens"
+                answer = InputError(f"the answer is not of the format: {error!s:.200}", field="prompt", remedy=remedy)
+        found = self._asked.value(answer)
+        return None if found is None else found["text"]
+
+
+class _Embedder:
+    def __init__(self, asked: _Asked):
+        self._asked = asked
+        self._model = asked.client()
+
+    async def embed_text(self, text: list[str]) -> list[Any]:
+        found = await asyncio.to_thread(_values, self._asked, text, self._asked.options, self._model)
+        return [None if one is None else np.asarray(one["embedding"], np.float32) for one in found]
+
+
+class _Classifier:
+    def __init__(self, asked: _Asked):
+        self._asked = asked
+        self._model = asked.client()
+
+    def classify_text(self, text: list[str], labels: Any) -> list[Any]:
+        options = {**self._asked.options, "labels": [labels] if isinstance(labels, str) else list(labels)}
+        found = _values(self._asked, text, options, self._model)
+        return [None if one is None else one["label"] for one in found]
+
+
+def _values(asked: _Asked, texts: list[str], options: Mapping[str, Any], model: Any) -> list[Any]:
+    """Returns a result for each text; null for null, and for what could not be computed."""
+    there = [i for i, text in enumerate(texts) if text is not None]
+    answers = model.run_many(asked.task, options, [{"text": texts[i]} for i in there])
+    out: list[Any] = [None] * len(texts)
+    for i, answer in zip(there, answers, strict=True):
+        out[i] = asked.value(answer)
+    return out
+
+
+def _item(messages: tuple[Any, ...]) -> dict[str, Any]:
+    """Returns the item of a row's messages: texts are parts of one user message; a list of messages is taken as it is.
+
+    What is neither is passed on, and refused by the task with the name of its type.
+    """
+    if len(messages) == 1 and isinstance(messages[0], (list, tuple)):
+        return {"messages": list(messages[0])}
+    parts = [{"type": "text", "text": m} if isinstance(m, str) else {"type": type(m).__name__} for m in messages]
+    return {"messages": [{"role": "user", "content": parts}]}
+
+
+_STRUCT = {
+    "text": DataType.string(),
+    "finish_reason": DataType.string(),
+    "num_tokens": DataType.int64(),
+    "num_generated": DataType.int64(),
+    "cached_tokens": DataType.int64(),
+    "error": DataType.string(),
+}
+
+
+def generate(prompt: Any, *, model: str = DEFAULT_MODEL, chat: bool = True, **options: Any) -> Any:
+    """Returns an expression of a struct for each row: text, finish_reason, counts of tokens, and `error`.
+
+    prompt   an expression of texts, or of lists of messages
+    chat     whether a text is put into the model's chat template, as a user's message
+    options  those of `LLM`, and of the task "generate"
+    """
+    asked = _Asked.of("generate", model, {**options, "on_error": "ignore"})
+    return daft.cls(_Generate, max_retries=0)(asked, chat).answer(prompt)
+
+
+class _Generate:
+    """The rows of `generate`."""
+
+    def __init__(self, asked: _Asked, chat: bool):
+        self._asked, self._chat = asked, chat
+        self._model = asked.client()
+
+    @daft.method(return_dtype=DataType.struct(_STRUCT))
+    async def answer(self, prompt: Any) -> Any:
+        if prompt is None:
+            return {name: "the prompt is null" if name == "error" else None for name in _STRUCT}
+        item = _item((prompt,)) if self._chat or not isinstance(prompt, str) else {"prompt": prompt}
+        answer = await self._model.run_one("generate", self._asked.options, item)
+        if isinstance(answer, InputError):
+            return {name: str(answer) if name == "error" else None for name in _STRUCT}
+        return {name: answer.get(name) for name in _STRUCT}
+
+
+def stats(model: str = DEFAULT_MODEL, **options: Any) -> dict[str, Any]:
+    """Returns the counters of a model with these options of `LLM`, and how many rows of this process have no result."""
+    return _Asked.of("generate", model, options).client().stats() | {"failed": dict(_failed)}
+
+
+daft.attach_provider(PrefoldProvider())

@@ -1,0 +1,117 @@
+"""A class for `map_batches` of Ray Data.
+
+    import ray
+    from prefold.integrations.ray_data import PrefoldBatches
+
+    ds = ds.map_batches(
+        PrefoldBatches,
+        fn_constructor_kwargs={"task": "generate", "column": "question", "model": "smollm2-135m", "max_tokens": 64},
+        compute=ray.data.ActorPoolStrategy(size=2, max_tasks_in_flight_per_actor=4),
+        max_concurrency=4,
+        batch_size=64,
+    )
+
+Batches that an actor works on at the same time run together. The result has the columns of the input, the results, and
+a column `error`: null, or why a row has no result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+from .shared import SharedModel, split_options
+
+__all__ = ["PrefoldBatches"]
+
+# {a task's result: its column}, of each task.
+_COLUMNS = {
+    "generate": {"text": "generated_text", "finish_reason": "finish_reason", "num_generated": "num_generated"},
+    "embed": {"embedding": "embedding"},
+    "classify": {"label": "label", "probabilities": "probabilities"},
+    "score": {"logprob": "logprob"},
+}
+
+
+class PrefoldBatches:
+    """Runs a task on the rows of batches, which are dicts of NumPy arrays.
+
+    task     "generate", "embed", "classify" or "score"
+    column   the column of texts, or of lists of messages; of "score" the prompt
+    chat     whether "generate" puts a text into the model's chat template, as a user's message
+    error    the column of errors
+    prefix   what the names of the new columns begin with
+    options  those of `LLM`, and of the task
+
+    Raises InputError for a column that is not there, or whose name the results take.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        column: str,
+        *,
+        model: str = "smollm2-135m",
+        chat: bool = True,
+        error: str = "error",
+        prefix: str = "",
+        **options: Any,
+    ):
+        if task not in _COLUMNS:
+            raise InputError(f"task is {task!r}", field="task", remedy=f"use one of {', '.join(_COLUMNS)}")
+        llm, self._options = split_options(options)
+        self._task, self._column, self._chat = task, column, chat
+        self._error, self._names = error, {name: prefix + column for name, column in _COLUMNS[task].items()}
+        self._model = SharedModel.of(model, llm)
+
+    async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Yields the batch with its results."""
+        if self._column not in batch:
+            message = f"there is no column {self._column!r}"
+            raise InputError(message, field=self._column, remedy=f"the columns are {', '.join(batch)}")
+        for name in {*self._names.values(), self._error} & set(batch):
+            raise InputError(f"the batch has a column {name!r} already", field=name, remedy="give prefix=, or error=")
+        answers = await self._answers(list(batch[self._column]))
+        errors = [str(a) if isinstance(a, InputError) else None for a in answers]
+        out = {**batch, self._error: np.array(errors, object)}
+        for name, column in self._names.items():
+            out[column] = _array([None if isinstance(a, InputError) else a.get(name) for a in answers])
+        yield out
+
+    async def _answers(self, values: list[Any]) -> list[Any]:
+        if self._task == "generate":
+            return list(await asyncio.gather(*map(self._answer, values)))
+        there = [i for i, value in enumerate(values) if value is not None]
+        field = "prompt" if self._task == "score" else "text"
+        items = [{field: values[i]} for i in there]
+        found = await asyncio.to_thread(self._model.run_many, self._task, self._options, items)
+        out: list[Any] = [_null(self._column)] * len(values)
+        for i, answer in zip(there, found, strict=True):
+            out[i] = answer
+        return out
+
+    async def _answer(self, value: Any) -> Any:
+        if value is None:
+            return _null(self._column)
+        if not isinstance(value, str):
+            item: dict[str, Any] = {"messages": [dict(message) for message in value]}
+        else:
+            item = {"messages": [{"role": "user", "content": value}]} if self._chat else {"prompt": value}
+        return await self._model.run_one("generate", self._options, item)
+
+
+def _null(column: str) -> InputError:
+    return InputError(f"{column!r} is null", field=column, remedy="give it a value, or drop the row", code="null")
+
+
+def _array(values: list[Any]) -> np.ndarray:
+    """Returns values as a column: vectors of one size as a matrix, where none is missing; all else as objects."""
+    if values and all(isinstance(value, np.ndarray) for value in values):
+        return np.stack(values)
+    out = np.empty(len(values), object)
+    out[:] = [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
+    return out

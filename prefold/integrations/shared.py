@@ -1,0 +1,146 @@
+"""A model that many callers of a process, or of a cluster, have together, for functions on columns of data frames.
+
+    model = SharedModel.of("smollm2-135m", {"threads": 4})       one for a process, made at the first call
+    answer = await model.run_one("generate", {...}, item)        joins what others ask for at the same time
+    answers = model.run_many("embed", {...}, items)              an answer, or an InputError, for each item
+
+With `on_ray=True` the model lives in an actor that all processes of the cluster find by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import InputError, MissingExtraError, record_error
+
+__all__ = ["SharedModel", "split_options"]
+
+LLM_OPTIONS = (
+    "tokenizer", "dtype", "device", "threads", "sharing", "max_batch_rows", "kv_memory", "max_running",
+    "reserve_output", "cache", "cache_prefill", "adapters", "tensor_parallel", "decode_graphs", "load_format",
+    "revision",
+)  # fmt: skip
+_models: dict[str, SharedModel] = {}
+_lock = threading.Lock()
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns (keywords of `LLM`, all other options)."""
+    own = {name: value for name, value in options.items() if name in LLM_OPTIONS}
+    return own, {name: value for name, value in options.items() if name not in own}
+
+
+class SharedModel:
+    """Runs tasks on an LLM of this process. Any thread and any event loop may call it."""
+
+    def __init__(self, model: str, options: Mapping[str, Any]):
+        from ..llm import LLM
+
+        self._llm = LLM(model, **options)
+        self._tasks: dict[str, Any] = {}
+        self._tasks_lock = threading.Lock()
+
+    @classmethod
+    def of(cls, model: str, options: Mapping[str, Any], *, on_ray: bool = False) -> Any:
+        """Returns the model of this process, or on Ray of the cluster, with these options; it is made where need be."""
+        key = json.dumps([model, options], sort_keys=True, default=str)
+        with _lock:
+            if key not in _models:
+                _models[key] = _RayModel(key, model, options) if on_ray else cls(model, options)  # type: ignore[assignment]
+            return _models[key]
+
+    def _task(self, name: str, options: Mapping[str, Any]) -> Any:
+        """Returns the task with these options, which is made once."""
+        from ..tasks import make_task
+        from ..tasks.run import calibrated
+
+        key = json.dumps([name, options], sort_keys=True, default=str)
+        with self._tasks_lock:
+            if key not in self._tasks:
+                llm = self._llm
+                made = make_task(name, llm.checkpoint, llm.tokenizer, dict(options), adapters=llm.engine.adapters)
+                self._tasks[key] = calibrated(llm.engine, made)
+            return self._tasks[key]
+
+    def run_many(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
+        """Returns what a task gives for each item, or the item's InputError."""
+        from ..tasks.run import run_items
+
+        return run_items(self._llm.engine, self._task(name, options), items)
+
+    async def run_one(self, name: str, options: Mapping[str, Any], item: Any) -> Any:
+        """Returns what a task gives for an item, or its InputError. Text of all callers is generated together."""
+        from ..tasks.run import finish
+
+        if name != "generate":
+            return (await asyncio.to_thread(self.run_many, name, options, [item]))[0]
+        task = await asyncio.to_thread(self._task, name, options)
+        (work,) = await asyncio.to_thread(task.prepare, [item])
+        if isinstance(work, InputError):
+            return work
+        try:
+            samples: Any = None
+            async for event in self._llm.engine.service.stream(work.requests[0], self._llm.tokenizer, text=False):
+                samples = event
+            return finish(task, work.note, [samples])
+        except Exception as error:
+            return record_error(error)
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the counters of the model, as a mapping."""
+        return self._llm.stats.to_dict()
+
+
+class _RayModel:
+    """A SharedModel in an actor of the cluster. The process that makes it owns the actor, which ends with it."""
+
+    def __init__(self, key: str, model: str, options: Mapping[str, Any]):
+        try:
+            import ray
+        except ImportError:
+            raise MissingExtraError("ray", "ray", "a model on Ray") from None
+        threads = options.get("threads") or 1
+        gpus = 1 if str(options.get("device", "auto")).startswith("cuda") else 0
+        if options.get("device", "auto") == "auto" and ray.cluster_resources().get("GPU"):
+            gpus = 1
+        actor = ray.remote(max_restarts=-1, max_task_retries=0, max_concurrency=1000)(_Actor)
+        name = f"prefold-{zlib.crc32(key.encode()):08x}"
+        beside = {"num_gpus": gpus, "num_cpus": 0 if gpus else threads}
+        self._actor = actor.options(name=name, get_if_exists=True, **beside).remote(model, dict(options))
+
+    async def run_one(self, name: str, options: Mapping[str, Any], item: Any) -> Any:
+        """Returns what a task gives for an item, or its InputError."""
+        return await self._actor.run_one.remote(name, dict(options), item)
+
+    def run_many(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
+        """Returns what a task gives for each item, or the item's InputError."""
+        import ray
+
+        return ray.get(self._actor.run_many.remote(name, dict(options), list(items)))
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the counters of the model, as a mapping."""
+        import ray
+
+        return ray.get(self._actor.stats.remote())
+
+
+class _Actor:
+    """The process on Ray that holds a model."""
+
+    def __init__(self, model: str, options: dict[str, Any]):
+        self._model = SharedModel(model, {"threads": 1} | options)
+
+    async def run_one(self, name: str, options: dict[str, Any], item: Any) -> Any:
+        return await self._model.run_one(name, options, item)
+
+    async def run_many(self, name: str, options: dict[str, Any], items: list[Any]) -> list[Any]:
+        return await asyncio.to_thread(self._model.run_many, name, options, items)
+
+    async def stats(self) -> dict[str, Any]:
+        return self._model.stats()

@@ -1,0 +1,177 @@
+"""Daft's AI functions on a tiny random model: natively, and on a real Ray of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import BaseModel
+from tiny import tiny_checkpoint
+
+pytest.importorskip("daft")
+pytestmark = pytest.mark.slow
+
+NUM = 120
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("daft"), "llama"))
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    from prefold import LLM
+
+    return LLM(model, threads=1, dtype="float32")
+
+
+OPTIONS = {"threads": 1, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module", params=[1, 8], ids=["one file", "eight files"])
+def frame(request, tmp_path_factory):
+    """A table in several files, which Daft reads in parallel. (Its native runner has no other partitions.)"""
+    import daft
+
+    import prefold.integrations.daft  # noqa: F401
+
+    folder = tmp_path_factory.mktemp("table")
+    texts = [None if i == 7 else "no " * 400 if i == 9 else f"the question {i % 5} yes {i}" for i in range(NUM)]
+    for part in range(request.param):
+        rows = range(part, NUM, request.param)
+        table = pa.table({"id": list(rows), "text": [texts[i] for i in rows]})
+        pq.write_table(table, folder / f"{part}.parquet")
+    return daft.read_parquet(str(folder / "*.parquet"))
+
+
+def collected(df, *columns):
+    """The columns by id; every id is there once."""
+    found = df.select("id", *columns).to_pydict()
+    assert sorted(found["id"]) == list(range(NUM))
+    return {i: [found[name][k] for name in columns] for k, i in enumerate(found["id"])}
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    """What the Python face says, of every row that has an answer."""
+    texts = [f"the question {i % 5} yes {i}" for i in range(NUM)]
+    chats = [[{"role": "system", "content": "be kind"}, {"role": "user", "content": text}] for text in texts]
+    return {
+        "prompt": [g.text for g in llm.chat(chats, max_tokens=6)],
+        "embed": llm.embed(texts),
+        "label": [c.label for c in llm.classify(texts, ["yes", "no"])],
+    }
+
+
+def test_the_functions_give_what_the_model_gives(model, expected, frame):
+    import daft
+    from daft.functions import classify_text, embed_text, prompt
+
+    common = {"provider": "prefold", "model": model, "on_error": "ignore", **OPTIONS}
+    text = daft.col("text")
+    df = frame.with_column("answer", prompt(text, system_message="be kind", max_tokens=6, **common))
+    df = df.with_column("vector", embed_text(text, **common))
+    df = df.with_column("label", classify_text(text, labels=["yes", "no"], **common))
+    found = collected(df, "answer", "vector", "label")
+    for i, (answer, vector, label) in found.items():
+        if i in (7, 9):
+            assert answer is vector is label is None
+        else:
+            assert answer == expected["prompt"][i] and label == expected["label"][i]
+            assert np.abs(np.array(vector) - expected["embed"][i]).max() < 1e-5
+
+
+def test_an_error_is_raised_or_is_a_value(model, frame):
+    import daft
+    from daft.functions import prompt
+
+    from prefold.integrations.daft import generate, stats
+
+    with pytest.raises(Exception, match="makes a prompt of"):
+        asked = prompt(daft.col("text"), provider="prefold", model=model, max_tokens=6, **OPTIONS)
+        frame.with_column("answer", asked).collect()
+    df = frame.with_column("answer", generate(daft.col("text"), model=model, max_tokens=6, **OPTIONS))
+    found = collected(df, "answer")
+    for i, (answer,) in found.items():
+        assert (answer["text"] is None) == (answer["error"] is not None) == (i in (7, 9))
+        assert i in (7, 9) or (answer["num_generated"] <= 6 and answer["num_tokens"] > 5)
+    assert "null" in found[7][0]["error"] and "context" in found[9][0]["error"]
+    counted = stats(model, **OPTIONS)
+    assert counted["rows_computed"] < counted["tokens"]
+
+
+class Answer(BaseModel):
+    yes: bool
+    count: int
+
+
+def test_answers_of_a_pydantic_model(model, frame):
+    import daft
+    from daft.functions import prompt
+
+    text = daft.col("text")
+    options = {"provider": "prefold", "model": model, "return_format": Answer, "on_error": "ignore", **OPTIONS}
+    df = frame.with_column("answer", prompt([text, daft.lit("How many?")], max_tokens=60, **options))
+    found = [answer for (answer,) in collected(df, "answer").values() if answer is not None]
+    assert len(found) > NUM // 2
+    assert all(isinstance(a["yes"], bool) and isinstance(a["count"], int) for a in found)
+
+
+def test_what_is_asked_wrongly(model):
+    from prefold.errors import InputError
+    from prefold.integrations.daft import PrefoldProvider
+
+    with pytest.raises(InputError, match="on_error"):
+        PrefoldProvider().get_prompter(model, on_error="explode")
+    descriptor = PrefoldProvider(threads=1).get_text_embedder(model, 8)
+    options = descriptor.get_udf_options()
+    assert (options.max_retries, options.concurrency, options.num_gpus) == (0, None, None)
+    assert descriptor.get_dimensions().size == 8 and descriptor.get_provider() == "prefold"
+
+
+ON_RAY = """
+import json, sys
+import daft
+import ray
+ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+daft.set_runner_ray()
+import prefold.integrations.daft as ours
+from daft.functions import prompt, embed_text
+
+model, partitions, num = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+texts = [None if i == 7 else "no " * 400 if i == 9 else f"the question {i % 5} yes {i}" for i in range(num)]
+df = daft.from_pydict({"id": list(range(num)), "text": texts}).into_partitions(partitions)
+options = {"model": model, "threads": 1, "dtype": "float32"}
+df = df.with_column("answer", ours.generate(daft.col("text"), max_tokens=6, **options))
+df = df.with_column("vector", embed_text(daft.col("text"), provider="prefold", on_error="ignore", **options))
+found = df.to_pydict()
+found["vector"] = [None if v is None else [float(x) for x in v] for v in found["vector"]]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("partitions", [1, 4])
+def test_on_ray_every_row_comes_once(model, llm, partitions):
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    environment = os.environ | {"PYTHONPATH": root, "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, "-c", ON_RAY, model, str(partitions), str(NUM)], env=environment, capture_output=True,
+        timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    found = json.loads(done.stdout.decode().splitlines()[-1])
+    assert sorted(found["id"]) == list(range(NUM))
+    good = [k for k, i in enumerate(found["id"]) if i not in (7, 9)]
+    texts = [found["text"][k] for k in good]
+    answers = llm.chat([[{"role": "user", "content": text}] for text in texts], max_tokens=6)
+    assert [found["answer"][k]["text"] for k in good] == [one.text for one in answers]
+    vectors = np.array([found["vector"][k] for k in good])
+    assert np.abs(vectors - llm.embed(texts)).max() < 1e-5
+    assert all(found["answer"][k]["error"] for k, i in enumerate(found["id"]) if i in (7, 9))

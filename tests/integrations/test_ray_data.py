@@ -1,0 +1,112 @@
+"""Ray Data's map_batches on a tiny random model: on the class alone, and on a real Ray of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tiny import tiny_checkpoint
+
+from prefold.errors import InputError
+from prefold.integrations.ray_data import PrefoldBatches
+
+OPTIONS = {"threads": 1, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("ray"), "llama"))
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    from prefold import LLM
+
+    return LLM(model, **OPTIONS)
+
+
+TEXTS = [None if i == 3 else "no " * 400 if i == 5 else f"the question {i % 4} yes {i}" for i in range(40)]
+GOOD = [i for i in range(40) if i not in (3, 5)]
+
+
+def run(task, model, *batches, **options):
+    """The batches as one actor gives them, all under way at the same time."""
+    made = PrefoldBatches(task, "text", model=model, **OPTIONS, **options)
+
+    async def one(batch):
+        return [out async for out in made(batch)]
+
+    async def both():
+        return await asyncio.gather(*map(one, batches))
+
+    parts = [out for outs in asyncio.run(both()) for out in outs]
+    return {name: [value for part in parts for value in part[name]] for name in parts[0]}
+
+
+def halves():
+    return [{"id": np.arange(a, a + 20), "text": np.array(TEXTS[a : a + 20], object)} for a in (0, 20)]
+
+
+def test_generated_text(model, llm):
+    found = run("generate", model, *halves(), max_tokens=5, chat=False)
+    assert found["id"] == list(range(40))
+    expected = llm.generate([TEXTS[i] for i in GOOD], max_tokens=5)
+    assert found["error"][3] == "'text' is null; give it a value, or drop the row"
+    assert [found["generated_text"][i] for i in GOOD] == [one.text for one in expected]
+    assert "context" in found["error"][5] and found["generated_text"][5] is None
+    assert all(found["error"][i] is None for i in GOOD)
+
+
+def test_vectors_and_labels(model, llm):
+    found = run("embed", model, *halves())
+    vectors = np.array([found["embedding"][i] for i in GOOD])
+    assert np.abs(vectors - llm.embed([TEXTS[i] for i in GOOD])).max() < 1e-5
+    assert found["embedding"][3] is None and found["error"][5]
+    found = run("classify", model, *halves(), labels=["yes", "no"], prefix="found_")
+    expected = llm.classify([TEXTS[i] for i in GOOD], ["yes", "no"])
+    assert [found["found_label"][i] for i in GOOD] == [one.label for one in expected]
+
+
+def test_what_is_asked_wrongly(model):
+    with pytest.raises(InputError, match="task is 'rank'"):
+        PrefoldBatches("rank", "text", model=model)
+    with pytest.raises(InputError, match="no column 'text'"):
+        run("embed", model, {"id": np.arange(2)})
+    with pytest.raises(InputError, match="column 'error' already"):
+        run("embed", model, {"text": np.array(["a"], object), "error": np.arange(1)})
+
+
+ON_RAY = """
+import json, sys
+import ray
+from prefold.integrations.ray_data import PrefoldBatches
+ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+ray.data.DataContext.get_current().enable_progress_bars = False
+rows = [{"id": i, "text": None if i == 7 else f"the question {i % 5} yes {i}"} for i in range(int(sys.argv[2]))]
+out = ray.data.from_items(rows).repartition(6).map_batches(
+    PrefoldBatches,
+    fn_constructor_kwargs={"task": "embed", "column": "text", "model": sys.argv[1], "threads": 1, "dtype": "float32"},
+    compute=ray.data.ActorPoolStrategy(size=2, max_tasks_in_flight_per_actor=4),
+    max_concurrency=4, batch_size=16,
+)
+print(json.dumps([{"id": r["id"], "error": r["error"], "has": r["embedding"] is not None} for r in out.take_all()]))
+"""
+
+
+@pytest.mark.slow
+def test_on_ray_every_row_comes_once(model):
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    environment = os.environ | {"PYTHONPATH": root, "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, "-c", ON_RAY, model, "100"], env=environment, capture_output=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    found = json.loads(done.stdout.decode().splitlines()[-1])
+    assert sorted(row["id"] for row in found) == list(range(100))
+    assert [row["id"] for row in found if row["error"]] == [7]
+    assert [row["id"] for row in found if not row["has"]] == [7]
