@@ -1,4 +1,4 @@
-"""Where K/V lies and how long: slots, and the radix cache. No torch."""
+"""Where the K/V of a row lies, and how long it stays: slots, the radix tree, and the radix cache. No torch."""
 
 from __future__ import annotations
 

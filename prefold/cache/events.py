@@ -1,8 +1,8 @@
-"""What a cache tells of itself: numbered events of the rows it holds, for a router that keeps a picture of them.
+"""What a cache tells of itself: numbered events of the rows that it holds, from which a router knows what is where.
 
-A *run* is a stretch of rows of one path that are held together; its name is given by who reports it. Events are plain
-data and go to another process as they are. Where one was lost, all that is held is told once more: `Cleared`, and
-then everything as if it were new.
+A *run* is a stretch of rows of one path that are held together. Whoever reports a run gives it its name. Events are
+plain data, and go to another process as they are. Where one was lost, all that is held is told anew: first `Cleared`,
+then everything that is held as if it were new.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ __all__ = ["CacheEvent", "CacheEvents", "CacheReporter", "Cleared", "Cut", "Remo
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Stored:
-    """Rows are held that were not. They follow the run `after`; where that is `run` itself, the run grows at its end.
+    """A Stored says that n more rows are held.
 
-    after      None: they are the first of their paths
+    run        the run that they belong to
+    after      the run that they follow; `run` itself: that run grows at its end; None: they begin at position 0
     tokens     int32 [n]
-    namespace  two runs of different namespaces share nothing; looked at where `after` is None
+    namespace  of rows that begin at position 0: rows of two namespaces share nothing
     """
 
     run: Hashable
@@ -35,7 +36,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A run is now two: its first `size` rows are the run `upper`, and those behind them keep its name."""
+    """A Cut says that a run is now two: its first `size` rows are the run `upper`, and the others keep its name."""
 
     run: Hashable
     upper: Hashable
@@ -44,14 +45,14 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """The rows of a run are held no more. Those of runs that follow it may still be."""
+    """A Removed says that the rows of a run are not held any more. Those of runs that follow it may still be."""
 
     run: Hashable
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Nothing is held any more."""
+    """A Cleared says that nothing is held any more."""
 
 
 CacheEvent = Stored | Cut | Removed | Cleared
@@ -59,9 +60,10 @@ CacheEvent = Stored | Cut | Removed | Cleared
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CacheEvents:
-    """Consecutive events of one cache; `first` is the number of the first of them. Numbers begin at 0.
+    """A CacheEvents holds consecutive events of one cache.
 
-    epoch  differs after a restart, when numbers begin again
+    epoch  differs after a restart of the cache, when numbers begin again
+    first  the number of the first of the events; numbers begin at 0
     """
 
     epoch: Hashable
@@ -70,11 +72,13 @@ class CacheEvents:
 
 
 class CacheReporter:
-    """Reports what changes in a tree, from the moment it is made. What nobody fetches is not kept for ever: beyond
-    `max_pending` events everything that is held is told anew.
+    """A CacheReporter reports what changes in a radix tree, from the moment the reporter is made.
 
-    Names of runs are numbers. A tail is told of when its rows are entered into the trie. All is called where the tree
-    may be changed: by its thread, between two changes.
+    Names of runs are numbers. The rows of a tail are told of when they are entered into the tree. All methods are
+    called where the tree may be changed: by the thread that changes it, between two changes.
+
+    max_pending  the most events that wait to be fetched; where there are more, they are dropped, and the next call of
+                 `drain` tells anew of all that is held
     """
 
     def __init__(self, tree: RadixTree, *, epoch: Hashable = 0, max_pending: int = 1 << 16):
@@ -94,7 +98,7 @@ class CacheReporter:
         self._tell_all()
 
     def close(self) -> None:
-        """Report no more."""
+        """Ends the reporting."""
         self._tree.on_store.remove(self._store)
         self._tree.on_split.remove(self._split)
         self._tree.on_drop.remove(self._drop)

@@ -1,8 +1,8 @@
-"""The radix cache: what is kept of sequences that have ended, for those who come back.
+"""The radix cache keeps rows of sequences that have ended, for later prompts that begin with the same tokens.
 
-Rows are kept as they lie, in the trie and in their slots: a later prompt that begins with the same tokens
-finds them when it is entered into the trie, which is done anyway, token for token. So looking up costs
-nothing of its own, and nothing is ever copied, shifted or matched in part.
+Rows are kept as they lie, in the radix tree and in their slots. A later prompt is entered into the tree in any case,
+token for token, and there meets the kept rows. So looking up costs nothing of its own, and no K/V is ever copied,
+shifted or matched approximately.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ POLICIES: tuple[Policy, ...] = ("lru", "lfu", "priority")
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """All there is to choose.
+    """A CacheOptions says what the cache keeps, and for how long. Raises InputError for values out of range.
 
-    policy       who goes first when room is needed: the least recently used ("lru"), the least often used
-                 ("lfu"), or the lowest priority of a request ("priority"); the last two fall back on "lru"
+    policy       which rows go first when room is needed: the least recently used ("lru"), the least often used
+                 ("lfu"), or those of the lowest priority of a request ("priority"); among equals, the last two take the
+                 least recently used
     ttl          seconds after its last use at which a row goes; None: never
-    max_tokens   most rows kept beside those in use; None: as many as the KV store holds
+    max_tokens   the most rows kept beside those in use; None: as many as the KV store holds
     min_overlap  prefixes of fewer tokens are neither used nor kept: they cost less to compute than to look after
     """
 
@@ -54,11 +55,11 @@ class CacheOptions:
 
 
 class RadixCache:
-    """The kept nodes of a trie: computed, and used by no sequence.
+    """A RadixCache holds the kept nodes of a radix tree: those that are computed and that no sequence uses.
 
     rows     how many rows may be evicted
-    seconds  spent in here
-    clock    seconds; another one for tests
+    seconds  the time spent in the cache
+    clock    returns the time in seconds; tests give one of their own
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class RadixCache:
         tree.on_split.append(self._split)
 
     def keep(self, node: Node) -> None:
-        """No sequence uses the node any more. Its children are done with already."""
+        """Keeps what is computed of a node that no sequence uses any more, and drops the rest of it. Its children must
+        have been kept or dropped before."""
         started = time.perf_counter()
         if node.pending:
             self._forget_below(node)
@@ -109,7 +111,8 @@ class RadixCache:
         self.seconds += time.perf_counter() - started
 
     def take(self, path: list[Node]) -> None:
-        """A sequence comes, whose tokens go through these nodes: what is kept of them is in use, if it is worth it."""
+        """Takes out of the cache those of the nodes that it holds, for a sequence whose tokens go through them. Where
+        they come to fewer than `min_overlap` rows, these are dropped and will be computed again."""
         overlap = sum(node.computed for node in path)
         for node in path:
             if not node.kept:
@@ -123,7 +126,7 @@ class RadixCache:
                 self._pool.free(self._tree.drop(node))
 
     def graft(self, tail: Node, priority: int) -> None:
-        """The sequence of a tail ends: its rows are entered into the trie, for prompts that go on from its tokens."""
+        """Enters the rows of a tail whose sequence ends into the tree, for prompts that go on from its tokens."""
         node = tail.parent
         assert node is not None
         rows = min(tail.computed, len(tail.tokens))
@@ -151,7 +154,7 @@ class RadixCache:
             node, at = child, at + found
 
     def evict(self, rows: int) -> int:
-        """Let at least `rows` rows go, or all there are; returns how many went."""
+        """Evicts at least `rows` rows, or all that may go, and returns how many were evicted."""
         started = time.perf_counter()
         gone = 0
         while gone < rows and (node := self._first(self._by_worth)) is not None:
@@ -160,7 +163,7 @@ class RadixCache:
         return gone
 
     def expire(self) -> None:
-        """Let go what has outlived its time; looks about once a tenth of that time."""
+        """Evicts what was used last more than `ttl` seconds ago; looks no more than ten times in that time."""
         if self.options.ttl is None:
             return
         now = self._clock()
@@ -172,14 +175,15 @@ class RadixCache:
             self._forget(node)
 
     def clear(self) -> None:
-        """Let all go that is not pinned."""
+        """Evicts all rows that are not pinned."""
         with suppress(BrokenOff), self._tree.change():
             self.evict(self.rows)
 
     def pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
-        """Never evict what is there of these tokens, until `unpin`; returns how many leading tokens that is.
+        """Pins the rows of these tokens that are computed: they are not evicted until `unpin`. Returns how many leading
+        tokens these are.
 
-        Where a call of the engine is broken off in the middle of a change, all that is kept goes, pins with it.
+        Where an exception breaks off a change in the engine (Ctrl-C may), all rows are forgotten, and all pins.
         """
         pinned = 0
         with suppress(BrokenOff), self._tree.change():
@@ -198,7 +202,7 @@ class RadixCache:
         return pinned
 
     def unpin(self, namespace: Hashable, tokens: np.ndarray) -> int:
-        """Take back the longest of the pins that lie along these tokens; returns how many leading tokens it held."""
+        """Takes back the longest pin that lies along these tokens, and returns how many leading tokens it held."""
         path: list[Node] = []
         with suppress(BrokenOff), self._tree.change():
             path = [node for node, same in self._tree.match(namespace, tokens)[0] if same == len(node) and node.pins]
@@ -212,7 +216,7 @@ class RadixCache:
         return path[-1].stop if path else 0
 
     def forget_all(self) -> None:
-        """The trie and the pool were cleared."""
+        """Forgets all nodes, because the tree and the pool were cleared."""
         self._kept.clear()
         self._by_worth.clear()
         self._by_age.clear()
@@ -223,7 +227,7 @@ class RadixCache:
         return (first, node.used)
 
     def _enter(self, node: Node | None) -> None:
-        """Enter a node among those that may go, if it may."""
+        """Enters a node among those that may go, if it is one of them."""
         if node is None or not node.kept or node.children or node.pins:
             return
         node.place = next(self._places)
@@ -245,7 +249,8 @@ class RadixCache:
         return heap[0][2] if heap else None
 
     def _forget(self, node: Node, rows: int | None = None) -> int:
-        """Evict a kept leaf, or the last `rows` rows of it: what lies before them may yet be asked for."""
+        """Evicts a kept leaf, or the last `rows` rows of it: the rows before them may still be asked for. Returns how
+        many rows were evicted."""
         if rows is not None and 0 < rows < len(node):
             self._tree.split(node, len(node) - rows)
         size = node.computed
@@ -257,7 +262,7 @@ class RadixCache:
         return size
 
     def _forget_below(self, node: Node) -> None:
-        """Rows whose ancestors are not there would never be found."""
+        """Evicts the kept nodes below a node: rows are never found where rows above them are missing."""
         below = list(node.children.values())
         for child in below:
             below.extend(child.children.values())
@@ -273,7 +278,7 @@ class RadixCache:
             self._kept[upper] = None
 
     def check(self) -> None:
-        """AssertionError where the books do not balance."""
+        """Raises AssertionError where what the cache counts and the tree do not agree; for tests."""
         kept = [node for node in self._tree.nodes() if node.kept]
         assert set(kept) == set(self._kept)
         assert self.rows == sum(node.computed for node in kept if not node.pins)

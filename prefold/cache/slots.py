@@ -1,4 +1,4 @@
-"""Slots: where one row's K/V lies in the KV store. Which are free, as runs of neighbours."""
+"""Slots are the places of rows in the KV store. This module knows which of them are free, as runs of neighbours."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ __all__ = ["SCRATCH", "SlotPool"]
 
 # The slot that rows whose K/V nobody needs are written to. Never handed out, never read.
 SCRATCH = 0
-# Free runs of about the size that is wanted that are looked at before a larger one is cut.
+# How many free runs of about the wanted size are looked at before a larger one is cut.
 TRIES = 8
 
 
 class SlotPool:
-    """Slots 1 to `num_slots`, handed out in neighbouring runs where there are any (kernels read those fastest).
+    """A SlotPool gives out the slots 1 to `num_slots`, as runs of neighbours where it can: kernels read those fastest.
 
-    The time of a call depends on the runs that it hands out or takes back, and not on how many others are free: runs
-    are kept by the binary logarithm of their size, and found by their first slot and by the slot behind their last.
+    The time of a call depends on how many runs it gives out or takes back, and not on how many others are free: free
+    runs are kept by the binary logarithm of their size, and found by their first slot and by the slot behind their
+    last.
+
+    free_slots  how many slots are free
     """
 
     def __init__(self, num_slots: int):
@@ -26,7 +29,7 @@ class SlotPool:
         self.clear()
 
     def clear(self) -> None:
-        """All slots are free."""
+        """Takes all slots back."""
         self.free_slots = self.num_slots
         self._is_free = np.zeros(self.num_slots + 2, bool)
         self._sizes: dict[int, int] = {}  # of free runs, by their first slot
@@ -37,6 +40,7 @@ class SlotPool:
 
     @property
     def used_slots(self) -> int:
+        """Returns how many slots have been given out and not taken back."""
         return self.num_slots - self.free_slots
 
     def allocate(self, count: int) -> np.ndarray | None:
@@ -102,7 +106,7 @@ class SlotPool:
         return size
 
     def free(self, slots: np.ndarray) -> None:
-        """Take slots back. ValueError for one that is free already, or was never handed out."""
+        """Takes slots back, int64 in any order. Raises ValueError for one that is free already or does not exist."""
         if not len(slots):
             return
         slots = np.sort(slots)

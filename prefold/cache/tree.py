@@ -1,8 +1,8 @@
-"""A trie that grows and shrinks: prompts come and go, their rows stay while somebody needs them.
+"""The radix tree: a trie that grows as prompts come and shrinks as they go.
 
-Beside `Trie`, which lays a known set of prompts flat once, this one is for sequences in flight and for
-what is kept of them afterwards. Its nodes hold runs of tokens and the slots their K/V lie in; who needs
-a node, and when it may go, is for the scheduler and the cache to say.
+`prefix.Trie` lays a known set of prompts flat, once. The radix tree is for sequences that run, and for what is kept of
+them afterwards. Its nodes hold runs of tokens, and the slots that the K/V of these lies in. Which sequences need a
+node, and when it may go, the scheduler and the cache decide.
 """
 
 from __future__ import annotations
@@ -20,18 +20,25 @@ _NO_SLOTS = np.empty(0, np.int64)
 
 
 class Node:
-    """A run of rows that the same sequences share.
+    """A Node is a run of rows that the same sequences share.
 
-    tokens    int32 [n] of a prompt, or a growing list of a sequence's own tokens (its tail)
-    start     position of the first token
-    slots     int64 [s]: where the first s rows' K/V lie or will lie; empty while nobody has claimed them
-    computed  rows whose K/V is there
-    users     sequences, waiting or running, whose tokens go through the node
-    children  by first token; tails are no children, though the node is their parent
-    lost      rows were computed once and given up: computing them is doing it again
-    namespace of a root: what was given to `insert`
+    tokens     int32 [n] of a prompt, or the growing list of the tokens that a sequence has made (its tail)
+    start      position of the first token
+    slots      int64 [s]: where the K/V of the first s rows lies or will lie; empty while no slots are claimed for them
+    computed   how many rows have their K/V there
+    users      how many sequences, waiting or running, have tokens that go through the node
+    children   the nodes below, by first token; a tail is no child, though this node is its parent
+    lost       whether rows were computed before and given up, so that they are computed again
+    namespace  of a root: what was given to `insert`
 
-    kept, pins, used, uses, priority, place are the cache's: see cache.RadixCache.
+    kept, pins, used, uses, priority and place belong to the RadixCache:
+
+    kept      whether the cache holds the node: it is computed, and no sequence uses it
+    pins      how often it was pinned; while it is, it is never evicted
+    used      when a sequence used it last, by the cache's clock
+    uses      how often it was found in the cache
+    priority  the highest of any request that used it
+    place     the number of its latest entry among the nodes that may go
     """
 
     __slots__ = (
@@ -76,16 +83,16 @@ class Node:
 
     @property
     def stop(self) -> int:
-        """Position behind the last token."""
+        """Returns the position behind the last token."""
         return self.start + len(self.tokens)
 
     @property
     def pending(self) -> int:
-        """Rows that are still to be computed."""
+        """Returns how many rows are still to be computed."""
         return len(self.tokens) - self.computed
 
     def path(self) -> list[Node]:
-        """From the root (left out) to this node."""
+        """Returns the nodes from below the root down to this node."""
         nodes = []
         node: Node | None = self
         while node is not None and node.parent is not None:
@@ -94,17 +101,18 @@ class Node:
         return nodes[::-1]
 
     def claim(self, slots: np.ndarray) -> None:
-        """More slots for the rows to come."""
+        """Adds slots for the rows that have none yet."""
         self.slots = slots if not len(self.slots) else np.concatenate((self.slots, slots))
         self._runs = None
 
     def give_up(self) -> np.ndarray:
-        """Forget the rows; returns their slots, for the pool."""
+        """Forgets the rows, and returns their slots, which the pool takes back."""
         slots, self.slots, self.computed, self._runs = self.slots, _NO_SLOTS, 0, None
         return slots
 
     def runs(self, rows: int) -> Iterator[tuple[int, int, int]]:
-        """(first slot, count, position of the first) of the first `rows` rows, where slots follow each other."""
+        """Yields (first slot, count, position of the first row) of each run of neighbouring slots that the first `rows`
+        rows lie in."""
         if self._runs is None:
             breaks = np.flatnonzero(np.diff(self.slots) != 1) + 1 if len(self.slots) > 1 else ()
             edges = [0, *(int(b) for b in breaks), len(self.slots)]
@@ -115,8 +123,10 @@ class Node:
             yield int(self.slots[first]), min(stop, rows) - first, self.start + first
 
     def split(self, size: int) -> Node:
-        """Cut off the first `size` tokens as a node above this one, and return it. Who refers to this node
-        refers to its end, and need not know."""
+        """Cuts off the first `size` tokens as a new node above this one, and returns the new node.
+
+        Whoever refers to this node means its last row, which stays in it.
+        """
         assert 0 < size < len(self.tokens) and self.parent is not None
         upper = Node(self.parent, self.tokens[:size], self.start)
         upper.slots, self.slots = self.slots[:size], self.slots[size:]
@@ -131,18 +141,19 @@ class Node:
 
 
 class BrokenOff(Exception):
-    """A change was broken off, and nothing has been made anew yet."""
+    """A BrokenOff is raised where a change was broken off before, and what it left has not been made anew."""
 
 
 class RadixTree:
-    """The tries of several namespaces: nothing is shared between two (adapters, salts).
+    """A RadixTree holds one trie for each namespace (adapter and salt); two namespaces share nothing.
 
-    on_split   called with (upper, lower) whenever a node is cut in two
-    on_store   called with a node of which more rows have been computed
-    on_drop    called with a node whose rows are about to be given up
-    on_clear   called when all tries are forgotten
-    lock       held by a change
-    is_broken  a change was broken off by an exception, or is being made
+    roots      the root of each trie, by namespace
+    on_split   functions that are called with (upper, lower) when a node has been cut in two
+    on_store   functions that are called with a node of which more rows have been computed
+    on_drop    functions that are called with a node whose rows are about to be given up
+    on_clear   functions that are called when all tries have been forgotten
+    lock       held while a change is made
+    is_broken  whether a change is being made, or was broken off by an exception
     """
 
     def __init__(self) -> None:
@@ -156,10 +167,10 @@ class RadixTree:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """A change of the tries and of what depends on them, by one thread at a time.
+        """Returns a context in which one thread changes the tries and what depends on them.
 
-        Raises BrokenOff where an exception (Ctrl-C falls anywhere) broke off a change before: they are not whole, and
-        have to be made anew.
+        Raises BrokenOff where an exception broke off a change before (Ctrl-C may fall anywhere): the tries are not
+        whole then, and have to be made anew.
         """
         with self.lock:
             if self.is_broken:
@@ -169,9 +180,10 @@ class RadixTree:
             self.is_broken = False
 
     def insert(self, namespace: Hashable, tokens: np.ndarray) -> Node:
-        """The node that ends with `tokens` (int32 [n], n >= 1); made, and others cut, where needed.
+        """Returns the node that ends with `tokens` (int32 [n], n >= 1), and makes it where it is not there.
 
-        Takes time linear in what matches, and one lookup a node.
+        Where a prompt that is there has only the first part of a node in common with `tokens`, that node is cut in two.
+        The time is linear in the tokens that match, with one lookup a node.
         """
         node = self.roots.get(namespace)
         if node is None:
@@ -190,7 +202,8 @@ class RadixTree:
         return node
 
     def match(self, namespace: Hashable, tokens: np.ndarray) -> tuple[list[tuple[Node, int]], int]:
-        """The nodes that `tokens` goes through, each with how many of its rows match, and the sum; changes nothing."""
+        """Returns the nodes that `tokens` goes through, each with how many of its rows match, and the sum of these.
+        Changes nothing."""
         node = self.roots.get(namespace)
         found: list[tuple[Node, int]] = []
         at = 0
@@ -206,24 +219,25 @@ class RadixTree:
         return found, at
 
     def split(self, node: Node, size: int) -> Node:
+        """Cuts off the first `size` tokens of a node as a new node above it, and returns the new node."""
         upper = node.split(size)
         for listener in self.on_split:
             listener(upper, node)
         return upper
 
     def stored(self, node: Node) -> None:
-        """Tell that more of a node's rows have been computed."""
+        """Tells those who listen that more of a node's rows have been computed."""
         for listener in self.on_store:
             listener(node)
 
     def drop(self, node: Node) -> np.ndarray:
-        """Forget the rows of a node; returns their slots, for the pool."""
+        """Forgets the rows of a node, and returns their slots, which the pool takes back."""
         for listener in self.on_drop:
             listener(node)
         return node.give_up()
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but roots and tails."""
+        """Yields all nodes except roots and tails."""
         stack = [child for root in self.roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
@@ -231,7 +245,7 @@ class RadixTree:
             stack.extend(node.children.values())
 
     def detach(self, node: Node) -> None:
-        """Take a node out of its trie; it has no children any more. A root goes with its last child."""
+        """Takes a node that has no children out of its trie. A root goes with its last child."""
         parent = node.parent
         assert not node.children and parent is not None
         first = int(node.tokens[0])
@@ -241,13 +255,14 @@ class RadixTree:
             del self.roots[parent.namespace]
 
     def clear(self) -> None:
+        """Forgets all tries."""
         self.roots.clear()
         for listener in self.on_clear:
             listener()
 
 
 def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
-    """How many leading tokens are equal."""
+    """Returns how many leading tokens are equal."""
     size = min(len(a), len(b))
     different = np.asarray(a[:size]) != np.asarray(b[:size])
     first = int(different.argmax()) if size else 0

@@ -1,7 +1,7 @@
-"""One caller's requests: how they come to a generator, and how what they give comes back.
+"""One caller's requests: how they come to a generator, and how their answers come back.
 
-Everybody who waits for answers may step, one at a time: whoever finds the turn free makes the next step, which serves
-all. The others sleep until something has come for them, or the turn is free again.
+Every thread that waits for answers may step, one at a time: whichever finds the turn free makes the next step, which
+serves all. The others sleep until something has come for them, or the turn is free again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,18 @@ from .samples import TextPiece
 
 __all__ = ["Call", "Inbox", "serve"]
 
-# How long somebody sleeps who was not woken. Nobody should need it; after an interrupt somebody may.
+# The longest that a caller sleeps without being woken, in seconds. Only after an interrupt may a caller need it.
 LONGEST_SLEEP = 0.2
 
 
 class Inbox:
-    """What has come for one caller: (key, what) in the order it came; and what is open, key to tag. Jobs know the
-    inbox and not the caller, so that a caller that is gone can be noticed."""
+    """An Inbox holds what has come for one caller.
+
+    Requests know the inbox and not the caller, so that a caller that is gone can be noticed.
+
+    open  the tag of each request that has not ended, by its key
+    came  (key, piece of text or answer) in the order they came
+    """
 
     def __init__(self, caller: weakref.ref[Call]):
         self.caller = caller
@@ -38,25 +43,29 @@ class Inbox:
         self._woken: SimpleQueue[None] = SimpleQueue()
 
     def put(self, key: int, what: Any) -> None:
+        """Adds what has come, and wakes the caller."""
         self.came.append((key, what))
         self.wake()
 
     def wake(self) -> bool:
-        """Whether somebody may sleep who was not woken before."""
+        """Wakes the caller; returns False where it had been woken already and has not slept since."""
         if self._woken.empty():
             self._woken.put(None)
             return True
         return False
 
     def sleep(self) -> None:
-        """Until woken, or for LONGEST_SLEEP seconds."""
+        """Sleeps until woken, or for LONGEST_SLEEP seconds."""
         with suppress(Empty):
             self._woken.get(timeout=LONGEST_SLEEP)
 
 
 class Call:
-    """The requests of one caller. When it is left, those that are open are ended; when that is broken off, or nobody
-    has the call any more, the next call does it."""
+    """A Call holds the requests of one caller of a generator.
+
+    When the caller leaves, its open requests are ended. Where that is broken off, or the call is forgotten without it,
+    the next call that is made does it.
+    """
 
     def __init__(self, generator: Generator):
         self.generator = generator
@@ -68,6 +77,7 @@ class Call:
         generator.inboxes[self.inbox] = None
 
     def leave(self) -> None:
+        """Ends all requests that are open."""
         _leave(self.generator, self.inbox)
 
     def add(
@@ -80,7 +90,8 @@ class Call:
         sharing: bool | None = None,
         text: bool = False,
     ) -> None:
-        """Ask for a request. text: whether its text is wanted piece by piece."""
+        """Asks for the answer to a request, which `take` yields with its tag. readout, sharing: as for `Generator.add`.
+        text: whether its text is wanted piece by piece."""
         key = self.generator.new_key()
         self.open[key] = tag  # before it is known elsewhere: whatever happens, it is ended when the call is left
         on_text = partial(self.inbox.put, key) if text else None
@@ -88,7 +99,7 @@ class Call:
         self.generator.add(request, tokenizer, on_done, on_text, readout=readout, sharing=sharing, key=key)
 
     def take(self) -> Iterator[tuple[Any, TextPiece | Answer]]:
-        """(tag, what) of all that has come and was not taken yet."""
+        """Yields (tag, piece of text or answer) of all that has come and was not taken yet."""
         came = self.inbox.came
         while came:
             key, what = came.popleft()
@@ -98,7 +109,10 @@ class Call:
                 yield self.open.pop(key), what
 
     def advance(self, *, alone: bool = True) -> None:
-        """Make a step, or wait while somebody else does. alone: only for what this call has asked."""
+        """Makes a step, or waits while another thread makes one.
+
+        alone  whether a step must bring something for this call; AssertionError where none can be made then
+        """
         generator, inbox = self.generator, self.inbox
         if not generator.turn.acquire(blocking=False):
             inbox.sleep()
@@ -127,11 +141,12 @@ def serve(
     stopping: Callable[[], bool] = lambda: False,
     **options: Any,
 ) -> Iterator[tuple[Any, TextPiece | Answer]]:
-    """Yield (tag, answer) of every request as they end, and with text=True (tag, piece) before.
+    """Yields (tag, answer) of every request as it ends, and with text=True its (tag, piece of text) before.
 
     The next window is taken in when few requests wait, so that its prompts join those that still run. A window that is
-    None says that nothing more is there yet: it is asked for again after the next step.
-    stopping  asked after every step: once it says so, this ends, having yielded what is there
+    None says that nothing more is there yet: the iterator is asked again after the next step.
+
+    stopping  called after every step: once it returns True, this ends, having yielded what is there
     options   of `Call.add`
     """
     call = Call(generator)

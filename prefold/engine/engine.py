@@ -1,6 +1,6 @@
-"""The engine: what is asked of it becomes steps for its worker, and what these give results. No torch.
+"""The engine turns requests into steps for its worker, and what the steps give into results. No torch.
 
-Numeric runs are in `stream.py`; here is what they share with text that is generated.
+Numeric runs are in `stream.py`, text that is generated in `generate.py` and `calls.py`; here is what both share.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Runs requests on a worker: numeric runs, and text that is generated.
+    """An Engine runs requests on a worker: numeric runs, and text that is generated.
 
-    Where runs of several threads come at once, their steps take turns.
+    Several threads may run requests at once; their steps take turns.
     """
 
     def __init__(self, worker: Worker, options: EngineOptions = EngineOptions()):  # noqa: B008
@@ -43,25 +43,26 @@ class Engine:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the LoRA adapters that requests may run with."""
+        """Returns the names of the LoRA adapters that requests may run with."""
         return self.worker.facts.adapters
 
     @property
     def sharing(self) -> Sharing:
+        """Returns how rows are shared between requests where a run does not say otherwise."""
         return self.options.sharing
 
     @property
     def max_batch_rows(self) -> int:
-        """Rows of a step; falls when memory runs out."""
+        """Returns the most rows of a step; it falls when memory runs out."""
         return self._budget.rows
 
     @property
     def stats(self) -> Stats:
-        """What was done since the engine was made, or since `reset_stats`."""
+        """Returns what was counted since the engine was made, or since `reset_stats`."""
         return self.meter.stats
 
     def reset_stats(self) -> Stats:
-        """Begin to count anew; returns what was counted until now."""
+        """Begins to count anew, and returns what was counted until now."""
         return self.meter.reset()
 
     def run(
@@ -74,12 +75,16 @@ class Engine:
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[bytes, Result]]:
-        """Yield (tag, result) of every request, as the steps that end them come in.
+        """Yields (tag, result) of every request when the step that ends it has been computed.
 
         With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`).
+
         sharing, max_batch_rows  of this run; None: the engine's
         on_step                  called after every step of the engine, until the run ends
-        stopping                 asked after every step: once it says so, the run ends, having yielded what is done
+        stopping                 called after every step: once it returns True, the run ends, having yielded what is
+                                 done
+
+        Raises InputError for an adapter that the worker has not, OutOfMemoryError where not even one row fits.
         """
         sharing = sharing or self.sharing
         how: dict[str, Any] = {"sharing": sharing, "meter": self.meter, "stopping": stopping}
@@ -97,7 +102,7 @@ class Engine:
                     return
 
     def _run_probes(self, window: Window, readout: Readout, how: dict[str, Any]) -> Iterator[tuple[bytes, Result]]:
-        """`run` one window among what is generated, in the slots of its KV store."""
+        """Runs one window in the slots of the KV store, in one loop with what is generated."""
         twins, lengths = window.twins, np.diff(window.offsets)
         self.meter.add(requests=int(np.count_nonzero(~twins)))
         requests = [(number, window.request(number)) for number in range(window.num_requests)]
@@ -117,17 +122,17 @@ class Engine:
 
     @cached_property
     def generator(self) -> Generator:
-        """What generates text; it holds the KV store, and is made when first asked for."""
+        """Returns what generates text. It holds the KV store, and is made when first asked for."""
         _check_sharing(self.sharing)
         return Generator(self.worker, self.options, self._budget, self.meter)
 
     @cached_property
     def service(self) -> Service:
-        """What steps the generator for callers that wait in an event loop; made when first asked for."""
+        """Returns what steps the generator for callers that wait in an event loop; made when first asked for."""
         return Service(self.generator)
 
     def close(self) -> None:
-        """End what runs beside the caller's threads. Nothing can be run afterwards on a model that is split."""
+        """Ends what runs beside the caller's threads. On a model that is split nothing can be run afterwards."""
         if "service" in self.__dict__:
             self.service.close()
         self.worker.close()
@@ -141,14 +146,15 @@ class Engine:
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[bytes, Answer]]:
-        """Yield (tag, a Generated a sample) of every request, as they end; (tag, InputError) for one that cannot run.
+        """Yields (tag, answer) of every request as it ends: a list with a Generated for each sample, or the InputError
+        that says why the request cannot run.
 
         The next window is taken in when few requests wait, so that its prompts join those that still run. A window
-        that is None says that nothing more is there yet: it is asked for again after the next step.
+        that is None says that nothing more is there yet: the iterator is asked again after the next step.
 
         sharing   of this run's requests, "full" or "off"; None: the engine's
         on_step   called after every step of the engine, until the run ends
-        stopping  asked after every step: once it says so, the run ends, having yielded what is done
+        stopping  called after every step: once it returns True, the run ends, having yielded what is done
         """
         sharing = sharing or self.sharing
         _check_sharing(sharing)
@@ -159,7 +165,7 @@ class Engine:
     def stream(
         self, requests: Iterable[Request], tokenizer: Tokenizer | None
     ) -> Iterator[tuple[int, TextPiece | Answer]]:
-        """Yield (number, (sample, piece of text)) of each request as pieces come, and (number, answer) at its end."""
+        """Yields (number, TextPiece) of each request as its text comes, and (number, answer) when it ends."""
         yield from serve(self.generator, [enumerate(requests)], tokenizer, text=True)
 
     def _requests(self, windows: Iterable[Window | None]) -> Iterator[list[tuple[bytes, Request]] | None]:
@@ -177,7 +183,8 @@ def _check_sharing(sharing: Sharing) -> None:
 
 
 def can_probe(window: Window, readout: Readout) -> bool:
-    """Whether nothing but last rows of the window's prompts is read: rows that are kept have K/V and no results."""
+    """Returns whether only last rows of the window's prompts are read. Of other rows the cache may have K/V, and never
+    their results."""
     if readout.kind == "logprobs":
         return bool((np.diff(window.target_offsets) == 1).all())
     return readout.kind in ("last", "head", "logits")

@@ -3,9 +3,9 @@
 Any thread may add a request, end one, or take a turn at stepping; a step serves all requests, whoever asked for them.
 
 An exception may fall anywhere (Ctrl-C does). What cannot be derived are the open requests with the tokens that their
-samples have; each token is taken in one stroke. All the rest (the scheduler's books, who has been told) is changed
-within `RadixTree.change`; where a change is broken off, the next step makes it all anew from the open requests. Then
-nothing is in flight, all rows are computed again, and the cache is empty.
+samples have; each token is taken in one stroke. Everything else (the scheduler's books, who has been told) is changed
+within `RadixTree.change`. Where an exception breaks off a change, the next step makes everything else anew from the
+open requests: nothing is in flight then, all rows are computed again, and the cache is empty.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Generator"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Flight:
-    """A step that the worker was given, and who reads what each of its takers gets."""
+    """A _Flight is a step that the worker was given, with the reader of each of the step's takers."""
 
     step: GenerateStep
     message: SlotStep
@@ -51,10 +51,13 @@ class _Flight:
 
 
 class Generator:
-    """Continuous batching of any requests, as they are added, from any thread.
+    """A Generator runs requests by continuous batching, as they are added from any thread.
 
-    worker   whose KV store is used; requests of two of its adapters share nothing
-    budget   rows of a step
+    worker   computes the steps, and holds the KV store
+    budget   the most rows of a step
+    meter    counts what is done
+    turn     held by the thread that makes a step
+    inboxes  of the callers that wait for answers
     """
 
     def __init__(self, worker: Worker, engine: EngineOptions, budget: StepBudget, meter: Meter):
@@ -86,6 +89,7 @@ class Generator:
     # ------------------------------------------------------------------------------------------- what is asked
 
     def new_key(self) -> int:
+        """Returns a key for a request that no other request of this generator has."""
         return next(self._keys)
 
     def add(
@@ -99,12 +103,14 @@ class Generator:
         sharing: bool | None = None,
         key: int | None = None,
     ) -> int:
-        """Take a request; returns its key. on_done is called from a step, or from here, with a Generated a sample, with
-        the Result of a `readout`, or with what is wrong with the request; where a step is broken off perhaps twice.
-        on_text is called with every piece of a text.
+        """Takes a request, and returns its key.
 
+        on_done  called with the answer: a list with a Generated for each sample, the Result of a `readout`, or the
+                 InputError that says what is wrong with the request. It is called from a step, or before `add` returns;
+                 where a step is broken off, perhaps twice
+        on_text  called with every piece of a text
         readout  what is read at the last row of a request that is not continued
-        sharing  whether it shares rows with others; None: as the engine does
+        sharing  whether the request shares rows with others; None: as the engine's options say
         key      from `new_key`; None: a new one
         """
         key = self.new_key() if key is None else key
@@ -118,8 +124,10 @@ class Generator:
         return key
 
     def cancel(self, *keys: int) -> None:
-        """End requests, where they are still there; samples come as they are, with finish_reason "cancelled". Done at
-        once, or before the next step where one is being made."""
+        """Ends those of the requests that are still there: at once, or before the next step where one is being made.
+
+        Their samples are told as they are, with finish_reason "cancelled"; of numbers nothing is told.
+        """
         self._left.extend(keys)
         if self.turn.acquire(blocking=False):
             try:
@@ -130,20 +138,22 @@ class Generator:
                 self.turn.release()
 
     def wake_another(self, inbox: Any) -> None:
-        """Wake somebody else who may wait for a turn."""
+        """Wakes one caller besides that of `inbox`, which may wait for a turn."""
         with suppress(RuntimeError):  # somebody comes or goes in this moment, and will step
             next((other for other in self.inboxes if other is not inbox and other.wake()), None)
 
     @property
     def has_work(self) -> bool:
+        """Returns whether a request has no answer yet, or a step is in flight."""
         return bool(self._new or self._open or self._flights)
 
     @property
     def num_waiting(self) -> int:
+        """Returns how many requests are still to be taken in, and sequences to be admitted."""
         return len(self._new) + self.scheduler.num_waiting
 
     def _take_in(self) -> None:
-        """Submit the requests that came, and end those that were left."""
+        """Submits the requests that were added, and ends those that were cancelled."""
         while self._new:
             one = self._new[0]
             if one.key not in self._open:
@@ -178,7 +188,7 @@ class Generator:
             self._tell(one, error)
 
     def _tell(self, one: OpenRequest, answer: Answer) -> None:
-        """Tell of the end of a request. Where that is broken off, it is still open, and is told again."""
+        """Tells the answer to a request. Where that is broken off, the request is still open, and is told again."""
         try:
             one.on_done(answer)
         except Exception as error:
@@ -191,7 +201,7 @@ class Generator:
             raise failure
 
     def _make_anew(self) -> None:
-        """All that can be derived, from the open requests."""
+        """Makes the scheduler's books anew from the open requests."""
         tree = self.scheduler.tree
         with tree.lock:
             tree.is_broken = True
@@ -209,10 +219,11 @@ class Generator:
     # --------------------------------------------------------------------------------------------------- a step
 
     def step(self) -> bool:
-        """Run one step, and tell of what it ended; False when there was nothing to run.
+        """Makes one step, and tells of what it ended. Returns False when there was nothing to run.
 
-        Where somebody who is told of a text raises an error, that text ends, all others get their tokens, and then the
-        error is raised."""
+        Where a function that is told of a text raises an error, that text ends, all others get their tokens, and then
+        the error is raised.
+        """
         with self.turn:
             was_broken_off, self._is_stepping = self._is_stepping, True
             try:
@@ -279,7 +290,8 @@ class Generator:
     # ------------------------------------------------------------------------------------------- what it brings
 
     def _land(self) -> None:
-        """Give what the step that has been in flight longest has read to who reads it, and tell of what ends."""
+        """Waits for the step that has been in flight longest, gives what it read to the readers, and tells of what
+        ends."""
         flight, waiting = self._flights[0], time.perf_counter()
         try:
             result = flight.ticket.result()
@@ -298,7 +310,7 @@ class Generator:
         self._account(flight, requests, tokens, again)
 
     def _take(self, flight: _Flight, result: SlotResult) -> list[bool]:
-        """Give tokens and numbers to their readers; returns whether each of the step's takers ends there."""
+        """Gives tokens and numbers to their readers, and returns whether each of the step's takers ends there."""
         for asked, found in zip(flight.message.numbers, result.numbers, strict=True):
             for place, read in enumerate(asked.reads.tolist()):
                 reader = flight.readers[read]
@@ -325,7 +337,7 @@ class Generator:
         return ended
 
     def _tell_ended(self, flight: _Flight, ended: Sequence[bool]) -> tuple[int, int]:
-        """Tell of requests that end with a step; returns how many they are, and their tokens."""
+        """Tells of the requests that end with a step, and returns how many they are, and their tokens."""
         requests = tokens = 0
         for running, ends in zip(flight.step.takers, ended, strict=True):
             one = self._open.get(running.key) if ends else None  # type: ignore[call-overload]
@@ -362,7 +374,7 @@ class Generator:
 
 
 def _is_known(step: GenerateStep, readers: Sequence[Reader]) -> bool:
-    """Whether nothing in the choice of the step's tokens depends on tokens that are on their way."""
+    """Returns whether the choice of the step's tokens depends on no token that is still to come."""
     return all(
         not running.unknown or reader.state is None or reader.state.independent
         for running, reader in zip(step.takers, readers, strict=True)
@@ -379,7 +391,7 @@ def _exits_of(readers: Sequence[Reader]) -> np.ndarray | None:
 
 
 def _numbers_of(readers: Sequence[Reader]) -> tuple[Numbers, ...]:
-    """What of a step's reads are numbers, by readout."""
+    """Returns those of a step's reads that give numbers, by readout."""
     found: dict[Readout, list[int]] = {}
     for i, reader in enumerate(readers):
         if isinstance(reader, NumberReader):

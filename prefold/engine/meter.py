@@ -18,11 +18,15 @@ __all__ = ["Meter", "StepBudget", "StepInfo"]
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What one step did, for progress and the report.
+    """A StepInfo is what one step did, for progress and the report.
 
-    rows went through the model; tokens_done is what the prompts that ended here held; path_rows were
-    carried in; started is time.perf_counter(); seconds is the forward pass with its read-outs;
-    running sequences got a token each.
+    rows           how many rows went through the model
+    path_rows      how many rows of earlier steps these attended to
+    requests_done  how many requests ended with it
+    tokens_done    how many tokens the sequences of these requests had
+    started        time.perf_counter() when it began
+    seconds        of the forward pass with its read-outs
+    running        how many running sequences had a row each
     """
 
     rows: int
@@ -38,7 +42,7 @@ Listener = Callable[[StepInfo], None]
 
 
 class Meter:
-    """The one owner of an engine's Stats: threads that run at once add to them here."""
+    """A Meter owns the Stats of an engine: threads that run at once add to them here."""
 
     def __init__(self) -> None:
         self.stats = Stats()
@@ -46,7 +50,11 @@ class Meter:
         self._lock = threading.Lock()
 
     def add(self, *, seconds: dict[str, float] | None = None, **counts: int) -> None:
-        """counts: fields of Stats; of `path_rows_peak` the largest counts, others add up. seconds: by part."""
+        """Adds to the Stats.
+
+        seconds  by part
+        counts   by field of Stats; they add up, but `path_rows_peak` is the largest that was given
+        """
         with self._lock:
             stats = self.stats
             stats.path_rows_peak = max(stats.path_rows_peak, counts.pop("path_rows_peak", 0))
@@ -57,22 +65,24 @@ class Meter:
                     stats.add_seconds(part, spent)
 
     def reset(self) -> Stats:
-        """Begin again from nothing; returns what was counted until now."""
+        """Begins again from nothing, and returns what was counted until now."""
         with self._lock:
             self.stats, before = Stats(), self.stats
         return before
 
     def tell(self, step: StepInfo) -> None:
+        """Tells all who listen of a step."""
         for listener in tuple(self._listeners):
             listener(step)
 
     @property
     def is_heard(self) -> bool:
+        """Returns whether anybody listens."""
         return bool(self._listeners)
 
     @contextmanager
     def heard_by(self, listener: Listener | None) -> Iterator[None]:
-        """Within the context the listener is told of every step."""
+        """Returns a context within which the listener, if there is one, is told of every step."""
         if listener is None:
             yield
             return
@@ -84,15 +94,17 @@ class Meter:
 
 
 class StepBudget:
-    """The most rows a step may have: what was asked for, until memory turns out to be too small for it."""
+    """A StepBudget is the most rows that a step may have: what was asked for, until memory is too small for it."""
 
     def __init__(self, rows: int):
         self.rows = rows
 
     def start(self, worker: Worker, message: Message, rows: int, prepared: Any = None) -> Ticket | None:
-        """Start a step of so many rows. None: memory is too small for it, and later steps have at most half of them.
+        """Starts a step of `rows` rows and returns its ticket.
 
-        Raises OutOfMemoryError for one row.
+        Returns None where memory is too small for the step; `self.rows` is then at most half of the step's rows.
+
+        Raises OutOfMemoryError where memory is too small for one row.
         """
         try:
             return worker.start(message, prepared)

@@ -1,4 +1,4 @@
-"""How an engine runs: what is settled when it is made."""
+"""The options of an engine, which are settled when it is made."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ __all__ = ["EngineOptions", "GenerateOptions"]
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """kv_memory       bytes of K/V; None: half of what is free, on a CPU at most 4 GiB
-    max_running     sequences at once
-    reserve_output  set aside room for a whole output where its length was given; else outputs grow, and what
-                    was admitted last makes room when memory runs out
-    cache           keep K/V of what has ended, by these options; None: do not
+    """A GenerateOptions says how K/V is held for what is generated. Raises InputError for values out of range.
+
+    kv_memory       bytes of K/V; None: half of what is free, on a CPU at most 4 GiB
+    max_running     the most sequences that run at once
+    reserve_output  whether room for a whole output is set aside where its length was given; otherwise outputs take
+                    room as they grow, and the sequence that was admitted last makes room when memory runs out
+    cache           the options by which K/V of ended requests is kept; None: it is not kept
     """
 
     kv_memory: int | None = None
@@ -34,13 +36,15 @@ class GenerateOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What an engine does where a run does not say otherwise.
+    """An EngineOptions says what an engine does where a run does not say otherwise.
 
-    sharing         of rows between requests
-    max_batch_rows  rows of a step; None: what the worker's device affords
+    sharing         how rows are shared between requests
+    max_batch_rows  the most rows of a step; None: what the worker's device affords
     generation      how K/V is held for what is generated
-    eos_ids         tokens that end a text
-    cache_prefill   runs that read last rows only use and fill the cache of `generation` too
+    eos_ids         the tokens that end a text
+    cache_prefill   whether numeric runs that read only last rows use and fill the cache of `generation` too
+
+    Raises ValueError for max_batch_rows below 1.
     """
 
     sharing: Sharing = "full"

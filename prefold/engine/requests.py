@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and who takes what is read for it."""
+"""Requests on their way through the generator, and what takes the tokens and numbers that are read for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Answer = list[Generated] | Result | InputError
 
 
 class NumberReader:
-    """Takes what is read as numbers at the last row of a prompt; of tokens it has and takes none."""
+    """A NumberReader takes the numbers that are read at the last row of a prompt. It has no tokens, and takes none."""
 
     number = 0
     state = None
@@ -33,16 +33,18 @@ class NumberReader:
 
     @property
     def is_done(self) -> bool:
+        """Returns whether the numbers are there."""
         return self.result is not None
 
     def take(self, token: int | None, logprobs: TokenLogprobs | None) -> bool:
+        """Returns True: the prompt ends with its one read."""
         return True
 
     def recover(self) -> None:
-        """Nothing of it is ever half done."""
+        """Does nothing, for its numbers are taken in one stroke."""
 
     def cancel(self) -> None:
-        """Nothing comes of it."""
+        """Does nothing: a request for numbers that is cancelled has no answer."""
 
 
 Reader = Sample | NumberReader
@@ -50,11 +52,13 @@ Reader = Sample | NumberReader
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
-    """A request that has no answer yet, what reads for it, and who is told.
+    """An OpenRequest is a request that has no answer yet, with its readers, and the function that is told the answer.
 
-    limit      tokens that each reader takes at most
-    reserve    whether room for all of them is set aside
-    namespace  it shares rows with requests of the same
+    readers        one for each sample; of a request that is not continued, one NumberReader
+    limit          how many tokens each reader takes at most
+    reserve        whether room for all of these is set aside
+    namespace      rows are shared only between requests of one namespace
+    cached_tokens  how many of the prompt's rows the first sample found in place
     """
 
     key: int
@@ -68,15 +72,20 @@ class OpenRequest:
 
     @property
     def is_done(self) -> bool:
+        """Returns whether all of its readers are done."""
         return all(reader.is_done for reader in self.readers)
 
     @property
     def num_tokens(self) -> int:
-        """What its sequences would have had rows for, each alone."""
+        """Returns how many rows its sequences would have had, were nothing shared between them."""
         return sum(len(self.request.tokens) + max(0, len(reader.tokens) - 1) for reader in self.readers)
 
     def answer(self) -> Answer:
-        """Returns what is told at its end: an InputError if one of its samples has one."""
+        """Returns the answer to a request that is done.
+
+        It is a Generated for each sample, or the error of a sample that has one; of a request that is not continued it
+        is the Result.
+        """
         samples = []
         for reader in self.readers:
             if isinstance(reader, NumberReader):
@@ -89,7 +98,7 @@ class OpenRequest:
 
 
 class Maker:
-    """Makes what any thread asks for an OpenRequest.
+    """A Maker makes an OpenRequest of what is asked, in any thread.
 
     reserve  whether room for the whole output is set aside where its length is given
     """
@@ -109,8 +118,11 @@ class Maker:
         readout: Readout | None,
         sharing: bool,
     ) -> OpenRequest:
-        """Returns a request that can be run; "logprobs" are of one target. Raises InputError for what cannot be read or
-        continued as asked."""
+        """Returns a request that can be run. Raises InputError for one that cannot be read or continued as asked.
+
+        readout  of a request that is not continued; with "logprobs" it has one target
+        sharing  whether it shares rows with other requests
+        """
         adapter_number(self.facts, request.adapter)
         # What does not share is in a namespace of its own.
         namespace = (request.adapter, request.salt, *(() if sharing else (key,)))
@@ -183,7 +195,7 @@ class _Texts:
 
 
 def adapter_number(facts: Facts, name: str | None) -> int | None:
-    """Returns the number by which the worker knows an adapter. Raises InputError for one that it has not."""
+    """Returns the number by which the worker knows an adapter; None for None. Raises InputError for an unknown one."""
     if name is None or name in facts.adapters:
         return None if name is None else facts.adapters.index(name)
     remedy = f"those loaded: {', '.join(facts.adapters) or 'none'}"

@@ -31,11 +31,13 @@ OnText = Callable[[TextPiece], None]
 
 
 class Sample:
-    """Takes the tokens that the sampler chose, one after the other.
+    """A Sample takes the tokens that were chosen for it, one after the other, and makes its text of them.
 
-    state    what the sampler knows of it
-    error    why there is no result, None where there is one
-    on_text  called with every piece of text as it becomes final; None: nobody listens
+    tokens         those it has taken
+    finish_reason  why it ended; None while it has not
+    state          what the choice of its next token depends on
+    error          why there is no result; None where there is one
+    on_text        called with every piece of text as it becomes final; None: nobody listens
     """
 
     def __init__(
@@ -76,12 +78,13 @@ class Sample:
 
     @property
     def is_done(self) -> bool:
+        """Returns whether the sample has ended."""
         return self.finish_reason is not None
 
     def take(self, token: int | None, logprobs: TokenLogprobs | None) -> bool:
-        """Take the next token; returns whether the sample has ended.
+        """Takes the next token, and returns whether the sample has ended.
 
-        None: no token is allowed any more; NOT_FINITE: the logits were no finite numbers.
+        token  None: no token is allowed any more; NOT_FINITE: the logits were no finite numbers
         """
         self._taking = True
         ended = self._take(token, logprobs)
@@ -89,7 +92,7 @@ class Sample:
         return ended
 
     def recover(self) -> None:
-        """Where taking a token was broken off, the sample ends as it is."""
+        """Ends the sample as it is, where taking a token was broken off."""
         if self._taking:
             self.drop()
 
@@ -120,15 +123,17 @@ class Sample:
         return self._end("length") if len(self.tokens) == self._limit else False
 
     def cancel(self) -> None:
+        """Ends the sample as it is, with finish_reason "cancelled"; does nothing where it has ended."""
         if not self.is_done:
             self._end("cancelled")
 
     def drop(self) -> None:
-        """End it as it is, for nobody listens any more."""
+        """Ends the sample as it is, without telling anybody of its text."""
         self._on_text, self._taking = None, False
         self.cancel()
 
     def result(self, cached_tokens: int) -> Generated:
+        """Returns the result of a sample that has ended without an error."""
         assert self.finish_reason is not None
         kept = len(self.tokens) if self._text is None else self._text.num_tokens
         if self._text is not None:
@@ -145,7 +150,7 @@ class Sample:
         )
 
     def _check_grammar(self) -> None:
-        """A text that ends before its grammar does is no result: the grammar grew too complex, or no token fits it."""
+        """Sets `error` where the text ends before its grammar does: the grammar grew too complex, or no token fits."""
         matcher = self.state.matcher
         if matcher is not None and (matcher.failed or not matcher.is_complete):
             why = " ".join((matcher.failed or "no token goes on as it asks").split())[:300]

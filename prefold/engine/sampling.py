@@ -1,4 +1,4 @@
-"""What is known of one sample where its next token is to be chosen, and what a worker is told of it."""
+"""What the choice of a sample's next token depends on, and how a worker is told of it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ NO_PENALTIES = (1.0, 0.0, 0.0)
 
 
 class SamplerState:
-    """What the next token of one sample depends on: its options, key, position, and the tokens so far.
+    """A SamplerState holds what the next token of one sample depends on: its options, key, position, and tokens so far.
 
-    position   of the token chosen next in the output: 0 for the first
-    matcher    its grammar's, None without one
-    end_ids    ids that end it, banned below min_tokens
+    position   the place in the output of the token that is chosen next: 0 for the first
+    matcher    follows the sample's grammar; None without one
+    end_ids    the ids that end the sample; they are banned before min_tokens
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class SamplerState:
         end_ids: Iterable[int] = (),
         matcher: Matcher | None = None,
     ):
-        """`prompt` is read only for a repetition penalty. With the matcher, which the state advances, comes its end."""
+        """prompt: token ids, read only for a repetition penalty. matcher: from now on the state advances it."""
         self.sampling = sampling
         self.matcher = matcher
         self.position = 0
@@ -57,25 +57,31 @@ class SamplerState:
         self._place = {token: i for i, token in enumerate(self._ids.tolist())} if self.penalised else {}
 
     def plain(self, ahead: int = 0) -> bool:
-        """The next token is the row's most likely one, and nothing else is wanted. ahead: tokens to come before it."""
+        """Returns whether the next token is just the most likely one, and nothing else is wanted.
+
+        ahead  how many tokens are still to come before it
+        """
         return self._bare and not self.banned(ahead).size
 
     @property
     def independent(self) -> bool:
-        """What is done to the logits depends on no token of the output, and of the result only the token is wanted."""
+        """Returns whether the choice of a token depends on no token before it, and only the token is wanted of it."""
         return not self.penalised and self.matcher is None and self.sampling.logprobs is None
 
     def banned(self, ahead: int = 0) -> np.ndarray:
-        """Ids that may not come next, for the sample would be too short."""
+        """Returns the ids, int64, that may not come next because the sample would be too short.
+
+        ahead  how many tokens are still to come before the next one
+        """
         return self.end_ids if self.position + ahead < self.sampling.min_tokens else self.end_ids[:0]
 
     @property
     def grammar_done(self) -> bool:
-        """The grammar allows nothing after the tokens so far; the sample ends with them."""
+        """Returns whether the grammar allows nothing after the tokens so far, so that the sample ends with them."""
         return self.matcher is not None and self.matcher.is_done
 
     def advance(self, token: int) -> None:
-        """Take `token` for the next one of the output."""
+        """Takes `token` as the next one of the output."""
         self.position += 1
         if self.matcher is not None:
             self.matcher.accept(token)
@@ -83,12 +89,12 @@ class SamplerState:
             self._count(token)
 
     def key(self, ahead: int = 0) -> int:
-        """The 64-bit key of the noise that the token at `position` + `ahead` is drawn with."""
+        """Returns the 64-bit key of the noise that the token at `position` + `ahead` is drawn with."""
         return make_key(self._stream, self.position + ahead)
 
     @property
     def counted(self) -> tuple[np.ndarray, np.ndarray]:
-        """(ids that penalties concern, int64, how often each is in the output, float32)"""
+        """Returns the ids that penalties concern, int64, and how often each is in the output, float32."""
         return self._ids[: len(self._place)], self._counts[: len(self._place)]
 
     def _count(self, token: int) -> None:
@@ -101,9 +107,10 @@ class SamplerState:
 
 
 def drawing_of(states: Sequence[SamplerState | None], ahead: Sequence[int]) -> Drawing | None:
-    """How the tokens at a step's reads are chosen, where it is not just the most likely one.
+    """Returns how the tokens at a step's reads are chosen; None where each is just the most likely one.
 
-    states: of the sample at each read; None: any token will do. ahead: how many tokens of it are still on their way.
+    states  of the sample at each read; None: any token will do
+    ahead   how many tokens of the sample at each read are still to come
     """
     found = [(i, state, ahead[i]) for i, state in enumerate(states) if state is not None and not state.plain(ahead[i])]
     if not found:

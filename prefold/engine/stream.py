@@ -1,4 +1,4 @@
-"""Numeric runs: windows of requests as steps of one row stream, and each request's result as its last row comes by."""
+"""Numeric runs: windows of requests become steps of one row stream, and every request gets its result."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def run_stream(
     meter: Meter,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[bytes, Result]]:
-    """Yield (tag, result) of every request, as the steps that end them come in.
+    """Yields (tag, result) of every request when the step that ends it has been computed.
 
     With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`). Steps are planned, and
     prepared by the worker, in a thread while others run.
 
-    stopping  asked after every step: once it says so, no more steps are begun
+    stopping  called after every step: once it returns True, no more steps are begun
     """
     run = _StreamRun(worker, readout, sharing, budget, meter)
-    # Wherever Ctrl-C comes: at the latest when nobody holds the run any more.
+    # Wherever Ctrl-C falls, the worker forgets the stream: at the latest when nobody holds the run any more.
     end = weakref.finalize(run, worker.forget, run.number)
     begun: deque[_Begun] = deque()
     try:
@@ -69,7 +69,7 @@ def run_stream(
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A step that has been planned, and what the worker has prepared for it."""
+    """A _Prepared is a step that has been planned, and what the worker has prepared for it."""
 
     scheduler: PrefillScheduler
     results: _WindowResults
@@ -79,7 +79,7 @@ class _Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A step that the worker was given."""
+    """A _Begun is a step that the worker was given."""
 
     results: _WindowResults
     planned: PlannedStep
@@ -88,7 +88,7 @@ class _Begun:
 
 
 class _StreamRun:
-    """One stream on its way through a worker."""
+    """A _StreamRun is one stream on its way through a worker."""
 
     def __init__(self, worker: Worker, readout: Readout, sharing: Sharing, budget: StepBudget, meter: Meter):
         self.number = next(_NUMBERS)
@@ -96,7 +96,7 @@ class _StreamRun:
         self._budget, self._meter = budget, meter
 
     def work(self, windows: Iterable[Window]) -> Iterator[_Prepared]:
-        """Every step of every window."""
+        """Yields every step of every window, prepared."""
         follows = False
         for window in windows:
             started = time.perf_counter()
@@ -125,7 +125,7 @@ class _StreamRun:
                 started = time.perf_counter()
 
     def begin(self, work: _Prepared) -> Iterator[_Begun]:
-        """Start a step; where memory is too small for it, its halves one after the other."""
+        """Starts a step and yields it; where memory is too small for it, starts its halves one after the other."""
         left = [(work.planned, work.prepared)]
         while left:
             planned, prepared = left.pop()
@@ -138,7 +138,7 @@ class _StreamRun:
                 yield _Begun(work.results, planned, ticket, started)
 
     def finish(self, step: _Begun) -> Iterator[tuple[bytes, Result]]:
-        """Wait for a step, count it, and yield the results that it completes."""
+        """Waits for a step, counts it, and yields the results that it completes."""
         result, planned, message = step.ticket.result(), step.planned, step.planned.message
         seconds = time.perf_counter() - step.started
         self._meter.add(
@@ -167,6 +167,7 @@ class _WindowResults:
         self._greedy = np.empty(len(window.targets), bool)
 
     def take(self, step: PlannedStep, result: StepResult) -> Iterator[tuple[bytes, Result]]:
+        """Takes what a step has read, and yields (tag, result) of the requests that end with it."""
         window = self.window
         if not self._pairs:
             values = result.values[step.done_reads]
@@ -181,7 +182,7 @@ class _WindowResults:
 
 
 def unique_tokens(window: Window) -> int:
-    """Rows of the stream that begin with this window, as if it were shared in full."""
+    """Returns how many rows this window adds to the stream when it is shared in full, however it is run."""
     if window.is_sorted:
         return window.unique_tokens
     order = lexsort_sequences(window.tokens, window.offsets)
@@ -189,7 +190,7 @@ def unique_tokens(window: Window) -> int:
 
 
 def first_tokens(window: Window) -> Window:
-    """The window with every prompt cut to its first token: in a causal model its row sees nothing else."""
+    """Returns the window with every prompt cut to its first token: in a causal model its row sees nothing else."""
     return replace(
         window,
         tokens=window.tokens[window.offsets[:-1]],
@@ -200,10 +201,10 @@ def first_tokens(window: Window) -> Window:
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """The items of an iterator, each made in a thread while the one before is in use.
+    """Yields the items of an iterator, each made in a thread while the one before is in use.
 
-    The two sides meet at queues written in C: where Ctrl-C falls within a lock of the `threading` module, another error
-    comes in its place, or the lock stays closed.
+    The two sides meet at queues written in C. Where Ctrl-C falls within a lock of the `threading` module, another error
+    would come in its place, or the lock would stay closed.
     """
     wanted: SimpleQueue[bool] = SimpleQueue()
     made: SimpleQueue[tuple[T | None, BaseException | None] | None] = SimpleQueue()

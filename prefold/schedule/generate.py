@@ -1,13 +1,14 @@
-"""The generation scheduler: which rows the next step computes, and whose tokens it brings.
+"""The generation scheduler: which rows the next step computes, and which sequences take the tokens it gives.
 
-A step has one row for every running sequence, and new rows of prompts in what remains of its budget. Every
-row is a row of one trie: prompts, and below them the tokens each sequence has made (its *tail*). A node's
-rows are computed once, whoever waits for them; they stay while a sequence below is waiting or running, and
-in the moment the last of these ends their slots are free (with a radix cache: may be evicted).
+A step has one row for every running sequence, and in what remains of its budget new rows of prompts. Every row belongs
+to one trie: prompts, and below each prompt the tokens that its sequences have made (a sequence's *tail*). A node's rows
+are computed once, however many sequences wait for them. They stay while a sequence below the node is waiting or
+running; when the last of these ends, their slots are free (with a radix cache: may be evicted).
 
-`admit` settles who runs, `plan` only reads and returns the next step, `begin` and `commit` book it. No tensors, no
-clock; what a step computes comes back to `commit` as tokens. Between `begin` and `commit` of a step the next one may
-be planned: of a token that is still to come it says which one it is. Between `plan` and `begin` nothing may change.
+`admit` settles who runs, `plan` only reads and returns the next step, `begin` and `commit` book it. What a step has
+computed comes to `commit` as tokens; the scheduler sees no tensors. The next step may be planned between `begin` and
+`commit` of a step: in place of a token that is still to come it names the read that gives it. Between `plan` and
+`begin` nothing may change.
 
 The books (trie, slots, who runs) are not whole after a change that an exception broke off. Whoever drives the
 scheduler makes its changes within `tree.change()`, which notices that; `clear` empties the books, and requests are
@@ -35,14 +36,14 @@ TAIL_SLOTS = 16
 
 
 class GenerateScheduler:
-    """Continuous batching over one trie.
+    """A GenerateScheduler decides what each step of continuous batching over one trie computes.
 
     pool            the slots of the KV store
-    max_batch_rows  rows of a step
-    max_running     sequences at once; never more than rows in a step
-    cache           keep rows of ended sequences by these options; None: free them at once
-    clock           seconds, for the cache
-    slot_bytes      bytes of one slot, for the statistics
+    max_batch_rows  the most rows of a step
+    max_running     the most sequences that run at once; never more than the rows of a step
+    cache           the options by which rows of ended sequences are kept; None: they are freed at once
+    clock           returns the time in seconds, for the cache
+    slot_bytes      the bytes of one slot, for the statistics
     """
 
     def __init__(
@@ -82,13 +83,15 @@ class GenerateScheduler:
         priority: int = 0,
         made: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """Take a prompt, int32 [n], n >= 1, to be continued `samples` times by at most `limit` >= 1 tokens.
+        """Takes a prompt, int32 [n], n >= 1, that is continued `samples` times by at most `limit` >= 1 tokens.
 
-        Rows are shared within a namespace only. reserve: set aside room for the whole output when the prompt is
-        admitted; else it grows, and the sequence may be preempted. made: where it was submitted before, the tokens of
-        each sample that has not ended, by its number.
+        reserve    whether room for the whole output is set aside when the prompt is admitted; otherwise the output
+                   takes room as it grows, and a sequence may be preempted
+        namespace  rows are shared only between prompts of one namespace
+        priority   for the cache
+        made       of a request that was submitted before: the tokens of each sample that has not ended, by its number
 
-        InputError when the KV store could not hold even this one alone.
+        Raises InputError where the KV store could not hold this request even alone.
         """
         rows = len(tokens) + (limit - 1 if reserve else 0)
         if rows > self.pool.num_slots:
@@ -111,12 +114,12 @@ class GenerateScheduler:
         self.waiting.update(self._requests[key])
 
     def cancel(self, key: Hashable) -> None:
-        """End all sequences of a request, where it is still there."""
+        """Ends all sequences of a request; does nothing where the request is not there any more."""
         for sequence in list(self._requests.get(key, ())):
             self._end(sequence)
 
     def clear(self) -> None:
-        """Forget all requests, what was begun, and that any row is there."""
+        """Forgets all requests, all steps that have begun, and all rows: every slot is free."""
         self.pool.clear()
         self.tree.clear()
         if self.cache is not None:
@@ -126,23 +129,26 @@ class GenerateScheduler:
 
     @property
     def num_waiting(self) -> int:
+        """Returns how many sequences have not been admitted yet, or were preempted."""
         return len(self.waiting)
 
     @property
     def has_work(self) -> bool:
+        """Returns whether a request has not ended, or a step has begun and not been committed."""
         return bool(self._requests or self._begun)
 
     @property
     def can_plan(self) -> bool:
-        """Whether anybody is there for whom a step may be planned, now or when those that are being run have ended."""
+        """Returns whether any sequence runs or waits: a step may be planned for it, at the latest when the steps that
+        have begun are committed."""
         return bool(self.running or self.waiting)
 
     # ------------------------------------------------------------------------------------------ plan and commit
 
     def admit(self) -> list[tuple[Hashable, InputError]]:
-        """Settle who runs: as many of those who wait are admitted as there is room for.
+        """Admits as many of the waiting sequences as there is room for, and makes room for those that run to grow.
 
-        Returns the requests that can never run, with what is wrong; they are not there any more.
+        Returns the requests that can never run, each with its error; they have been ended.
         """
         failed: list[tuple[Hashable, InputError]] = []
         if self.cache is not None:
@@ -153,14 +159,16 @@ class GenerateScheduler:
         return failed
 
     def plan(self) -> GenerateStep | None:
-        """The next step of those who were admitted, which changes nothing; None when nobody can run, or nobody before
-        what is being run has come back."""
+        """Returns the next step of the sequences that were admitted; changes nothing.
+
+        None where no sequence runs, or one has no slot for its next row before a step that has begun is committed.
+        """
         if not self.running or not self._has_room():
             return None
         return lay_out(Draft.of(self.running, self.max_batch_rows))
 
     def begin(self, step: GenerateStep) -> None:
-        """Book a step as being run: the next one may be planned before its tokens are there."""
+        """Books a step as being run: the next one may be planned before the tokens of this one are there."""
         self._begun.append(step)
         stats = self.stats
         stats.running_peak = max(stats.running_peak, len(self.running))
@@ -182,11 +190,13 @@ class GenerateScheduler:
                 sequence.state = "ending"
 
     def commit(self, step: GenerateStep, tokens: Sequence[int], ended: Sequence[bool]) -> list[Running]:
-        """Book what a step has given: the token each of `step.takers` got, and whether it ends there (its token is then
-        no part of the output). Of sequences that had ended before it is not looked at. Returns the sequences that have
-        ended, by that or by their limit.
+        """Books what a step has given, and returns the sequences that have ended, by `ended` or by their limit.
 
-        Raises ValueError for another step than the one begun first."""
+        tokens  the token that each of `step.takers` got; ignored for a sequence that had ended before
+        ended   whether each of them ends here; its token is then no part of the output
+
+        Raises ValueError where another step was begun before this one, or this one was not begun.
+        """
         if not self._begun or self._begun[0] is not step:
             raise ValueError("this is not the step that was begun first")
         self._begun.popleft()
@@ -215,12 +225,12 @@ class GenerateScheduler:
     # ------------------------------------------------------------------------------------------------ who runs
 
     def _has_room(self) -> bool:
-        """Whether there is a slot for the next row of every running sequence."""
+        """Returns whether there is a slot for the next row of every running sequence."""
         return all(len(sequence.tail.slots) >= len(sequence.tail) for sequence in self.running)
 
     def _grow_tails(self, failed: list[tuple[Hashable, InputError]]) -> None:
-        """A slot for the next row of every running sequence; where there is none, the latest makes room, unless what
-        is being run may bring some, and is to be waited for."""
+        """Gives every running sequence a slot for its next row. Where none is free, the sequence that was admitted
+        last is preempted; but while a step is being run, nothing is done, for that step may free some."""
         for sequence in list(self.running):
             tail = sequence.tail
             while sequence.state == "running" and len(tail.slots) < len(tail):
@@ -267,7 +277,8 @@ class GenerateScheduler:
             pending += rows + len(sequence.tail)
 
     def _tail_rows(self, sequence: Running) -> int:
-        """Slots a sequence's tail should have: for its whole output where that is reserved, else for some rows."""
+        """Returns how many slots a sequence's tail should have: for its whole output where that is reserved, or else
+        for some more rows."""
         last = sequence.limit - 1  # the last token is no row
         return last if sequence.reserve else min(last, len(sequence.tail) + TAIL_SLOTS)
 
@@ -289,7 +300,8 @@ class GenerateScheduler:
         return self.pool.allocate(count)
 
     def _preempt(self, sequence: Running) -> None:
-        """Back to the head of the queue. Its own tokens' rows are given up; those of its prompt stay while they can."""
+        """Puts a sequence back at the head of the queue, and gives up the rows of its own tokens. Those of its prompt
+        stay while there is room."""
         del self.running[sequence]
         sequence.tail.lost |= sequence.tail.computed > 0
         self.pool.free(sequence.tail.give_up())
@@ -301,7 +313,8 @@ class GenerateScheduler:
             self._release_waiting(*self.running)
 
     def _release_waiting(self, *keep: Running) -> bool:
-        """Give up rows of prompts that nobody but waiting sequences needs; whether there were any."""
+        """Gives up the rows of prompts that only waiting sequences need, and returns whether there were any. Rows that
+        the sequences in `keep` need stay."""
         needed = {node for sequence in keep for node in sequence.leaf.path()}
         found = False
         for node in self.tree.nodes():
@@ -362,7 +375,7 @@ class GenerateScheduler:
     # ------------------------------------------------------------------------------------------------- checking
 
     def check(self) -> None:
-        """AssertionError where the books do not balance: slots, users, states."""
+        """Raises AssertionError where slots, users of nodes and states of sequences do not agree; for tests."""
         assert not self.tree.is_broken, "a change was broken off"
         held = [np.arange(start, start + size) for start, size in self.pool.free_list()]
         users: dict[Node, int] = {}

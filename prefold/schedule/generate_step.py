@@ -19,16 +19,17 @@ __all__ = ["Draft", "GenerateStep", "Running", "lay_out"]
 
 
 class Running:
-    """One sample of a request, from its arrival to its end.
+    """A Running is one sample of a request, from its arrival to its end: a sequence.
 
-    key, sample    whose it is: what `submit` was given, and which of its samples
-    limit          tokens it may make
-    reserve        room for all of them is set aside when it is admitted
+    key, sample    the key of the request, as `submit` was given it, and which of its samples this is
+    limit          how many tokens it may make
+    reserve        whether room for all of these is set aside when it is admitted
     leaf           the node that ends with the prompt
-    tail           the node of its own tokens
-    cached_tokens  of the prompt, not computed for this sequence; known once it was admitted
-    ready          the prompt's rows are computed
-    known          of its tokens; those after them are on their way, each -1 - i: what the i-th read of its step gives
+    tail           the node of the tokens that it makes
+    cached_tokens  how many of the prompt's rows were there when it was admitted; None before
+    ready          whether the prompt's rows are computed
+    known          how many of its tokens are known; those behind them are still to come, and each is held as -1 - i:
+                   the i-th read of the step that brings it
     """
 
     __slots__ = (
@@ -53,24 +54,27 @@ class Running:
 
     @property
     def unknown(self) -> int:
-        """Tokens on their way."""
+        """Returns how many of its tokens are still to come from steps that have begun."""
         return len(self.tail.tokens) - self.known
 
     @property
     def tokens(self) -> list[int]:
+        """Returns the tokens that it has made, and those that are still to come as -1 - i."""
         return self.tail.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateStep:
-    """One forward pass. Its rows are its queries, depth-first: those below one node lie side by side.
+    """A GenerateStep is one forward pass, and what it means for the sequences that run.
 
-    message      for the worker; how tokens are chosen and what is read as numbers is not in it yet
-    takers       who takes what each of the message's reads gives
-    spans        (namespace, first query, past the last)
-    takes        (node, number of its rows that are computed here)
-    decode_rows  sequences that go on
-    again        rows that had been computed before
+    Its rows are its queries and lie depth-first: those below one node lie side by side.
+
+    message      what the worker is given; the engine adds how tokens are chosen, and which reads give numbers
+    takers       the sequence that takes what each of the message's reads gives
+    spans        (namespace, its first query, the query behind its last) of each namespace
+    takes        (node, how many of its rows are computed here)
+    decode_rows  how many of its rows are the last token of a sequence
+    again        how many of its rows had been computed before
     """
 
     message: SlotStep
@@ -82,18 +86,20 @@ class GenerateStep:
 
     @property
     def num_rows(self) -> int:
+        """Returns how many rows go through the model."""
         return self.message.num_rows
 
 
 @dataclass(slots=True)
 class Draft:
-    """What a step will compute, as it is being decided.
+    """A Draft is what a step will compute, while that is being decided.
 
-    left         rows of its budget that are still free
-    takes        how many of a node's next rows are computed
-    reads        who takes a token from the last of a node's rows
-    again        nodes whose last row runs once more, for its result only, and who takes a token from it
-    decode_rows  sequences that go on
+    left         how many more rows the step may have
+    takes        how many of each node's next rows are computed
+    reads        (sequence, node): the sequence takes a token from the last row of the node
+    again        nodes whose last row is computed once more, only for its result, and the sequences that take a token
+                 from it
+    decode_rows  how many of its rows are the last token of a sequence
     """
 
     left: int
@@ -104,7 +110,8 @@ class Draft:
 
     @classmethod
     def of(cls, running: Collection[Running], most: int) -> Draft:
-        """At most so many rows: one for each that is generating, then prompts in order, as far as that goes."""
+        """Returns a draft of at most `most` rows: one for each sequence that generates, then rows of prompts, in the
+        order of the sequences, while there is room."""
         draft = cls(most)
         for sequence in running:
             if sequence.ready:
@@ -150,7 +157,7 @@ class Draft:
 
 
 def lay_out(draft: Draft) -> GenerateStep:
-    """The step's rows depth-first over the nodes that have some, or lie above those that have."""
+    """Returns the step of a draft: its rows depth-first over the nodes that have some, or lie above such a node."""
     roots, children = _marked(draft)
     tokens: list[int] = []
     positions: list[int] = []
@@ -233,8 +240,11 @@ def lay_out(draft: Draft) -> GenerateStep:
 def _joined(
     start: np.ndarray, count: np.ndarray, position: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Runs with those made one that lie side by side and are seen by the same queries: the nodes of a path of which
-    the step has one branch only. A result is then the same however the path is split into nodes."""
+    """Returns the runs, where neighbours that lie side by side and are seen by the same queries are one.
+
+    Such are the nodes of a path of which the step has one branch only. Joined, they give the same result to the last
+    bit however the path is split into nodes.
+    """
     if len(start) < 2:
         return start, count, position, first, last
     follows = (start[:-1] + count[:-1] == start[1:]) & (position[:-1] + count[:-1] == position[1:])
@@ -244,7 +254,7 @@ def _joined(
 
 
 def _marked(draft: Draft) -> tuple[list[Node], dict[Node, list[Node]]]:
-    """The roots, and the children, of nodes on the way to a row of the step."""
+    """Returns the roots above the step's rows, and of every node above one the children that lead to such rows."""
     roots: list[Node] = []
     children: dict[Node, list[Node]] = {}
     seen: set[Node] = set()

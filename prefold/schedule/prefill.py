@@ -22,11 +22,11 @@ __all__ = ["PlannedStep", "PrefillScheduler", "reusable_rows"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PlannedStep:
-    """The rows start .. stop of a window's stream as a message, and who takes what it reads.
+    """A PlannedStep is the message for the rows start <= row < stop of a window's stream, and who takes what it reads.
 
     done        int64 [d]: requests of the window whose last row is in this step
-    done_reads  int64 [d]: which row of the step's result is each one's; "logprobs": nothing
-    targets     int64 [p]: "logprobs": which of the window's targets each row of the result is; else nothing
+    done_reads  int64 [d]: the row of the step's result that each of these takes; with "logprobs" empty
+    targets     int64 [p]: with "logprobs" the place in the window's targets of each row of the result; else empty
     """
 
     start: int
@@ -38,16 +38,17 @@ class PlannedStep:
 
 
 class PrefillScheduler:
-    """Cuts the stream of one window into steps of at most `max_batch_rows` rows.
+    """A PrefillScheduler cuts the stream of one window into steps of at most `max_batch_rows` rows.
 
-    sharing "full": any contiguous range of the depth-first rows; "mlp" and "off": whole prompts in
-    order of arrival, an over-long prompt in chunks of its own, and "mlp" folds a step's prompts. Of
-    twins that arrive one after the other (the one-token labels of a prompt) these too run one.
+    With sharing "full" a step is any contiguous range of the depth-first rows. With "mlp" and "off" it is whole
+    prompts in order of arrival, and a prompt that is too long for a step runs in chunks of its own; "mlp" folds the
+    prompts of a step. Of twins that arrive one after the other (the one-token labels of a prompt), "mlp" and "off"
+    too run only one.
 
-    follows  whether the worker holds the path that the window before left behind: then the stream goes on from
-             there, and else it begins at the window's first row
-    stream   its number, for the messages
-    adapter  the number of the window's LoRA adapter, for the messages
+    follows  whether the worker holds the path that the window before left behind; the stream then goes on from that
+             path, and otherwise begins at the window's first row
+    stream   the number of the stream in the messages
+    adapter  the number of the window's LoRA adapter in the messages
     """
 
     def __init__(
@@ -84,24 +85,26 @@ class PrefillScheduler:
         self._target_rows, self._targets = self._rows_of_targets()
 
     def plan(self) -> PlannedStep | None:
-        """The next step, or None when every row has been committed."""
+        """Returns the next step, or None when every row has been committed. Changes nothing."""
         start = self._position
         return None if start >= self.trie.num_rows else self.step(start, self._cut(start))
 
     def commit(self, step: PlannedStep) -> None:
-        """Advance behind `step`, which must be the one `plan` returned last."""
+        """Advances behind `step`. Raises ValueError where it is not the step that `plan` returned last."""
         if step.start != self._position:
             raise ValueError(f"step starts at row {step.start}, the stream is at row {self._position}")
         self._position = step.stop
 
     def halves(self, step: PlannedStep) -> tuple[PlannedStep, PlannedStep]:
-        """The rows of a step as two, to be run one after the other; of at least two rows. Where prompts were folded
-        (sharing "mlp"), a half that ends within one is not."""
+        """Returns the rows of a step, at least two, as two steps that are run one after the other.
+
+        With sharing "mlp" a half that begins or ends within a prompt is not folded.
+        """
         middle = (step.start + step.stop) // 2
         return self.step(step.start, middle), self.step(middle, step.stop)
 
     def step(self, start: int, stop: int) -> PlannedStep:
-        """The step that computes the rows start <= row < stop, after the ones before them."""
+        """Returns the step that computes the rows start <= row < stop, once those before them have been computed."""
         trie = self.trie
         path = trie.path(start)
         keys = np.concatenate((path, np.arange(start, stop, dtype=np.int64)))
@@ -160,7 +163,7 @@ class PrefillScheduler:
         return whole if whole > start else start + self.max_batch_rows
 
     def _needed_after(self, keys: np.ndarray, stop: int) -> np.ndarray:
-        """Which keys the stream behind `stop` sees; behind the window's last row, what the next window may see."""
+        """Returns which keys rows from `stop` on see; behind the window's last row, which the next window may see."""
         if stop < self.trie.num_rows:
             return self.trie.end[keys] > stop
         if self.sharing != "full":
@@ -176,7 +179,7 @@ class PrefillScheduler:
         return PrefixMap.build(self.trie.tokens[start:stop], offsets[first : last + 1] - start)
 
     def _rows_of_targets(self) -> tuple[np.ndarray, np.ndarray]:
-        """(row, index into window.targets) of every target, by ascending row.
+        """Returns the row of every target, ascending, and its place in window.targets.
 
         Target t of m is read at the row m - 1 - t steps above the sequence's last row.
         """
@@ -195,11 +198,11 @@ class PrefillScheduler:
 
 
 def reusable_rows(window: Window, readout: Readout) -> int:
-    """How many rows of the path that the window before left behind this window need not compute again.
+    """Returns how many rows this window need not compute again, of the path that the window before left behind.
 
-    They are rows of the `common` tokens, but of none whose result this window reads: what rows gave is not held. A
-    mean is read at the last row, for the hidden states of the path above it are held beside its K/V. A request
-    without targets ends with its last row too.
+    They are the rows of the window's `common` tokens up to the first whose result this window reads: a path holds K/V
+    and not what its rows gave. A mean, and a request without targets, are read at the last row of the prompt; the path
+    holds the hidden states that a mean needs of the rows above.
     """
     if not window.common or readout.kind == "first":
         return 0
@@ -218,7 +221,8 @@ def reusable_rows(window: Window, readout: Readout) -> int:
 
 
 def merge_twins(window: Window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Drop every request equal to the one before it: (tokens, offsets, number of the one that stands for each)."""
+    """Drops every request that equals the one before it. Returns the tokens and offsets of those that stay, and for
+    each request of the window the number of the one that stands for it, int64 [B]."""
     lengths, shared = np.diff(window.offsets), window.shared
     twin = np.zeros(len(lengths), bool)
     twin[1:] = (shared[1:] == lengths[1:]) & (lengths[1:] == lengths[:-1])

@@ -37,19 +37,19 @@ NOTHING.flags.writeable = False
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StreamStep:
-    """One forward pass over neighbouring rows of a row stream.
+    """A StreamStep asks for one forward pass over neighbouring rows of a row stream.
 
     Keys are numbered over the carried path and then the new rows: key j < path is the j-th row of the path above the
     first new row, key path + i is the i-th of the m new rows. Key j is visible to the query at key i exactly when
     j <= i < end[j].
 
     tokens, positions  int32 [n]: the rows the model computes; n = m, or the unique tokens among them with a `fold`
-    path               rows of the path that the last step of this stream left which this one goes on with: the first
-    end                int64 [path + m]
-    key_positions      int32 [path + m]
+    path               how many rows of the path that the stream's last step left are still above this step: the first
+    end                int64 [path + m]: one past the last key whose query sees key j
+    key_positions      int32 [path + m]: the position of each key in its prompt
     keep               int64 [k], ascending: keys whose K/V the next step needs
     fold               rows [n] <-> new rows of the stream [m] (sharing "mlp" only)
-    read_rows          int64 [r], ascending: rows in [0, n) the model's result is wanted at; None: all
+    read_rows          int64 [r], ascending: the rows in [0, n) that the model's result is wanted of; None: of all
     readout            what is read
     reads              int64 [p]: "logprobs": where in read_rows each target is read, ascending; "mean": the keys whose
                        paths are averaged; else nothing
@@ -76,28 +76,32 @@ class StreamStep:
 
     @property
     def num_rows(self) -> int:
-        """Rows that go through the model's position-wise layers."""
+        """Returns how many rows go through the model's position-wise layers."""
         return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class EndStream:
-    """No step of this stream follows: its path may go. Sent by `Worker.forget`."""
+    """An EndStream says that no step of this stream follows, so that its path may go. `Worker.forget` sends it."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class MakeStore:
-    """Make room for the K/V of so many slots."""
+    """A MakeStore asks for room for the K/V of so many slots."""
 
     slots: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ragged:
-    """Token ids for each of some reads, and a number beside each id: of the i-th those from offsets[i] to
-    offsets[i + 1]. offsets: int64 [reads + 1]; ids: int64; values: float32."""
+    """A Ragged holds token ids for each of some reads, and a number beside each id.
+
+    offsets  int64 [reads + 1]: the ids of the i-th read are ids[offsets[i] : offsets[i + 1]]
+    ids      int64
+    values   float32, one for each id
+    """
 
     offsets: np.ndarray
     ids: np.ndarray
@@ -105,7 +109,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Ragged | None:
-        """(ids, values) of each read; None where there are no ids at all."""
+        """Returns the (ids, values) of each read as one Ragged; None where there are no ids at all."""
         sizes = [len(ids) for ids, _ in rows]
         if not any(sizes):
             return None
@@ -121,18 +125,19 @@ class Ragged:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Drawing:
-    """How tokens are chosen at n of the reads of a step, where it is not just the most likely one.
+    """A Drawing says how tokens are chosen at n of a step's reads. At reads it does not name, the likeliest is taken.
 
     reads         int64 [n]: which reads
     filters       float64 [n, 4]: temperature (0: the most likely token), min_p, top_k, top_p
-    keys          uint64 [n]: of the noise they are drawn with; made of seed, sample and position
+    keys          uint64 [n]: the keys of the noise that tokens are drawn with, made of seed, sample and position
     logprobs      int64 [n]: how many of the most likely tokens' log-probabilities are wanted beside the chosen one's;
                   -1: none at all
     bias          what is added to logits of tokens
     banned        tokens that may not be chosen
     penalties     float64 [n, 3]: for repetition, presence, frequency
     counted       the tokens that these concern, and how often each is in the output
-    masked        int64 [m]: which of the n may only choose among `allowed`, bool [m, vocabulary]
+    masked        int64 [m]: those of the n reads whose token has to be one of `allowed`
+    allowed       bool [m, vocabulary]
     """
 
     reads: np.ndarray
@@ -147,7 +152,7 @@ class Drawing:
     allowed: np.ndarray | None = None
 
     def part(self, first: int, stop: int) -> Drawing:
-        """Returns what is said of the n reads from the `first` up to, not including, `stop`."""
+        """Returns the Drawing of those of the n reads from the `first` up to, not including, `stop`."""
         if (first, stop) == (0, len(self.reads)):
             return self
         some = slice(first, stop)
@@ -169,8 +174,12 @@ class Drawing:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Numbers:
-    """What is read as numbers at n of the reads of a step. readout: of one of the kinds that read last rows; reads:
-    int64 [n], which reads; targets: int64 [n] for "logprobs", the token whose log-probability is wanted at each."""
+    """A Numbers says that n of a step's reads give numbers and no token.
+
+    readout  of one of the kinds that read a prompt's last row
+    reads    int64 [n]: which reads
+    targets  int64 [n] with "logprobs": the token whose log-probability is wanted at each
+    """
 
     readout: Readout
     reads: np.ndarray
@@ -179,7 +188,9 @@ class Numbers:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SlotStep:
-    """One forward pass over rows whose keys lie in the slots of the store. Its n rows are its queries.
+    """A SlotStep asks for one forward pass over n rows whose keys lie in the slots of the store.
+
+    Its rows are its queries, numbered from 0 to n - 1.
 
     tokens, positions  int32 [n]; token -1 - i is what the i-th read of the SlotStep before gives, where that is still
                        on its way
@@ -189,9 +200,8 @@ class SlotStep:
                        up to, not including, `run_last`. A new row is seen from its own query on
     read_rows          int64, ascending: rows whose hidden states are wanted
     reads              int64 [p], ascending: where in read_rows each read is; several may be at one
-    drawing            how tokens are chosen; at all reads that it does not name, and that are no numbers: the most
-                       likely one
-    numbers            what is read as numbers, by readout
+    drawing            how tokens are chosen; None: at every read that is no number, the most likely one
+    numbers            the reads that give numbers, by readout
     adapters           int64 [n]: number of the LoRA adapter of each row, in the order of `Facts.adapters`, -1: none;
                        None: none in the whole step
     exits              float64 [p, 3]: of a looped model, for each of `reads` the threshold at which its row leaves (nan
@@ -218,18 +228,23 @@ class SlotStep:
 
     @property
     def num_rows(self) -> int:
+        """Returns how many rows go through the model."""
         return len(self.tokens)
 
     @property
     def head(self) -> bool:
-        """Whether logits are wanted of what is read."""
+        """Returns whether logits are wanted of any of its reads."""
         hidden = sum(len(some.reads) for some in self.numbers if some.readout.kind in ("last", "head"))
         return len(self.reads) > hidden
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepResult:
-    """What a step read. values: float32 [reads, ...]; greedy: bool [reads] with "logprobs", else None."""
+    """A StepResult holds the numbers that a step read.
+
+    values  float32 [reads, ...]
+    greedy  bool [reads] with "logprobs": whether each target is the most likely token of its row; else None
+    """
 
     values: np.ndarray
     greedy: np.ndarray | None = None
@@ -237,11 +252,11 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SlotResult:
-    """What a SlotStep gave.
+    """A SlotResult holds what a SlotStep gave.
 
-    ids       int64 [p]: the token of each read; -1: none, for all are forbidden, or numbers were read; NOT_FINITE
-    logprobs  by read, where they were asked for
-    numbers   one for each of the step's `numbers`
+    ids       int64 [p]: the token of each read; -1 where none is allowed, or numbers were read; or NOT_FINITE
+    logprobs  the log-probabilities at each read where they were asked for, by its number
+    numbers   a StepResult for each of the step's `numbers`
     """
 
     ids: np.ndarray

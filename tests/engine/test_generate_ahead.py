@@ -17,6 +17,7 @@ from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine.generate import Generator
+from prefold.engine.samples import TextPiece
 from prefold.errors import OutOfMemoryError
 from prefold.types import Readout, Request, Sampling
 from prefold.worker.local import LocalWorker
@@ -209,7 +210,7 @@ def test_a_sample_whose_text_cancels_its_own_request(tmp_path):
     generator, answers, keys = llm.engine.generator, [], []
     request = Request(np.array([5, 6, 7], np.int32), sampling=Sampling(max_tokens=20, n=2, ignore_eos=True))
     told = []
-    listen = lambda sample, piece: told.append(piece) or generator.cancel(keys[0])  # noqa: E731
+    listen = lambda piece: told.append(piece) or generator.cancel(keys[0])  # noqa: E731
     keys.append(generator.add(request, llm.tokenizer, answers.append, listen))
     while generator.step():
         generator.scheduler.check()
@@ -225,7 +226,7 @@ def test_a_failure_of_whoever_is_told_is_his_alone(tmp_path, ahead):
     llm = LLM(str(tiny_checkpoint(tmp_path)), dtype="float32", cache="off")
     generator = engine_of(llm, ahead=ahead).generator
 
-    def fail(sample: int, piece: str) -> None:
+    def fail(piece: TextPiece) -> None:
         raise RuntimeError("no longer there")
 
     request = Request(np.array([5, 6, 7], np.int32), sampling=Sampling(max_tokens=6, ignore_eos=True))

@@ -130,6 +130,7 @@ def test_a_checkpoint_that_does_not_load(tmp_path):
 
 HUNG_UP = """
 import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
 from prefold import LLM
 llm = LLM(sys.argv[1], dtype="float32", device="cpu", tensor_parallel=2)
 assert len(llm.embed(["some text"]))
