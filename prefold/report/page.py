@@ -17,7 +17,7 @@ import numpy as np
 from ..files import replacing, writing
 from .icicle import StreamShape, icicle, to_data
 
-__all__ = ["Report", "StepLog", "machine", "write_report"]
+__all__ = ["Report", "StepLog", "machine", "merged", "with_drawing", "write_report"]
 
 _MAX_STEPS = 4096
 _MAX_BINS = 320
@@ -39,14 +39,14 @@ class StepLog:
     def add(self, started: float, seconds: float, rows: int, path_rows: int, running: int = 0) -> None:
         self._values.extend((started, seconds, 1, rows, path_rows, running))
         if len(self) > self._limit:
-            self._values = array("d", _merged(self.bins(), self._limit // 2).ravel())
+            self._values = array("d", merged(self.bins(), self._limit // 2).ravel())
 
     def bins(self) -> np.ndarray:
         """Returns the entries, float64 [entries, 6]."""
         return np.array(self._values).reshape(-1, 6)
 
 
-def _merged(entries: np.ndarray, most: int) -> np.ndarray:
+def merged(entries: np.ndarray, most: int) -> np.ndarray:
     """Returns the entries, with neighbours added up until there are at most `most`."""
     size = -(-len(entries) // max(1, most))
     if size <= 1:
@@ -77,7 +77,7 @@ class Report:
 
     def data(self) -> dict[str, Any]:
         """Returns the page's data, as values that JSON has."""
-        steps = _merged(self.steps.bins(), _MAX_BINS) if self.steps is not None else np.empty((0, 6))
+        steps = merged(self.steps.bins(), _MAX_BINS) if self.steps is not None else np.empty((0, 6))
         nodes = None
         if self.shape is not None and self.shape.num_requests:
             nodes = to_data(self.shape, icicle(self.shape), self.decode)
@@ -118,9 +118,16 @@ class Report:
         return text + (" Bars are averages over neighbouring steps." if num > len(bins) else "")
 
 
+def with_drawing(page: str) -> str:
+    """Returns a page in which the style and the functions that draw stand in the places of their names."""
+    for name, file in (("/*STYLE*/", "drawing.css"), ("/*DRAWING*/", "drawing.js")):
+        page = page.replace(name, resources.files(__package__).joinpath(file).read_text(encoding="utf-8"))
+    return page
+
+
 def write_report(report: Report, path: Path) -> None:
     """Writes the page, which appears under its name only when it is whole. Raises JobError."""
-    page = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
+    page = with_drawing(resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8"))
     # "</script>" inside the data would end the script element, so "<" is escaped.
     data = json.dumps(report.data(), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     with writing(f"the report {path}"), replacing(path) as temporary:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from .. import __version__
-from . import anthropic, cache, cohere, files, openai, responses, tei
+from . import anthropic, cache, cohere, files, openai, page, responses, tei
 from .http import Refusal, json_response
 from .keys import Tenant
 from .openai import OPENAI
@@ -53,7 +53,11 @@ def make_app(site: Site) -> Starlette:
         Route("/metrics", OPENAI.endpoint(site, metrics, admin=True), methods=["GET"]),
         # Cohere's come first: /v2/rerank is vLLM's too, and its errors are Cohere's. Responses may be kept, which
         # requests of the other kinds are not.
-        *(route for face in (cohere, responses, openai, files, tei, anthropic, cache) for route in face.routes(site)),
+        *(
+            route
+            for face in (cohere, responses, openai, files, tei, anthropic, cache, page)
+            for route in face.routes(site)
+        ),
     ]
     return Starlette(routes=routes, exception_handlers={HTTPException: wrong_path}, lifespan=lifespan)
 

@@ -47,7 +47,7 @@ _REST = {
 
 
 @dataclass(eq=False)
-class _Open:
+class _OpenBatch:
     """A batch that has not ended.
 
     is_taken  whether a thread works for it
@@ -80,14 +80,14 @@ class Batches:
 
     def __init__(self, store: Store, log: Callable[[Exception], None]):
         self._store, self._log = store, log
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenBatch] = {}
         self._lock = threading.Lock()  # of `_open`, and of who works for what
         self._woken = threading.Event()
         self._is_stopping = False
         self._threads: list[threading.Thread] = []
         for tenant, body in store.all("batch"):
             if body["status"] in OPEN:
-                self._open[body["id"]] = _Open(body["id"], tenant, body["status"], body["expires_at"])
+                self._open[body["id"]] = _OpenBatch(body["id"], tenant, body["status"], body["expires_at"])
         for folder in store.batches.iterdir():
             if folder.name not in self._open:  # it ended, and the server was killed before this
                 shutil.rmtree(folder, ignore_errors=True)
@@ -117,7 +117,7 @@ class Batches:
         """Takes a new batch; returns it, once it is on disk."""
         self._store.add("batch", tenant, body)
         with self._lock:
-            self._open[body["id"]] = _Open(body["id"], tenant, body["status"], body["expires_at"])
+            self._open[body["id"]] = _OpenBatch(body["id"], tenant, body["status"], body["expires_at"])
         self._woken.set()
         return body
 
@@ -142,6 +142,13 @@ class Batches:
             counts = {"completed": output.count - output.errors, "failed": output.errors}
             body = body | {"request_counts": body["request_counts"] | counts}
         return {name: value for name, value in body.items() if name[0] != "_"}
+
+    def open_counts(self) -> list[list[Any]]:
+        """Returns [id, status, lines, answered, failed] of each batch that has not ended."""
+        found = (self._store.get("batch", None, id) for id in list(self._open))
+        seen = [self.with_counts(body) for body in found if body is not None]
+        names = ("total", "completed", "failed")
+        return [[body["id"], body["status"], *(body["request_counts"][name] for name in names)] for body in seen]
 
     def uses(self, file: str) -> bool:
         """Returns whether a batch that has not ended reads a file."""
@@ -182,7 +189,7 @@ class Batches:
                 validate = one.status == "validating" and one.ending is None
                 self._attempt(self._validate if validate else self._finish_or_go_on, one)
 
-    def _attempt(self, work: Callable[[_Open], None], one: _Open) -> None:
+    def _attempt(self, work: Callable[[_OpenBatch], None], one: _OpenBatch) -> None:
         """Does something for a batch; where that fails, it is done again later."""
         trouble = f"batch {one.id}"
         try:
@@ -219,7 +226,7 @@ class Batches:
             self._names[0], seed=body["id"], adapters=adapters, names=(*self._names, "dummy"), endpoint=body["endpoint"]
         )
 
-    def _validate(self, one: _Open) -> None:
+    def _validate(self, one: _OpenBatch) -> None:
         """Counts a batch's lines, and refuses it where none of them can be answered."""
         body = self._found(one)
         adapter, total, good = self._adapter(body), 0, 0
@@ -246,7 +253,7 @@ class Batches:
         if found is not None:
             self._note(one, found)
 
-    def _finish_or_go_on(self, one: _Open) -> None:
+    def _finish_or_go_on(self, one: _OpenBatch) -> None:
         """Computes what is left of a batch, and ends it; returns early where the server is told to end."""
         body = self._found(one)
         folder = self._store.batches / one.id
@@ -266,7 +273,7 @@ class Batches:
         self._end(one, body, lines)
         shutil.rmtree(folder, ignore_errors=True)
 
-    def _write_lines(self, one: _Open, body: Body, path: Path) -> str | None:
+    def _write_lines(self, one: _OpenBatch, body: Body, path: Path) -> str | None:
         """Writes the lines of a batch that are missing; returns how it ends, or None where the server does."""
         source = self._source(body)
         model = self._desk.llm.checkpoint.name
@@ -328,7 +335,7 @@ class Batches:
                 error = InputError(message, remedy="send the request in another batch", code=code)
                 output.write(record.number, error_text(adapter, record.number, parsed.meta, error), failed=True)
 
-    def _end(self, one: _Open, body: Body, lines: Path) -> None:
+    def _end(self, one: _OpenBatch, body: Body, lines: Path) -> None:
         """Makes a batch's files of its lines, and ends it."""
         ending, now = body["_ending"], int(time.time())
         ids = {kind: "file-" + _digest(f"{one.id}:{kind}") for kind in ("output", "error")}
@@ -354,12 +361,12 @@ class Batches:
         store.add_all([*objects, ("batch", one.tenant, body | changes, None)])
         self._note(one, body | changes)
 
-    def _found(self, one: _Open) -> Body:
+    def _found(self, one: _OpenBatch) -> Body:
         body = self._store.get("batch", None, one.id)
         assert body is not None
         return body
 
-    def _note(self, one: _Open, body: Body) -> None:
+    def _note(self, one: _OpenBatch, body: Body) -> None:
         """Notes a batch's new status."""
         with self._lock:
             one.status = body["status"]

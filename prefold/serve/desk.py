@@ -24,6 +24,7 @@ from .http import Refusal
 from .metrics import Metrics
 from .options import ServeOptions
 from .thread import EngineThread, Reply
+from .watch import StepWatch
 
 __all__ = ["Desk", "Order", "apart"]
 
@@ -58,7 +59,7 @@ class Desk:
 
     def __init__(self, llm: Any, options: ServeOptions, metrics: Metrics):
         self.llm, self.options, self._metrics = llm, options, metrics
-        self.thread = EngineThread(llm.engine)
+        self.thread, self.watch = EngineThread(llm.engine), StepWatch(llm.engine)
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="prefold-prepare")
         self._limits = {"max_n": options.max_n, "max_logprobs": options.max_logprobs}
         self._ended: deque[tuple[float, int]] = deque(maxlen=MEASURED)  # (when, tokens)
@@ -115,7 +116,7 @@ class Desk:
         """Returns the task's result of each item. Raises InputError or Refusal."""
         started = time.perf_counter()
         with self.admitted(num_bytes) as prepared:
-            task, works = await self._in_pool(self._prepare, order)
+            task, works = await self.in_pool(self._prepare, order)
             replies = self._replies(task, works)
             keys: list[tuple[Reply, int]] = []
             try:
@@ -129,13 +130,13 @@ class Desk:
         else:
             left = iter(answers[0])
             results = [[next(left) for _ in work.requests] for work in works]
-        found = await self._in_pool(finish_items, task, works, results)
+        found = await self.in_pool(finish_items, task, works, results)
         self._count(works, replies, started)
         return [raised(one) for one in found]
 
     async def requests(self, order: Order) -> list[Request]:
         """Returns the requests that an order makes; computes nothing. Raises InputError."""
-        _, works = await self._in_pool(self._prepare, order)
+        _, works = await self.in_pool(self._prepare, order)
         return [request for work in works for request in work.requests]
 
     async def tokens(self, order: Order) -> list[list[int]]:
@@ -149,7 +150,7 @@ class Desk:
             with self.llm.engine.generator.turn:
                 return function()
 
-        return await self._in_pool(call)
+        return await self.in_pool(call)
 
     async def stream(
         self, order: Order, num_bytes: int
@@ -162,7 +163,7 @@ class Desk:
         """
         started = last = time.perf_counter()
         with self.admitted(num_bytes) as prepared:
-            task, works = await self._in_pool(self._prepare, order)
+            task, works = await self.in_pool(self._prepare, order)
             replies = self._replies(task, works)
             keys: list[tuple[Reply, int]] = []
             events: asyncio.Queue[Any] = asyncio.Queue(2 * len(replies))
@@ -245,7 +246,7 @@ class Desk:
                 key = self.thread.generate(reply, request, self.llm.tokenizer, text=text, share=order.share)  # type: ignore[arg-type]
                 keys.append((reply, key))
 
-        await self._in_pool(enter)
+        await self.in_pool(enter)
 
     def _leave(self, replies: Sequence[Reply], keys: Sequence[tuple[Reply, int]]) -> None:
         """Cancels what the engine still works for."""
@@ -263,7 +264,8 @@ class Desk:
             if reply.begun_at is not None:
                 self._metrics.queue.observe(reply.begun_at - started)
 
-    async def _in_pool(self, function: Any, *arguments: Any) -> Any:
+    async def in_pool(self, function: Any, *arguments: Any) -> Any:
+        """Returns what a function returns, called in the pool of threads."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def give_up(self, error: Exception) -> None:
@@ -273,6 +275,7 @@ class Desk:
 
     def close(self) -> None:
         """Ends the threads. What runs has no answer then."""
+        self.watch.close()
         self.thread.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -105,7 +105,7 @@ class Lane:
         first = next(upcoming, None)  # here, since it sorts all of them
         if first is None:
             return
-        numbers = _Numbers(self._thread, itertools.chain([first], upcoming), readout, stopping)
+        numbers = _BatchNumbers(self._thread, itertools.chain([first], upcoming), readout, stopping)
         self._thread.work_beside(numbers)
         try:
             while (event := numbers.came.get()) is not None:
@@ -121,7 +121,7 @@ def _put(came: SimpleQueue[tuple[int, Any]], key: int, answer: Any) -> None:
     came.put((key, answer))
 
 
-class _Numbers(Background):
+class _BatchNumbers(Background):
     """Numbers of a batch that are being read. All but `leave` is called by the engine's thread."""
 
     def __init__(self, thread: EngineThread, windows: Iterable[Window], readout: Readout, stopping: Callable[[], bool]):

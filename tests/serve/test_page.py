@@ -1,0 +1,255 @@
+"""The page: what it is made of, and, where there is a chromium, what a person sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import serving, until
+
+from prefold.cache.tree import RadixTree
+from prefold.report.icicle import icicle, walk
+from prefold.report.live import TreeShape
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=40)
+
+
+# -------------------------------------------------------------------------------------------------- the tree's shape
+
+
+@settings(max_examples=150)
+@given(several=st.lists(PROMPTS, min_size=1, max_size=3), most=st.sampled_from([3, 1000]))
+def test_every_row_of_a_tree_is_in_its_shape_once(several, most):
+    tree = RadixTree()
+    for number, prompts in enumerate(several):
+        for prompt in prompts:
+            tree.insert((None, str(number)), np.array(prompt, np.int32))
+    shape = TreeShape(tree, {}, lambda namespace: namespace[1], most=most)
+    prefixes = {
+        (n, *prompt[:i]) for n, prompts in enumerate(several) for prompt in prompts for i in range(1, len(prompt) + 1)
+    }
+    leaves = [one for one in prefixes if not any(other[:-1] == one for other in prefixes)]
+    assert len(shape.owners) == min(most, len(leaves))
+    if shape.is_whole:
+        assert shape.num_rows == len(prefixes)
+        assert sorted(shape.owners) == sorted(str(leaf[0]) for leaf in leaves)
+    for node, _ in walk(icicle(shape, max_nodes=1000)):
+        if node.length:
+            paths = [
+                (int(shape.owners[path]), *shape._between(path, 0, node.start + node.length).tolist())
+                for path in range(node.first, node.first + node.prompts)
+            ]
+            assert set(paths) <= prefixes and len(set(paths)) == 1
+            assert shape.tokens_of(node, 99).tolist() == list(paths[0][1 + node.start :])
+
+
+def test_sequences_that_run_are_paths_of_their_own():
+    tree = RadixTree()
+    above = tree.insert(("", ""), np.array([1, 2], np.int32))
+    tree.insert(("", ""), np.array([1, 2, 3], np.int32))
+    shape = TreeShape(tree, {above: [[5, 6], [7]]}, lambda _: "a")
+    lengths, shared = shape.arrays()
+    assert lengths.tolist() == [4, 3, 3] and shared.tolist() == [0, 2, 2]
+    made = shape.data(lambda tokens: " ".join(map(str, tokens.tolist())))
+    assert [row[-2:] for row in made["nodes"]] == [[2, ""], [2, "a"], [1, "a"], [1, "a"], [0, "a"]]
+    assert made["parting"] == [["a", "1 2", 2, 3, 3]]
+
+
+# ----------------------------------------------------------------------------------------------------- over HTTP
+
+
+def test_the_page_loads_nothing_from_elsewhere(server):
+    found = httpx.get(server.url)
+    assert found.status_code == 200 and found.headers["content-type"].startswith("text/html")
+    assert "http://" not in found.text.replace("http://www.w3.org/2000/svg", "") and "https://" not in found.text
+    policy = found.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "connect-src 'self'" in policy
+    assert "/*" not in re.sub(r"/\*[a-z .]", "", found.text)  # every place was filled
+
+
+def test_its_data(server, llm):
+    llm.engine.generator.scheduler.cache.clear()
+    prompts = ["the yes no yes", "the yes no no", "the yes yes"]
+    for prompt in prompts:
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt, "max_tokens": 2}).raise_for_status()
+    found = httpx.get(f"{server.url}/page/data").json()
+    assert found["paths"] >= 3 and found["whole"] and found["rows"] < found["tokens"]
+    assert found["model"] == "tiny" and found["status"] == "ready" and len(found["steps"]) > 2
+    assert any("the yes" in parting[1] for parting in found["parting"])
+    assert sum(row[6] != 0 for row in found["nodes"]) == 0
+
+
+def test_it_is_for_admins(llm, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[key]]\nkey = "a"\ntenant = "boss"\nadmin = true\n[[key]]\nkey = "b"\ntenant = "b"\n')
+    llm.engine.generator.scheduler.cache.clear()
+    with serving(llm, api_keys=str(keys), served_names=("tiny",)) as server:
+        assert httpx.get(server.url).status_code == 200
+        ask = {key: {"authorization": f"Bearer {key}"} for key in "ab"}
+        codes = [httpx.get(f"{server.url}/page/data", headers=head).status_code for head in ({}, ask["b"], ask["a"])]
+        assert codes == [401, 403, 200]
+        for key in "ab":
+            body = {"prompt": f"yes no {key}", "max_tokens": 2}
+            httpx.post(f"{server.url}/v1/completions", json=body, headers=ask[key]).raise_for_status()
+        whole = httpx.get(f"{server.url}/page/data", headers=ask["a"]).json()
+        assert whole["tenants"] == ["b", "boss"] and {row[9] for row in whole["nodes"]} == {"", "b", "boss"}
+        part = httpx.get(f"{server.url}/page/data?tenant=b", headers=ask["a"]).json()
+        assert {row[9] for row in part["nodes"]} == {"", "b"} and part["rows"] < whole["rows"]
+
+
+# ------------------------------------------------------------------------------------------------------ in chromium
+
+
+class Browser:
+    """Chromium without a window, spoken to over its DevTools protocol."""
+
+    def __init__(self, folder, width, height=900):
+        import websockets.sync.client as client
+
+        options = [f"--user-data-dir={folder}", f"--window-size={width},{height}", "--remote-debugging-port=0"]
+        options += ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"]
+        self.process = subprocess.Popen(
+            [CHROMIUM, *options, "about:blank"], stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        port = folder / "DevToolsActivePort"
+        until(lambda: port.exists() and len(port.read_text().split()) == 2, 60)
+        base = f"http://127.0.0.1:{port.read_text().split()[0]}"
+        (page,) = [one for one in httpx.get(f"{base}/json").json() if one["type"] == "page"]
+        self.socket = client.connect(page["webSocketDebuggerUrl"], max_size=1 << 26)
+        self.number, self.events = 0, []
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def call(self, method, **params):
+        self.number += 1
+        self.socket.send(json.dumps({"id": self.number, "method": method, "params": params}))
+        while (got := json.loads(self.socket.recv(60))).get("id") != self.number:
+            self.events.append(got)
+        assert "error" not in got, got
+        return got["result"]
+
+    def value(self, expression):
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def wait(self, expression):
+        until(lambda: self.value(expression), 60)
+
+    def requested(self):
+        return [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
+
+    def complaints(self):
+        kinds = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
+        return [event for event in self.events if event["method"] in kinds]
+
+    def click(self, x, y):
+        """Clicks on a place of the icicle."""
+        left, top = self.value("(e => [e.left, e.top])(document.getElementById('icicle').getBoundingClientRect())")
+        if top > self.value("innerHeight") - 100:
+            self.value(f"scrollTo(0, {top - 100})")
+            left, top = self.value("(e => [e.left, e.top])(document.getElementById('icicle').getBoundingClientRect())")
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=left + x, y=top + y, button="left", clickCount=1)
+
+    def cpu_seconds(self):
+        """What the page's process has worked until now: other programs of this machine are not what is measured."""
+        found = 0
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                fields = status.read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.process.pid and "--type=renderer" in (status.parent / "cmdline").read_text():
+                    found += int(fields[11]) + int(fields[12])
+        assert found
+        return found / os.sysconf("SC_CLK_TCK")
+
+    def picture(self, path):
+        import base64
+
+        data = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
+        path.write_bytes(base64.b64decode(data))
+
+    def close(self):
+        self.socket.close()
+        self.process.terminate()
+        self.process.wait(20)
+
+
+@pytest.fixture(params=[1200, 360])
+def browser(request, tmp_path):
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium")
+    pytest.importorskip("websockets")
+    made = Browser(tmp_path / "profile", request.param)
+    yield made
+    made.close()
+
+
+def test_what_a_person_sees(browser, server, llm, tmp_path):
+    llm.engine.generator.scheduler.cache.clear()
+    ask = lambda prompt, tokens: httpx.post(  # noqa: E731
+        f"{server.url}/v1/completions", json={"prompt": prompt, "max_tokens": tokens, "ignore_eos": True}, timeout=60
+    )
+    for i in range(12):
+        ask(f"the yes no {'yes' if i % 3 else 'no'} {i}", 3)
+    browser.call("Page.navigate", url=server.url)
+    browser.wait("document.body && document.body.dataset.drawn > 1")
+    before = browser.value("nodes.length")
+    assert before > 12 and browser.value("blocks.length") >= 12
+    width = browser.value("document.documentElement.scrollWidth - innerWidth")
+    assert width <= 0, f"the page is {width} pixels too wide"
+    ended = threading.Event()
+
+    def ask_on():
+        while not ended.is_set():
+            ask("no no the", 450)
+
+    asking = threading.Thread(target=ask_on)
+    asking.start()
+    browser.wait("nodes.some(node => node.running)")  # it changes while a request runs
+    assert browser.value("document.querySelectorAll('#running tr').length") == 2
+    browser.click(*browser.value("[blocks[0].x + blocks[0].w / 2, blocks[0].y + 2]"))
+    assert browser.value("document.querySelectorAll('#crumbs button').length") >= 1
+    drawn = browser.value("Number(document.body.dataset.drawn)")
+    browser.wait(f"document.body.dataset.drawn > {drawn + 1}")
+    assert browser.value("document.querySelectorAll('#crumbs button').length") >= 1  # it stays where one looked
+    ended.set()
+    asking.join()
+    browser.picture(tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+    assert all(url.startswith((server.url, "data:", "about:")) for url in browser.requested())
+    assert browser.complaints() == []
+
+
+def test_two_thousand_nodes_are_drawn_in_time(browser, server):
+    rng = np.random.default_rng(1)
+    tree = RadixTree()
+    for _ in range(1700):
+        tree.insert((None, ""), rng.integers(0, 3, rng.integers(5, 40)).astype(np.int32))
+    made = TreeShape(tree, {}, lambda _: "").data(lambda tokens: "word " * len(tokens), max_nodes=2000)
+    assert len(made["nodes"]) == 2000
+    browser.call("Page.navigate", url=server.url)
+    browser.wait("document.body && document.body.dataset.drawn > 0")
+    browser.value("stopped = true")
+    time.sleep(0.5)
+    browser.value(f"globalThis.many2000 = {json.dumps(made['nodes'])}; 1")
+    before = browser.cpu_seconds()
+    for _ in range(10):
+        browser.value("lookAt(many2000); draw(nodes[0]); document.getElementById('icicle').offsetHeight")
+        browser.value("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
+    took = (browser.cpu_seconds() - before) / 10
+    assert took < 0.1, f"{1000 * took:.0f} ms"
