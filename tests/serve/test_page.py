@@ -253,3 +253,22 @@ def test_two_thousand_nodes_are_drawn_in_time(browser, server):
         browser.value("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
     took = (browser.cpu_seconds() - before) / 10
     assert took < 0.1, f"{1000 * took:.0f} ms"
+
+
+def test_the_report_of_a_job_draws_the_same_way(browser, tmp_path):
+    from prefold.report.icicle import StreamShape
+    from prefold.report.page import Report, StepLog, write_report
+
+    shape, steps = StreamShape(), StepLog()
+    prompts = sorted([[1, 2, i % 7, i] for i in range(3000)])
+    shape.add(np.concatenate(prompts).astype(np.int32), np.arange(0, 4 * len(prompts) + 1, 4))
+    steps.add(0.0, 0.5, 100, 3)
+    report = Report("a job", "now", 12000, 3030, 1.0, [("rows", "1")], [("a", "b")], shape=shape, steps=steps)
+    write_report(report, tmp_path / "report.html")
+    browser.call("Page.navigate", url=f"file://{tmp_path / 'report.html'}")
+    browser.wait("document.querySelectorAll('#icicle canvas, #steps svg').length === 2")
+    assert browser.value("blocks.length") > 10
+    browser.click(*browser.value("[blocks[1].x + blocks[1].w / 2, blocks[1].y + 2]"))
+    assert browser.value("shown === nodes[0]") is False
+    assert browser.value("document.documentElement.scrollWidth - innerWidth") <= 0
+    assert browser.complaints() == []
