@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -149,6 +150,13 @@ def _say_how_to_resume(what: str, o: dict[str, Any], job: Any) -> None:
     say(f"\nprefold: {what}; what is done is written. To go on:\n  {command}")
 
 
+def _told(line: dict[str, Any]) -> str:
+    """Returns what the line of a record that failed says in words: a line of a table, or of a batch."""
+    error = line.get("error") or line["response"]["body"]["error"]
+    name = f"record {line['record']}" if "record" in line else line["custom_id"]
+    return (f"{name}: " if name else "") + f"{error['message']}" + (f"; {error['remedy']}" if "remedy" in error else "")
+
+
 def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "") -> list[str]:
     """Returns the summary of a job in a few lines: what was done, what it took, what was saved."""
     from ..report.progress import format_seconds
@@ -164,6 +172,8 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
         lines[0] += f", {summary.resumed:,} of them before" if summary.resumed else ""
     if summary.errors:
         lines.append(f"  errors    {summary.errors:,} records failed; their lines say why")
+        if summary.first_error:
+            lines.append(f"            the first: {_told(json.loads(summary.first_error)):.300}")
     if summary.lost_lines:
         lost = f"{summary.lost_lines:,} lines of the input became no records, because of broken quotes"
         lines.append(f"  lines     {lost}; the errors say where")

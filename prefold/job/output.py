@@ -59,6 +59,7 @@ class Output(Protocol):
     ended    whether an earlier run has done everything this one would do
     begun    whether something of this run is written
     notes    what the user should know of the file that was made
+    first_error  the line of the first record that failed in this run
     """
 
     done: RecordSet
@@ -68,6 +69,7 @@ class Output(Protocol):
     ended: bool
     begun: bool
     notes: list[str]
+    first_error: str | None
 
     def hold(self) -> None:
         """Keeps lines back until `release`, as long as it is not known whether the job can be run."""
@@ -109,6 +111,7 @@ class StreamOutput:
         self.count = self.errors = self.resumed = 0
         self.ended = self.begun = False
         self.notes: list[str] = []
+        self.first_error: str | None = None
         self._stream = stream
         self._lock = threading.Lock()
 
@@ -122,6 +125,7 @@ class StreamOutput:
             self.done.add(number)
             self.count += 1
             self.errors += failed
+            self.first_error = self.first_error or (line if failed else None)
 
     def commit(self, *, due_only: bool = False) -> None:
         with self._lock, writing("standard output"):
@@ -160,6 +164,7 @@ class FileOutput:
         self._last = time.monotonic()
         self._broken: JobError | None = None
         self.notes: list[str] = []
+        self.first_error: str | None = None
         self._file: Any = None
         self._held = self.begun = self._grew = False
         self._keeps_lines = options.grown is not None or options.limit is not None
@@ -242,6 +247,7 @@ class FileOutput:
             self._bytes += len(data)
             self.count += 1
             self.errors += failed
+            self.first_error = self.first_error or (line if failed else None)
             if self._bytes >= COMMIT_BYTES or time.monotonic() - self._last >= COMMIT_SECONDS:
                 self._commit()
 

@@ -140,6 +140,7 @@ def test_bad_records_are_lines_and_status_3(prefold, tmp_path, lines):
     write(tmp_path / "in.jsonl", [{"text": "fine"}, *(record for record, _ in bad.values()), {"text": "fine"}])
     done = prefold("embed", "in.jsonl", "-o", "out.jsonl", "--prompt", "text")
     assert done.exit_code == 3 and "9 records" in done.stderr and "7 records failed" in done.stderr
+    assert "the first: record 2: column 'text' is missing; the record has: other" in done.stderr
     got = {line["record"]: line for line in lines("out.jsonl")}
     assert len(got) == 9 and "embedding" in got[1] and "embedding" in got[9]
     for number, (_, code) in bad.items():
