@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -209,10 +208,18 @@ class Spool:
             yield from heapq.merge(*(read_requests(file) for file in files))
 
     def _arrived_requests(self) -> Iterator[SpooledRequest]:
-        for namespace in sorted(self._namespaces):
-            parts = chain((_read_run_at(path) for path in self._runs), [self._held])
-            for part in parts:
-                yield from _by_arrival(request for request in part if request[:2] == namespace)
+        if not self._runs:
+            yield from sorted(self._held, key=attrgetter("namespace", "number"))
+            return
+        # Every run is read once, one namespace after the other. Runs hold consecutive ranges of arrivals.
+        ahead = [(_first_namespace(path), run, 0) for run, path in enumerate(self._runs)]
+        heapq.heapify(ahead)
+        while ahead:
+            _, run, offset = heapq.heappop(ahead)
+            part, follows = _read_part(self._runs[run], offset)
+            yield from sorted(part, key=attrgetter("number"))
+            if follows is not None:
+                heapq.heappush(ahead, (follows[0], run, follows[1]))
 
 
 def _ids(array: Any, name: str, dtype: str) -> bytes:
@@ -229,10 +236,20 @@ def _ids(array: Any, name: str, dtype: str) -> bytes:
     return array.astype(dtype).tobytes()
 
 
-def _by_arrival(requests: Iterable[SpooledRequest]) -> list[SpooledRequest]:
-    return sorted(requests, key=attrgetter("number"))
+def _first_namespace(path: Path) -> tuple[str, str]:
+    with open(path, "rb", buffering=_MIN_BUFFER) as file:
+        return next(read_requests(file)).namespace
 
 
-def _read_run_at(path: Path) -> Iterator[SpooledRequest]:
-    with open(path, "rb", buffering=_MAX_BUFFER) as file:
-        yield from read_requests(file)
+def _read_part(path: Path, offset: int) -> tuple[list[SpooledRequest], tuple[tuple[str, str], int] | None]:
+    """Returns the requests of the namespace that begins at `offset` in a run, and the next namespace with its offset;
+    None behind the last one."""
+    part: list[SpooledRequest] = []
+    with open(path, "rb", buffering=_MIN_BUFFER) as file:
+        file.seek(offset)
+        for request in read_requests(file):
+            if part and request.namespace != part[0].namespace:
+                return part, (request.namespace, offset)
+            part.append(request)
+            offset = file.tell()
+    return part, None

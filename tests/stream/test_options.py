@@ -83,14 +83,16 @@ def test_a_request_that_is_not_continued_comes_back_as_one(memory_bytes):
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_no_window_holds_two_adapters_or_salts(share):
-    with Spool() as spool:
+@pytest.mark.parametrize("memory_bytes", [1, 1000, 1 << 20])
+def test_no_window_holds_two_adapters_or_salts(memory_bytes, share):
+    with Spool(memory_bytes=memory_bytes) as spool:
         for i in range(12):
             spool.add(Request(np.array([1, 2]), adapter=[None, "a"][i % 2], salt=["", "x", "y"][i % 3]), b"%d" % i)
         windows = list(spool.windows(max_tokens=100, share=share))
     assert len(windows) == 6
     for window in windows:
         places = [int(tag) for tag in window.tags]
+        assert places == sorted(places)
         assert {(i % 2, i % 3) for i in places} == {(places[0] % 2, places[0] % 3)}
         assert (window.adapter, window.salt) == ([None, "a"][places[0] % 2], ["", "x", "y"][places[0] % 3])
         assert window.common == 0
