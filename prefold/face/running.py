@@ -76,7 +76,7 @@ class TaskRunner:
     def __init__(self) -> None:
         self._tasks: dict[object, Task] = {}
 
-    def task(self, name: str, **options: Any) -> Task:
+    def task(self, name: str, **options: object) -> Task:
         """Returns the task `name` with these options, as `prefold.tasks.make_task` makes it for this checkpoint.
 
         Tasks are kept by their options, so that a method which is called again reads no file of the checkpoint again.
@@ -96,13 +96,9 @@ class TaskRunner:
 
     def _make_task(self, name: str, options: Mapping[str, Any]) -> Task:
         task = make_task(name, self.checkpoint, self.tokenizer, options, adapters=self.engine.adapters)
-        return cast(Task, self.calibrated(task))
+        return cast(Task, calibrated(self.engine, task))
 
-    def calibrated(self, task: Any) -> Any:
-        """Returns the task; one of classification that asks for calibration has then run its content-free texts."""
-        return calibrated(self.engine, task)
-
-    def run(self, task: Task, items: Iterable[Any]) -> list[dict[str, Any]]:
+    def run(self, task: Task, items: Iterable[object]) -> list[dict[str, object]]:
         """Runs a task over items and returns a dict for each, in their order. Raises the InputError of a bad item."""
         return self._lines(task, list(items), CallForm())
 

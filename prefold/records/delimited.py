@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ..errors import InputError
 
-__all__ = ["MAX_CELL_LINES", "Row", "read_rows"]
+__all__ = ["MAX_CELL_LINES", "TableLine", "read_rows"]
 
 MAX_CELL_LINES = 1000
 MAX_CELL_BYTES = 64 << 20  # of a row that goes over several lines
@@ -28,8 +28,8 @@ _LINES_ALIKE, _LINES_COUNTED = 3, 20
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Holds the cells of a row, or what is wrong with it.
+class TableLine:
+    """A TableLine holds the cells of one row of a table, or what is wrong with it.
 
     line   number of the row's first line, from 1
     cells  its cells; None where there is an error
@@ -47,7 +47,7 @@ class Row:
 
 def read_rows(
     lines: Iterable[bytes], delimiter: str, *, width: int | None = None, max_cell_lines: int = MAX_CELL_LINES
-) -> Iterator[Row]:
+) -> Iterator[TableLine]:
     """Returns the rows of a table, the header's included. Empty lines between rows are left out.
 
     width            how many cells a row has; a row with another number is an error. None: any number
@@ -108,7 +108,7 @@ class _Rows:
         self._reader = csv.reader(self._lines, delimiter=delimiter, strict=True)
         self._good: deque[list[str]] = deque(maxlen=16)  # the last rows that were right
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[TableLine]:
         lines = self._lines
         while True:
             lines.begin()
@@ -127,13 +127,13 @@ class _Rows:
                 message = f"line {lines.first} has {len(cells)} cells, the header {self._width}"
                 remedy = "give it as many cells as the header has, and quote cells that hold a delimiter"
                 error = InputError(message, remedy=remedy, code="wrong_number_of_fields")
-                yield Row(lines.first, error=error, size=lines.size)
+                yield TableLine(lines.first, error=error, size=lines.size)
             else:
                 if lines.first > 1:  # line 1 is the header, whose names look like no cells
                     self._good.append(cells)
-                yield Row(lines.first, cells, size=lines.size)
+                yield TableLine(lines.first, cells, size=lines.size)
 
-    def _error(self, error: Exception | None) -> Row:
+    def _error(self, error: Exception | None) -> TableLine:
         """Returns the error of a broken row. The lines that its quote took in are put back where they are rows."""
         lines = self._lines
         opened = _opened(lines.taken, self._delimiter)
@@ -162,9 +162,9 @@ class _Rows:
             return self._row(what, remedy, 0)
         return self._row(f"{what}; {behind:,} lines went with it", remedy, behind)
 
-    def _row(self, message: str, remedy: str, lost: int) -> Row:
+    def _row(self, message: str, remedy: str, lost: int) -> TableLine:
         error = InputError(message, remedy=remedy, code="invalid_csv")
-        return Row(self._lines.first, error=error, size=self._lines.size, lost=lost)
+        return TableLine(self._lines.first, error=error, size=self._lines.size, lost=lost)
 
     def _took_rows(self, cells: list[str]) -> bool:
         """Returns whether a row of several lines, whose quotes are all closed, is really a broken quote before rows."""

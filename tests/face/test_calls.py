@@ -257,3 +257,14 @@ def test_a_bad_number_of_documents_is_said_before_anything_is_computed(llm, top_
     with pytest.raises(InputError, match="'top_n'"):
         llm.rerank([60], [[61], [62]], top_n=top_n, template="{query}{document}")
     assert llm.stats.requests == before
+
+
+def test_no_method_of_the_face_takes_or_gives_any():
+    methods = {name: getattr(LLM, name) for name in dir(LLM) if not name.startswith("_")}
+    vague = {
+        f"{name}({what}: {kind})"
+        for name, method in methods.items()
+        for what, kind in getattr(getattr(method, "fget", method), "__annotations__", {}).items()
+        if "Any" in str(kind).replace("[", " ").replace("]", " ").replace(",", " ").split()
+    }
+    assert methods and not vague
