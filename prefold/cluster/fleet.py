@@ -86,9 +86,14 @@ class Fleet:
         return next(iter(self._ready.values()), None)
 
     @property
+    def num_ready(self) -> int:
+        """Returns how many replicas were ready when the last run looked."""
+        return len(self._ready)
+
+    @property
     def in_words(self) -> str:
         """Returns what became of the replicas."""
-        words = f"{len(self._ready)} of {len(self.replicas.names)} at the end"
+        words = f"{self.num_ready} of {len(self.replicas.names)} at the end"
         words += f", work was divided anew {self.steals:,} times" if self.steals else ""
         words += f"; {self.losses:,} were lost, {self.moved:,} prompts went to others" if self.losses else ""
         return words

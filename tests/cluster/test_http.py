@@ -227,13 +227,14 @@ def test_prefold_serve_gives_what_the_model_gives_here(table):
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     arguments = [sys.executable, "-m", "prefold", "serve", "-m", str(folder), "--port", "0", "--threads", "1"]
+    arguments += ["--served-model-name", "tiny"]
     run("--raw", "--limit", NUM, model=folder, code=3)
     os.rename("out.jsonl", "here.jsonl")
     with subprocess.Popen(arguments, env=environment, stderr=-1, text=True) as server:
         try:
             url = next(word for line in server.stderr for word in line.split() if word.startswith("http://"))
             time.sleep(0.2)
-            run("--raw", "--url", url.rstrip("/.,;"), model=folder)
+            run("--raw", "--overwrite", "--url", url.rstrip("/.,;"), "--tokenizer", folder, model="tiny")
         finally:
             server.terminate()
     here, there = output("here.jsonl"), output()

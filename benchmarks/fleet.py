@@ -1,0 +1,170 @@
+"""Two replicas of one thread on Ray beside one process: rows, excess, balance, seconds, and what a lost replica costs.
+
+    python benchmarks/fleet.py [CASE ...] [--rows N] [--repeats N] [--json FILE]
+
+two       prefix repetition, embedding: one process of one thread, one of two, a fleet of one replica and of two; the
+          seconds are those between the first step and the last, without loading; systems are interleaved
+segments  cuts streams for 2 to 1,024 replicas: rows computed twice, and the costliest segment beside the mean; no model
+
+Needs prefold[ray].
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import machine, median, spread
+
+from prefold import LLM
+from prefold.prefix import RowCost, StreamCost
+from prefold.stream import Spool
+from prefold.types import Readout, Request
+
+PREFIXES, PREFIX, TAIL = 64, 96, 32
+MODEL = "smollm2-135m"
+
+
+def prompts(rows: int, vocab: int = 40_000) -> list[np.ndarray]:
+    """Prompts that share one of a few prefixes, in random order."""
+    rng = np.random.default_rng(0)
+    prefixes = rng.integers(0, vocab, (PREFIXES, PREFIX))
+    tails = rng.integers(0, vocab, (rows, TAIL))
+    return [
+        np.concatenate((prefixes[k], tail)).astype(np.int32)
+        for k, tail in zip(rng.integers(0, PREFIXES, rows), tails, strict=True)
+    ]
+
+
+def run(engine: Any, found: list[np.ndarray]) -> dict[str, float]:
+    """The seconds between the beginning of the first step and the end of the last, and rows."""
+    engine.reset_stats()
+    begun: list[tuple[float, float]] = []
+    with Spool() as spool:
+        for number, tokens in enumerate(found):
+            spool.add(Request(tokens), str(number).encode())
+        unique = spool.unique_tokens()
+        results = engine.run(
+            spool.windows(max_tokens=1 << 20),
+            Readout("last"),
+            on_step=lambda step: begun.append((step.started, step.started + step.seconds)),
+        )
+        count = len({tag for tag, _ in results})
+    assert count == len(found)
+    seconds = max(stop for _, stop in begun) - min(start for start, _ in begun)
+    return {"seconds": seconds, "rows": engine.stats.rows_computed, "unique": unique}
+
+
+def two(rows: int, repeats: int) -> list[dict[str, Any]]:
+    from prefold.cluster.fleet import Fleet
+    from prefold.cluster.ray_replicas import RayReplicas
+
+    found = prompts(rows)
+    # One process has one number of threads, so the fleets and the two processes take turns.
+    options = {"dtype": "float32", "device": "cpu"}
+
+    def fleet(count: int) -> tuple[Any, Callable[[], None]]:
+        made = Fleet(RayReplicas(MODEL, options | {"threads": 1}, count=count))
+        while made.num_ready < count:
+            run(made, found[:64])
+        return made, made.close
+
+    def alone(threads: int) -> tuple[Any, Callable[[], None]]:
+        llm = LLM(MODEL, threads=threads, **options)
+        run(llm.engine, found[:64])
+        return llm.engine, llm.close
+
+    systems = {
+        "one process, 1 thread": lambda: alone(1), "fleet, 1 replica of 1 thread": lambda: fleet(1),
+        "one process, 2 threads": lambda: alone(2), "fleet, 2 replicas of 1 thread": lambda: fleet(2),
+    }  # fmt: skip
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in systems}
+    for _ in range(repeats):
+        for name, make in systems.items():
+            engine, close = make()
+            runs[name].append(run(engine, found))
+            close()
+            del engine
+    table = []
+    for name, some in runs.items():
+        seconds = [one["seconds"] for one in some]
+        table.append(
+            {
+                "system": name,
+                "seconds": median(seconds),
+                "spread": spread(seconds),
+                "rows": int(some[0]["rows"]),
+                "excess": int(max(one["rows"] - one["unique"] for one in some)),
+                "rows/s": some[0]["unique"] / median(seconds),
+            }
+        )
+    return table
+
+
+def segments(rows: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    rows = max(rows, 1_000_000)
+    lengths = rng.integers(64, 1024, rows).astype(np.int32)
+    # A few thousand prefixes of a few hundred tokens, and templates below them.
+    shared = np.minimum(
+        np.minimum(lengths, np.roll(lengths, 1)), rng.choice([0, 256, 400], rows, p=[0.004, 0.2, 0.796])
+    )
+    shared = shared.astype(np.int32)
+    shared[0] = 0
+    started = time.perf_counter()
+    cost = StreamCost(lengths, shared, RowCost(1.0, 1e-3, (None,)))
+    made = time.perf_counter() - started
+    unique = int((lengths - shared).sum(dtype=np.int64))
+    table = []
+    for replicas in (2, 8, 32, 128, 1024):
+        for name, speeds in (("equal", [1.0] * replicas), ("1:3", [1.0, 3.0] * (replicas // 2))):
+            started = time.perf_counter()
+            found = cost.cut(0, rows, speeds)
+            seconds = time.perf_counter() - started
+            times = [cost.of(*one) / speed for one, speed in zip(found, speeds, strict=True)]
+            again = sum(int(shared[a]) for a, b in found if a < b)
+            ideal = cost.total / sum(speeds)
+            table.append(
+                {
+                    "replicas": replicas, "speeds": name, "last ends, of the ideal": max(times) / ideal,
+                    "rows twice": again, "of the rows": again / unique, "seconds": seconds, "prompts": rows,
+                    "prepared in": made,
+                }
+            )  # fmt: skip
+    return table
+
+
+def show(table: list[dict[str, Any]]) -> None:
+    names = list(table[0])
+    print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+    for row in table:
+        cells = (f"{v:,.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else v for v in row.values())
+        print("| " + " | ".join(cells) + " |")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=["segments", "two"])
+    parser.add_argument("--rows", type=int, default=1500)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    out: dict[str, Any] = {"machine": machine()}
+    print(out["machine"])
+    for case in arguments.cases:
+        print(f"\n{case}")
+        out[case] = two(arguments.rows, arguments.repeats) if case == "two" else segments(arguments.rows)
+        show(out[case])
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(out, indent=1))
+
+
+if __name__ == "__main__":
+    main()
