@@ -189,7 +189,7 @@ def cancel(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, An
         time.sleep(draw.random() * arguments.wait)
         before, started = llm.stats.steps, time.perf_counter()
         raw.close()
-        while len(server.site.desk.thread.replies) > 1 or len(generator._open) > 1 or server.site.open > 1:
+        while len(server.site.desk.replies) > 1 or len(generator._open) > 1 or server.site.open > 1:
             time.sleep(2e-4)
         milliseconds.append((time.perf_counter() - started) * 1e3)
         steps.append(llm.stats.steps - before)

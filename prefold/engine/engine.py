@@ -21,7 +21,7 @@ from .calls import serve
 from .generate import Generator
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
-from .requests import Answer
+from .requests import Answer, can_probe
 from .samples import TextPiece
 from .service import Service
 from .stream import run_stream
@@ -72,6 +72,7 @@ class Engine:
         *,
         sharing: Sharing | None = None,
         max_batch_rows: int | None = None,
+        cache_prefill: bool | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[bytes, Result]]:
@@ -79,10 +80,9 @@ class Engine:
 
         With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`).
 
-        sharing, max_batch_rows  of this run; None: the engine's
-        on_step                  called after every step of the engine, until the run ends
-        stopping                 called after every step: once it returns True, the run ends, having yielded what is
-                                 done
+        sharing, max_batch_rows, cache_prefill   of this run; None: the engine's
+        on_step    called after every step of the engine, until the run ends
+        stopping   called after every step: once it returns True, the run ends, having yielded what is done
 
         Raises InputError for an adapter that the worker has not, OutOfMemoryError where not even one row fits.
         """
@@ -90,11 +90,11 @@ class Engine:
         how: dict[str, Any] = {"sharing": sharing, "meter": self.meter, "stopping": stopping}
         how["budget"] = self._budget if max_batch_rows is None else StepBudget(max_batch_rows)
         with self.meter.heard_by(on_step):
-            if not self.options.cache_prefill or sharing != "full":
+            if sharing != "full" or not (self.options.cache_prefill if cache_prefill is None else cache_prefill):
                 yield from run_stream(self.worker, windows, readout, **how)
                 return
             for window in windows:
-                if can_probe(window, readout):
+                if can_probe(readout, np.diff(window.target_offsets)):
                     yield from self._run_probes(window, readout, how)
                 else:
                     yield from run_stream(self.worker, [window], readout, **how)
@@ -128,8 +128,8 @@ class Engine:
 
     @cached_property
     def service(self) -> Service:
-        """Returns what steps the generator for callers that wait in an event loop; made when first asked for."""
-        return Service(self.generator)
+        """Returns what steps the engine for readers that wait in event loops; made when first asked for."""
+        return Service(self)
 
     def close(self) -> None:
         """Ends what runs beside the caller's threads. On a model that is split nothing can be run afterwards."""
@@ -180,11 +180,3 @@ class Engine:
 def _check_sharing(sharing: Sharing) -> None:
     if sharing == "mlp":
         raise InputError("text is generated with sharing full or off", field="sharing", remedy="use one of them")
-
-
-def can_probe(window: Window, readout: Readout) -> bool:
-    """Returns whether only last rows of the window's prompts are read. Of other rows the cache may have K/V, and never
-    their results."""
-    if readout.kind == "logprobs":
-        return bool((np.diff(window.target_offsets) == 1).all())
-    return readout.kind in ("last", "head", "logits")

@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,6 +78,7 @@ class Generator:
         self._new: deque[OpenRequest] = deque()
         self._left: deque[int] = deque()
         self._open: dict[int, OpenRequest] = {}
+        self._held: dict[int, OpenRequest] = {}
         self._flights: deque[_Flight] = deque()
         self._is_stepping = False  # a step is being made, or was broken off
         self._failure: Exception | None = None  # of whoever was told something
@@ -143,6 +144,39 @@ class Generator:
             next((other for other in self.inboxes if other is not inbox and other.wake()), None)
 
     @property
+    def open_keys(self) -> list[int]:
+        """Of requests that were taken in, have no answer, and are not held."""
+        return list(self._open)
+
+    def progress(self, keys: Iterable[int]) -> dict[int, int | None]:
+        """Returns {key: tokens that its samples have}, None of a request that is not open."""
+        return {key: sum(len(r.tokens) for r in self._open[key].readers) if key in self._open else None for key in keys}
+
+    def hold(self, *keys: int) -> None:
+        """Let open requests have no part in steps, until `release`; what their samples have stays."""
+        with self.turn, suppress(BrokenOff), self._change():
+            for key in keys:
+                if key in self._open:
+                    self.scheduler.cancel(key)
+                    self._held[key] = self._open.pop(key)
+
+    def release(self, *keys: int) -> None:
+        """Let requests that were held go on where they were; without keys all of them."""
+        with self.turn, suppress(BrokenOff), self._change():
+            for key in keys or list(self._held):
+                if key in self._held:
+                    self._open[key] = one = self._held.pop(key)
+                    self._submit(one)
+
+    def end(self, key: int, answer: Answer) -> None:
+        """Answer an open request, and do no more for it."""
+        with self.turn, suppress(BrokenOff), self._change():
+            self.scheduler.cancel(key)
+            if key in self._open:
+                self._tell(self._open[key], answer)
+        self._raise_failure()
+
+    @property
     def has_work(self) -> bool:
         """Returns whether a request has no answer yet, or a step is in flight."""
         return bool(self._new or self._open or self._flights)
@@ -170,6 +204,7 @@ class Generator:
                 if one.is_done:  # of numbers nothing comes
                     self._tell(one, one.answer())
                 self._open.pop(key, None)
+            self._held.pop(key, None)
             self._left.popleft()
 
     def _submit(self, one: OpenRequest) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +15,9 @@ from ..types import Generated, Readout, Request, Result, TokenLogprobs
 from ..worker.protocol import Facts
 from .samples import OnText, Sample
 
-__all__ = ["Answer", "Maker", "NumberReader", "OpenRequest", "Reader", "adapter_number"]
+__all__ = ["Answer", "Maker", "NumberReader", "OpenRequest", "Reader", "adapter_number", "can_probe"]
+
+PROBED = ("last", "head", "logits")  # kinds of Readout, beside "logprobs" of one target
 
 Answer = list[Generated] | Result | InputError
 
@@ -95,6 +97,14 @@ class OpenRequest:
                 return reader.error
             samples.append(reader)
         return [sample.result(self.cached_tokens) for sample in samples]
+
+
+def can_probe(readout: Readout, num_targets: Iterable[int]) -> bool:
+    """Returns whether only last rows of prompts are read. Of other rows the cache may have K/V, and never their results.
+
+    num_targets  of each prompt; looked at for "logprobs" only
+    """
+    return all(count == 1 for count in num_targets) if readout.kind == "logprobs" else readout.kind in PROBED
 
 
 class Maker:

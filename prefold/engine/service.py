@@ -1,122 +1,381 @@
-"""Generation in a thread of its own, for callers that wait in an event loop."""
+"""The one thread that steps an engine for readers in event loops, of a server or of `LLM.astream`.
+
+Requests and cancellations come from any thread, through inboxes that are emptied before a step is planned. What a step
+gives leaves once, after the step: one call into each event loop, which hands every reader what is its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import struct
 import threading
+import time
 import weakref
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import closing, suppress
 from functools import partial
-from queue import SimpleQueue
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import InputError
+from ..errors import InputError, OutOfMemoryError, RankError
+from ..stream import Spool
 from ..text import Tokenizer
-from ..types import Generated, Request
-from .calls import Call
+from ..types import Generated, Readout, Request, Result
+from .fault import find_fault
 from .generate import Generator
+from .replies import Reading, Reply, send
+from .requests import can_probe
 from .samples import TextPiece
 
-__all__ = ["Service"]
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["Background", "Service"]
+
+_TAG = struct.Struct("<qq")  # number of the reading, part of it
+# Numbers that wait are read together, as many as fill so many steps: what comes later waits for no more than these.
+STEPS_A_WINDOW = 2
+# After so many steps that failed one after the other all that run is ended.
+MOST_IN_VAIN = 3
+
+
+class Background(Protocol):
+    """Work that is done when no live request needs the engine."""
+
+    def is_ready(self) -> bool:
+        """Returns whether there is something to do now."""
+
+    def advance(self) -> bool:
+        """Does some of it; returns whether there may be more. It calls `Service.serve_live` between its steps."""
 
 
 class Service:
-    """Takes turns at stepping a Generator while somebody waits in an event loop, and sleeps while nobody does.
+    """Steps an engine while anything waits for it, and sleeps while nothing does.
 
-    Requests of any event loop, and of callers that step the generator themselves, run together. A failure
-    of a step ends all requests of this service with it. The thread does not keep the service: it ends with it.
+    Texts that others generate on the same engine run in the same steps. A step that raises an error ends the request
+    that it fails for (see `fault.py`); the thread goes on. It does not keep the service: it ends with it.
+
+    failure  of the last step, where no request alone could be at fault; None after a step that did not fail
     """
 
-    def __init__(self, generator: Generator):
-        self._generator = generator
-        self._waiting: dict[asyncio.Queue[Any], asyncio.AbstractEventLoop] = {}
-        self._work = _Work()
-        self.close = weakref.finalize(self, self._work.close)
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.failure: Exception | None = None
+        self._readings: deque[tuple[Reading, Sequence[int]]] = deque()  # with the parts that are to be read
+        self._beside: deque[Background] = deque()
+        self._replies: dict[Reply, None] = {}  # those that have no answer yet
+        self._out: dict[Reply, list[Any]] = {}
+        self._lock = threading.Lock()  # of making the generator
+        self._is_stepping = False
+        self._in_vain = 0  # steps that failed since one did not
+        self._inbox = _Inbox()
+        self.close = weakref.finalize(self, self._inbox.close)
         self.close.atexit = False
-        thread = threading.Thread(
-            target=_run, args=(weakref.ref(self), self._work), name="prefold-generate", daemon=True
-        )
-        thread.start()
-        self._work.thread = thread
+        arguments = (weakref.ref(self), self._inbox)
+        self._thread = threading.Thread(target=_run, args=arguments, name="prefold-engine", daemon=True)
+        self._inbox.thread = self._thread
+        self._thread.start()
+
+    # -------------------------------------------------------------------------------------------------- any thread
 
     async def stream(
         self, request: Request, tokenizer: Tokenizer | None, *, text: bool = True
     ) -> AsyncIterator[TextPiece | list[Generated]]:
-        """(sample, piece of its text) as they come (text: whether they are wanted), and last the samples.
+        """Yields pieces of a text as they come (text: whether they are wanted), and last its samples.
 
         Left before its end, or cancelled, the request is cancelled. Raises InputError for one that cannot run.
         """
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Any] = asyncio.Queue()
-        key = self._generator.new_key()
-
-        def put(event: Any) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        on_text = put if text else None
-        self._waiting[events] = loop
-        # In a thread: making what its grammar needs may take long.
-        add = partial(self._generator.add, request, tokenizer, put, on_text, key=key)
-        adding = asyncio.ensure_future(asyncio.to_thread(add))
-        done = False
+        reply = Reply(asyncio.get_running_loop(), len(request.tokens))
         try:
-            await asyncio.shield(adding)
-            self._work.came.put(None)
-            while not done:
-                event = await events.get()
-                done = isinstance(event, (list, InputError))  # after any other error the request may still be there
-                if isinstance(event, BaseException):
-                    raise event
-                yield event
+            await asyncio.to_thread(self.generate, reply, request, tokenizer, text=text)
+            if text:
+                async for piece in reply.pieces():
+                    yield piece
+            yield await reply.answer()
         finally:
-            del self._waiting[events]
-            if not done:
-                # Whoever was cancelled would not come here again, so it is not waited for. It may not even have been
-                # added yet.
-                adding.add_done_callback(lambda _: self._generator.cancel(key))
+            self.cancel(reply)
 
-    def tell_all(self, error: Exception) -> None:
-        for events, loop in list(self._waiting.items()):
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(events.put_nowait, error)
+    def generate(
+        self, reply: Reply, request: Request, tokenizer: Tokenizer | None, *, text: bool, share: bool = True
+    ) -> None:
+        """Takes a request to generate. May take long, where a grammar is to be compiled.
 
-    def work(self, call: Call) -> None:
-        """Take turns while there is something to do."""
-        try:
-            while not self._work.is_closed and self._waiting and self._generator.has_work:
-                call.advance(alone=False)
-        except Exception as error:  # whoever waits must hear of it
-            self.tell_all(error)
+        text   whether pieces of the text are wanted as they come
+        share  whether its prompt may be shared with others', now or later
+        """
+        generator = self.generator
+        key = generator.new_key()
+        reply.keys.append(key)
+        self._replies[reply] = None
+        self.engine.meter.add(requests=1)
+        on_text = partial(self._put, reply) if text else None
+        sharing = None if share else False
+        generator.add(request, tokenizer, partial(self._answer, reply), on_text, sharing=sharing, key=key)
+        self._added(reply)
+
+    def read(self, reply: Reply, requests: Sequence[Request], readout: Readout) -> None:
+        """Takes requests whose numbers are to be read; they are answered with a Result each, together."""
+        self._replies[reply] = None
+        reading = Reading(reply, requests, readout)
+        if self.engine.options.cache_prefill and self.engine.sharing == "full" and _can_probe(requests, readout):
+            generator = self.generator
+            self.engine.meter.add(requests=len(requests))
+            for part, request in enumerate(requests):
+                key = generator.new_key()
+                reply.keys.append(key)
+                generator.add(request, None, partial(self._probed, reading, part), readout=readout, key=key)
+            self._added(reply)
+        else:
+            self._inbox.came.put((reading, range(len(requests))))
+
+    def _added(self, reply: Reply) -> None:
+        self.wake()
+        if reply.is_cancelled:  # before its keys were known
+            self.cancel(reply)
+
+    def cancel(self, reply: Reply) -> None:
+        """Ends what a reply waits for before the next step. Nobody reads the reply any more."""
+        reply.is_cancelled = True
+        if reply in self._replies:
+            self._replies.pop(reply, None)
+            if reply.keys:
+                self.generator.cancel(*reply.keys)
+            self.wake()
 
     @property
     def generator(self) -> Generator:
-        return self._generator
+        """The engine's generator, which is made when it is first asked for."""
+        with self._lock:
+            return self.engine.generator
+
+    def work_beside(self, work: Background) -> None:
+        """Takes work that is done when no live request needs the engine."""
+        self._beside.append(work)
+        self.wake()
+
+    def wake(self) -> None:
+        """Makes the thread look whether there is something to do."""
+        self._inbox.came.put(None)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there is a live request for which no step has worked yet."""
+        return any(reply.begun_at is None for reply in self.replies)
+
+    @property
+    def replies(self) -> list[Reply]:
+        """Those that have no answer yet."""
+        return list(self._replies)
+
+    # -------------------------------------------------------------------------------------------------- this thread
+
+    def _put(self, reply: Reply, event: Any) -> None:
+        if threading.current_thread() is self._thread:
+            self._out.setdefault(reply, []).append(event)
+        else:  # of a step that another thread made, or a request that could not even be entered
+            send({reply: [event]})
+
+    def _answer(self, reply: Reply, answer: Any) -> None:
+        if reply in self._replies:
+            self._replies.pop(reply, None)
+            self._put(reply, answer)
+
+    def _probed(self, reading: Reading, part: int, answer: Any) -> None:
+        """Takes what was read of one request in the KV store; one that the store cannot hold is read in a stream."""
+        if isinstance(answer, Result):
+            if reading.book(part, answer):
+                self._answer(reading.reply, reading.results)
+        elif answer.code == "kv_memory":
+            self._inbox.came.put((reading, [part]))
+        else:
+            self._answer(reading.reply, answer)
+
+    def work(self, came: Any) -> None:
+        """Works until there is nothing to do, after something has come to the inbox."""
+        self._take_in(came)
+        while not self._inbox.is_closed:
+            beside = next((work for work in self._beside if work.is_ready()), None)
+            self._take_in()
+            if self._has_live:
+                self._advance()
+            elif beside is None:
+                break
+            elif not beside.advance():
+                self._beside.remove(beside)
+            self._deliver()
+        if "generator" in self.engine.__dict__:
+            self.generator.cancel()  # those that came to an end while the last step was being made
+
+    def serve_live(self, until: float) -> None:
+        """Works for live requests as long as there are any, and at most until that time.perf_counter()."""
+        self._deliver()
+        while not self._inbox.is_closed:
+            self._take_in()
+            if not self._has_live or time.perf_counter() > until:
+                return
+            self._advance()
+            self._deliver()
+
+    def _take_in(self, came: Any = None) -> None:
+        with suppress(Empty):
+            while True:
+                if came is not None:
+                    self._readings.append(came)
+                came = self._inbox.came.get(block=False)
+
+    @property
+    def _has_live(self) -> bool:
+        return bool(self._readings) or self._has_texts
+
+    @property
+    def _has_texts(self) -> bool:
+        return "generator" in self.engine.__dict__ and self.engine.generator.has_work
+
+    def _advance(self) -> None:
+        if self._readings:
+            self._read(self._next_readings())
+        else:
+            self._step()
+
+    def _step(self) -> None:
+        """Makes one step in the KV store. Where it fails, the request at fault is ended."""
+        generator = self.engine.generator
+        self._is_stepping = True
+        try:
+            generator.step()
+            self.failure, self._in_vain = None, 0
+        except Exception as error:
+            self._in_vain += 1
+            is_lost = self._in_vain > MOST_IN_VAIN  # no step fails but the one for all of them
+            faults = dict.fromkeys(generator.open_keys, error) if is_lost else find_fault(generator, error)
+            by_key = {key: reply for reply in self.replies for key in reply.keys}
+            for key, failure in faults.items():
+                if key in by_key:
+                    self._answer(by_key[key], failure)
+                    generator.cancel(key)
+                else:
+                    wrong = InputError(f"the step failed: {failure}", remedy="send it again", code="internal_error")
+                    generator.end(key, wrong)
+            # One request may be at fault itself; where steps fail for all of several, it is something else.
+            if isinstance(error, (RankError, OutOfMemoryError)) or (len(faults) > 1 and not generator.has_work):
+                self.failure = error
+        finally:
+            self._is_stepping = False
+
+    def _next_readings(self) -> list[tuple[Reading, Sequence[int]]]:
+        """Takes those that wait and read the same as the first of them, until a window is full."""
+        room = STEPS_A_WINDOW * self.engine.max_batch_rows
+        found: list[tuple[Reading, Sequence[int]]] = []
+        left: deque[tuple[Reading, Sequence[int]]] = deque()
+        for one in self._readings:
+            reading = one[0]
+            if reading.reply.is_cancelled:
+                continue
+            if (not found or reading.readout == found[0][0].readout) and (room > 0 or not found):
+                room -= reading.reply.tokens
+                found.append(one)
+            else:
+                left.append(one)
+        self._readings = left
+        return found
+
+    def _read(self, readings: Sequence[tuple[Reading, Sequence[int]]], *, again: bool = True) -> None:
+        """Reads numbers of one kind in a row stream. Where a step fails, in halves, until the one at fault is found.
+
+        again  whether one that fails alone is tried once more
+        """
+        if not readings:
+            return
+        _note_begun(reading.reply for reading, _ in readings)
+        try:
+            self._read_together(readings)
+        except Exception as error:
+            left = [(r, [p for p in parts if r.results[p] is None]) for r, parts in readings]
+            left = [(r, parts) for r, parts in left if parts and not r.reply.is_cancelled]
+            if len(left) > 1:
+                self._read(left[: len(left) // 2])
+                self._read(left[len(left) // 2 :])
+            elif left and again:
+                self._read(left, again=False)
+            for reading, _ in left if len(left) == 1 and not again else ():
+                self._answer(reading.reply, error)
+                if isinstance(error, (RankError, OutOfMemoryError)):
+                    self.failure = error
+        else:
+            self.failure = None
+
+    def _read_together(self, readings: Sequence[tuple[Reading, Sequence[int]]]) -> None:
+        with Spool() as spool:
+            for number, (reading, parts) in enumerate(readings):
+                for part in parts:
+                    spool.add(reading.requests[part], _TAG.pack(number, part))
+            windows = spool.windows(max_tokens=1 << 20, share=self.engine.sharing == "full")
+            readout = readings[0][0].readout
+            run = self.engine.run(
+                windows, readout, cache_prefill=False, on_step=self._between, stopping=partial(_are_done, readings)
+            )
+            with closing(run) as results:  # type: ignore[type-var]
+                for tag, result in results:
+                    number, part = _TAG.unpack(tag)
+                    reading = readings[number][0]
+                    if reading.book(part, result):
+                        self._answer(reading.reply, reading.results)
+
+    def _between(self, step: Any) -> None:
+        """After a step of a stream, makes one of what is in the KV store."""
+        if not self._is_stepping:  # else this was that one
+            self._deliver()
+            if self._has_texts:
+                self._step()
+                self._deliver()
+
+    def _deliver(self) -> None:
+        if "generator" in self.engine.__dict__:
+            running = {sequence.key for sequence in self.engine.generator.scheduler.running}
+            waiting = [reply for reply in self.replies if reply.begun_at is None]
+            _note_begun(reply for reply in waiting if not running.isdisjoint(reply.keys))
+        out, self._out = self._out, {}
+        if out:
+            send(out)
 
 
-class _Work:
-    """What the thread and its service have together. close: end the thread; requests that still run stay."""
+def _can_probe(requests: Sequence[Request], readout: Readout) -> bool:
+    return can_probe(readout, (0 if request.targets is None else len(request.targets) for request in requests))
+
+
+def _are_done(readings: Sequence[tuple[Reading, Sequence[int]]]) -> bool:
+    return all(reading.reply.is_cancelled or not reading.left for reading, _ in readings)
+
+
+def _note_begun(replies: Any) -> None:
+    now = time.perf_counter()
+    for reply in replies:
+        if reply.begun_at is None:
+            reply.begun_at = now
+
+
+class _Inbox:
+    """What the thread and its service have together. close: ends the thread; requests that still run stay."""
 
     thread: threading.Thread
 
     def __init__(self) -> None:
-        self.came: SimpleQueue[None] = SimpleQueue()
+        self.came: SimpleQueue[Any] = SimpleQueue()  # numbers to read, or None
         self.is_closed = False
 
     def close(self) -> None:
         self.is_closed = True
         self.came.put(None)
         if self.thread is not threading.current_thread():
-            self.thread.join(1.0)
+            self.thread.join(10.0)
 
 
-def _run(service_of: weakref.ref[Service], work: _Work) -> None:
+def _run(service_of: weakref.ref[Service], inbox: _Inbox) -> None:
     while True:
-        work.came.get()
+        came = inbox.came.get()
         service = service_of()
-        if service is None or work.is_closed:
+        if service is None or inbox.is_closed:
             return
-        call = Call(service.generator)
-        service.work(call)
-        call.leave()
-        del service, call
+        service.work(came)
+        del service, came

@@ -1,6 +1,5 @@
 """Serves a model over HTTP: the faces of OpenAI, vLLM and others, answered by one engine.
 
-thread    EngineThread: the one thread that steps the engine, and what comes out of it
 desk      Desk: bodies become items of tasks, tasks' requests go to the thread, results become responses
 http      reads bodies within limits, notices clients that leave, writes events
 faces     which URL is answered how

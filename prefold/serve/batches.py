@@ -95,7 +95,7 @@ class Batches:
     def start(self, desk: Desk, names: tuple[str, ...], keys: Keys) -> None:
         """Begins to work. names: those by which lines may ask for the model."""
         self._desk, self._names, self._keys = desk, names, keys
-        self._lane = Lane(desk.thread)
+        self._lane = Lane(desk.service)
         for name, loop in (("prefold-batches", self._run), ("prefold-keeper", self._keep)):
             self._threads.append(threading.Thread(target=loop, name=name, daemon=True))
             self._threads[-1].start()

@@ -9,12 +9,13 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from ..engine.replies import Reply
 from ..engine.samples import TextPiece
 from ..errors import InputError
 from ..tasks import Work
@@ -23,7 +24,6 @@ from ..types import Request
 from .http import Refusal
 from .metrics import Metrics
 from .options import ServeOptions
-from .thread import EngineThread, Reply
 from .watch import StepWatch
 
 __all__ = ["Desk", "Order", "apart"]
@@ -59,7 +59,8 @@ class Desk:
 
     def __init__(self, llm: Any, options: ServeOptions, metrics: Metrics):
         self.llm, self.options, self._metrics = llm, options, metrics
-        self.thread, self.watch = EngineThread(llm.engine), StepWatch(llm.engine)
+        self.service, self.watch = llm.engine.service, StepWatch(llm.engine)
+        self.replies: set[Reply] = set()  # those that have no answer yet
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="prefold-prepare")
         self._limits = {"max_n": options.max_n, "max_logprobs": options.max_logprobs}
         self._ended: deque[tuple[float, int]] = deque(maxlen=MEASURED)  # (when, tokens)
@@ -70,13 +71,13 @@ class Desk:
     @property
     def waiting(self) -> tuple[int, int]:
         """Returns how many requests wait to be computed, and the tokens of their prompts."""
-        waiting = [reply.tokens for reply in self.thread.replies if reply.begun_at is None]
+        waiting = [reply.tokens for reply in self.replies if reply.begun_at is None]
         return len(waiting) + len(self._preparing), sum(waiting) + sum(self._preparing.values())
 
     @property
     def running(self) -> int:
         """Returns how many requests are being computed."""
-        return sum(reply.begun_at is not None for reply in self.thread.replies)
+        return sum(reply.begun_at is not None for reply in self.replies)
 
     @contextmanager
     def admitted(self, num_bytes: int) -> Any:
@@ -114,25 +115,14 @@ class Desk:
 
     async def answer(self, order: Order, num_bytes: int) -> list[dict[str, Any]]:
         """Returns the task's result of each item. Raises InputError or Refusal."""
-        started = time.perf_counter()
-        with self.admitted(num_bytes) as prepared:
-            task, works = await self.in_pool(self._prepare, order)
-            replies = self._replies(task, works)
-            keys: list[tuple[Reply, int]] = []
-            try:
-                await self._enter(task, works, replies, order, keys)
-                prepared()
-                answers = [await reply.answer() for reply in replies]
-            finally:
-                self._leave(replies, keys)
+        async with self._entered(order, num_bytes, text=False) as (task, works, replies):
+            answers = [await reply.answer() for reply in replies]
         if task.readout.kind == "tokens":
             results = [[answer] for answer in answers]
         else:
             left = iter(answers[0])
             results = [[next(left) for _ in work.requests] for work in works]
-        found = await self.in_pool(finish_items, task, works, results)
-        self._count(works, replies, started)
-        return [raised(one) for one in found]
+        return [raised(one) for one in await self.in_pool(finish_items, task, works, results)]
 
     async def requests(self, order: Order) -> list[Request]:
         """Returns the requests that an order makes; computes nothing. Raises InputError."""
@@ -161,28 +151,22 @@ class Desk:
         (tokens of the prompts,) is yielded before, once the request has been taken: what is wrong with it is raised by
         then.
         """
-        started = last = time.perf_counter()
-        with self.admitted(num_bytes) as prepared:
-            task, works = await self.in_pool(self._prepare, order)
-            replies = self._replies(task, works)
-            keys: list[tuple[Reply, int]] = []
+        last, is_first = time.perf_counter(), True
+        async with self._entered(order, num_bytes, text=True) as (task, works, replies):
+            yield (sum(reply.tokens for reply in replies),)
             events: asyncio.Queue[Any] = asyncio.Queue(2 * len(replies))
-            readers: list[asyncio.Task[None]] = []
+            readers = [
+                asyncio.create_task(self._forward(number, reply, events)) for number, reply in enumerate(replies)
+            ]
             try:
-                await self._enter(task, works, replies, order, keys, text=True)
-                prepared()
-                readers = [
-                    asyncio.create_task(self._forward(number, reply, events)) for number, reply in enumerate(replies)
-                ]
-                yield (sum(reply.tokens for reply in replies),)
                 left = len(readers)
                 while left:
                     event = await events.get()
                     if isinstance(event, BaseException):
                         raise event
                     now = time.perf_counter()
-                    (self._metrics.first if last is started else self._metrics.between).observe(now - last)
-                    last = now
+                    (self._metrics.first if is_first else self._metrics.between).observe(now - last)
+                    last, is_first = now, False
                     number, what = event
                     if isinstance(what, TextPiece):
                         tokens = [task.token_logprobs(*pair) for pair in what.tokens]
@@ -194,8 +178,6 @@ class Desk:
             finally:
                 for reader in readers:
                     reader.cancel()
-                self._leave(replies, keys)
-        self._count(works, replies, started)
 
     async def _forward(self, number: int, reply: Reply, events: asyncio.Queue[Any]) -> None:
         try:
@@ -216,49 +198,41 @@ class Desk:
             apart(work, order.namespace)
         return task, works
 
-    def _replies(self, task: Any, works: Sequence[Work]) -> list[Reply]:
-        """Returns a reply for each text to generate, or one for all numbers of the request."""
-        loop = asyncio.get_running_loop()
-        sizes = [sum(len(request.tokens) for request in work.requests) for work in works]
-        return [Reply(loop, size) for size in (sizes if task.readout.kind == "tokens" else [sum(sizes)])]
+    @asynccontextmanager
+    async def _entered(
+        self, order: Order, num_bytes: int, *, text: bool
+    ) -> AsyncIterator[tuple[Any, list[Work], list[Reply]]]:
+        """Gives (task, a Work of each item, replies) of an order that the engine works for within the context, and
+        counts it where the context ends well. There is a reply for each text to generate, or one for all numbers."""
+        started, loop = time.perf_counter(), asyncio.get_running_loop()
+        with self.admitted(num_bytes) as prepared:
+            task, works = await self.in_pool(self._prepare, order)
+            is_text = task.readout.kind == "tokens"
+            sizes = [sum(len(request.tokens) for request in work.requests) for work in works]
+            replies = [Reply(loop, size) for size in (sizes if is_text else [sum(sizes)])]
+            self.replies.update(replies)
+            prepared()
+            try:
+                if is_text:
+                    await self.in_pool(self._generate, works, replies, text, order.share)
+                else:
+                    self.service.read(replies[0], [one for work in works for one in work.requests], task.readout)
+                yield task, works, replies
+            finally:
+                for reply in replies:
+                    self.service.cancel(reply)
+                self.replies.difference_update(replies)
+        self._count(sum(sizes), replies, started)
 
-    async def _enter(
-        self,
-        task: Any,
-        works: Sequence[Work],
-        replies: Sequence[Reply],
-        order: Order,
-        keys: list[tuple[Reply, int]],
-        *,
-        text: bool = False,
-    ) -> None:
-        """Hands the requests to the engine, and notes their keys in `keys`."""
-        if task.readout.kind != "tokens":
-            requests: list[Any] = [request for work in works for request in work.requests]
-            keys.append((replies[0], self.thread.read(replies[0], requests, task.readout)))
-            return
+    def _generate(self, works: Sequence[Work], replies: Sequence[Reply], text: bool, share: bool) -> None:
+        for reply, work in zip(replies, works, strict=True):
+            if not reply.is_cancelled:
+                self.service.generate(reply, work.requests[0], self.llm.tokenizer, text=text, share=share)
 
-        def enter() -> None:
-            for reply, work in zip(replies, works, strict=True):
-                if reply.is_cancelled:
-                    return
-                (request,) = work.requests
-                key = self.thread.generate(reply, request, self.llm.tokenizer, text=text, share=order.share)  # type: ignore[arg-type]
-                keys.append((reply, key))
-
-        await self.in_pool(enter)
-
-    def _leave(self, replies: Sequence[Reply], keys: Sequence[tuple[Reply, int]]) -> None:
-        """Cancels what the engine still works for."""
-        for reply in replies:
-            reply.is_cancelled = True  # what is being entered in this moment is cancelled by the one who enters it
-        for reply, key in list(keys):
-            self.thread.cancel(reply, key)
-
-    def _count(self, works: Sequence[Work], replies: Sequence[Reply], started: float) -> None:
-        """Counts a request that has been answered."""
+    def _count(self, tokens: int, replies: Sequence[Reply], started: float) -> None:
+        """Counts a request that has been answered, and the tokens of its prompts."""
         now = time.perf_counter()
-        self._ended.append((now, sum(len(request.tokens) for work in works for request in work.requests)))
+        self._ended.append((now, tokens))
         self._metrics.seconds.observe(now - started)
         for reply in replies:
             if reply.begun_at is not None:
@@ -270,13 +244,14 @@ class Desk:
 
     def give_up(self, error: Exception) -> None:
         """Answers all that runs with an error."""
-        for reply in self.thread.replies:
+        for reply in list(self.replies):
             reply.put([error])
 
     def close(self) -> None:
-        """Ends the threads. What runs has no answer then."""
+        """Ends what runs, without an answer."""
         self.watch.close()
-        self.thread.close()
+        for reply in list(self.replies):
+            self.service.cancel(reply)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

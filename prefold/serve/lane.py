@@ -14,11 +14,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ..errors import InputError
+from ..engine.service import Background, Service
 from ..stream import Window
 from ..text import Tokenizer
 from ..types import Readout, Result, Sharing
-from .thread import Background, EngineThread
 
 __all__ = ["Lane"]
 
@@ -34,9 +33,9 @@ LOOK_SECONDS = 0.05
 class Lane:
     """An engine for one job at a time: `run` and `generate` as `Engine` has them, called from the job's thread."""
 
-    def __init__(self, thread: EngineThread):
-        self._thread = thread
-        self._engine = thread.engine
+    def __init__(self, service: Service):
+        self._service = service
+        self._engine = service.engine
 
     @property
     def engine(self) -> Lane:
@@ -57,23 +56,16 @@ class Lane:
     ) -> Iterator[tuple[bytes, Any]]:
         """Yields (tag, a Generated a sample) of every request, as they end; (tag, InputError) for one that cannot run.
         A request whose step fails is (tag, InputError) too."""
-        generator = self._thread.generator
+        generator = self._service.generator
         most = max(1, int((1 - LEFT_TO_LIVE) * generator.options.max_running))
         came: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         upcoming = ((tag, window.request(i)) for window in windows for i, tag in enumerate(window.tags))
         open: dict[int, bytes] = {}
 
-        def failed(error: Exception) -> None:
-            wrong = InputError(f"the step failed: {error}", remedy="send the record again", code="internal_error")
-            for key in list(open):
-                came.put((key, wrong))
-            generator.cancel(*open)
-
-        self._thread.on_failure.append(failed)
         try:
             more = True
             while more or open:
-                while more and len(open) < most and not self._thread.has_waiting:
+                while more and len(open) < most and not self._service.has_waiting:
                     found = next(upcoming, None)
                     if found is None:
                         more = False
@@ -81,7 +73,7 @@ class Lane:
                     key = generator.new_key()
                     open[key] = found[0]
                     generator.add(found[1], tokenizer, partial(_put, came, key), key=key)
-                    self._thread.wake()
+                    self._service.wake()
                 try:
                     key, answer = came.get(timeout=LOOK_SECONDS)
                 except Empty:
@@ -92,10 +84,9 @@ class Lane:
                 if stopping():
                     return
         finally:
-            self._thread.on_failure.remove(failed)
             if open:
                 generator.cancel(*open)
-                self._thread.wake()
+                self._service.wake()
 
     def run(
         self, windows: Iterable[Window], readout: Readout, *, stopping: Callable[[], bool], on_step: Any = None
@@ -105,14 +96,14 @@ class Lane:
         first = next(upcoming, None)  # here, since it sorts all of them
         if first is None:
             return
-        numbers = _BatchNumbers(self._thread, itertools.chain([first], upcoming), readout, stopping)
-        self._thread.work_beside(numbers)
+        numbers = _BatchNumbers(self._service, itertools.chain([first], upcoming), readout, stopping)
+        self._service.work_beside(numbers)
         try:
             while (event := numbers.came.get()) is not None:
                 if isinstance(event, BaseException):
                     raise event
                 yield event
-                self._thread.wake()
+                self._service.wake()
         finally:
             numbers.leave()
 
@@ -124,21 +115,21 @@ def _put(came: SimpleQueue[tuple[int, Any]], key: int, answer: Any) -> None:
 class _BatchNumbers(Background):
     """Numbers of a batch that are being read. All but `leave` is called by the engine's thread."""
 
-    def __init__(self, thread: EngineThread, windows: Iterable[Window], readout: Readout, stopping: Callable[[], bool]):
+    def __init__(self, service: Service, windows: Iterable[Window], readout: Readout, stopping: Callable[[], bool]):
         self.came: SimpleQueue[Any] = SimpleQueue()  # (tag, result); an exception, or None, is the last
-        self._thread = thread
+        self._service = service
         self._has_left = False
         self._is_in_step = False
         self._ended: SimpleQueue[None] = SimpleQueue()
         self._stepped = time.perf_counter()  # when the last step of a batch ended
-        self._results = thread.engine.run(
-            windows, readout, on_step=self._between, stopping=lambda: self._has_left or stopping()
+        self._results = service.engine.run(
+            windows, readout, cache_prefill=False, on_step=self._between, stopping=lambda: self._has_left or stopping()
         )
 
     def leave(self) -> None:
         """Ends it, and waits until no step works for it any more."""
         self._has_left = True
-        self._thread.wake()
+        self._service.wake()
         self._ended.get()
 
     def is_ready(self) -> bool:
@@ -150,7 +141,7 @@ class _BatchNumbers(Background):
         try:
             found = None if self._has_left else next(self._results, None)
         except Exception as error:
-            self._thread.failure = error
+            self._service.failure = error
             self.came.put(error)
         else:
             self.came.put(found)
@@ -169,5 +160,5 @@ class _BatchNumbers(Background):
         self._is_in_step = False
         now = time.perf_counter()
         until = now + (now - self._stepped) * (1 / SHARE_BESIDE_LIVE - 1)
-        self._thread.serve_live(until)
+        self._service.serve_live(until)
         self._stepped, self._is_in_step = time.perf_counter(), True

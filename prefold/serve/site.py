@@ -53,7 +53,7 @@ class Site:
     @property
     def failing(self) -> str | None:
         """Returns what fails at present, in words; None where nothing does."""
-        if self.desk is not None and self.desk.thread.failure is not None:
+        if self.desk is not None and self.desk.service.failure is not None:
             return "the last step failed"
         return None if self.store is None else next(iter(self.store.troubles.values()), None)
 
@@ -69,7 +69,7 @@ class Site:
     @property
     def busy(self) -> int:
         """Returns how many requests are being answered."""
-        return max(self.open, 0 if self.desk is None else len(self.desk.thread.replies))
+        return max(self.open, 0 if self.desk is None else len(self.desk.replies))
 
     @property
     def names(self) -> tuple[str, ...]:

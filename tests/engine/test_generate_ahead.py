@@ -210,7 +210,7 @@ def test_a_sample_whose_text_cancels_its_own_request(tmp_path):
     generator, answers, keys = llm.engine.generator, [], []
     request = Request(np.array([5, 6, 7], np.int32), sampling=Sampling(max_tokens=20, n=2, ignore_eos=True))
     told = []
-    listen = lambda piece: told.append(piece) or generator.cancel(keys[0])  # noqa: E731
+    listen = lambda piece: told.append(piece.text) or generator.cancel(keys[0])  # noqa: E731
     keys.append(generator.add(request, llm.tokenizer, answers.append, listen))
     while generator.step():
         generator.scheduler.check()

@@ -14,7 +14,7 @@ LONG = {"prompt": "the yes no", "max_tokens": 480, "ignore_eos": True, "temperat
 
 def is_idle(server, llm):
     scheduler = llm.engine.generator.scheduler
-    idle = not server.site.desk.thread.replies and not scheduler.has_work and not server.site.open
+    idle = not server.site.desk.replies and not scheduler.has_work and not server.site.open
     return idle and not llm.engine.generator._open
 
 
@@ -38,7 +38,7 @@ def test_half_a_body_and_waiting(server, llm):
         raw = Raw(server).send("/v1/completions", LONG)
         until(lambda: server.site.desk.waiting[0] == 1)
         raw.close()
-        until(lambda: not server.site.desk.thread.replies)
+        until(lambda: not server.site.desk.replies)
     until(lambda: is_idle(server, llm))
 
 

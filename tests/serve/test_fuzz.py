@@ -100,7 +100,7 @@ def test_bodies(server, llm, count):
             data = a_body(draw, draw.choice(PATHS[path]))
             check(path, data, client.post(path, content=data))
         assert client.get("/health").status_code == 200
-    until(lambda: not server.site.desk.thread.replies and not llm.engine.generator.has_work)
+    until(lambda: not server.site.desk.replies and not llm.engine.generator.has_work)
     llm.engine.generator.scheduler.check()
 
 

@@ -168,24 +168,63 @@ def test_metrics(server, llm):
     assert any(name.startswith("prefold:http_requests_total{") for name in values)
 
 
-def test_a_step_that_fails(llm, monkeypatch):
-    """Requests of that step are answered with 500, and the server goes on."""
+@pytest.fixture
+def poisoned(llm, monkeypatch):
+    """Steps fail that have the first row of a prompt beginning with Q, or for the reasons in the list that this is."""
+    worker, reasons = llm.engine.worker, []
+    real, (poison,) = worker.start, llm.tokenizer.encode("Q").tolist()
+
+    def start(message, prepared=None):
+        if reasons:
+            raise reasons.pop()
+        tokens = getattr(message, "tokens", None)
+        if tokens is not None and ((tokens == poison) & (message.positions == 0)).any():
+            raise RuntimeError("the step failed")
+        return real(message, prepared)
+
+    monkeypatch.setattr(worker, "start", start)
+    return reasons
+
+
+def test_a_step_that_fails_once(llm, poisoned):
     with serving(llm) as server, httpx.Client(base_url=server.url, timeout=30) as client:
-        real, failures = llm.engine.generator.worker.start, [RuntimeError("the worker failed")]
+        for path, body in (("/v1/completions", LONG | {"max_tokens": 9}), ("/v1/embeddings", {"input": ["a", "b"]})):
+            expected = client.post(path, json=body).json()
+            poisoned.append(RuntimeError("the worker failed"))
+            found = client.post(path, json=body)
+            assert found.status_code == 200 and not poisoned
+            assert found.json().get("choices") == expected.get("choices")
+        poisoned += [MemoryError()] * 2
+        assert client.post("/v1/embeddings", json={"input": "a"}).status_code in (200, 503)
 
-        def start(message, prepared=None):
-            if failures:
-                raise failures.pop()
-            return real(message, prepared)
 
-        monkeypatch.setattr(llm.engine.generator.worker, "start", start)
-        found = client.post("/v1/completions", json=LONG | {"max_tokens": 2})
-        assert (found.status_code, found.json()["error"]["type"]) == (500, "server_error")
-        assert client.post("/v1/completions", json=LONG | {"max_tokens": 2}).status_code == 200
-        assert client.get("/health").status_code == 200
-        failures.append(RuntimeError("the worker failed"))
-        assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 500
-        assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 200
+def test_one_request_that_steps_fail_for(llm, poisoned):
+    """It alone is answered with 500; all others get what they would get without it, also those that run already."""
+    prompts = [f"{word} the {number}" for number in range(4) for word in ("yes", "no", "Q")]
+    good = [prompt for prompt in prompts if "Q" not in prompt]
+    texts = [one.text for one in llm.generate(good, max_tokens=60, ignore_eos=True)]
+    vectors = llm.embed(good)
+    found: dict[str, list[httpx.Response]] = {}
+
+    def ask(prompt):
+        body = {"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        text = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        found[prompt] = [text, httpx.post(f"{server.url}/v1/embeddings", json={"input": prompt}, timeout=60)]
+
+    with serving(llm) as server:
+        asking = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join()
+        assert httpx.get(f"{server.url}/health").status_code == 200
+    assert [one.status_code for p in prompts if "Q" in p for one in found[p]] == [500] * 8
+    assert [found[p][0].json()["choices"][0]["text"] for p in good] == texts
+    for p, vector in zip(good, vectors, strict=True):
+        assert found[p][1].json()["data"][0]["embedding"] == pytest.approx(vector.tolist(), abs=1e-6)
+    generator = llm.engine.generator
+    assert not generator.has_work and not generator._held
+    generator.scheduler.check()
 
 
 def test_pings_keep_a_silent_stream_open(llm):

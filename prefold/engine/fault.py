@@ -1,0 +1,55 @@
+"""Finds the requests that a step fails for, so that the others can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import OutOfMemoryError, RankError
+from .generate import Generator
+
+__all__ = ["find_fault"]
+
+
+def find_fault(generator: Generator, error: Exception) -> dict[int, Exception]:
+    """Returns {key of an open request: the error of a step that worked for it alone}, after a step has raised `error`.
+
+    The open requests run in halves, and halves of these, until each step that fails works for one of them. All are open
+    afterwards; those at fault should be ended before the next step. Where no request can be at fault, because the
+    worker is gone or memory is too small for a single row, all are returned at once.
+    """
+    generator.cancel()  # takes in those that came
+    keys = generator.open_keys
+    if isinstance(error, (RankError, OutOfMemoryError)):
+        return dict.fromkeys(keys, error)
+    found: dict[int, Exception] = {}
+    with generator.turn:
+        generator.hold(*keys)
+        groups: list[Sequence[int]] = [keys]
+        while groups:
+            group = groups.pop()
+            generator.release(*group)
+            try:
+                _advance(generator, group)
+            except Exception as failure:
+                came = [key for key in generator.open_keys if key not in group]  # meanwhile: they are tried apart
+                group = [key for key in group if key in generator.open_keys]
+                generator.hold(*group, *came)
+                if len(group) == 1 and not came:
+                    found[group[0]] = failure
+                else:
+                    half = len(group) // 2
+                    groups += [part for part in (came, group[:half], group[half:]) if part]
+            else:
+                generator.hold(*generator.open_keys)
+        generator.release()
+    return found
+
+
+def _advance(generator: Generator, group: Sequence[int]) -> None:
+    """Makes steps until each request of the group that runs has one token more."""
+    before = generator.progress(group)
+    while generator.step():
+        running = {sequence.key for sequence in generator.scheduler.running}
+        now = generator.progress(key for key in group if key in running)
+        if all(count is None or before[key] is None or count > before[key] for key, count in now.items()):
+            return

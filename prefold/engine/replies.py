@@ -1,0 +1,96 @@
+"""What comes of requests, for readers that wait in event loops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from ..types import Readout, Request, Result
+from .samples import TextPiece
+
+__all__ = ["Reading", "Reply", "send"]
+
+
+class Reply:
+    """What comes of one request, or of numbers that are read together, for one reader in an event loop: pieces of
+    texts, and last the answer.
+
+    Pieces that nobody has taken are joined: a reader that is slow holds no more than the texts themselves.
+
+    tokens      of its prompts
+    begun_at    time.perf_counter() of the first step that worked for it; None: it waits
+    keys        by which the generator knows what it was asked
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, tokens: int):
+        self.loop, self.tokens = loop, tokens
+        self.begun_at: float | None = None
+        self.keys: list[int] = []
+        self.is_cancelled = False
+        self._pieces: dict[int, TextPiece] = {}
+        self._answer: Any = None
+        self._came = asyncio.Event()
+
+    def put(self, events: Sequence[Any]) -> None:
+        """Takes pieces and answers; called in the reader's event loop."""
+        for event in events:
+            if isinstance(event, TextPiece):
+                before = self._pieces.get(event.sample)
+                self._pieces[event.sample] = event if before is None else _joined(before, event)
+            elif self._answer is None:
+                self._answer = event
+        self._came.set()
+
+    async def answer(self) -> Any:
+        """Returns the answer: a list of Generated, or of Results. Raises what went wrong with the request."""
+        while self._answer is None:
+            await self._came.wait()
+            self._came.clear()
+        if isinstance(self._answer, BaseException):
+            raise self._answer
+        return self._answer
+
+    async def pieces(self) -> AsyncIterator[TextPiece]:
+        """Yields pieces of texts as they come, until the answer is there."""
+        while self._answer is None or self._pieces:
+            if not self._pieces:
+                await self._came.wait()
+                self._came.clear()
+            pieces, self._pieces = self._pieces, {}
+            for piece in pieces.values():
+                yield piece
+
+
+def _joined(one: TextPiece, more: TextPiece) -> TextPiece:
+    return TextPiece(one.sample, one.text + more.text, one.tokens + more.tokens)
+
+
+class Reading:
+    """Numbers that are read for one reply."""
+
+    def __init__(self, reply: Reply, requests: Sequence[Request], readout: Readout):
+        self.reply, self.requests, self.readout = reply, requests, readout
+        self.results: list[Result | None] = [None] * len(requests)
+        self.left = len(requests)
+
+    def book(self, part: int, result: Result) -> bool:
+        """Takes the result of one of the requests; returns whether it was the last."""
+        self.results[part] = result
+        self.left -= 1
+        return not self.left
+
+
+def send(out: Mapping[Reply, Sequence[Any]]) -> None:
+    """Hands every reply its events, in one call into each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Reply, Sequence[Any]]]] = {}
+    for reply, events in out.items():
+        by_loop.setdefault(reply.loop, []).append((reply, events))
+    for loop, mail in by_loop.items():
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_hand_out, mail)
+
+
+def _hand_out(mail: Sequence[tuple[Reply, Sequence[Any]]]) -> None:
+    for reply, events in mail:
+        reply.put(events)
