@@ -100,7 +100,7 @@ class OpenRequest:
 
 
 def can_probe(readout: Readout, num_targets: Iterable[int]) -> bool:
-    """Returns whether only last rows of prompts are read. Of other rows the cache may have K/V, and never their results.
+    """Returns whether only last rows of prompts are read: of other rows the cache may have K/V, and never results.
 
     num_targets  of each prompt; looked at for "logprobs" only
     """

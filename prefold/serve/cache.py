@@ -14,6 +14,7 @@ from ..errors import InputError
 from .faces import Asking
 from .http import Refusal, json_response, unless_gone
 from .keys import Tenant
+from .metrics import hits_of
 from .openai import OPENAI
 from .site import Site
 
@@ -51,7 +52,7 @@ def state_of(llm: Any, names: dict[str, str | None]) -> dict[str, Any]:
         found["pinned" if node.pins else "kept" if node.kept else "in_use"] += node.computed
     options = {name: getattr(cache.options, name) for name in ("policy", "ttl", "max_tokens", "min_overlap")}
     generation = llm.stats.generation
-    hits = {} if generation is None else {"first_admission_hits": generation.first_admission_hits}
+    hits = {} if generation is None else {"hits": hits_of(generation)}
     slots = {"slots": scheduler.pool.num_slots, "used_slots": scheduler.pool.used_slots}
     total = {name: sum(one[name] for one in rows.values()) for name in ("kept", "pinned", "in_use", "nodes")}
     return options | slots | {"rows": total, "tenants": dict(rows)} | hits

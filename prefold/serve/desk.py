@@ -26,7 +26,7 @@ from .metrics import Metrics
 from .options import ServeOptions
 from .watch import StepWatch
 
-__all__ = ["Desk", "Order", "apart"]
+__all__ = ["Desk", "TaskOrder", "apart"]
 
 T = TypeVar("T")
 
@@ -37,8 +37,8 @@ MEASURED, LONGEST_WAIT = 128, 120
 
 
 @dataclass
-class Order:
-    """An Order is what one HTTP request asks of a task.
+class TaskOrder:
+    """A TaskOrder is what one HTTP request asks of a task.
 
     task       the task's name
     items      its items
@@ -113,7 +113,7 @@ class Desk:
 
     # ------------------------------------------------------------------------------------------------ what is asked
 
-    async def answer(self, order: Order, num_bytes: int) -> list[dict[str, Any]]:
+    async def answer(self, order: TaskOrder, num_bytes: int) -> list[dict[str, Any]]:
         """Returns the task's result of each item. Raises InputError or Refusal."""
         async with self._entered(order, num_bytes, text=False) as (task, works, replies):
             answers = [await reply.answer() for reply in replies]
@@ -124,12 +124,12 @@ class Desk:
             results = [[next(left) for _ in work.requests] for work in works]
         return [raised(one) for one in await self.in_pool(finish_items, task, works, results)]
 
-    async def requests(self, order: Order) -> list[Request]:
+    async def requests(self, order: TaskOrder) -> list[Request]:
         """Returns the requests that an order makes; computes nothing. Raises InputError."""
         _, works = await self.in_pool(self._prepare, order)
         return [request for work in works for request in work.requests]
 
-    async def tokens(self, order: Order) -> list[list[int]]:
+    async def tokens(self, order: TaskOrder) -> list[list[int]]:
         """Returns the token ids of every prompt that an order makes; computes nothing. Raises InputError."""
         return [request.tokens.tolist() for request in await self.requests(order)]
 
@@ -143,7 +143,7 @@ class Desk:
         return await self.in_pool(call)
 
     async def stream(
-        self, order: Order, num_bytes: int
+        self, order: TaskOrder, num_bytes: int
     ) -> AsyncGenerator[tuple[int] | tuple[int, int, str, list[dict[str, Any]]] | tuple[int, dict[str, Any]]]:
         """Yields (item, sample, piece of its text, log-probabilities of its tokens) as they come, and (item, its
         result) as items end.
@@ -191,7 +191,7 @@ class Desk:
         """Returns a task within the server's limits."""
         return self.llm.task(name, **(self._limits if name == "generate" else {}), **options)
 
-    def _prepare(self, order: Order) -> tuple[Any, list[Work]]:
+    def _prepare(self, order: TaskOrder) -> tuple[Any, list[Work]]:
         task = self.task(order.task, order.options)
         works: list[Work] = [raised(work) for work in task.prepare(order.items)]
         for work in works:
@@ -200,7 +200,7 @@ class Desk:
 
     @asynccontextmanager
     async def _entered(
-        self, order: Order, num_bytes: int, *, text: bool
+        self, order: TaskOrder, num_bytes: int, *, text: bool
     ) -> AsyncIterator[tuple[Any, list[Work], list[Reply]]]:
         """Gives (task, a Work of each item, replies) of an order that the engine works for within the context, and
         counts it where the context ends well. There is a reply for each text to generate, or one for all numbers."""

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from ..api.asked import Asked
 from ..errors import InputError
-from .desk import Desk, Order
+from .desk import Desk, TaskOrder
 from .http import Refusal, json_of, json_response, read_json, unless_gone
 from .keys import Tenant
 from .site import Site, as_refusal
@@ -36,12 +36,12 @@ class Asking:
         desk = site.desk_for(request)
         return cls(site, desk, request, tenant, *await read_json(request, site.options))
 
-    def order(self, task: str, items: Any, options: Any = (), *, share: bool = True) -> Order:
+    def order(self, task: str, items: Any, options: Any = (), *, share: bool = True) -> TaskOrder:
         """Returns what is asked of a task, for this tenant and this model."""
         check_texts(self.body, self.site.options.max_texts)
         if self.adapter is not None:
             items = [item | {"adapter": self.adapter} for item in items]
-        return Order(task, items, dict(options), self.site.keys.namespace(self.tenant), share)
+        return TaskOrder(task, items, dict(options), self.site.keys.namespace(self.tenant), share)
 
 
 def check_texts(body: dict[str, Any], most: int) -> None:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from ..types import GenerationStats
 
 if TYPE_CHECKING:
     from .site import Site
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "hits_of"]
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _log = logging.getLogger("prefold.serve")
+
+
+disable_created_metrics()  # series of the times at which others began
+
+
+def hits_of(stats: GenerationStats) -> int:
+    """Returns how many tokens of prompts had been computed, or were in the same step, when they were needed."""
+    return stats.first_admission_hits + stats.in_step_hits + stats.cross_window_hits
 
 
 class Metrics:
@@ -51,7 +60,6 @@ class Metrics:
     @contextmanager
     def request(self, face: str, path: str) -> Iterator[Callable[[Any], Any]]:
         """Counts a request; what is yielded takes its response, and returns it."""
-        started = time.perf_counter()
 
         def told(response: Any) -> Any:
             self.requests.labels(face, path, response.status_code).inc()
@@ -60,7 +68,6 @@ class Metrics:
             return response
 
         yield told
-        self.seconds.observe(time.perf_counter() - started)
 
     def log(self, error: Exception) -> None:
         """Writes an error of the server to its log, without anything of the request."""
@@ -92,7 +99,7 @@ class Metrics:
             found = stats.generation
             counts |= {
                 "generation_tokens": ("Tokens generated.", found.generated_tokens),
-                "prefix_cache_hits": ("Tokens of prompts that were there.", found.first_admission_hits),
+                "prefix_cache_hits": ("Tokens of prompts that were there.", hits_of(found)),
                 "num_preemptions": ("Sequences taken out because memory was full.", found.preemptions),
             }
             scheduler = desk.llm.engine.generator.scheduler
