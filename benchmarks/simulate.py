@@ -1,0 +1,98 @@
+"""Measures what the simulator is calibrated with and held against: steps of this machine, and the router's speed.
+
+    python benchmarks/simulate.py steps -o steps.jsonl      then: prefold simulate ... --calibrate steps.jsonl
+    python benchmarks/simulate.py router
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import numpy as np
+
+
+def steps(out: str, model: str, prompts: int) -> None:
+    """Generates after prompts that repeat prefixes, and writes a line for each step of the engine."""
+    from prefold import LLM
+    from prefold.simulate.requests import prefix_repetition
+
+    llm = LLM(model)
+    requests = prefix_repetition(prompts, prefixes=max(1, prompts // 8), prefix=192, suffix=64, output=24)
+    lines: list[dict[str, float]] = []
+
+    def note(info) -> None:
+        prefill = info.rows - info.running
+        # A row of a prompt sees what lies before it: half of the prompt on average.
+        pairs = prefill * (192 + 64) // 2
+        reads = info.running + prefill // 64
+        keys = info.path_rows
+        row = {"prefill": prefill, "decode": info.running, "keys": keys, "pairs": pairs, "reads": reads}
+        lines.append(row | {"seconds": info.seconds})
+
+    with llm.engine.meter.heard_by(note):
+        llm.generate([request.drawn_tokens(40_000).tolist() for request in requests], max_tokens=24, ignore_eos=True)
+    with open(out, "w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    print(f"{len(lines)} steps, {sum(line['seconds'] for line in lines):.1f} s: {out}")
+
+
+def router(prefixes: int, replicas: int) -> None:
+    """Fills the router's trie with prefixes of 256 tokens, and times events, decisions and bookings."""
+    import psutil
+
+    from prefold.cache.events import CacheEvents, Cleared, Stored
+    from prefold.cluster.router import Prompt, Router
+
+    rng = np.random.default_rng(0)
+    memory = psutil.Process().memory_info
+    found, before = Router(), memory().rss
+    for replica in range(replicas):
+        found.join(replica)
+    first, seconds, kept = [0] * replicas, 0.0, []
+    for start in range(0, prefixes, 100 * replicas):
+        tokens = rng.integers(0, 150_000, (min(100 * replicas, prefixes - start), 256)).astype(np.int32)
+        for replica in range(replicas):
+            events = [Stored(start + i, None, tokens[i]) for i in range(replica, len(tokens), replicas)]
+            batch = CacheEvents(0, first[replica], tuple(([Cleared()] if not start else []) + events))
+            first[replica] += len(batch.events)
+            began = time.process_time()
+            assert found.take(replica, batch)
+            seconds += time.process_time() - began
+        kept.append(tokens[::50].copy())
+    pool = np.concatenate(kept)
+    held = (memory().rss - before - pool.nbytes) / 1e9
+    suffixes = rng.integers(0, 150_000, (20_000, 256)).astype(np.int32)
+    prompts = [Prompt(np.concatenate((pool[i % len(pool)], suffix)), limit=128) for i, suffix in enumerate(suffixes)]
+    began = time.process_time()
+    for prompt in prompts:
+        found.choose(prompt)
+    decided = time.process_time()
+    for i, prompt in enumerate(prompts):
+        found.send(i, prompt, found.choose(prompt))
+        if i >= 5000:
+            found.end(i - 5000, output_rows=100, cached_rows=256)
+    booked = time.process_time()
+    print(f"{prefixes:,} prefixes of 256 tokens, {replicas} replicas; CPU time of one core")
+    print(f"events a second     {prefixes / seconds:>10,.0f}")
+    print(f"decisions a second  {len(prompts) / (decided - began):>10,.0f}")
+    print(f"with booking, end   {len(prompts) / (booked - decided):>10,.0f}")
+    print(f"memory, GB          {held:>10.2f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("steps")
+    one.add_argument("-o", "--out", default="steps.jsonl")
+    one.add_argument("--model", default="smollm2-135m")
+    one.add_argument("--prompts", type=int, default=64)
+    two = commands.add_parser("router")
+    two.add_argument("--prefixes", type=int, default=1_000_000)
+    two.add_argument("--replicas", type=int, default=128)
+    o = parser.parse_args()
+    if o.command == "steps":
+        steps(o.out, o.model, o.prompts)
+    else:
+        router(o.prefixes, o.replicas)
