@@ -1,7 +1,7 @@
 """Measures what the simulator is calibrated with and held against: steps of this machine, and the router's speed.
 
-    python benchmarks/simulate.py steps -o steps.jsonl      then: prefold simulate ... --calibrate steps.jsonl
-    python benchmarks/simulate.py router
+python benchmarks/simulate.py steps -o steps.jsonl      then: prefold simulate ... --calibrate steps.jsonl
+python benchmarks/simulate.py router
 """
 
 from __future__ import annotations

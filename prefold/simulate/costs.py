@@ -22,6 +22,7 @@ __all__ = ["Machine", "ModelShape", "StepCost", "StepRows", "fit", "machine_name
 _RESERVED = 1.5e9  # bytes of a GPU that neither weights nor K/V take, and the share that an engine may use at all
 _USABLE = 0.9
 _BYTES = 2  # of a number: bfloat16
+_ROUNDS = 40  # of a fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +122,9 @@ class StepCost:
 def fit(machine: Machine, model: ModelShape, steps: Iterable[tuple[StepRows, float]]) -> Machine:
     """Returns the machine with overhead, bandwidth and rate that explain measured steps best.
 
-    The larger of two terms is not linear: each step is given to the term that was larger at the last fit, until that
-    changes no more. Raises InputError for fewer than 8 steps.
+    The sum of relative errors is made least, so that short steps count as long ones do, and a step that something else
+    disturbed counts little. The larger of two terms is not linear: each step is given to the term that was larger at
+    the last of some rounds. Raises InputError for fewer than 8 steps.
     """
     measured = list(steps)
     if len(measured) < 8:
@@ -134,23 +136,21 @@ def fit(machine: Machine, model: ModelShape, steps: Iterable[tuple[StepRows, flo
     )
     attention = np.array([4 * model.layers * model.heads * model.head_dim * s.pairs for s, _ in measured])
     read = np.array([float(s.keys * model.kv_bytes) for s, _ in measured])
-    for _ in range(20):
+    trust = np.ones(len(measured))
+    for _ in range(_ROUNDS):
         is_compute = linear / machine.flops >= weights / machine.bandwidth
         moved, computed = np.where(is_compute, 0.0, weights) + read, np.where(is_compute, linear, 0.0) + attention
         columns = np.stack([np.ones(len(seconds)), moved, computed]).T
         scale = columns.max(axis=0)
         scale[scale == 0] = 1.0
-        # Relative errors count, so that short steps are explained as well as long ones.
-        found = _nonnegative(columns / scale / seconds[:, None], np.ones(len(seconds))) / scale
-        fitted = replace(
+        found = _nonnegative(columns / scale * (trust / seconds)[:, None], trust) / scale
+        trust = np.maximum(np.abs(columns @ found / seconds - 1), 1e-3) ** -0.5
+        machine = replace(
             machine,
             overhead=float(found[0]),
             bandwidth=1 / float(found[1]) if found[1] > 0 else machine.bandwidth,
             flops=1 / float(found[2]) if found[2] > 0 else machine.flops,
         )
-        if fitted == machine:
-            break
-        machine = fitted
     return machine
 
 
