@@ -10,6 +10,7 @@ from looped_dense import LOOPED, Dense, looped_checkpoint
 from running import as_request, prompts, run
 
 from prefold import LLM, InputError
+from prefold.options import journal_names
 from prefold.types import Exits, Readout
 
 GATED = LOOPED["loop"] | {"gate": True}
@@ -100,6 +101,10 @@ def test_options_of_tasks(model):
         target = int(tokens[0])
         found = llm.score([tokens], [[target]], **options)[0].logprobs[0]
         assert found == pytest.approx(float(scores.log_softmax(-1)[target]), abs=1e-3)
+
+
+def test_a_job_with_other_exits_is_another_job():
+    assert {"exit_threshold", "min_visits", "max_visits"} <= set(journal_names())
 
 
 def test_exits_that_cannot_be(model, tmp_path):

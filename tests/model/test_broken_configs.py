@@ -9,12 +9,13 @@ import struct
 
 import pytest
 import torch
+from looped_dense import LOOPS
 from tiny import SIZES
 from transformers import AutoConfig
 
 from prefold.checkpoint import Checkpoint, resolve
 from prefold.errors import CheckpointError, OutOfMemoryError
-from prefold.model import CausalLM, config_from, load_model
+from prefold.model import CausalLM, LoopedLM, config_from, load_model
 from prefold.model.rotary import RotaryTables
 
 ARCHITECTURES = {
@@ -24,6 +25,9 @@ ARCHITECTURES = {
     "qwen3": ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification"),
     "gemma3_text": ("Gemma3ForCausalLM",),
     "gpt2": ("GPT2LMHeadModel",),
+    "ouro": ("OuroForCausalLM",),
+    "huginn": ("RavenForCausalLM",),
+    "looped": ("PrefoldLoopedForCausalLM",),
 }
 ROPES = [
     {"rope_type": "linear", "factor": 2.0},
@@ -42,12 +46,17 @@ KEYS = [
     "id2label", "num_labels", "hidden_act", "hidden_activation", "activation_function", "attention_bias", "mlp_bias",
     "head_dim", "rms_norm_eps", "tie_word_embeddings", "dtype", "torch_dtype", "architectures", "model_type",
     "quantization_config", "is_causal", "auto_map", "original_max_position_embeddings", "n_inner",
-    "scale_attn_weights", "layer_norm_epsilon", "n_embd", "n_head", "n_layer", "n_positions",
+    "scale_attn_weights", "layer_norm_epsilon", "n_embd", "n_head", "n_layer", "n_positions", "loop", "total_ut_steps",
+    "early_exit_step", "early_exit_threshold", "mean_recurrence", "n_layers_in_prelude", "n_layers_in_recurrent_block",
+    "n_layers_in_coda", "test_time_noise", "qk_bias", "state_seed", "blocks", "order", "visits", "prelude", "coda",
+    "between", "noise", "seed", "gate", "threshold", "router",
 ]  # fmt: skip
 
 
 def base_config(kind: str, rng: random.Random) -> dict:
     """A config.json that is right."""
+    if kind in LOOPS:
+        return copy.deepcopy(LOOPS[kind])
     sizes = {k: v for k, v in SIZES.items() if not k.endswith("_token_id")}
     config = json.loads(AutoConfig.for_model(kind, **sizes).to_json_string(use_diff=False))
     config["architectures"] = [rng.choice(ARCHITECTURES[kind])]
@@ -65,7 +74,7 @@ def broken(rng: random.Random) -> dict:
         inner = [value for value in config.values() if isinstance(value, dict) and value]
         if inner and rng.random() < 0.4:
             place = rng.choice(inner)
-        key = rng.choice([*place, *(KEYS if place is config else ())])
+        key = rng.choice([*place, *(KEYS if place is config or place is config.get("loop") else ())])
         if rng.random() < 0.1:
             place.pop(key, None)
         else:
@@ -85,7 +94,8 @@ def check(folder, config: dict) -> bool:
         assert len(str(error)) < 1000
         return False
     if made.num_parameters < 10_000_000 and made.layers < 100:
-        CausalLM(made, dtype=torch.float32, device=torch.device("meta"))
+        kind = CausalLM if made.loop is None else LoopedLM
+        kind(made, dtype=torch.float32, device=torch.device("meta"))
         if made.rope is not None and made.head_dim < 10_000:
             RotaryTables(made.ropes, made.head_dim, torch.device("cpu"))(torch.arange(3))
     return True
