@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError
-
 __all__ = ["Plan", "window_positions"]
 
 
@@ -29,14 +27,13 @@ class Plan:
 def window_positions(window: int | None, positions: np.ndarray | None, count: int) -> np.ndarray | None:
     """Returns positions as contiguous int64 [count] where there is a sliding window, else None.
 
-    Raises InputError for a window below 1, and where positions are missing or not `count`.
+    Raises ValueError for a window below 1, and where positions are missing or not `count`.
     """
     if window is None:
         return None
     if window < 1 or positions is None or len(positions) != count:
-        raise InputError(
-            f"a sliding window of {window} with {0 if positions is None else len(positions)} positions of {count} rows",
-            field="window",
-            remedy="pass a window of at least 1, and the position of each row",
+        raise ValueError(
+            f"a sliding window of {window} with {0 if positions is None else len(positions)} positions of {count} rows"
+            "; pass a window of at least 1, and the position of each row"
         )
     return np.ascontiguousarray(positions, dtype=np.int64)

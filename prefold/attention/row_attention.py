@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import InputError
 from . import gpu
 from .heads import Heads
 from .row_plan import RowPlan, plan_rows
@@ -59,7 +58,7 @@ class RowAttention:
         """Returns softmax(q k^T * scale) v, each query over the keys that `plan` makes visible to it; differentiable.
 
         q [queries, heads, dim]; k, v [rows, kv_heads, dim]; path_k, path_v [path, kv_heads, dim] are the carried keys
-        that come before them; any strides. The result is [queries, heads, dim]. Raises InputError where the tensors do
+        that come before them; any strides. The result is [queries, heads, dim]. Raises ValueError where the tensors do
         not fit the plan, or the heads that this was made for.
         """
         self._check(q, k, v, plan, path_k, path_v)
@@ -78,22 +77,18 @@ class RowAttention:
     ) -> None:
         path_rows = 0 if path_k is None else len(path_k)
         if len(q) != plan.num_queries or path_rows + len(k) != plan.num_keys:
-            raise InputError(
-                f"{len(q)} queries and {path_rows} + {len(k)} keys, in place of {plan.num_queries} and {plan.num_keys}",
-                field="plan",
-                remedy="pass the plan of this step",
+            raise ValueError(
+                f"{len(q)} queries and {path_rows} + {len(k)} keys, in place of {plan.num_queries} and {plan.num_keys}"
+                "; pass the plan of this step"
             )
         heads = self.heads
         of_keys = (heads.kv_heads, heads.head_dim)
         fits = q.shape[1:] == (heads.heads, heads.head_dim) and k.shape[1:] == of_keys and k.shape == v.shape
         if not fits or not q.dtype == k.dtype == v.dtype == heads.dtype:
-            raise InputError(
+            raise ValueError(
                 f"q {list(q.shape)} ({q.dtype}), k {list(k.shape)} ({k.dtype}) and v {list(v.shape)} ({v.dtype}) do "
-                f"not fit {heads.heads} heads and {heads.kv_heads} KV heads of {heads.head_dim} ({heads.dtype})",
-                field="q",
-                remedy="q [queries, heads, dim], k and v [rows, kv_heads, dim]",
+                f"not fit {heads.heads} heads and {heads.kv_heads} KV heads of {heads.head_dim} ({heads.dtype})"
+                "; q [queries, heads, dim], k and v [rows, kv_heads, dim]"
             )
         if (path_k is None) != (path_v is None) or (path_k is not None and path_k.shape != path_v.shape):
-            raise InputError(
-                "path keys and path values do not fit together", field="path_k", remedy="pass both or none"
-            )
+            raise ValueError("path keys and path values do not fit together; pass both or none")

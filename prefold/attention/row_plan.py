@@ -8,7 +8,6 @@ from functools import cached_property
 import numpy as np
 
 from .. import kernels
-from ..errors import InputError
 from .plan import Plan, window_positions
 
 __all__ = ["KeyBlock", "RowPlan", "plan_rows"]
@@ -83,26 +82,23 @@ def plan_rows(
     positions   int64 [keys], ascending along every path; needed with a sliding window only
     compiled    whether to make what the compiled CPU kernel reads
 
-    No tensor is needed for it: it may run in another thread while the step before computes. Raises InputError where an
+    No tensor is needed for it: it may run in another thread while the step before computes. Raises ValueError where an
     array breaks these rules.
     """
     end = np.ascontiguousarray(end, dtype=np.int64)
     query_rows = np.ascontiguousarray(query_rows, dtype=np.int64)
     positions = window_positions(window, positions, len(end))
     if np.any(end <= np.arange(len(end))):
-        raise InputError("a row ends before it begins", field="end", remedy="end[j] must be greater than j")
+        raise ValueError("a row ends before it begins; end[j] must be greater than j")
     if len(query_rows) and (query_rows[0] < 0 or query_rows[-1] >= len(end) or np.any(np.diff(query_rows) < 0)):
-        raise InputError(
-            "query rows out of order or out of range", field="query_rows", remedy="pass ascending rows in [0, keys)"
-        )
+        raise ValueError("query rows out of order or out of range; pass ascending rows in [0, keys)")
     library = kernels.load() if compiled else None
     try:
         lists = library.plan_rows(end, query_rows, positions, window) if library else None
     except ValueError as error:
-        raise InputError(
-            "two rows' intervals overlap and neither holds the other, or positions fall along a path",
-            field="end",
-            remedy="pass the ends and positions of a depth-first trie",
+        raise ValueError(
+            "two rows' intervals overlap and neither holds the other, or positions fall along a path"
+            "; pass the ends and positions of a depth-first trie"
         ) from error
     return RowPlan(end, query_rows, positions, window, lists)
 

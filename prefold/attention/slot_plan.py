@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import kernels
-from ..errors import InputError
 from .plan import Plan, window_positions
 
 __all__ = ["KeyRuns", "SlotPlan", "plan_slots", "seen_by_query"]
@@ -72,25 +71,24 @@ def plan_slots(
     compiled         whether to make what the compiled CPU kernel reads
 
     Every query must see a key: its own row is a run of one, seen from its own query on. No tensor is needed for it.
-    Raises InputError where an array breaks these rules.
+    Raises ValueError where an array breaks these rules.
     """
     arrays = tuple(
         np.ascontiguousarray(a, dtype=np.int64) for a in (runs.start, runs.count, runs.position, runs.first, runs.last)
     )
     runs = KeyRuns(*arrays)
     if any(a.shape != (len(runs),) for a in arrays):
-        raise InputError("the arrays of the runs differ in length", field="runs", remedy="pass a number a run in each")
+        raise ValueError("the arrays of the runs differ in length; pass a number a run in each")
     query_positions = window_positions(window, query_positions, num_queries)
     wrong = (runs.count < 1) | (runs.start < 0) | (runs.first < 0) | (runs.last <= runs.first)
     slots_needed = int((runs.start + runs.count).max(initial=0))
     if wrong.any() or runs.last.max(initial=0) > num_queries or slots_needed > MAX_SLOTS:
-        raise InputError(
-            "a run without keys, of slots that cannot be, or seen by queries that are not there",
-            field="runs",
-            remedy=f"count >= 1, slots in [0, {MAX_SLOTS}), 0 <= first < last <= number of queries",
+        raise ValueError(
+            "a run without keys, of slots that cannot be, or seen by queries that are not there"
+            f"; count >= 1, slots in [0, {MAX_SLOTS}), 0 <= first < last <= number of queries"
         )
     if not (seen_by_query(runs, num_queries) > 0).all():
-        raise InputError("a query sees no key", field="runs", remedy="pass each row's own key as a run of one")
+        raise ValueError("a query sees no key; pass each row's own key as a run of one")
     library = kernels.load() if compiled else None
     lists = library.plan_slots(arrays, num_queries, query_positions, window, group) if library else None
     return SlotPlan(runs, num_queries, query_positions, window, slots_needed, lists)

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import InputError
 from . import gpu, slot_torch
 from .heads import Heads
 from .packed import PackedLayout, PackedPlane
@@ -61,15 +60,14 @@ class KVStore:
     def write(self, plane: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Puts rows k, v [n, kv_heads, head_dim] into slots int64 [n], all on the store's device.
 
-        Two rows of one call may share slot 0 alone. Raises InputError where a slot is not there or shapes do not fit.
+        Two rows of one call may share slot 0 alone. Raises ValueError where a slot is not there or shapes do not fit.
         """
         heads = self.heads
         fits = k.shape == v.shape == (len(slots), heads.kv_heads, heads.head_dim)
         if not fits or not k.dtype == v.dtype == heads.dtype or slots.dtype != torch.int64:
-            raise InputError(
-                f"k {list(k.shape)} ({k.dtype}) and v {list(v.shape)} ({v.dtype}) do not fit {len(slots)} slots",
-                field="k",
-                remedy=f"int64 slots, k and v [slots, {heads.kv_heads}, {heads.head_dim}] of {heads.dtype}",
+            raise ValueError(
+                f"k {list(k.shape)} ({k.dtype}) and v {list(v.shape)} ({v.dtype}) do not fit {len(slots)} slots"
+                f"; int64 slots, k and v [slots, {heads.kv_heads}, {heads.head_dim}] of {heads.dtype}"
             )
         if self._compiled:
             if not self._compiled.write_slots(
@@ -100,7 +98,7 @@ class KVStore:
     def attend(self, plane: int, q: Tensor, plan: SlotPlan, scale: float) -> Tensor:
         """Returns softmax(q k^T * scale) v, each query over the slots that `plan` makes visible to it.
 
-        q and the result are [queries, heads, head_dim]. Raises InputError where q does not fit the plan or the heads
+        q and the result are [queries, heads, head_dim]. Raises ValueError where q does not fit the plan or the heads
         of this store, or the plan names slots that are not there.
         """
         self._check(q, plan)
@@ -112,21 +110,16 @@ class KVStore:
 
     def _check(self, q: Tensor, plan: SlotPlan) -> None:
         if len(q) != plan.num_queries:
-            raise InputError(
-                f"{len(q)} queries in place of {plan.num_queries}", field="plan", remedy="pass the plan of this step"
-            )
+            raise ValueError(f"{len(q)} queries in place of {plan.num_queries}; pass the plan of this step")
         heads = self.heads
         if q.shape[1:] != (heads.heads, heads.head_dim) or q.dtype != heads.dtype:
-            raise InputError(
-                f"q {list(q.shape)} ({q.dtype}) does not fit {heads.heads} heads of {heads.head_dim} ({heads.dtype})",
-                field="q",
-                remedy="q [queries, heads, head_dim]",
+            raise ValueError(
+                f"q {list(q.shape)} ({q.dtype}) does not fit {heads.heads} heads of {heads.head_dim} ({heads.dtype})"
+                "; q [queries, heads, head_dim]"
             )
         if plan.slots_needed > self.slots:
-            raise InputError(
-                f"the plan needs {plan.slots_needed} slots, the store has {self.slots}",
-                field="plan",
-                remedy="pass runs of this store's slots",
+            raise ValueError(
+                f"the plan needs {plan.slots_needed} slots, the store has {self.slots}; pass runs of this store's slots"
             )
 
 
@@ -137,4 +130,4 @@ def _zeros(*shape: int) -> Tensor:
 
 def _check_slots(slots: Tensor, count: int) -> None:
     if len(slots) and (slots.min() < 0 or slots.max() >= count):
-        raise InputError("a slot that is not there", field="slots", remedy=f"pass slots in [0, {count})")
+        raise ValueError(f"a slot that is not there; pass slots in [0, {count})")

@@ -13,7 +13,6 @@ from nests import chains, random_nest
 from prefold import kernels
 from prefold.attention import visibility
 from prefold.attention.row_torch import blocked_attention
-from prefold.errors import InputError
 
 
 def test_visibility_is_the_definition():
@@ -144,7 +143,7 @@ def test_shapes_that_do_not_fit(change):
     else:
         carried = {"path_k": k[:4]}
         k, v = k[4:], v[4:]
-    with pytest.raises(InputError):
+    with pytest.raises(ValueError):
         case.attention().attend(q, k, v, plan, scale=1.0, **carried)
 
 

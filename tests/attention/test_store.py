@@ -15,7 +15,6 @@ from nests import Nest, chains, random_nest
 
 from prefold import kernels
 from prefold.attention import Heads, KeyRuns, KVStore, SlotPlan, dense_attention, plan_slots
-from prefold.errors import InputError
 
 
 @settings(max_examples=250, deadline=None)
@@ -233,29 +232,29 @@ def test_bad_input_says_which(backend):
 
     plan()
     for wrong in ({"count": 0}, {"start": -1}, {"first": 1}, {"last": 2}, {"first": -1}):
-        with pytest.raises(InputError, match="run"):
+        with pytest.raises(ValueError, match="run"):
             plan(**wrong)
-    with pytest.raises(InputError, match="sees no key"):
+    with pytest.raises(ValueError, match="sees no key"):
         plan(queries=2)
-    with pytest.raises(InputError, match="window"):
+    with pytest.raises(ValueError, match="window"):
         plan(window=4)
-    with pytest.raises(InputError, match="window"):
+    with pytest.raises(ValueError, match="window"):
         plan(window=0, query_positions=np.zeros(1))
-    with pytest.raises(InputError, match="length"):
+    with pytest.raises(ValueError, match="length"):
         plan_slots(KeyRuns(*[np.zeros(2)] * 4, np.ones(1)), 1)
 
     store = KVStore(1, Heads(2, 2, 16, torch.float32), 8)
     rows = torch.zeros(1, 2, 16)
     for slot in (-1, 8):
-        with pytest.raises(InputError, match="slot"):
+        with pytest.raises(ValueError, match="slot"):
             store.write(0, torch.tensor([slot]), rows, rows)
     for slots, values in (([1], rows[:, :1]), ([1], rows.double()), ([1.0], rows), ([1, 2], rows)):
-        with pytest.raises(InputError, match="do not fit"):
+        with pytest.raises(ValueError, match="do not fit"):
             store.write(0, torch.tensor(slots), rows, values)
-    with pytest.raises(InputError, match="queries"):
+    with pytest.raises(ValueError, match="queries"):
         store.attend(0, torch.zeros(2, 2, 16), plan(), 1.0)
     for q in (torch.zeros(1, 3, 16), torch.zeros(1, 2, 8), torch.zeros(1, 2, 16).double()):
-        with pytest.raises(InputError, match="heads"):
+        with pytest.raises(ValueError, match="heads"):
             store.attend(0, q, plan(), 1.0)
-    with pytest.raises(InputError, match="slot"):
+    with pytest.raises(ValueError, match="slot"):
         store.attend(0, torch.zeros(1, 2, 16), plan(start=8), 1.0)
