@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import Field, fields, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..checkpoint.identity import model_identity
 from ..engine.meter import StepInfo
 from ..stream import Window
+from ..types import GenerationStats, Stats
 from .replicas import ReplicaFacts, ReplicaReport, RunCall, place_of
 
 __all__ = ["ReplicaHost", "facts_of"]
@@ -64,7 +65,7 @@ class ReplicaHost:
     def __init__(self, llm: Any, facts: ReplicaFacts):
         self.facts = facts
         self._engine, self._tokenizer = llm.engine, getattr(llm, "tokenizer", None)
-        self._engine.reset_stats()
+        self._counted = self._engine.stats + Stats()
         self._runs: SimpleQueue[_HostRun | None] = SimpleQueue()
         self._run: _HostRun | None = None
         self._report = ReplicaReport()
@@ -100,7 +101,9 @@ class ReplicaHost:
             self._changed.wait_for(lambda: self._report.answers or self._report.steps or self._report.failure, wait)
             self._report, report = ReplicaReport(), self._report
             if report.steps or report.answers:
-                report.stats = self._engine.reset_stats()
+                # The engine's own counters are not reset: a step that is on its way would count into the old ones.
+                counted, self._counted = self._counted, self._engine.stats + Stats()
+                report.stats = _since(self._counted, counted)
         now = time.perf_counter()
         report.steps = [replace(step, started=now - step.started) for step in report.steps]
         return report
@@ -140,6 +143,21 @@ class ReplicaHost:
         with self._changed:
             self._report.steps.append(step)
             self._changed.notify()
+
+
+def _since(now: Stats, before: Stats) -> Stats:
+    """Returns what was counted between two times; of peaks those until now."""
+    counts = _difference(now, before, fields(now)[:-2])
+    seconds = {part: spent - before.seconds.get(part, 0.0) for part, spent in now.seconds.items()}
+    generation = now.generation
+    if generation is not None and before.generation is not None:
+        generation = GenerationStats(**_difference(generation, before.generation, fields(generation)))
+    return Stats(**counts, seconds=seconds, generation=generation)
+
+
+def _difference(now: object, before: object, of: Sequence[Field[Any]]) -> dict[str, int]:
+    names = [field.name for field in of]
+    return {n: getattr(now, n) - (0 if n.endswith("_peak") else getattr(before, n)) for n in names}
 
 
 def facts_of(llm: Any) -> ReplicaFacts:

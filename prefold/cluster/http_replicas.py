@@ -52,7 +52,7 @@ class _Down(Exception):
 
 
 @dataclass(eq=False)
-class _Server:
+class _RemoteServer:
     """A server, what it has to do, and how much it can take.
 
     cap        requests in flight: one more after as many successes, half after it said that it is overloaded
@@ -104,7 +104,7 @@ class HttpReplicas(Replicas):
         self.names = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.model, self._tokenizer, self._takes_ids = model, tokenizer, takes_ids
         self._most, self._patience, self._timeout = most, patience, timeout
-        self._servers: dict[str, _Server] = {}
+        self._servers: dict[str, _RemoteServer] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="prefold-http", daemon=True)
 
@@ -177,7 +177,9 @@ class HttpReplicas(Replicas):
         named = _model_names(found)
         if named and self.model not in named:
             return self._tell(name, ReplicaLost(f"it has no model {self.model!r}; those it has: {', '.join(named)}"))
-        server = _Server(name, client, cap=min(_FIRST_CAP, self._most), takes_ids=None if self._takes_ids else False)
+        server = _RemoteServer(
+            name, client, cap=min(_FIRST_CAP, self._most), takes_ids=None if self._takes_ids else False
+        )
         self._servers[name] = server
         self._tell(
             name,
@@ -187,7 +189,7 @@ class HttpReplicas(Replicas):
         )
         await self._work(server)
 
-    async def _work(self, server: _Server) -> None:
+    async def _work(self, server: _RemoteServer) -> None:
         """Starts requests as long as there are some and the server takes more."""
         while self._servers.get(server.url) is server:
             server.wake.clear()
@@ -233,7 +235,9 @@ class HttpReplicas(Replicas):
         await server.client.aclose()
         await self._open(name)
 
-    async def _answer(self, server: _Server, call: RunCall, run: int, some: list[tuple[int, int, Request]]) -> None:
+    async def _answer(
+        self, server: _RemoteServer, call: RunCall, run: int, some: list[tuple[int, int, Request]]
+    ) -> None:
         started = time.perf_counter()
         report = ReplicaReport()
         try:
@@ -255,7 +259,7 @@ class HttpReplicas(Replicas):
             report.steps = [StepInfo(stats.rows_computed, 0, len(some), stats.tokens, seconds, seconds, len(some))]
             self._tell(server.url, report)
 
-    async def _ask(self, server: _Server, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
+    async def _ask(self, server: _RemoteServer, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
         """Returns the answers to some requests. Where a server refuses all, each is asked by itself."""
         if server.takes_ids is False:
             return await self._ask_each(server, call, requests, self._text_of(server))
@@ -272,7 +276,7 @@ class HttpReplicas(Replicas):
         return await self._ask_each(server, call, requests, None)
 
     async def _ask_each(
-        self, server: _Server, call: RunCall, requests: list[Request], text_of: Callable[[Any], str] | None
+        self, server: _RemoteServer, call: RunCall, requests: list[Request], text_of: Callable[[Any], str] | None
     ) -> tuple[list[Any], Stats]:
         try:
             return await self._ask_once(server, call, requests, text_of)
@@ -283,7 +287,7 @@ class HttpReplicas(Replicas):
         return [answer for answers, _ in parts for answer in answers], sum((stats for _, stats in parts), Stats())
 
     async def _ask_once(
-        self, server: _Server, call: RunCall, requests: list[Request], text_of: Callable[[Any], str] | None
+        self, server: _RemoteServer, call: RunCall, requests: list[Request], text_of: Callable[[Any], str] | None
     ) -> tuple[list[Any], Stats]:
         if call.readout.kind == "tokens":
             said = await self._post(server, [generation_body(requests[0], self.model, text_of, call.text)])
@@ -293,7 +297,7 @@ class HttpReplicas(Replicas):
         stats = Stats(tokens=tokens, rows_computed=tokens, requests=len(requests), steps=1)
         return embeddings_of(said, len(requests)), stats
 
-    def _text_of(self, server: _Server) -> Callable[[Any], str]:
+    def _text_of(self, server: _RemoteServer) -> Callable[[Any], str]:
         """Returns what makes text of token ids."""
         tokenizer = self._tokenizer
         if tokenizer is None:
@@ -310,7 +314,7 @@ class HttpReplicas(Replicas):
 
         return text
 
-    async def _post(self, server: _Server, bodies: Sequence[tuple[str, Any]]) -> Any:
+    async def _post(self, server: _RemoteServer, bodies: Sequence[tuple[str, Any]]) -> Any:
         """Returns the server's answer to the first of the bodies whose path it has; asks again where that may help."""
         attempts, pause, last = 0, _FIRST_PAUSE, ""
         deadline = time.monotonic() + self._patience

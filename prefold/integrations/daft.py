@@ -57,7 +57,7 @@ class PrefoldProvider(Provider):
         """Returns what `prompt` runs on. return_format: a Pydantic model, whose JSON schema answers follow."""
         if system_message is not None:
             options["system"] = system_message
-        return _PrompterDescriptor(_Asked.of("generate", model, {**self.options, **options}), return_format)
+        return _PrompterDescriptor(_FunctionCall.of("generate", model, {**self.options, **options}), return_format)
 
     def get_text_embedder(
         self, model: str | None = None, dimensions: int | None = None, **options: Any
@@ -65,15 +65,15 @@ class PrefoldProvider(Provider):
         """Returns what `embed_text` runs on."""
         if dimensions is not None:
             options["dimensions"] = dimensions
-        return _EmbedderDescriptor(_Asked.of("embed", model, {**self.options, **options}))
+        return _EmbedderDescriptor(_FunctionCall.of("embed", model, {**self.options, **options}))
 
     def get_text_classifier(self, model: str | None = None, **options: Any) -> TextClassifierDescriptor:
         """Returns what `classify_text` runs on."""
-        return _ClassifierDescriptor(_Asked.of("classify", model, {**self.options, **options}))
+        return _ClassifierDescriptor(_FunctionCall.of("classify", model, {**self.options, **options}))
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _FunctionCall:
     """A task of a model, as it was asked for in the driver, and who runs it in a worker."""
 
     task: str
@@ -86,7 +86,7 @@ class _Asked:
     owner: Any = field(default=None, compare=False, repr=False)  # keeps the actor, in the driver
 
     @classmethod
-    def of(cls, task: str, model: str | None, options: Mapping[str, Any]) -> _Asked:
+    def of(cls, task: str, model: str | None, options: Mapping[str, Any]) -> _FunctionCall:
         """Returns it for the options of a function; on Ray the driver makes the actor here, and owns it."""
         options = dict(options)
         udf = {name: options.pop(name) for name in _UDF_OPTIONS if name in options}
@@ -103,7 +103,7 @@ class _Asked:
 
     def __reduce__(self) -> Any:
         values = (self.task, self.model, self.llm, self.options, self.on_error, self.on_ray, self.batch_size)
-        return _Asked, values
+        return _FunctionCall, values
 
     def client(self) -> Any:
         """Returns the model: of this process, or of the cluster."""
@@ -131,7 +131,7 @@ _failed: dict[str, int] = {}  # rows without a result in this process, by task
 class _Descriptor:
     """What the descriptors of all functions have in common."""
 
-    asked: _Asked
+    asked: _FunctionCall
 
     def get_provider(self) -> str:
         return "prefold"
@@ -148,7 +148,7 @@ class _Descriptor:
 
 @dataclass
 class _PrompterDescriptor(_Descriptor, PrompterDescriptor):
-    asked: _Asked
+    asked: _FunctionCall
     return_format: Any = None
 
     def instantiate(self) -> Any:
@@ -157,7 +157,7 @@ class _PrompterDescriptor(_Descriptor, PrompterDescriptor):
 
 @dataclass
 class _EmbedderDescriptor(_Descriptor, TextEmbedderDescriptor):
-    asked: _Asked
+    asked: _FunctionCall
 
     def get_dimensions(self) -> EmbeddingDimensions:
         from ..checkpoint import resolve
@@ -175,7 +175,7 @@ class _EmbedderDescriptor(_Descriptor, TextEmbedderDescriptor):
 
 @dataclass
 class _ClassifierDescriptor(_Descriptor, TextClassifierDescriptor):
-    asked: _Asked
+    asked: _FunctionCall
 
     def instantiate(self) -> Any:
         return _Classifier(self.asked)
@@ -184,7 +184,7 @@ class _ClassifierDescriptor(_Descriptor, TextClassifierDescriptor):
 class _Prompter:
     """Answers one row at a time; all rows that are asked for at once run together."""
 
-    def __init__(self, asked: _Asked, return_format: Any):
+    def __init__(self, asked: _FunctionCall, return_format: Any):
         self._asked, self._format = asked, return_format
         self._model = asked.client()
         self._options = dict(asked.options)
@@ -206,7 +206,7 @@ class _Prompter:
 
 
 class _Embedder:
-    def __init__(self, asked: _Asked):
+    def __init__(self, asked: _FunctionCall):
         self._asked = asked
         self._model = asked.client()
 
@@ -216,7 +216,7 @@ class _Embedder:
 
 
 class _Classifier:
-    def __init__(self, asked: _Asked):
+    def __init__(self, asked: _FunctionCall):
         self._asked = asked
         self._model = asked.client()
 
@@ -226,7 +226,7 @@ class _Classifier:
         return [None if one is None else one["label"] for one in found]
 
 
-def _values(asked: _Asked, texts: list[str], options: Mapping[str, Any], model: Any) -> list[Any]:
+def _values(asked: _FunctionCall, texts: list[str], options: Mapping[str, Any], model: Any) -> list[Any]:
     """Returns a result for each text; null for null, and for what could not be computed."""
     there = [i for i, text in enumerate(texts) if text is not None]
     answers = model.run_many(asked.task, options, [{"text": texts[i]} for i in there])
@@ -264,14 +264,14 @@ def generate(prompt: Any, *, model: str = DEFAULT_MODEL, chat: bool = True, **op
     chat     whether a text is put into the model's chat template, as a user's message
     options  those of `LLM`, and of the task "generate"
     """
-    asked = _Asked.of("generate", model, {**options, "on_error": "ignore"})
+    asked = _FunctionCall.of("generate", model, {**options, "on_error": "ignore"})
     return daft.cls(_Generate, max_retries=0)(asked, chat).answer(prompt)
 
 
 class _Generate:
     """The rows of `generate`."""
 
-    def __init__(self, asked: _Asked, chat: bool):
+    def __init__(self, asked: _FunctionCall, chat: bool):
         self._asked, self._chat = asked, chat
         self._model = asked.client()
 
@@ -288,7 +288,7 @@ class _Generate:
 
 def stats(model: str = DEFAULT_MODEL, **options: Any) -> dict[str, Any]:
     """Returns the counters of a model with these options of `LLM`, and how many rows of this process have no result."""
-    return _Asked.of("generate", model, options).client().stats() | {"failed": dict(_failed)}
+    return _FunctionCall.of("generate", model, options).client().stats() | {"failed": dict(_failed)}
 
 
 daft.attach_provider(PrefoldProvider())

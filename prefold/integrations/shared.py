@@ -108,7 +108,7 @@ class _RayModel:
         gpus = 1 if str(options.get("device", "auto")).startswith("cuda") else 0
         if options.get("device", "auto") == "auto" and ray.cluster_resources().get("GPU"):
             gpus = 1
-        actor = ray.remote(max_restarts=-1, max_task_retries=0, max_concurrency=1000)(_Actor)
+        actor = ray.remote(max_restarts=-1, max_task_retries=0, max_concurrency=1000)(_ModelActor)
         name = f"prefold-{zlib.crc32(key.encode()):08x}"
         beside = {"num_gpus": gpus, "num_cpus": 0 if gpus else threads}
         self._actor = actor.options(name=name, get_if_exists=True, **beside).remote(model, dict(options))
@@ -130,7 +130,7 @@ class _RayModel:
         return ray.get(self._actor.stats.remote())
 
 
-class _Actor:
+class _ModelActor:
     """The process on Ray that holds a model."""
 
     def __init__(self, model: str, options: dict[str, Any]):

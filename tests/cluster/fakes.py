@@ -27,10 +27,12 @@ class SlowEngine(FakeEngine):
 
 
 class ThreadReplicas(Replicas):
-    """Each replica a thread. before(name, tokens): called with every request; loads: seconds, or why it fails."""
+    """Each replica a thread. before(name, tokens): called with every request; loads: seconds, or why it fails; llms:
+    real ones, by name."""
 
-    def __init__(self, names, *, before=None, loads=None, facts=None, returns=False):
+    def __init__(self, names, *, before=None, loads=None, facts=None, returns=False, llms=None):
         self.names = list(names)
+        self.llms = llms or {}
         self.before, self.loads, self.returns = before, loads or {}, returns
         self.facts = facts or {}
         self.hosts: dict[str, ReplicaHost] = {}
@@ -50,9 +52,10 @@ class ThreadReplicas(Replicas):
             self.tell(name, ReplicaLost(load))
             return
         time.sleep(load)
-        engine = SlowEngine()
+        llm = self.llms.get(name) or SimpleNamespace(engine=SlowEngine())
         facts = self.facts.get(name, ReplicaFacts({"prefold": "1"}, max_rows=64, max_running=4))
-        host = self.hosts[name] = ReplicaHost(SimpleNamespace(engine=engine), facts)
+        engine = llm.engine
+        host = self.hosts[name] = ReplicaHost(llm, facts)
         if self.before is not None:
             engine.run, engine.generate = self._watched(name, engine.run), self._watched(name, engine.generate)
         self.tell(name, ReplicaReady(facts))

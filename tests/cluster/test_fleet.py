@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from tiny import tiny_checkpoint
 
+from prefold import LLM
 from prefold.cluster.fleet import Fleet
+from prefold.cluster.host import facts_of
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, Replicas, requests_of
 from prefold.errors import FleetError, InputError
 from prefold.stream import Spool
@@ -201,6 +205,26 @@ def test_a_run_that_is_left_or_stopped_leaves_nothing_behind():
         answers.close()
         assert list(run(fleet, spool, stopping=lambda: True)) == []
         assert plain(run(fleet, spool)) == expected()
+
+
+def test_real_engines(tmp_path):
+    """Two engines of one model: the numbers and the text of one engine, rows computed once but for the cuts."""
+    folder = str(tiny_checkpoint(tmp_path, "llama"))
+    llms = {name: LLM(folder, threads=1, dtype="float32", kv_memory=1 << 22) for name in "abc"}
+    alone = llms.pop("c").engine
+    facts = {name: replace(facts_of(llm), max_rows=64, max_running=8) for name, llm in llms.items()}
+    replicas = ThreadReplicas("ab", llms=llms, facts=facts)
+    with closing(Fleet(replicas)) as fleet, filled(200) as spool:
+        numbers = dict(run(fleet, spool))
+        for tag, result in alone.run(spool.windows(max_tokens=500), Readout("last")):
+            assert np.abs(numbers.pop(tag).values - result.values).max() < 1e-4
+        assert not numbers and fleet.stats.unique_tokens == spool.unique_tokens()
+        assert 0 <= fleet.stats.rows_computed - fleet.stats.unique_tokens <= (1 + fleet.steals) * 32
+    with closing(Fleet(ThreadReplicas("ab", llms=llms, facts=facts))) as fleet, filled(200, generate=True) as spool:
+        texts = {tag: answer[0].tokens for tag, answer in run(fleet, spool, generate=True)}
+        windows = spool.windows(max_tokens=500)
+        assert texts == {tag: answer[0].tokens for tag, answer in alone.generate(windows, None)}
+        assert fleet.stats.generation.generated_tokens == sum(map(len, texts.values()))
 
 
 class AtOnce(Replicas):

@@ -202,6 +202,7 @@ def test_what_stops_a_job_at_once(table, monkeypatch):
 
 def test_bad_options(table):
     assert "exclude each other" in run("--url", "http://localhost:1", "--ray", code=2)
+    assert "write --ray behind it" in run("--ray", "in.jsonl", code=2)
     assert "--replicas needs --ray" in run("--replicas", "2", code=2)
     assert "--tokenizer needs --url" in run("--tokenizer", "x", "--ray", code=2)
     assert "is not the URL of a server" in run("--url", "localhost:80", code=1)
