@@ -42,7 +42,7 @@ def router(prefixes: int, replicas: int) -> None:
     """Fills the router's trie with prefixes of 256 tokens, and times events, decisions and bookings."""
     import psutil
 
-    from prefold.cache.events import CacheEvents, Cleared, Stored
+    from prefold.cache.events import CacheEvents, Cleared, RowsStored
     from prefold.cluster.router import Prompt, Router
 
     rng = np.random.default_rng(0)
@@ -54,7 +54,7 @@ def router(prefixes: int, replicas: int) -> None:
     for start in range(0, prefixes, 100 * replicas):
         tokens = rng.integers(0, 150_000, (min(100 * replicas, prefixes - start), 256)).astype(np.int32)
         for replica in range(replicas):
-            events = [Stored(start + i, None, tokens[i]) for i in range(replica, len(tokens), replicas)]
+            events = [RowsStored(start + i, None, tokens[i]) for i in range(replica, len(tokens), replicas)]
             batch = CacheEvents(0, first[replica], tuple(([Cleared()] if not start else []) + events))
             first[replica] += len(batch.events)
             began = time.process_time()

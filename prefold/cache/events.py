@@ -15,12 +15,12 @@ import numpy as np
 
 from .tree import Node, RadixTree
 
-__all__ = ["CacheEvent", "CacheEvents", "CacheReporter", "Cleared", "Cut", "Removed", "Stored"]
+__all__ = ["CacheEvent", "CacheEvents", "CacheReporter", "Cleared", "Cut", "Removed", "RowsStored"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Stored:
-    """A Stored says that n more rows are held.
+class RowsStored:
+    """A RowsStored says that n more rows are held.
 
     run        the run that they belong to
     after      the run that they follow; `run` itself: that run grows at its end; None: they begin at position 0
@@ -55,7 +55,7 @@ class Cleared:
     """A Cleared says that nothing is held any more."""
 
 
-CacheEvent = Stored | Cut | Removed | Cleared
+CacheEvent = RowsStored | Cut | Removed | Cleared
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -169,7 +169,7 @@ class CacheReporter:
         namespace = above.namespace if above.parent is None else ()
         # A copy: the tokens may be a view of an array that is much larger.
         self._runs[node] = (name, rows)
-        self._add(Stored(name, after, np.array(node.tokens[told:rows], np.int32), namespace))
+        self._add(RowsStored(name, after, np.array(node.tokens[told:rows], np.int32), namespace))
 
     def _split(self, upper: Node, lower: Node) -> None:
         if lower not in self._runs:

@@ -16,13 +16,13 @@ from ..stream.live import Bucket, LiveWindow, Waiting
 from .policies import BestStart
 from .router import Prompt, Router
 
-__all__ = ["Dispatcher", "Order"]
+__all__ = ["Assignment", "Dispatcher"]
 
 _SHORT = 0.25  # a replica of whose backlog so much is free will soon be short of work
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Order:
+class Assignment:
     """Requests that a replica is to be given. prefix: leading tokens that they all share."""
 
     replica: Hashable
@@ -60,7 +60,7 @@ class Dispatcher:
         load = self.router.load(replica)
         return self._backlog[replica] - load.prefill_rows - load.decode_rows
 
-    def dispatch(self, now: float) -> list[Order]:
+    def dispatch(self, now: float) -> list[Assignment]:
         """Returns what leaves the window now. It is booked in the router as sent; whoever calls gives it away."""
         orders = []
         free = {replica: None for replica in self._backlog if self.room(replica) > 0}  # in the order in which they came
@@ -108,7 +108,7 @@ class Dispatcher:
         found = [(self.router.seconds_to_wait(one), one) for one in self.window.queues if one in self._backlog]
         return sorted(found, key=lambda pair: -pair[0])
 
-    def _give(self, bucket: Bucket, replica: Hashable) -> Order:
+    def _give(self, bucket: Bucket, replica: Hashable) -> Assignment:
         prompt = self._prompt(bucket)
         held = self.router.matched(prompt).get(replica, 0)
         mean = bucket.tokens / bucket.requests
@@ -120,7 +120,7 @@ class Dispatcher:
             limit = self._limit_of(waiting.what)
             sent = Prompt(waiting.tokens, limit, waiting.namespace, len(bucket.prefix))
             self.router.send(waiting.key, sent, replica)
-        return Order(replica, requests, len(bucket.prefix))
+        return Assignment(replica, requests, len(bucket.prefix))
 
     @staticmethod
     def _prompt(bucket: Bucket) -> Prompt:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..cache.events import CacheEvent, CacheEvents, Cleared, Cut, Removed, Stored
+from ..cache.events import CacheEvent, CacheEvents, Cleared, Cut, Removed, RowsStored
 from ..errors import InputError
 from .estimate import EstimatedCache
 from .policies import BestStart, Policy, Standing
@@ -156,7 +156,7 @@ class Router:
 
     def _apply(self, member: _Member, event: CacheEvent) -> None:
         index, runs, bit = self.index, member.runs, 1 << member.number
-        if isinstance(event, Stored):
+        if isinstance(event, RowsStored):
             if event.run in runs and event.after != event.run:
                 return  # it was told before
             above = index.root(event.namespace) if event.after is None else runs[event.after][0]

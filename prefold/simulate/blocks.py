@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 
 from ..cache import CacheEvents
-from ..cache.events import CacheEvent, Cleared, Removed, Stored
+from ..cache.events import CacheEvent, Cleared, Removed, RowsStored
 from ..errors import InputError
 from .costs import StepCost, StepRows
 from .engines import Ended, Hits, Stretch
@@ -250,7 +250,7 @@ class BlockEngine:
         self._fresh[block] = self._step
         if self._events is not None and i < len(sequence.keys):  # others find blocks of prompts only
             tokens = sequence.request.tokens()[i * self.block : (i + 1) * self.block]
-            self._events.append(Stored(key, sequence.key(i - 1) if i else None, tokens))
+            self._events.append(RowsStored(key, sequence.key(i - 1) if i else None, tokens))
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)

@@ -10,7 +10,7 @@ from ..errors import InputError
 from .blocks import BlockEngine
 from .costs import Machine, ModelShape, StepCost, machine_named, model_named
 from .engines import SimEngine
-from .feeders import DaftBuckets, Lists, Pool, Routed, Streamed, contiguous
+from .feeders import DaftBuckets, Lists, Routed, SharedQueue, Streamed, contiguous
 from .fleet import Feeder, FleetRun, Replica, run_fleet
 from .requests import SimRequest, prefix_repetition
 from .rows import RowEngine, ScheduledEngine
@@ -117,7 +117,7 @@ def _feeder(setup: Setup, cost: StepCost, requests: Sequence[SimRequest], there:
     if setup.feeder == "routed":
         return Routed(policy_named(setup.policy), cost, requests=there)
     if setup.feeder == "batches":
-        return Pool(requests, batch=512, in_flight=512)
+        return SharedQueue(requests, batch=512, in_flight=512)
     if setup.feeder == "bucketing":
         return DaftBuckets(requests, count)
     if setup.feeder == "static":
@@ -151,7 +151,7 @@ def published(*, prompts: int = 200_000, prefixes: int = 512, scale: int = 1, ou
         size = len(requests)
         feeder: Feeder
         if name == "naive":
-            feeder = Pool(requests, batch=512, in_flight=512)
+            feeder = SharedQueue(requests, batch=512, in_flight=512)
         elif name == "continuous":
             feeder = Lists([requests[i * size // count : (i + 1) * size // count] for i in range(count)])
         elif name == "sorted":
@@ -160,7 +160,7 @@ def published(*, prompts: int = 200_000, prefixes: int = 512, scale: int = 1, ou
         elif name == "bucketing":
             feeder = DaftBuckets(requests, count)
         else:
-            feeder = Pool(requests, batch=16, in_flight=128)
+            feeder = SharedQueue(requests, batch=16, in_flight=128)
         engine = Replica(lambda: BlockEngine(cost, max_batch_rows=_MAX_BATCH_ROWS), base.load)
         setup = replace(base, replicas=count, engine="vllm", feeder=name)
         yield Outcome(name, setup, run_fleet([engine] * count, feeder), expected)

@@ -17,7 +17,7 @@ from .engines import SimEngine, Stretch
 from .fleet import Idle
 from .requests import SimRequest
 
-__all__ = ["DaftBuckets", "Lists", "Pool", "Routed", "Streamed", "contiguous"]
+__all__ = ["DaftBuckets", "Lists", "Routed", "SharedQueue", "Streamed", "contiguous"]
 
 
 class _Feeder:
@@ -42,7 +42,7 @@ class _Feeder:
         return None
 
 
-class Pool(_Feeder):
+class SharedQueue(_Feeder):
     """One queue: a replica takes the next `batch` requests whenever so many fit into its `in_flight`. With both alike
     it is naive batching: the next batch begins when the last one is done."""
 
@@ -109,8 +109,7 @@ class Lists(_Feeder):
         return "input" if any(self._parts) and not self.in_flight[replica] else "border"
 
     def next_time(self) -> float | None:
-        start, self._next = getattr(self, "_next", self._start), None
-        return start or None
+        return self._start or None
 
 
 def contiguous(requests: Sequence[SimRequest], parts: int) -> list[list[SimRequest]]:

@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 import numpy as np
 
 from ..cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
-from ..cache.events import CacheEvent, Cleared, Removed, Stored
+from ..cache.events import CacheEvent, Cleared, Removed, RowsStored
 from ..errors import InputError
 from ..schedule.generate import GenerateScheduler
 from .costs import StepCost, StepRows
@@ -97,16 +97,14 @@ class ScheduledEngine:
 class _Node:
     """A part of a path. mark: all its rows are computed once so many rows of prompts are."""
 
-    __slots__ = ("children", "lookups", "mark", "number", "parent", "rows", "running", "used", "users")
+    __slots__ = ("children", "mark", "number", "parent", "rows", "running", "users")
 
     def __init__(self, parent: _Node | None, number: int, rows: int):
         self.parent, self.number, self.rows = parent, number, rows
         self.children: dict[int, _Node] = {}
         self.users = 0  # sequences that run
         self.mark = 0
-        self.used = 0
         self.running = 0  # of them, those that decode
-        self.lookups = 0
 
 
 class _Sequence:
@@ -218,7 +216,6 @@ class RowEngine:
             node: _Node | None = sequence.leaf
             while node is not None and node.parent is not None:
                 node.users -= 1
-                node.used = self._number
                 if not node.users:
                     self._evictable_rows += node.rows
                     if not node.children:
@@ -281,7 +278,7 @@ class RowEngine:
             child.mark = self._queued
             if self._events is not None:
                 above_key = None if node.parent is None else node.number
-                self._events.append(Stored(number, above_key, np.full(rows, number, np.int32)))
+                self._events.append(RowsStored(number, above_key, np.full(rows, number, np.int32)))
             node = child
         sequence.leaf = node
         sequence.mark = node.mark

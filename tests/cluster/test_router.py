@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefold.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
-from prefold.cache.events import Cleared, Cut, Removed, Stored
+from prefold.cache.events import Cleared, Cut, Removed, RowsStored
 from prefold.cluster.policies import POLICIES, policy_named
 from prefold.cluster.replica import ReplicaLoad, Speed
 from prefold.cluster.router import Prompt, Router
@@ -150,11 +150,11 @@ def test_a_gap_shows_and_a_snapshot_mends_it():
     router = Router()
     router.join("a")
     one, two = np.arange(5, dtype=np.int32), np.arange(5, 9, dtype=np.int32)
-    assert router.take("a", CacheEvents(0, 0, (Cleared(), Stored(1, None, one))))
-    assert not router.take("a", CacheEvents(0, 3, (Stored(3, 2, two),)))
+    assert router.take("a", CacheEvents(0, 0, (Cleared(), RowsStored(1, None, one))))
+    assert not router.take("a", CacheEvents(0, 3, (RowsStored(3, 2, two),)))
     assert not router.take("a", CacheEvents(0, 4, (Removed(1),)))
     assert router.matched(Prompt(np.arange(9))) == {"a": 5}
-    assert router.take("a", CacheEvents(0, 7, (Cleared(), Stored(9, None, np.arange(9)), Cut(9, 10, 4))))
+    assert router.take("a", CacheEvents(0, 7, (Cleared(), RowsStored(9, None, np.arange(9)), Cut(9, 10, 4))))
     assert router.take("a", CacheEvents(0, 3, (Removed(1),)))  # late: it is passed over
     assert router.matched(Prompt(np.arange(9))) == {"a": 9}
     assert router.take("a", CacheEvents(0, 10, (Removed(9),)))
@@ -169,7 +169,7 @@ def test_a_removal_touches_its_sender_only():
     router = Router()
     for name in "ab":
         router.join(name)
-        router.take(name, CacheEvents(0, 0, (Cleared(), Stored(1, None, np.arange(6)))))
+        router.take(name, CacheEvents(0, 0, (Cleared(), RowsStored(1, None, np.arange(6)))))
     router.take("a", CacheEvents(0, 2, (Removed(1),)))
     assert router.matched(Prompt(np.arange(6))) == {"b": 6}
     router.check()
@@ -180,7 +180,7 @@ def test_blocks_are_runs():
     router = Router()
     router.join("a")
     tokens = np.arange(48)
-    blocks = [Stored(f"h{i}", f"h{i - 1}" if i else None, tokens[16 * i : 16 * i + 16]) for i in range(3)]
+    blocks = [RowsStored(f"h{i}", f"h{i - 1}" if i else None, tokens[16 * i : 16 * i + 16]) for i in range(3)]
     assert router.take("a", CacheEvents(0, 0, (Cleared(), *blocks, blocks[1])))  # the second is told of twice
     assert router.matched(Prompt(tokens)) == {"a": 48}
     assert router.take("a", CacheEvents(0, 5, (Removed("h1"),)))
@@ -212,7 +212,7 @@ def test_a_hot_prefix_is_copied_when_waiting_costs_more():
     for name in "ab":
         router.join(name, speed=Speed(prefill=1e-3, decode=1e-2))
     prefix = np.arange(100)
-    router.take("a", CacheEvents(0, 0, (Cleared(), Stored(1, None, prefix))))
+    router.take("a", CacheEvents(0, 0, (Cleared(), RowsStored(1, None, prefix))))
     places = []
     for i in range(200):
         prompt = Prompt(np.concatenate((prefix, [5000 + i] * 10)))
@@ -227,7 +227,7 @@ def test_what_generates_keeps_others_waiting_only_where_there_is_no_room():
     router = Router()
     for name in "ab":
         router.join(name, speed=Speed(prefill=1e-3, decode=1e-2), capacity=1000)
-    router.take("a", CacheEvents(0, 0, (Cleared(), Stored(1, None, np.arange(100)))))
+    router.take("a", CacheEvents(0, 0, (Cleared(), RowsStored(1, None, np.arange(100)))))
     prompt = Prompt(np.arange(100), limit=100)
     places = []
     for i in range(14):
@@ -361,7 +361,7 @@ def test_preble_exploits_what_is_mostly_cached():
     router = Router(policy_named("preble"))
     for name in "ab":
         router.join(name, speed=Speed(prefill=1e-3))
-    router.take("a", CacheEvents(0, 0, (Cleared(), Stored(1, None, np.arange(6)))))
+    router.take("a", CacheEvents(0, 0, (Cleared(), RowsStored(1, None, np.arange(6)))))
     router.send(0, Prompt(np.arange(50, 60)), "a")
     assert router.choose(Prompt(np.arange(10))) == "a"  # 6 of 10 are cached, whatever waits there
     assert router.choose(Prompt(np.arange(13))) == "b"  # 6 of 13 are not enough
