@@ -15,6 +15,8 @@ from ..tasks.sampling import format_grammar
 from .tools import calls_in, read_tools
 
 __all__ = [
+    "CHAT_NAMES",
+    "COMPLETION_NAMES",
     "chat_body",
     "chat_logprobs",
     "completion_body",
@@ -44,6 +46,7 @@ _CHAT = {
     "messages", "tools", "tool_choice", "top_logprobs", "documents", "chat_template", "chat_template_kwargs",
     "add_generation_prompt", "continue_final_message",
 }  # fmt: skip
+CHAT_NAMES, COMPLETION_NAMES = _COMMON | _CHAT, _COMMON | {"prompt"}
 # Parameters that change no result here: bookkeeping, and hints for other servers.
 _IGNORED = {
     "model", "user", "priority", "request_id", "metadata", "store", "service_tier", "safety_identifier",
@@ -76,7 +79,7 @@ def read_chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[d
 
     defaults: {field of Sampling: value}, in place of OpenAI's own. Raises InputError.
     """
-    _check(body, _COMMON | _CHAT, neutral={"add_special_tokens": (False,)})
+    _check(body, CHAT_NAMES, neutral={"add_special_tokens": (False,)})
     if body.get("messages") is None:
         raise InputError("messages is missing", field="messages", remedy="give it", code="missing_field")
     tools, calls, grammar = read_tools(body)
@@ -104,7 +107,7 @@ def read_completion(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[
 
     defaults: {field of Sampling: value}, in place of OpenAI's own. Raises InputError.
     """
-    _check(body, _COMMON | {"prompt"}, neutral={"add_special_tokens": (True,)})
+    _check(body, COMPLETION_NAMES, neutral={"add_special_tokens": (True,)})
     prompt = body.get("prompt")
     if prompt is None or prompt == []:
         what = "is missing" if prompt is None else "is an empty list"

@@ -9,7 +9,9 @@ from typing import Any
 from ..errors import InputError
 from .checks import check_names, required
 
-__all__ = ["embeddings_body", "read_embeddings"]
+__all__ = ["EMBEDDINGS_NAMES", "embeddings_body", "read_embeddings"]
+
+EMBEDDINGS_NAMES = {"input", "dimensions", "encoding_format"}
 
 
 def read_embeddings(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -17,7 +19,7 @@ def read_embeddings(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[
 
     defaults: of sampling; they are not used, since nothing is sampled here.
     """
-    check_names(body, {"input", "dimensions", "encoding_format"})
+    check_names(body, EMBEDDINGS_NAMES)
     format = body.get("encoding_format") or "float"
     if format not in ("float", "base64"):
         remedy = 'use "float" or "base64"'

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError
-from .completions import chat_body, completion_body, read_chat, read_completion, usage_of
-from .embeddings import embeddings_body, read_embeddings
-from .responses import read_responses, responses_body
-from .scores import read_rerank, read_score, rerank_body, score_body
+from .completions import CHAT_NAMES, COMPLETION_NAMES, chat_body, completion_body, read_chat, read_completion, usage_of
+from .embeddings import EMBEDDINGS_NAMES, embeddings_body, read_embeddings
+from .responses import RESPONSE_NAMES, read_responses, responses_body
+from .scores import RERANK_NAMES, SCORE_NAMES, read_rerank, read_score, rerank_body, score_body
 
 __all__ = ["ENDPOINTS", "KINDS", "TASKS", "RequestKind", "error_body", "response_body"]
 
@@ -29,6 +29,7 @@ class RequestKind:
             Raises InputError whose `field` is the request's
     make    (what the response needs, the task's result of each item) -> the response's own part of its body
     whole   whether `make` makes all of the body but the model; its "id" of what the response needs makes the ids
+    names   of the parameters, without those that change nothing
     fields  {name of a field of the task's items: what the request calls it}, where they differ
     id      what the response's id begins with; None: it has neither id nor time
     """
@@ -36,6 +37,7 @@ class RequestKind:
     task: str
     read: Callable[[Body, Mapping[str, Any]], tuple[list[Any], Meta]]
     make: Callable[[Meta, Results], Body]
+    names: Collection[str]
     fields: Mapping[str, str] = field(default_factory=dict)
     id: str | None = None
     whole: bool = False
@@ -52,15 +54,18 @@ class RequestKind:
 _SAMPLING = {"stop_ids": "stop_token_ids", "salt": "cache_salt"}
 _PAIR = {"query": "text_1", "document": "text_2", "documents": "text_2"}
 KINDS = {
-    "embeddings": RequestKind("embed", read_embeddings, embeddings_body, {"text": "input"}),
-    "rerank": RequestKind("rerank", read_rerank, rerank_body),
-    "score": RequestKind("rerank", read_score, score_body, _PAIR),
-    "chat": RequestKind("generate", read_chat, chat_body, _SAMPLING | {"logprobs": "top_logprobs"}, "chatcmpl-"),
-    "completion": RequestKind("generate", read_completion, completion_body, _SAMPLING, "cmpl-"),
+    "embeddings": RequestKind("embed", read_embeddings, embeddings_body, EMBEDDINGS_NAMES, {"text": "input"}),
+    "rerank": RequestKind("rerank", read_rerank, rerank_body, RERANK_NAMES),
+    "score": RequestKind("rerank", read_score, score_body, SCORE_NAMES, _PAIR),
+    "chat": RequestKind(
+        "generate", read_chat, chat_body, CHAT_NAMES, _SAMPLING | {"logprobs": "top_logprobs"}, "chatcmpl-"
+    ),
+    "completion": RequestKind("generate", read_completion, completion_body, COMPLETION_NAMES, _SAMPLING, "cmpl-"),
     "response": RequestKind(
         "generate",
         read_responses,
         responses_body,
+        RESPONSE_NAMES,
         _SAMPLING | {"messages": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"},
         "resp_",
         whole=True,

@@ -11,7 +11,7 @@ from ..errors import InputError
 from .completions import chat_body, read_chat, usage_of
 from .tools import GrowingText
 
-__all__ = ["ResponseEvents", "input_items", "read_responses", "responses_body"]
+__all__ = ["RESPONSE_NAMES", "ResponseEvents", "input_items", "read_responses", "responses_body"]
 
 Body = dict[str, Any]
 
@@ -25,6 +25,7 @@ _OWN = {
     "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "include", "top_logprobs", "metadata",
     "previous_response_id", "store",
 }  # fmt: skip
+RESPONSE_NAMES = _OWN | set(_SAME)
 # Parameters that change no result here.
 _IGNORED = {
     "model", "user", "request_id", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -55,7 +56,7 @@ def read_responses(body: Body, defaults: Mapping[str, Any]) -> tuple[list[Body],
     defaults: {field of Sampling: value}, in place of OpenAI's own
     """
     for name, value in body.items():
-        if name in _OWN | _IGNORED or name in _SAME:
+        if name in RESPONSE_NAMES | _IGNORED:
             continue
         if name in _NEUTRAL and (value is None or value in _NEUTRAL[name]):
             continue

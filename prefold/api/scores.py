@@ -9,7 +9,10 @@ from typing import Any
 from ..errors import InputError
 from .checks import check_names, required
 
-__all__ = ["read_rerank", "read_score", "rerank_body", "score_body"]
+__all__ = ["RERANK_NAMES", "SCORE_NAMES", "read_rerank", "read_score", "rerank_body", "score_body"]
+
+RERANK_NAMES = {"query", "documents", "top_n", "return_documents", "instruction"}
+SCORE_NAMES = {"text_1", "text_2", "queries", "documents", "instruction"}
 
 
 def read_rerank(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -17,9 +20,8 @@ def read_rerank(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list
 
     defaults: of sampling; they are not used, since nothing is sampled here.
     """
-    names = {"query", "documents", "top_n", "return_documents", "instruction"}
-    check_names(body, names)
-    item = {name: body[name] for name in names & set(body)}
+    check_names(body, RERANK_NAMES)
+    item = {name: body[name] for name in RERANK_NAMES & set(body)}
     item |= {"query": required(body, "query"), "documents": required(body, "documents")}
     item["return_documents"] = bool(body.get("return_documents"))
     if isinstance(item["query"], list):
@@ -41,7 +43,7 @@ def read_score(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[
 
     defaults: of sampling; they are not used, since nothing is sampled here. Raises InputError.
     """
-    check_names(body, {"text_1", "text_2", "queries", "documents", "instruction"})
+    check_names(body, SCORE_NAMES)
     first, second = required(body, "text_1", "queries"), required(body, "text_2", "documents")
     first = first if isinstance(first, list) else [first]
     second = second if isinstance(second, list) else [second]

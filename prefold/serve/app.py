@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from .. import __version__
-from . import anthropic, cache, cohere, files, openai, page, responses, tei
+from . import anthropic, cache, cohere, files, openai, openapi, page, responses, tei
 from .http import Refusal, json_response
 from .keys import Tenant
 from .openai import OPENAI
@@ -59,6 +59,7 @@ def make_app(site: Site) -> Starlette:
             for route in face.routes(site)
         ),
     ]
+    routes += openapi.routes(routes)
     return Starlette(routes=routes, exception_handlers={HTTPException: wrong_path}, lifespan=lifespan)
 
 

@@ -25,16 +25,17 @@ from .keys import Tenant
 from .openai import OPENAI
 from .site import Site
 
-__all__ = ["page_response", "routes"]
+__all__ = ["page_response", "page_text", "routes"]
 
 MOST_RUNNING = 40
 
 
 def routes(site: Site) -> list[BaseRoute]:
     """Returns the paths of the page."""
-    text = _page_text("page.html")
+    text = page_text("page.html")
 
     async def page(request: Request) -> Response:
+        """Answers with the page that shows the trie and who runs."""
         return page_response(text)
 
     return [
@@ -43,7 +44,7 @@ def routes(site: Site) -> list[BaseRoute]:
     ]
 
 
-def _page_text(name: str) -> str:
+def page_text(name: str) -> str:
     """Returns a page of this package, with the style and the drawing of reports in it."""
     return with_drawing(resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
 

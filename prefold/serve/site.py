@@ -147,6 +147,7 @@ class Face:
                 finally:
                     site.open -= 1
 
+        respond.about = (self.name, handle, admin)  # type: ignore[attr-defined]  # for `openapi.py`
         return respond
 
     def refuse(self, site: Site, error: Exception) -> Response:

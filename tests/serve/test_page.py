@@ -155,7 +155,8 @@ class Browser:
 
     def complaints(self):
         kinds = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
-        return [event for event in self.events if event["method"] in kinds]
+        found = [event for event in self.events if event["method"] in kinds]
+        return [one for one in found if one["params"].get("entry", {}).get("level") not in ("verbose", "info")]
 
     def click(self, x, y):
         """Clicks on a place of the icicle."""
