@@ -2,6 +2,7 @@
 
     python benchmarks/serve.py --case overhead [--rounds 10] [--json FILE]
     python benchmarks/serve.py --case cancel [--count 1000]
+    python benchmarks/serve.py --case batches [--rounds 3] [--lines 200]
 
 The server runs in this process, beside the calls that it is compared with, on one LLM; the client is a process of its
 own, which speaks HTTP over sockets with nothing but the standard library. Calls and requests take turns, so that a
@@ -11,6 +12,8 @@ overhead    P50 of requests of several kinds, one after the other, by HTTP and b
             time a request takes here and in the client; and the rate of 64 at once against one call of 64 prompts
 cancel      clients that close their connection at a random moment, beside others that stay: milliseconds and steps
             until the engine has nothing of them any more
+batches     a batch alone against the same lines as a job of `prefold run` in this process; and requests of one token,
+            one after the other, with a batch beside them and without
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -211,15 +215,103 @@ def cancel(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, An
     return {"milliseconds": milliseconds, "steps": steps, "others": len(texts), "same": same}
 
 
+def lines_of(kind: str, count: int) -> list[str]:
+    """Returns the lines of a batch: completions of 32 tokens, or embeddings, of prompts with 60 tokens in common."""
+    common = "All of these prompts begin with the same words, " * 6
+    path, more = KINDS["completion, 16 tokens" if kind == "completions" else "embedding of a text"]
+    name = "prompt" if kind == "completions" else "input"
+    bodies = [more | {name: f"{common} and part at number {i}"} for i in range(count)]
+    if kind == "completions":
+        bodies = [body | {"max_tokens": 32} for body in bodies]
+    return [json.dumps({"custom_id": str(i), "method": "POST", "url": path, "body": b}) for i, b in enumerate(bodies)]
+
+
+def as_job(llm: Any, lines: list[str], folder: Path) -> float:
+    """Returns the seconds that lines take as a job in this process."""
+    from prefold.job import Job, OutputOptions, open_output, run_job
+    from prefold.records.batch import OpenAIBatch
+    from prefold.records.source import open_source
+    from prefold.report.progress import Progress
+
+    (folder / "in.jsonl").write_text("\n".join(lines))
+    tasks = {name: llm.task(name) for name in ("generate", "embed")}
+    output = open_output(OutputOptions(folder / "out.jsonl", overwrite=True), {})
+    job = Job(open_source(str(folder / "in.jsonl")), OpenAIBatch("model"), tasks, lambda: Kept(llm), output)
+    started = time.perf_counter()
+    summary = run_job(job, Progress())
+    assert summary.records == len(lines) and not summary.errors
+    return time.perf_counter() - started
+
+
+class Kept:
+    """An LLM that is not closed at the end of a job."""
+
+    def __init__(self, llm: Any):
+        self.engine, self.dtype = llm.engine, llm.dtype
+
+
+def batches(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compares batches with jobs, and live requests beside a batch with the same alone."""
+    import openai
+
+    openai_client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    ask_client, folder, found = Client(server.bound_at[1]), Path(server.site.options.data_dir), {}
+    path, body = KINDS["completion, 1 token"]
+
+    def begin(lines: list[str]) -> str:
+        file = openai_client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+        url = json.loads(lines[0])["url"]
+        return openai_client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h").id
+
+    def counts(batch: str) -> tuple[str, int]:
+        one = openai_client.batches.retrieve(batch)
+        return one.status, one.request_counts.completed
+
+    for kind in ("completions", "embeddings"):
+        seconds: dict[str, list[float]] = {"job": [], "batch": [], "alone": [], "beside": []}
+        lines, many = lines_of(kind, arguments.lines), lines_of(kind, 5_000)
+        for _ in range(arguments.rounds):
+            llm.cache.clear()
+            seconds["job"].append(as_job(llm, lines, folder))
+            llm.cache.clear()
+            started = time.perf_counter()
+            batch = begin(lines)
+            while counts(batch)[0] != "completed":
+                time.sleep(0.02)
+            seconds["batch"].append(time.perf_counter() - started)
+            ask_client(path, body, count=5)
+            seconds["alone"] += ask_client(path, body, count=arguments.each * 5)["seconds"]
+            batch = begin(many)
+            while not counts(batch)[1]:
+                time.sleep(0.02)
+            seconds["beside"] += ask_client(path, body, count=arguments.each * 5)["seconds"]
+            assert counts(batch)[0] == "in_progress"
+            openai_client.batches.cancel(batch)
+            while counts(batch)[0] != "cancelled":
+                time.sleep(0.1)
+        found[kind] = seconds
+    cut = {kind: {name: statistics.quantiles(s[name], n=100) for name in ("alone", "beside")}
+           for kind, s in found.items()}  # fmt: skip
+    print(table(
+        ["lines", "job, s", "batch, s", "ratio", "P50 alone, ms", "beside", "P99 alone, ms", "beside"],
+        [[kind, f"{statistics.median(s['job']):.2f}", f"{statistics.median(s['batch']):.2f}",
+          f"{statistics.median(s['job']) / statistics.median(s['batch']):.2f}",
+          *(f"{cut[kind][name][place] * 1e3:.1f}" for place in (49, 98) for name in ("alone", "beside"))]
+         for kind, s in found.items()],
+    ))  # fmt: skip
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=("overhead", "cancel"), default="overhead")
+    parser.add_argument("--case", choices=("overhead", "cancel", "batches"), default="overhead")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--each", type=int, default=10, help="overhead: requests of a kind and round")
     parser.add_argument("--count", type=int, default=1000, help="cancel: clients that leave")
     parser.add_argument("--wait", type=float, default=0.2, help="cancel: they leave within so many seconds")
+    parser.add_argument("--lines", type=int, default=200, help="batches: of a batch")
     parser.add_argument("--json")
     parser.add_argument("--client", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -234,8 +326,9 @@ def main() -> None:
     about = machine()
     print(about)
     llm = LLM(arguments.model, dtype=arguments.dtype)
-    with serving(llm) as server:
-        found = {"overhead": overhead, "cancel": cancel}[arguments.case](llm, server, arguments)
+    cases = {"overhead": overhead, "cancel": cancel, "batches": batches}
+    with tempfile.TemporaryDirectory() as folder, serving(llm, data_dir=folder) as server:
+        found = cases[arguments.case](llm, server, arguments)
     write_json(arguments.json, benchmark="serve", case=arguments.case, machine=about, **found)
 
 
