@@ -25,7 +25,7 @@ def attend_slots(q: Tensor, read: Callable[[Tensor], tuple[Tensor, Tensor]], pla
 
     read: gives the keys and values in slots int64 [n], [n, kv_heads, dim] each.
     """
-    gathers = plan.kept(("gathers", q.device), lambda: [_Gather.of(b, plan, q.device) for b in slot_blocks(plan)])
+    gathers = plan.kept(("gathers", q.device), lambda: [_DeviceBlock.of(b, plan, q.device) for b in slot_blocks(plan)])
     out = torch.empty_like(q)
     for gather in gathers:
         keys, values, bad = finite(*read(gather.slots))
@@ -47,8 +47,8 @@ class SlotBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class _Gather:
-    """A gather is a block on its device: slots int64 [keys], visible bool [queries, keys]."""
+class _DeviceBlock:
+    """A _DeviceBlock is a block on its device: slots int64 [keys], visible bool [queries, keys]."""
 
     start: int
     stop: int
@@ -56,7 +56,7 @@ class _Gather:
     visible: Tensor
 
     @classmethod
-    def of(cls, block: SlotBlock, plan: SlotPlan, device: torch.device) -> _Gather:
+    def of(cls, block: SlotBlock, plan: SlotPlan, device: torch.device) -> _DeviceBlock:
         slots, positions, first, last = (
             torch.from_numpy(a).to(device) for a in (block.slots, block.positions, block.first, block.last)
         )

@@ -115,7 +115,7 @@ class Maker:
 
     def __init__(self, facts: Facts, eos_ids: Sequence[int], *, reserve: bool):
         self.facts, self.eos_ids, self._reserve = facts, tuple(eos_ids), reserve
-        self._texts: _Texts | None = None
+        self._texts: _TextMakers | None = None
 
     def make(
         self,
@@ -175,7 +175,7 @@ class Maker:
             for number in range(sampling.n)
         ]  # fmt: skip
 
-    def _texts_of(self, tokenizer: Tokenizer | None, request: Request) -> _Texts:
+    def _texts_of(self, tokenizer: Tokenizer | None, request: Request) -> _TextMakers:
         """Returns what turns tokens into text, kept for the tokenizer used last."""
         if tokenizer is None:
             for field in ("stop", "grammar"):
@@ -184,12 +184,12 @@ class Maker:
                     raise InputError(message, field=field, remedy="leave it out", code="no_tokenizer")
         texts = self._texts
         if texts is None or texts.tokenizer is not tokenizer:
-            texts = self._texts = _Texts(tokenizer, self.facts.vocab_size, self.eos_ids)  # type: ignore[arg-type]
+            texts = self._texts = _TextMakers(tokenizer, self.facts.vocab_size, self.eos_ids)  # type: ignore[arg-type]
         return texts
 
 
-class _Texts:
-    """A tokenizer, with what is made of it when it is first asked for."""
+class _TextMakers:
+    """A _TextMakers is a tokenizer with what is made of it: a detokenizer and grammars, each when first asked for."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]):
         self.tokenizer = tokenizer

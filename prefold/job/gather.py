@@ -58,7 +58,9 @@ class _Item:
 
 
 @dataclass(slots=True)
-class _Record:
+class _Gathering:
+    """A _Gathering is a record of which some results are still missing."""
+
     missing: int
     items: list[_Item | None]
     meta: Any = None
@@ -68,7 +70,7 @@ class Gather:
     """Collects results by record; `waiting` is how many records have some of their results and not all."""
 
     def __init__(self) -> None:
-        self._records: dict[int, _Record] = {}
+        self._records: dict[int, _Gathering] = {}
 
     @property
     def waiting(self) -> int:
@@ -83,7 +85,7 @@ class Gather:
             return Done(number, meta, [(note, [result])])
         record = self._records.get(number)
         if record is None:
-            record = self._records[number] = _Record(items, [None] * items)
+            record = self._records[number] = _Gathering(items, [None] * items)
         entry = record.items[item]
         if entry is None:
             entry = record.items[item] = _Item(parts, [None] * parts)

@@ -47,8 +47,8 @@ def open_source(checkpoint: Checkpoint, config: ModelConfig, shapes: Mapping[str
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A Stored says where a tensor lies in a file.
+class TensorPlace:
+    """A TensorPlace says where a tensor lies in a file.
 
     outputs      which rows of the stored tensor (columns of a transposed one) it is; None: the whole
     transposed   whether it is stored as [inputs, outputs]
@@ -101,7 +101,7 @@ class SafetensorsSource:
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig):
         """Opens the files. config: of the whole model; where several linears are stored as one it says which rows are
         whose."""
-        self._where: dict[str, Stored] = {}
+        self._where: dict[str, TensorPlace] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         names = names_of(config)
         for path in self._files(checkpoint):
@@ -121,7 +121,7 @@ class SafetensorsSource:
                 flat = len(here) > 1 and len(shape) > 2
                 shape = (math.prod(shape),) if flat else shape
                 if len(here) == 1:
-                    self._where[here[0]] = Stored(file, stored, None, transposed)
+                    self._where[here[0]] = TensorPlace(file, stored, None, transposed)
                     self.shapes[here[0]] = shape
                     continue
                 sizes = fused_sizes(here, config)
@@ -129,7 +129,7 @@ class SafetensorsSource:
                     raise CheckpointError(f"{stored} of {checkpoint.name} has {shape[0]} outputs, not {sum(sizes)}")
                 for name, size, end in zip(here, sizes, accumulate(sizes), strict=True):
                     in_turn = config.head_dim if names.interleaved and re.search(r"\.[qk]_proj\.", name) else 0
-                    self._where[name] = Stored(file, stored, slice(end - size, end), transposed, flat, in_turn)
+                    self._where[name] = TensorPlace(file, stored, slice(end - size, end), transposed, flat, in_turn)
                     self.shapes[name] = (size, *shape[1:])
 
     @staticmethod
