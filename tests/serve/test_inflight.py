@@ -1,0 +1,64 @@
+"""Requests that come while others with the same beginning are being computed: no row is computed twice."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import numpy as np
+import pytest
+from serving import serving
+
+from prefold import LLM
+from prefold.cache import CacheOptions
+from prefold.prefix import Trie
+
+SHARED = [5 + i * 7 % 250 for i in range(300)]
+
+
+def unique_rows(prompts):
+    return Trie.build(np.concatenate(prompts), np.cumsum([0, *map(len, prompts)])).num_rows
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["texts", "numbers"])
+def test_rows_are_computed_once(llm, kind, spread):
+    """Embeddings are read in the KV store, with `cache_prefill`, and share rows with those of earlier requests."""
+    own = LLM(
+        str(llm.folder), dtype="float32", kv_memory=1 << 23, cache=CacheOptions(min_overlap=0), cache_prefill=True
+    )
+    prompts = [[*SHARED, 7 + number, 9] for number in range(32)]
+
+    async def ask(client, number):
+        await asyncio.sleep(spread * number / len(prompts))
+        if kind == "texts":
+            body = {"prompt": prompts[number], "max_tokens": 1, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+            found = (await client.post("/v1/completions", json=body)).json()
+            return found["choices"][0]["logprobs"]["token_logprobs"]
+        return (await client.post("/v1/embeddings", json={"input": prompts[number]})).json()["data"][0]["embedding"]
+
+    async def ask_all(url):
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(len(prompts))))
+
+    with serving(own) as server:
+        found = asyncio.run(ask_all(server.url))
+    assert own.stats.rows_computed == own.stats.unique_tokens == unique_rows(prompts)
+    assert own.stats.requests == len(prompts)
+    if kind == "texts":
+        expected = [one.logprobs[0].logprob for one in llm.generate(prompts, max_tokens=1, ignore_eos=True, logprobs=0)]
+        assert [one for (one,) in found] == pytest.approx(expected, rel=2e-6, abs=1e-5)
+    else:
+        np.testing.assert_allclose(found, llm.embed(prompts), atol=1e-6)
+    own.close()
+
+
+def test_numbers_that_the_store_cannot_hold(llm):
+    """They are read in a stream, beside those that are read in the store."""
+    small = LLM(str(llm.folder), dtype="float32", kv_memory=100_000, cache_prefill=True)
+    texts = ["yes", "the no " * 100]
+    assert small.engine.generator.scheduler.pool.num_slots < 200
+    with serving(small) as server:
+        found = httpx.post(f"{server.url}/v1/embeddings", json={"input": texts}, timeout=60).json()["data"]
+    np.testing.assert_allclose([one["embedding"] for one in found], llm.embed(texts), atol=1e-6)
+    small.close()
