@@ -69,7 +69,7 @@ class Service:
         self._lock = threading.Lock()  # of making the generator
         self._is_stepping = False
         self._in_vain = 0  # steps that failed since one did not
-        self._inbox = _Inbox()
+        self._inbox = _ServiceInbox()
         self.close = weakref.finalize(self, self._inbox.close)
         self.close.atexit = False
         arguments = (weakref.ref(self), self._inbox)
@@ -355,7 +355,7 @@ def _note_begun(replies: Any) -> None:
             reply.begun_at = now
 
 
-class _Inbox:
+class _ServiceInbox:
     """What the thread and its service have together. close: ends the thread; requests that still run stay."""
 
     thread: threading.Thread
@@ -371,7 +371,7 @@ class _Inbox:
             self.thread.join(10.0)
 
 
-def _run(service_of: weakref.ref[Service], inbox: _Inbox) -> None:
+def _run(service_of: weakref.ref[Service], inbox: _ServiceInbox) -> None:
     while True:
         came = inbox.came.get()
         service = service_of()
