@@ -36,7 +36,7 @@ import looped as example
 
 # nodes: (chains, hops of the training)
 TASKS = {16: (3, 3), 24: (4, 4)}
-THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7)
+THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.9)
 EVALUATED_GRAPHS = 64
 BATCH = 16
 EXAMPLE = Path(example.__file__)
