@@ -5,8 +5,8 @@
 A prompt is a graph, as its edges in any order, and a query; the answer is the end of the query's chain. The chains are
 cut out of a random permutation of the nodes, the end of a chain points to itself, and every node of 1 to `--hops` hops
 from its end is asked for. After each visit t the model is read, and should say the node t hops on: so the model learns
-a hop, and not the way to an answer. It makes 6 visits in training and 8 in what is saved, and answers queries that are
-a hop longer than those it was trained on. All queries of a graph share the graph's rows.
+a hop, and not the way to an answer. It makes 6 visits in training and 8 in what is saved; in the end it is also asked
+for what is a hop further than in the training. All queries of a graph share the graph's rows.
 
 The gate learns whether a query has been answered, from the query's row after a visit. An interrupted run goes on when
 the same command is given again.
