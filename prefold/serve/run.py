@@ -39,6 +39,8 @@ def run(load: Callable[[], Any], options: ServeOptions) -> None:
     server.say(f"listening on {server.url}; the model is being loaded")
     loading.start()
     server.run_bound()
+    if site.desk is not None:
+        site.desk.llm.close()
     if server.error is not None:
         raise server.error
 
