@@ -82,10 +82,10 @@ class TaskRunner:
         Tasks are kept by their options, so that a method which is called again reads no file of the checkpoint again.
         """
         check_process()
-        key = (name, _frozen(options))
         try:
+            key = (name, _frozen(options))
             found = self._tasks.get(key)
-        except TypeError:  # an option that has no hash: the task is made for this call
+        except (TypeError, RecursionError):  # an option without a hash, or one that is very deep: not kept
             return self._make_task(name, options)
         if found is None:
             found = self._make_task(name, options)

@@ -30,6 +30,16 @@ def llm(folder, tmp_path_factory):
 SHORT = {"max_tokens": 6, "ignore_eos": True}
 
 
+@pytest.mark.parametrize("depth", [300, 900])
+def test_a_schema_that_is_too_deep_is_refused(llm, depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
+    with pytest.raises(InputError, match="recursion"):
+        llm.generate("a", response_format=wanted, **SHORT)
+
+
 @pytest.mark.parametrize("value", [None, 5, 2.5, True, b"yes", object(), np.array(3)])
 def test_what_is_no_text_is_said_of_the_argument(llm, value):
     for method, argument in ((llm.generate, "prompts"), (llm.embed, "texts"), (llm.score, "prompts")):
