@@ -136,9 +136,10 @@ def test_parts_make_the_whole(family, size, tmp_path):
 
 @pytest.mark.parametrize("family", LOOPS)
 def test_parts_of_looped_models(family, tmp_path):
-    check_equal(looped_checkpoint(tmp_path, family, tokenizer=False), 2)
+    # Each visit adds rounding to what the one before gave.
+    check_equal(looped_checkpoint(tmp_path, family, tokenizer=False), 2, tolerance=1e-4)
     if family == "ouro":  # read at exits
-        check_equal(looped_checkpoint(tmp_path, family, tokenizer=False, early_exit_threshold=0.5), 2)
+        check_equal(looped_checkpoint(tmp_path, family, tokenizer=False, early_exit_threshold=0.5), 2, tolerance=1e-4)
 
 
 @settings(max_examples=15, deadline=None)
