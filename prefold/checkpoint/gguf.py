@@ -89,11 +89,22 @@ class GGUFFile:
         return value
 
     def _string(self) -> str:
-        length = self._scalar("Q")
-        start, self._at = self._at, self._at + length
-        if self._at > len(self._bytes):
-            raise CheckpointError(f"{self.path} is damaged, or was not copied whole")
-        return self._bytes[start : self._at].decode()
+        return self._strings(1)[0]
+
+    def _strings(self, count: int) -> list[str]:
+        """Returns the next strings, in one loop that calls little: a vocabulary and its merges have hundreds of
+        thousands."""
+        data, at, end = self._bytes, self._at, len(self._bytes)
+        length_at = struct.Struct("<Q").unpack_from
+        found = []
+        for _ in range(count):
+            start = at + 8
+            at = start + length_at(data, at)[0]
+            if at > end:
+                raise CheckpointError(f"{self.path} is damaged, or was not copied whole")
+            found.append(data[start:at].decode())
+        self._at = at
+        return found
 
     def _value(self, kind: int) -> Any:
         if kind == STRING:
@@ -108,6 +119,8 @@ class GGUFFile:
             values = struct.unpack_from(layout, self._bytes, self._at)
             self._at += struct.calcsize(layout)
             return list(values)
+        if item == STRING:
+            return self._strings(length)
         return [self._value(item) for _ in range(length)]
 
     @cached_property
