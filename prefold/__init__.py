@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
+# Type checkers take a variable of this name for true. To import `typing` for it would be most of what
+# `import prefold` costs.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .cache import CacheOptions
     from .checkpoint import Checkpoint
