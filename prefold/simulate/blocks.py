@@ -7,16 +7,16 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 
 from ..cache import CacheEvents
-from ..cache.events import CacheEvent, Cleared, Removed, RowsStored
+from ..cache.events import Removed, RowsStored
 from ..errors import InputError
 from .costs import StepCost, StepRows
-from .engines import Ended, Hits, Stretch
+from .engines import Ended, EventLog, Hits, Stretch
 from .requests import SimRequest
 
 __all__ = ["BlockEngine"]
 
 
-class _Sequence:
+class _BlockSequence:
     """A request on its way. rows: those to compute before it makes the next token; made: tokens it has made."""
 
     __slots__ = ("blocks", "cached", "computed", "keys", "made", "order", "request", "rows", "turn")
@@ -72,20 +72,19 @@ class BlockEngine:
         self._key: list[tuple[int, int] | None] = [None] * self.num_blocks
         self._fresh: dict[int, int] = {}  # block -> the step that computes it
         self._cached: dict[tuple[int, int], int] = {}
-        self._waiting: deque[_Sequence] = deque()
-        self._running: OrderedDict[_Sequence, None] = OrderedDict()
-        self._prefilling: OrderedDict[_Sequence, None] = OrderedDict()
+        self._waiting: deque[_BlockSequence] = deque()
+        self._running: OrderedDict[_BlockSequence, None] = OrderedDict()
+        self._prefilling: OrderedDict[_BlockSequence, None] = OrderedDict()
         self._step = 0
         self._admissions = 0
         self._decoding = 0
         self._context = 0  # rows of K/V that the decoding sequences read in the next step
-        self._need: dict[int, list[tuple[_Sequence, int]]] = {}  # by step: whose next row opens a block
-        self._end: dict[int, list[tuple[_Sequence, int]]] = {}  # by step: who makes its last token
-        self._events: list[CacheEvent] | None = [Cleared()] if reports else None
-        self._first_event = 0
+        self._need: dict[int, list[tuple[_BlockSequence, int]]] = {}  # by step: whose next row opens a block
+        self._end: dict[int, list[tuple[_BlockSequence, int]]] = {}  # by step: who makes its last token
+        self._log = EventLog() if reports else None
 
     def submit(self, request: SimRequest) -> None:
-        sequence = _Sequence(request, self.block)
+        sequence = _BlockSequence(request, self.block)
         if request.rows + request.output > self.num_blocks * self.block:
             raise InputError(
                 f"request {request.key} has {request.rows + request.output} rows, the pool "
@@ -125,7 +124,7 @@ class BlockEngine:
         return Stretch(seconds, prefill, decode, 1, reads, ended)
 
     def _advance(
-        self, sequence: _Sequence, rows: int, budget: int, prefill: int, pairs: int, ready: list[_Sequence]
+        self, sequence: _BlockSequence, rows: int, budget: int, prefill: int, pairs: int, ready: list[_BlockSequence]
     ) -> tuple[int, int, int]:
         pairs += rows * sequence.computed + rows * (rows + 1) // 2
         sequence.computed += rows
@@ -135,7 +134,7 @@ class BlockEngine:
             self._prefilling[sequence] = None
         return budget - rows, prefill + rows, pairs
 
-    def _finish(self, decode: int, ready: list[_Sequence]) -> list[Ended]:
+    def _finish(self, decode: int, ready: list[_BlockSequence]) -> list[Ended]:
         """Everybody who decodes has made a token, and so have those whose prompts are done now."""
         self._context += decode
         for sequence in ready:
@@ -173,7 +172,7 @@ class BlockEngine:
             sequence.blocks.append(self._take())
             self._need.setdefault(self._step + self.block, []).append((sequence, turn))
 
-    def _preempt(self, sequence: _Sequence) -> None:
+    def _preempt(self, sequence: _BlockSequence) -> None:
         self.hits.preemptions += 1
         del self._running[sequence]
         if sequence in self._prefilling:
@@ -189,7 +188,7 @@ class BlockEngine:
         self._release(sequence)
         self._waiting.appendleft(sequence)
 
-    def _admit(self, sequence: _Sequence, budget: int) -> int | None:
+    def _admit(self, sequence: _BlockSequence, budget: int) -> int | None:
         """Gives a sequence the blocks of its next rows; returns how many leading rows were found, None: it does not
         fit."""
         found = []
@@ -224,7 +223,7 @@ class BlockEngine:
         self._extend(sequence, stop)
         return cached
 
-    def _reach(self, sequence: _Sequence, stop: int) -> bool:
+    def _reach(self, sequence: _BlockSequence, stop: int) -> bool:
         """Room for the rows of a prompt up to `stop`; where there is none, later ones are preempted."""
         turn = sequence.turn
         while len(self._free) < -(-stop // self.block) - len(sequence.blocks):
@@ -234,13 +233,13 @@ class BlockEngine:
         self._extend(sequence, stop)
         return True
 
-    def _extend(self, sequence: _Sequence, stop: int) -> None:
+    def _extend(self, sequence: _BlockSequence, stop: int) -> None:
         while len(sequence.blocks) * self.block < stop:
             sequence.blocks.append(self._take())
         for i in range(sequence.computed // self.block, stop // self.block):
             self._keep(sequence, i)
 
-    def _keep(self, sequence: _Sequence, i: int) -> None:
+    def _keep(self, sequence: _BlockSequence, i: int) -> None:
         """The i-th block of a sequence is full, so others may find it."""
         key, block = sequence.key(i), sequence.blocks[i]
         if not self._caching or self._key[block] is not None or key in self._cached:
@@ -248,9 +247,9 @@ class BlockEngine:
         self._key[block] = key
         self._cached[key] = block
         self._fresh[block] = self._step
-        if self._events is not None and i < len(sequence.keys):  # others find blocks of prompts only
+        if self._log is not None and i < len(sequence.keys):  # others find blocks of prompts only
             tokens = sequence.request.tokens()[i * self.block : (i + 1) * self.block]
-            self._events.append(RowsStored(key, sequence.key(i - 1) if i else None, tokens))
+            self._log.add(RowsStored(key, sequence.key(i - 1) if i else None, tokens))
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)
@@ -258,12 +257,12 @@ class BlockEngine:
         if key is not None:
             del self._cached[key]
             self._key[block] = None
-            if self._events is not None and key[0] >= 0:
-                self._events.append(Removed(key))
+            if self._log is not None and key[0] >= 0:
+                self._log.add(Removed(key))
         self._users[block] = 1
         return block
 
-    def _release(self, sequence: _Sequence) -> None:
+    def _release(self, sequence: _BlockSequence) -> None:
         for block in reversed(sequence.blocks):
             self._users[block] -= 1
             if not self._users[block]:
@@ -271,12 +270,7 @@ class BlockEngine:
         sequence.blocks = []
 
     def events(self) -> CacheEvents | None:
-        if not self._events:
-            return None
-        found = CacheEvents(0, self._first_event, tuple(self._events))
-        self._first_event += len(self._events)
-        self._events = []
-        return found
+        return None if self._log is None else self._log.drain()
 
     def check(self) -> None:
         """AssertionError where the books do not balance."""

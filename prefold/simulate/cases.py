@@ -13,7 +13,8 @@ from .engines import SimEngine
 from .feeders import DaftBuckets, Lists, Routed, SharedQueue, Streamed, contiguous
 from .fleet import Feeder, FleetRun, Replica, run_fleet
 from .requests import SimRequest, prefix_repetition
-from .rows import RowEngine, ScheduledEngine
+from .rows import RowEngine
+from .scheduled import ScheduledEngine
 
 __all__ = ["ENGINES", "FEEDERS", "PUBLISHED", "Outcome", "Setup", "published", "run_setup"]
 

@@ -17,7 +17,10 @@ import numpy as np
 
 from ..errors import InputError
 
-__all__ = ["Machine", "ModelShape", "StepCost", "StepRows", "fit", "machine_named", "model_named"]
+__all__ = ["TILE", "Machine", "ModelShape", "StepCost", "StepRows", "fit", "machine_named", "model_named"]
+
+# Decode rows for which a shared run of K/V is read once.
+TILE = 64
 
 _RESERVED = 1.5e9  # bytes of a GPU that neither weights nor K/V take, and the share that an engine may use at all
 _USABLE = 0.9

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..cache import CacheEvents
+from ..cache.events import CacheEvent, Cleared
 from .requests import SimRequest
 
-__all__ = ["Ended", "Hits", "SimEngine", "Stretch"]
+__all__ = ["Ended", "EventLog", "Hits", "SimEngine", "Stretch"]
 
 
 @dataclass(slots=True)
@@ -64,6 +65,26 @@ class Stretch:
     steps: int
     running: int
     ended: list[Ended] = field(default_factory=list)
+
+
+class EventLog:
+    """An EventLog numbers what the cache of a simulated engine reports, which begins with an empty cache."""
+
+    def __init__(self) -> None:
+        self._events: list[CacheEvent] = [Cleared()]
+        self._first = 0  # number of the first of these events
+
+    def add(self, event: CacheEvent) -> None:
+        self._events.append(event)
+
+    def drain(self) -> CacheEvents | None:
+        """Returns what came since the last call; None where nothing did."""
+        if not self._events:
+            return None
+        found = CacheEvents(0, self._first, tuple(self._events))
+        self._first += len(self._events)
+        self._events = []
+        return found
 
 
 class SimEngine(Protocol):

@@ -1,4 +1,4 @@
-"""Our engine at two grains: every step of the real scheduler, or the same rules on (prefix, length)."""
+"""Our engine in coarse grain: the rules of the real scheduler on (prefix, length), for large fleets."""
 
 from __future__ import annotations
 
@@ -7,91 +7,14 @@ from collections import OrderedDict, deque
 
 import numpy as np
 
-from ..cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
-from ..cache.events import CacheEvent, Cleared, Removed, RowsStored
+from ..cache import CacheEvents
+from ..cache.events import Removed, RowsStored
 from ..errors import InputError
-from ..schedule.generate import GenerateScheduler
-from .costs import StepCost, StepRows
-from .engines import Ended, Hits, Stretch
+from .costs import TILE, StepCost, StepRows
+from .engines import Ended, EventLog, Hits, Stretch
 from .requests import SimRequest
 
-__all__ = ["RowEngine", "ScheduledEngine"]
-
-_TILE = 64  # decode rows for which a shared run of K/V is read once
-
-
-class ScheduledEngine:
-    """The real `GenerateScheduler` with its `RadixCache`; tokens that it is given mean nothing."""
-
-    def __init__(
-        self,
-        cost: StepCost,
-        *,
-        max_batch_rows: int = 2048,
-        max_running: int = 256,
-        slots: int | None = None,
-        reports: bool = False,
-    ):
-        self.cost = cost
-        self.hits = Hits()
-        self._steps = 0  # the clock of the cache
-        pool = SlotPool(cost.kv_rows if slots is None else slots)
-        self.scheduler = GenerateScheduler(
-            pool,
-            max_batch_rows=max_batch_rows,
-            max_running=max_running,
-            cache=CacheOptions(),
-            clock=lambda: float(self._steps),
-        )
-        self._reporter = CacheReporter(self.scheduler.tree) if reports else None
-        self._requests: dict[int, SimRequest] = {}
-
-    def submit(self, request: SimRequest) -> None:
-        self.hits.asked += request.rows
-        self._requests[request.key] = request
-        self.scheduler.submit(request.key, request.tokens(), limit=request.limit)
-
-    def step(self) -> Stretch | None:
-        scheduler = self.scheduler
-        for _, error in scheduler.admit():
-            raise error
-        step = scheduler.plan()
-        if step is None:
-            return None
-        message = step.message
-        # Of each row, the keys that it sees: a sum over the runs of K/V, by the queries that see them.
-        seen = np.zeros(step.num_rows + 1, np.int64)
-        np.add.at(seen, message.run_first, message.run_count)
-        np.add.at(seen, message.run_last, -message.run_count)
-        seen = np.cumsum(seen)[:-1]
-        is_decode = np.zeros(step.num_rows, bool)
-        goes_on = [sequence.ready for sequence in step.takers]
-        is_decode[message.read_rows[message.reads[goes_on]]] = True
-        counts = np.cumsum(np.concatenate(([0], is_decode)))
-        readers = counts[message.run_last] - counts[message.run_first]  # decode rows that see each run
-        keys = int((message.run_count * -(-readers // _TILE)).sum())
-        decode = int(is_decode.sum())
-        rows = StepRows(step.num_rows - decode, decode, keys, int(seen[~is_decode].sum()), len(message.read_rows))
-        scheduler.begin(step)
-        # A token that nothing begins with, so that outputs meet no prompt.
-        tokens = [(1 << 31) - 2] * len(step.takers)
-        stops = [len(one.tokens) >= self._requests[one.key].output for one in step.takers]  # type: ignore[index]
-        done = scheduler.commit(step, tokens, stops)
-        ended = [Ended(self._requests.pop(one.key), one.cached_tokens or 0) for one in done]  # type: ignore[arg-type]
-        self._count(rows.prefill)
-        self._steps += 1
-        return Stretch(self.cost.seconds(rows), rows.prefill, decode, 1, len(step.takers), ended)
-
-    def _count(self, prefill: int) -> None:
-        stats, hits = self.scheduler.stats, self.hits
-        hits.computed += prefill
-        hits.first_admission = stats.first_admission_hits + stats.cross_window_hits
-        hits.in_step = stats.in_step_hits
-        hits.preemptions = stats.preemptions
-        hits.queries, hits.found = hits.asked, hits.first_admission + hits.in_step
-
-    def events(self) -> CacheEvents | None:
-        return None if self._reporter is None else self._reporter.drain()
+__all__ = ["RowEngine"]
 
 
 class _Node:
@@ -107,7 +30,7 @@ class _Node:
         self.running = 0  # of them, those that decode
 
 
-class _Sequence:
+class _RowSequence:
     __slots__ = ("cached", "leaf", "mark", "request")
 
     def __init__(self, request: SimRequest):
@@ -138,9 +61,9 @@ class RowEngine:
         self.free = self.slots = cost.kv_rows if slots is None else slots
         self.hits = Hits()
         self._root = _Node(None, 0, 0)
-        self._waiting: deque[_Sequence] = deque()
-        self._prefilling: deque[_Sequence] = deque()
-        self._decoding: list[tuple[int, int, _Sequence]] = []  # heap of (last step, number, sequence)
+        self._waiting: deque[_RowSequence] = deque()
+        self._prefilling: deque[_RowSequence] = deque()
+        self._decoding: list[tuple[int, int, _RowSequence]] = []  # heap of (last step, number, sequence)
         self._evictable: OrderedDict[_Node, None] = OrderedDict()
         self._evictable_rows = 0
         self._queued = self._done = 0  # rows of prompts, ever
@@ -148,8 +71,7 @@ class RowEngine:
         self._number = 0
         self._shared_keys = 0  # rows of parts that decoding sequences read, each once for a tile of them
         self._tail_keys = 0  # rows of outputs that they read
-        self._events: list[CacheEvent] | None = [Cleared()] if reports else None
-        self._first_event = 0
+        self._log = EventLog() if reports else None
 
     def submit(self, request: SimRequest) -> None:
         if request.rows + request.limit - 1 > self.slots:
@@ -160,7 +82,7 @@ class RowEngine:
                 remedy="name a machine with more memory",
             )
         self.hits.asked += request.rows
-        self._waiting.append(_Sequence(request))
+        self._waiting.append(_RowSequence(request))
 
     def step(self) -> Stretch | None:
         self._admit()
@@ -227,9 +149,9 @@ class RowEngine:
     def _read(self, leaf: _Node, change: int) -> None:
         node: _Node | None = leaf
         while node is not None and node.parent is not None:
-            before = -(-node.running // _TILE)
+            before = -(-node.running // TILE)
             node.running += change
-            self._shared_keys += node.rows * (-(-node.running // _TILE) - before)
+            self._shared_keys += node.rows * (-(-node.running // TILE) - before)
             node = node.parent
 
     def _admit(self) -> None:
@@ -256,7 +178,7 @@ class RowEngine:
                 self._evict(need - self.free)
             self.free -= need
 
-    def _enter(self, sequence: _Sequence, node: _Node, depth: int) -> None:
+    def _enter(self, sequence: _RowSequence, node: _Node, depth: int) -> None:
         path = sequence.request.path
         above: _Node | None = node
         while above is not None and above.parent is not None:
@@ -276,9 +198,9 @@ class RowEngine:
             child.users = 1
             self._queued += rows
             child.mark = self._queued
-            if self._events is not None:
+            if self._log is not None:
                 above_key = None if node.parent is None else node.number
-                self._events.append(RowsStored(number, above_key, np.full(rows, number, np.int32)))
+                self._log.add(RowsStored(number, above_key, np.full(rows, number, np.int32)))
             node = child
         sequence.leaf = node
         sequence.mark = node.mark
@@ -297,16 +219,11 @@ class RowEngine:
             self._evictable_rows -= node.rows
             self.free += node.rows
             rows -= node.rows
-            if self._events is not None:
-                self._events.append(Removed(node.number))
+            if self._log is not None:
+                self._log.add(Removed(node.number))
 
     def events(self) -> CacheEvents | None:
-        if not self._events:
-            return None
-        found = CacheEvents(0, self._first_event, tuple(self._events))
-        self._first_event += len(self._events)
-        self._events = []
-        return found
+        return None if self._log is None else self._log.drain()
 
     def check(self) -> None:
         """AssertionError where the books do not balance."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import numpy as np
+import pytest
 from running import as_request, prompts
 
 from prefold.cache import CacheOptions
@@ -54,8 +55,9 @@ def test_a_step_over_slots_does_not_grow_with_what_is_kept():
     assert message_size([[5, number, 6] for number in range(1000)]) == none
 
 
-def test_nested_prompts_do_not_nest_the_message():
-    nested = [*range(7, 10), *range(600)]
+@pytest.mark.parametrize("depth", [400, pytest.param(2000, marks=pytest.mark.slow)])
+def test_nested_prompts_do_not_nest_the_message(depth):
+    nested = [*range(7, 10), *range(depth)]
     assert message_size([nested[: i + 1] for i in range(len(nested))]) < 5000
 
 

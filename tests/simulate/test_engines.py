@@ -12,7 +12,8 @@ from prefold.errors import InputError
 from prefold.simulate.blocks import BlockEngine
 from prefold.simulate.costs import StepCost, StepRows, fit, machine_named, model_named
 from prefold.simulate.requests import SimRequest, prefix_repetition, unique_rows
-from prefold.simulate.rows import RowEngine, ScheduledEngine
+from prefold.simulate.rows import RowEngine
+from prefold.simulate.scheduled import ScheduledEngine
 
 COST = StepCost(machine_named("L4"), model_named("Qwen3-8B"))
 

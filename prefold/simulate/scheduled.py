@@ -1,0 +1,87 @@
+"""Our engine, step by step: the real scheduler and the real cache, with the costs of a step in place of a worker."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
+from ..schedule.generate import GenerateScheduler
+from .costs import TILE, StepCost, StepRows
+from .engines import Ended, Hits, Stretch
+from .requests import SimRequest
+
+__all__ = ["ScheduledEngine"]
+
+
+class ScheduledEngine:
+    """The real `GenerateScheduler` with its `RadixCache`; tokens that it is given mean nothing."""
+
+    def __init__(
+        self,
+        cost: StepCost,
+        *,
+        max_batch_rows: int = 2048,
+        max_running: int = 256,
+        slots: int | None = None,
+        reports: bool = False,
+    ):
+        self.cost = cost
+        self.hits = Hits()
+        self._steps = 0  # the clock of the cache
+        pool = SlotPool(cost.kv_rows if slots is None else slots)
+        self.scheduler = GenerateScheduler(
+            pool,
+            max_batch_rows=max_batch_rows,
+            max_running=max_running,
+            cache=CacheOptions(),
+            clock=lambda: float(self._steps),
+        )
+        self._reporter = CacheReporter(self.scheduler.tree) if reports else None
+        self._requests: dict[int, SimRequest] = {}
+
+    def submit(self, request: SimRequest) -> None:
+        self.hits.asked += request.rows
+        self._requests[request.key] = request
+        self.scheduler.submit(request.key, request.tokens(), limit=request.limit)
+
+    def step(self) -> Stretch | None:
+        scheduler = self.scheduler
+        for _, error in scheduler.admit():
+            raise error
+        step = scheduler.plan()
+        if step is None:
+            return None
+        message = step.message
+        # Of each row, the keys that it sees: a sum over the runs of K/V, by the queries that see them.
+        seen = np.zeros(step.num_rows + 1, np.int64)
+        np.add.at(seen, message.run_first, message.run_count)
+        np.add.at(seen, message.run_last, -message.run_count)
+        seen = np.cumsum(seen)[:-1]
+        is_decode = np.zeros(step.num_rows, bool)
+        goes_on = [sequence.ready for sequence in step.takers]
+        is_decode[message.read_rows[message.reads[goes_on]]] = True
+        counts = np.cumsum(np.concatenate(([0], is_decode)))
+        readers = counts[message.run_last] - counts[message.run_first]  # decode rows that see each run
+        keys = int((message.run_count * -(-readers // TILE)).sum())
+        decode = int(is_decode.sum())
+        rows = StepRows(step.num_rows - decode, decode, keys, int(seen[~is_decode].sum()), len(message.read_rows))
+        scheduler.begin(step)
+        # A token that nothing begins with, so that outputs meet no prompt.
+        tokens = [(1 << 31) - 2] * len(step.takers)
+        stops = [len(one.tokens) >= self._requests[one.key].output for one in step.takers]  # type: ignore[index]
+        done = scheduler.commit(step, tokens, stops)
+        ended = [Ended(self._requests.pop(one.key), one.cached_tokens or 0) for one in done]  # type: ignore[arg-type]
+        self._count(rows.prefill)
+        self._steps += 1
+        return Stretch(self.cost.seconds(rows), rows.prefill, decode, 1, len(step.takers), ended)
+
+    def _count(self, prefill: int) -> None:
+        stats, hits = self.scheduler.stats, self.hits
+        hits.computed += prefill
+        hits.first_admission = stats.first_admission_hits + stats.cross_window_hits
+        hits.in_step = stats.in_step_hits
+        hits.preemptions = stats.preemptions
+        hits.queries, hits.found = hits.asked, hits.first_admission + hits.in_step
+
+    def events(self) -> CacheEvents | None:
+        return None if self._reporter is None else self._reporter.drain()
