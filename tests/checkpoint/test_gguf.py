@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import gguf
 import numpy as np
 import pytest
@@ -92,3 +94,13 @@ def test_an_unknown_tensor_type_names_the_tensor(path):
     file.tensors["t.F32"] = type(tensor)(tensor.name, tensor.shape, 999, tensor.offset)
     with pytest.raises(CheckpointError, match=r"t\.F32.*999"):
         file.dequantize("t.F32")
+
+
+@pytest.mark.parametrize("length", [6, 2**62])
+def test_a_string_that_goes_beyond_the_end_is_a_damaged_file(tmp_path, length):
+    """The last thing of the file, so that nothing behind it is found missing."""
+    path = tmp_path / "short.gguf"
+    text = struct.pack("<Q", 1) + b"a" + struct.pack("<IQ", 8, length) + b"short"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text)
+    with pytest.raises(CheckpointError, match="not copied whole"):
+        GGUFFile(path)
