@@ -8,10 +8,11 @@ import numpy as np
 
 
 class Nest(NamedTuple):
-    """end, positions int64 [rows]."""
+    """end, positions int64 [rows]; first int64 [rows], of a row in a span the first of the span, or None: no spans."""
 
     end: np.ndarray
     positions: np.ndarray
+    first: np.ndarray | None = None
 
     @property
     def rows(self) -> int:
@@ -47,3 +48,17 @@ def chains(lengths: list[int]) -> Nest:
     """Sequences that share nothing, one after the other."""
     stops = np.cumsum(lengths)
     return Nest(np.repeat(stops, lengths), np.concatenate([np.arange(n) for n in lengths]))
+
+
+def with_spans(rng: np.random.Generator, nest: Nest, begins: float, most: int = 40) -> Nest:
+    """The nest with spans: at each row one begins with probability `begins`, of up to `most` rows that end together."""
+    first = np.arange(nest.rows)
+    row = 0
+    while row < nest.rows:
+        size = int(rng.integers(2, most + 1)) if rng.random() < begins else 1
+        size = min(size, int(nest.end[row]) - row)
+        same = nest.end[row : row + size] == nest.end[row]
+        size = size if same.all() else int(np.argmin(same))
+        first[row : row + size] = row
+        row += size
+    return nest._replace(first=first)

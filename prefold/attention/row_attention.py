@@ -34,12 +34,13 @@ class RowAttention:
         window: int | None = None,
         *,
         path: int = 0,
+        first: np.ndarray | None = None,
     ) -> RowPlan:
         """Returns the plan of a step with what kernels read of it; arguments and errors as of `plan_rows`.
 
         path: how many of the keys, the first ones, are those of the carried path.
         """
-        plan = plan_rows(end, query_rows, positions, window, compiled=self._compiled is not None)
+        plan = plan_rows(end, query_rows, positions, window, first=first, compiled=self._compiled is not None)
         if self._fused:
             gpu.place_rows(plan, path, self.heads, self.device)
         return plan

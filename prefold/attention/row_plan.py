@@ -43,6 +43,8 @@ class RowPlan(Plan):
     positions   int64 [keys] with a sliding window, else None
     window      the sliding window: a key must also be fewer than this many positions before the query; None: no limit
     lists       what the compiled kernel reads; None where there is none
+    first       int64 [keys] where there are spans, whose rows see each other both ways: then key j is visible exactly
+                when first[j] <= i < end[j]; else None
     """
 
     end: np.ndarray
@@ -50,6 +52,7 @@ class RowPlan(Plan):
     positions: np.ndarray | None
     window: int | None
     lists: kernels.RowLists | None = None
+    first: np.ndarray | None = None
 
     @property
     def num_keys(self) -> int:
@@ -73,6 +76,7 @@ def plan_rows(
     positions: np.ndarray | None = None,
     window: int | None = None,
     *,
+    first: np.ndarray | None = None,
     compiled: bool = True,
 ) -> RowPlan:
     """Returns the plan of attention of `query_rows` over `len(end)` keys: rows of the carried path, then the new rows.
@@ -80,6 +84,8 @@ def plan_rows(
     end         int64 [keys], end[j] > j, intervals [j, end[j]) nested as in any trie
     query_rows  int64 [queries], ascending, within [0, keys)
     positions   int64 [keys], ascending along every path; needed with a sliding window only
+    first       int64 [keys]: of a row in a span the first row of the span, of any other row the row itself; the rows of
+                a span follow one another and end together. None: there are no spans
     compiled    whether to make what the compiled CPU kernel reads
 
     No tensor is needed for it: it may run in another thread while the step before computes. Raises ValueError where an
@@ -92,15 +98,29 @@ def plan_rows(
         raise ValueError("a row ends before it begins; end[j] must be greater than j")
     if len(query_rows) and (query_rows[0] < 0 or query_rows[-1] >= len(end) or np.any(np.diff(query_rows) < 0)):
         raise ValueError("query rows out of order or out of range; pass ascending rows in [0, keys)")
+    first = None if first is None else _checked_first(first, end)
     library = kernels.load() if compiled else None
     try:
-        lists = library.plan_rows(end, query_rows, positions, window) if library else None
+        lists = library.plan_rows(end, query_rows, positions, window, first) if library else None
     except ValueError as error:
         raise ValueError(
             "two rows' intervals overlap and neither holds the other, or positions fall along a path"
             "; pass the ends and positions of a depth-first trie"
         ) from error
-    return RowPlan(end, query_rows, positions, window, lists)
+    return RowPlan(end, query_rows, positions, window, lists, first)
+
+
+def _checked_first(first: np.ndarray, end: np.ndarray) -> np.ndarray | None:
+    """Returns `first` as contiguous int64; None where no row is in a span."""
+    first, rows = np.ascontiguousarray(first, dtype=np.int64), np.arange(len(end))
+    if first.shape != end.shape or np.any(first > rows) or np.any(first < 0):
+        raise ValueError(
+            "a row's span begins behind it; pass for each key the first row of its span, or the row itself"
+        )
+    inside = np.flatnonzero(first < rows)
+    if np.any(first[inside] != first[inside - 1]) or np.any(end[inside] != end[inside - 1]):
+        raise ValueError("the rows of a span do not follow one another, or do not end together; a span has one end")
+    return first if len(inside) else None
 
 
 def key_blocks(plan: RowPlan) -> list[KeyBlock]:
@@ -111,12 +131,13 @@ def key_blocks(plan: RowPlan) -> list[KeyBlock]:
     for start in range(0, plan.num_queries, BLOCK_QUERIES):
         rows = plan.query_rows[start : start + BLOCK_QUERIES]
         # What ended before this block's first query is invisible from here on; what began since is a candidate.
-        fresh = np.arange(seen, rows[-1] + 1)
+        stop = int(rows[-1]) + 1 if plan.first is None else int(np.searchsorted(plan.first, rows[-1], side="right"))
+        fresh = np.arange(seen, stop)
         open_keys = open_keys[plan.end[open_keys] > rows[0]]
         open_keys = np.concatenate((open_keys, fresh[plan.end[fresh] > rows[0]]))
-        seen = int(rows[-1]) + 1
+        seen = stop
         # Visible to any query of the block: the first query at or after the key comes before its end.
-        following = rows[np.searchsorted(rows, open_keys)]
+        following = rows[np.searchsorted(rows, open_keys if plan.first is None else plan.first[open_keys])]
         used = following < plan.end[open_keys]
         if plan.window is not None:
             used &= plan.positions[open_keys] > plan.positions[rows].min() - plan.window

@@ -102,7 +102,8 @@ class _Seen:
         starts = np.arange(0, len(rows), block_q)
         self.first, self.last = rows[starts], rows[np.minimum(starts + block_q, len(rows)) - 1]
         # Keys that no query sees: the first query at or after them comes too late.
-        following = np.append(rows, np.iinfo(np.int64).max)[np.searchsorted(rows, np.arange(plan.num_keys))]
+        self.begin = np.arange(plan.num_keys) if plan.first is None else plan.first
+        following = np.append(rows, np.iinfo(np.int64).max)[np.searchsorted(rows, self.begin)]
         self.end = np.where(following < plan.end, plan.end, 0)
         if plan.window is not None and len(starts):
             positions = plan.positions[rows]
@@ -122,11 +123,12 @@ class _Seen:
         at = firsts - start
         longest = np.maximum.reduceat(self.end[start:stop], at)
         shortest = np.minimum.reduceat(plan.end[start:stop], at)
-        begin = np.searchsorted(self.last, firsts)  # the block's first key is not after the tile's last query
+        # The block's first key is not after the tile's last query.
+        begin = np.searchsorted(self.last, self.begin[firsts])
         count = np.maximum(np.searchsorted(self.first, longest) - begin, 0)
         block = np.repeat(np.arange(len(firsts)), count)
         tile = np.arange(len(block)) + np.repeat(begin - (count.cumsum() - count), count)
-        whole = (firsts + block_k - 1)[block] <= self.first[tile]
+        whole = self.begin[np.minimum(firsts + block_k, plan.num_keys) - 1][block] <= self.first[tile]
         whole &= (shortest[block] > self.last[tile]) & (firsts + block_k <= stop)[block]
         if plan.window is None:
             return tile, block, whole

@@ -66,13 +66,13 @@ def _blocks(plan: RowPlan, device: torch.device) -> Iterator[tuple[slice, slice 
     end = torch.from_numpy(plan.end).to(device)
     rows = torch.from_numpy(plan.query_rows).to(device)
     positions = None if plan.window is None else torch.from_numpy(plan.positions).to(device)
+    first = torch.arange(len(end), device=device) if plan.first is None else torch.from_numpy(plan.first).to(device)
     for block in plan.blocks:
         index = block.keys()
         if not isinstance(index, slice):
             index = torch.from_numpy(index).to(device)
-        numbers = torch.arange(len(end), device=device)[index]
         query = rows[block.start : block.stop, None]
-        visible = (numbers <= query) & (query < end[index])
+        visible = (first[index] <= query) & (query < end[index])
         if positions is not None:
             visible &= positions[query] - positions[index] < plan.window
         yield slice(block.start, block.stop), index, visible

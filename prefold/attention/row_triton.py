@@ -63,13 +63,14 @@ def precision(dtype: torch.dtype) -> str:
 @dataclass(frozen=True, slots=True)
 class RowTables:
     """Tables hold a plan's tiles on the device, int32, as RowTiles describes them. positions: of every key, where there
-    is a sliding window."""
+    is a sliding window; starts: the first row that sees each key, where there are spans."""
 
     size: TileSize
     block_q: int
     end: Tensor
     query_rows: Tensor
     positions: Tensor | None
+    starts: Tensor | None
     bounds: Tensor
     blocks: Tensor
     order: Tensor
@@ -84,7 +85,9 @@ def row_tables(plan: RowPlan, path_rows: int, group: int, size: TileSize, device
     arrays["blocks"] = tiles.blocks
     if plan.window is not None:
         arrays["positions"] = plan.positions
-    return RowTables(size=size, block_q=block_q, **({"positions": None} | upload(arrays, device)))
+    if plan.first is not None:
+        arrays["starts"] = plan.first
+    return RowTables(size=size, block_q=block_q, **({"positions": None, "starts": None} | upload(arrays, device)))
 
 
 def fitting(size: TileSize, group: int) -> TileSize:
@@ -120,14 +123,16 @@ def attend_rows(
     _forward[(len(tables.order), kv_heads)](
         q, k, v, carried_k, carried_v, out, out if sums is None else sums,
         tables.query_rows, tables.end, tables.end if tables.positions is None else tables.positions,
+        tables.end if tables.starts is None else tables.starts,
         tables.bounds, tables.blocks, tables.order,
         queries, len(k), len(path_k) if has_path else 0, len(tables.order),
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         carried_k.stride(0), carried_k.stride(1), carried_v.stride(0), carried_v.stride(1),
         scale * LOG2_E, window or 0,
         HEADS=heads, GROUP=heads // kv_heads, BLOCK_Q=tables.block_q, DIM=dim, PADDED=padded(dim),
-        ROWS=size.rows, KEYS=size.keys, HAS_PATH=has_path, WINDOW=window is not None, SUMS=with_sums,
-        PRECISION=precision(q.dtype), num_warps=size.warps, num_stages=size.stages,
+        ROWS=size.rows, KEYS=size.keys, HAS_PATH=has_path, WINDOW=window is not None,
+        SPANS=tables.starts is not None, SUMS=with_sums, PRECISION=precision(q.dtype),
+        num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip
     return out, sums
 
@@ -142,10 +147,13 @@ def stack(tile, kv_head, queries, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCK
 
 
 @triton.jit
-def see(rows, positions, base, at, inside, END, POSITIONS, window, WINDOW: tl.constexpr):
+def see(
+    rows, positions, base, at, inside, END, POSITIONS, STARTS, window, WINDOW: tl.constexpr, SPANS: tl.constexpr
+):  # fmt: skip
     """Returns which keys `at`, numbered from `base` on, the queries at `rows` see: bool [queries, keys]."""
     end = tl.load(END + base + at, mask=inside, other=0)
-    visible = (base + at[None, :] <= rows[:, None]) & (rows[:, None] < end[None, :])
+    start = tl.load(STARTS + base + at, mask=inside, other=0) if SPANS else base + at
+    visible = (start[None, :] <= rows[:, None]) & (rows[:, None] < end[None, :])
     if WINDOW:
         place = tl.load(POSITIONS + base + at, mask=inside, other=0)
         visible = visible & (positions[:, None] - place[None, :] < window)
@@ -188,9 +196,9 @@ def hide(scores, v, visible):
 @triton.jit
 def _visit(
     acc, total, largest, q, rows, positions,
-    K, V, stride_k, stride_v, END, POSITIONS, BLOCKS, first, last, base, count, scale, window,
+    K, V, stride_k, stride_v, END, POSITIONS, STARTS, BLOCKS, first, last, base, count, scale, window,
     DIM: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SPANS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Returns the online softmax after the blocks [first, last) of the lists, of `count` keys numbered from `base`
     on."""
@@ -213,7 +221,7 @@ def _visit(
             v = tl.load(v_pointers, mask=dims[None, :] < DIM, other=0.0)
         scores = tl.dot(q, k, input_precision=PRECISION) * scale
         if MASKED:
-            visible = see(rows, positions, base, at, inside, END, POSITIONS, window, WINDOW)
+            visible = see(rows, positions, base, at, inside, END, POSITIONS, STARTS, window, WINDOW, SPANS)
             scores, v = hide(scores, v, visible)
         acc, total, largest = take_block(acc, total, largest, scores, v, MASKED, PRECISION)
     return acc, total, largest
@@ -221,13 +229,13 @@ def _visit(
 
 @triton.jit
 def _forward(
-    Q, K, V, PATH_K, PATH_V, OUT, SUMS_OUT, QUERY_ROWS, END, POSITIONS, BOUNDS, BLOCKS, ORDER,
+    Q, K, V, PATH_K, PATH_V, OUT, SUMS_OUT, QUERY_ROWS, END, POSITIONS, STARTS, BOUNDS, BLOCKS, ORDER,
     queries, count, path_count, tiles,
     q_row, q_head, k_row, k_head, v_row, v_head, pk_row, pk_head, pv_row, pv_head,
     scale, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_PATH: tl.constexpr, WINDOW: tl.constexpr, SUMS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_PATH: tl.constexpr, WINDOW: tl.constexpr, SPANS: tl.constexpr,
+    SUMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(ORDER + tl.program_id(0))
     kv_head = tl.program_id(1).to(tl.int64)
@@ -245,23 +253,23 @@ def _forward(
     if HAS_PATH:
         acc, total, largest = _visit(
             acc, total, largest, q, rows, positions, PATH_K + kv_head * pk_head, PATH_V + kv_head * pv_head,
-            pk_row, pv_row, END, POSITIONS, BLOCKS, tl.load(bounds), tl.load(bounds + 1), 0, path_count, scale, window,
-            DIM, PADDED, KEYS, False, WINDOW, PRECISION,
+            pk_row, pv_row, END, POSITIONS, STARTS, BLOCKS, tl.load(bounds), tl.load(bounds + 1), 0, path_count, scale,
+            window, DIM, PADDED, KEYS, False, WINDOW, SPANS, PRECISION,
         )  # fmt: skip
         acc, total, largest = _visit(
             acc, total, largest, q, rows, positions, PATH_K + kv_head * pk_head, PATH_V + kv_head * pv_head,
-            pk_row, pv_row, END, POSITIONS, BLOCKS, tl.load(bounds + lists), tl.load(bounds + lists + 1), 0,
-            path_count, scale, window, DIM, PADDED, KEYS, True, WINDOW, PRECISION,
+            pk_row, pv_row, END, POSITIONS, STARTS, BLOCKS, tl.load(bounds + lists), tl.load(bounds + lists + 1), 0,
+            path_count, scale, window, DIM, PADDED, KEYS, True, WINDOW, SPANS, PRECISION,
         )  # fmt: skip
     acc, total, largest = _visit(
         acc, total, largest, q, rows, positions, K + kv_head * k_head, V + kv_head * v_head, k_row, v_row,
-        END, POSITIONS, BLOCKS, tl.load(bounds + 2 * lists), tl.load(bounds + 2 * lists + 1), path_count, count,
-        scale, window, DIM, PADDED, KEYS, False, WINDOW, PRECISION,
+        END, POSITIONS, STARTS, BLOCKS, tl.load(bounds + 2 * lists), tl.load(bounds + 2 * lists + 1), path_count, count,
+        scale, window, DIM, PADDED, KEYS, False, WINDOW, SPANS, PRECISION,
     )  # fmt: skip
     acc, total, largest = _visit(
         acc, total, largest, q, rows, positions, K + kv_head * k_head, V + kv_head * v_head, k_row, v_row,
-        END, POSITIONS, BLOCKS, tl.load(bounds + 3 * lists), tl.load(bounds + 3 * lists + 1), path_count, count,
-        scale, window, DIM, PADDED, KEYS, True, WINDOW, PRECISION,
+        END, POSITIONS, STARTS, BLOCKS, tl.load(bounds + 3 * lists), tl.load(bounds + 3 * lists + 1), path_count, count,
+        scale, window, DIM, PADDED, KEYS, True, WINDOW, SPANS, PRECISION,
     )  # fmt: skip
 
     total = tl.where(total == 0.0, 1.0, total)

@@ -115,11 +115,13 @@ def gradients(
     rows, size = tables.rows, tables.rows.size
     shared = (
         rows.query_rows, rows.end, rows.end if rows.positions is None else rows.positions,
+        rows.end if rows.starts is None else rows.starts,
     )  # fmt: skip
     strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     constants: dict[str, Any] = {
         "HEADS": heads, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "BLOCK_Q": rows.block_q, "DIM": dim,
         "PADDED": padded(dim), "ROWS": size.rows, "KEYS": size.keys, "WINDOW": window is not None,
+        "SPANS": rows.starts is not None,
         "PRECISION": precision(q.dtype), "num_warps": size.warps, "num_stages": size.stages,
     }  # fmt: skip
     numbers = (scale * LOG2_E, scale, window or 0)
@@ -138,10 +140,11 @@ def gradients(
 
 @triton.jit
 def _gradient_q(
-    Q, K, V, GRAD, SUMS, DELTAS, DQ, QUERY_ROWS, END, POSITIONS, BOUNDS, BLOCKS, ORDER,
+    Q, K, V, GRAD, SUMS, DELTAS, DQ, QUERY_ROWS, END, POSITIONS, STARTS, BOUNDS, BLOCKS, ORDER,
     queries, count, tiles, q_row, q_head, k_row, k_head, v_row, v_head, scale2, scale, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, DIM: tl.constexpr,
-    PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SPANS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(ORDER + tl.program_id(0))
     kv_head = tl.program_id(1).to(tl.int64)
@@ -166,7 +169,7 @@ def _gradient_q(
             weights = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2 - sums[:, None])
             slopes = weights * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - deltas[:, None])
             if part == 1:
-                visible = see(rows, positions, 0, at, inside, END, POSITIONS, window, WINDOW)
+                visible = see(rows, positions, 0, at, inside, END, POSITIONS, STARTS, window, WINDOW, SPANS)
                 slopes = tl.where(visible, slopes, 0.0)
             dq = tl.dot(slopes.to(k.dtype), k, dq, input_precision=PRECISION)
     load_dims = tl.arange(0, PADDED)
@@ -176,10 +179,11 @@ def _gradient_q(
 
 @triton.jit
 def _gradient_kv(
-    Q, K, V, GRAD, SUMS, DELTAS, DK, DV, QUERY_ROWS, END, POSITIONS, BOUNDS, TILES, ORDER,
+    Q, K, V, GRAD, SUMS, DELTAS, DK, DV, QUERY_ROWS, END, POSITIONS, STARTS, BOUNDS, TILES, ORDER,
     queries, count, blocks, q_row, q_head, k_row, k_head, v_row, v_head, scale2, scale, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, DIM: tl.constexpr,
-    PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SPANS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     block = tl.load(ORDER + tl.program_id(0))
     kv_head = tl.program_id(1).to(tl.int64)
@@ -205,7 +209,7 @@ def _gradient_kv(
             if part == 1:
                 rows = tl.load(QUERY_ROWS + query, mask=real, other=-1)
                 positions = tl.load(POSITIONS + rows, mask=real, other=0) if WINDOW else rows
-                visible = see(rows, positions, 0, at, inside, END, POSITIONS, window, WINDOW)
+                visible = see(rows, positions, 0, at, inside, END, POSITIONS, STARTS, window, WINDOW, SPANS)
                 weights = tl.where(visible, weights, 0.0)
                 slopes = tl.where(visible, slopes, 0.0)
             dv = tl.dot(tl.trans(weights.to(grad.dtype)), grad, dv, input_precision=PRECISION)

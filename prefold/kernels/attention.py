@@ -30,15 +30,23 @@ class AttentionKernels(Family):
         return bool(self._calls["stores_bf16_pairs"]())
 
     def plan_rows(
-        self, end: np.ndarray, query_rows: np.ndarray, positions: np.ndarray | None, window: int | None
+        self,
+        end: np.ndarray,
+        query_rows: np.ndarray,
+        positions: np.ndarray | None,
+        window: int | None,
+        first: np.ndarray | None = None,
     ) -> RowLists:
-        """Returns the tiles of `query_rows`; contiguous int64 arrays, checked by the caller.
+        """Returns the tiles of `query_rows`; contiguous int64 arrays, checked by the caller. first: of the keys, where
+        there are spans.
 
         Raises ValueError where the intervals [j, end[j]) are not nested, or positions do not ascend along a path.
         """
         not_nested = c_int32()
         handle = self._calls["plan_rows"](
             end.ctypes.data,
+            len(end),
+            _address(first),
             query_rows.ctypes.data,
             len(query_rows),
             _address(positions),

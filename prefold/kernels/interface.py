@@ -28,7 +28,7 @@ GATED: dict[tuple, str] = {
 }
 # What each function returns (nothing, or one value), ":", its arguments; p: an address, q: int64, i: int32, f: float.
 FUNCTIONS = {
-    "plan_rows": ("p:ppqpqp", ALONE),
+    "plan_rows": ("p:pqppqpqp", ALONE),
     "row_list_sizes": (":pp", ALONE),
     "copy_row_lists": (":ppppp", ALONE),
     "free_row_lists": (":p", ALONE),

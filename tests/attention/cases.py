@@ -38,7 +38,7 @@ class Case:
 
     @property
     def visible(self) -> np.ndarray:
-        return visibility(self.nest.end, self.query_rows, self.nest.positions, self.window)
+        return visibility(self.nest.end, self.query_rows, self.nest.positions, self.window, self.nest.first)
 
     def expected(self) -> torch.Tensor:
         return dense_attention(self.q.double(), self.k.double(), self.v.double(), self.visible, scale=self.scale)
@@ -92,8 +92,8 @@ class RowCase(Case):
         self.v = torch.randn(nest.rows, heads[1], dim, generator=generator).to(dtype)
 
     def plan(self) -> RowPlan:
-        plan = self.attention().plan
-        return plan(self.nest.end, self.query_rows, self.nest.positions, self.window, path=self.path)
+        nest, plan = self.nest, self.attention().plan
+        return plan(nest.end, self.query_rows, nest.positions, self.window, path=self.path, first=nest.first)
 
     def attention(self) -> RowAttention:
         return RowAttention(Heads(self.q.shape[1], *self.k.shape[1:], self.q.dtype), self.q.device)
@@ -123,7 +123,7 @@ def random_slots(rng: np.random.Generator, count: int, jumps: float) -> tuple[np
 
 def runs_of(nest: Nest, query_rows: np.ndarray, slots: np.ndarray, breaks: np.ndarray) -> KeyRuns:
     """The keys that some query sees, as runs; `breaks`: keys before which a run ends in any case."""
-    first = np.searchsorted(query_rows, np.arange(nest.rows))
+    first = np.searchsorted(query_rows, np.arange(nest.rows) if nest.first is None else nest.first)
     last = np.searchsorted(query_rows, nest.end)
     runs: list[list[int]] = []
     before = None

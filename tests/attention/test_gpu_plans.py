@@ -9,7 +9,7 @@ import pytest
 from cases import SlotCase, groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nests import chains, random_nest
+from nests import chains, random_nest, with_spans
 
 from prefold.attention import plan_rows, visibility
 from prefold.attention.row_tiles import key_tiles, row_tiles
@@ -31,8 +31,9 @@ def test_row_tiles_visit_what_is_visible(data):
     queries = queries.astype(np.int64)
     window = data.draw(st.sampled_from([None, 1, 5, 64]))
     block_q, block_k = data.draw(st.sampled_from([1, 5, 16])), data.draw(st.sampled_from([4, 16]))
-    plan = plan_rows(nest.end, queries, nest.positions, window)
-    visible = visibility(nest.end, queries, nest.positions, window)
+    nest = data.draw(st.sampled_from([nest, with_spans(rng, nest, 0.1), with_spans(rng, nest, 1.0)]))
+    plan = plan_rows(nest.end, queries, nest.positions, window, first=nest.first)
+    visible = visibility(nest.end, queries, nest.positions, window, nest.first)
     tiles = row_tiles(plan, path, block_q, block_k)
     assert sorted(tiles.order) == list(range(-(-len(queries) // block_q)))
     seen = np.zeros_like(visible)
@@ -76,8 +77,9 @@ def test_rows_work_is_that_of_the_visible_pairs():
 def test_slot_tiles_list_what_is_visible(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
     rows = data.draw(st.integers(1, 250))
+    nest = random_nest(rng, rows, data.draw(st.sampled_from([0.01, 0.1, 0.5, 0.95])))
     case = SlotCase(
-        random_nest(rng, rows, data.draw(st.sampled_from([0.01, 0.1, 0.5, 0.95]))),
+        data.draw(st.sampled_from([nest, with_spans(rng, nest, 0.1)])),
         seed=data.draw(st.integers(0, 999)),
         heads=(2, 1),
         dim=2,

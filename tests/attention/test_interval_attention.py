@@ -8,7 +8,7 @@ import torch
 from cases import RowCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nests import chains, random_nest
+from nests import chains, random_nest, with_spans
 
 from prefold import kernels
 from prefold.attention import visibility
@@ -32,6 +32,8 @@ def test_random_tries(compiled, data):
     rows, branching = data.draw(st.integers(1, 150)), data.draw(st.sampled_from([0.02, 0.3, 0.8]))
     nest = random_nest(np.random.default_rng(data.draw(st.integers(0, 999))), rows, branching)
     kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    if data.draw(st.booleans()):
+        nest = with_spans(np.random.default_rng(rows), nest, data.draw(st.sampled_from([0.05, 1.0])))
     case = RowCase(
         nest,
         seed=data.draw(st.integers(0, 999)),
@@ -99,10 +101,39 @@ def test_path_in_another_layout(backend):
     torch.testing.assert_close(case.run(), plain, rtol=0, atol=0)
 
 
+def test_an_image_longer_than_the_window_sees_itself_forwards_and_the_window_backwards():
+    """Rows 10 to 39 are an image, in a layer whose window is 8: as (causal or same image) and window."""
+    nest = chains([60])
+    nest = nest._replace(first=np.where((np.arange(60) >= 10) & (np.arange(60) < 40), 10, np.arange(60)))
+    visible = visibility(nest.end, np.arange(60), nest.positions, 8, nest.first)
+    np.testing.assert_array_equal(np.flatnonzero(visible[9]), np.arange(2, 10))
+    np.testing.assert_array_equal(np.flatnonzero(visible[10]), np.arange(3, 40))
+    np.testing.assert_array_equal(np.flatnonzero(visible[30]), np.arange(23, 40))
+    np.testing.assert_array_equal(np.flatnonzero(visible[40]), np.arange(33, 41))
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_images_as_spans(backend, window):
+    """Spans at the first row, one behind the other, and one that is the last of all; each with rows of its own
+    behind."""
+    nest = chains([150, 40])
+    first = np.arange(190)
+    for start, stop in ((0, 33), (33, 70), (90, 91), (140, 150), (150, 190)):
+        first[start:stop] = start
+    nest = nest._replace(first=first)
+    RowCase(nest, window=window).check()
+    RowCase(nest, window=window, path=70).check()
+    RowCase(nest, window=window, every=7).check()
+
+
+@pytest.mark.parametrize("spans", [False, True])
 @pytest.mark.parametrize("block", [7, 128])
-def test_gradients(monkeypatch, block):
+def test_gradients(monkeypatch, block, spans):
     monkeypatch.setattr("prefold.attention.row_plan.BLOCK_QUERIES", block)
-    case = RowCase(random_nest(np.random.default_rng(8), 50, 0.2), dtype=torch.float64, path=10, window=20)
+    nest = random_nest(np.random.default_rng(8), 50, 0.2)
+    if spans:
+        nest = with_spans(np.random.default_rng(8), nest, 1.0)
+    case = RowCase(nest, dtype=torch.float64, path=10, window=20)
     for name in ("q", "k", "v"):
         getattr(case, name).requires_grad_(True)
     weights = torch.randn(case.q.shape, dtype=torch.float64)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nests import chains, nest_of, random_nest
+from nests import chains, nest_of, random_nest, with_spans
 
 from prefold import kernels
 from prefold.attention import RowPlan, plan_rows, visibility
@@ -55,9 +55,11 @@ def test_tiles_are_the_visible_pairs(data):
     if data.draw(st.booleans()):
         queries = np.unique(queries)
     window = data.draw(st.sampled_from([None, 1, 5, 64]))
-    plan = plan_rows(nest.end, queries, nest.positions, window)
+    nest = data.draw(st.sampled_from([nest, with_spans(rng, nest, 0.1), with_spans(rng, nest, 1.0)]))
+    plan = plan_rows(nest.end, queries, nest.positions, window, first=nest.first)
     # Lanes past the last query of a tile may see anything: they are never stored.
-    np.testing.assert_array_equal(seen_in_tiles(plan), visibility(nest.end, queries, nest.positions, window))
+    wanted = visibility(nest.end, queries, nest.positions, window, nest.first)
+    np.testing.assert_array_equal(seen_in_tiles(plan), wanted)
 
 
 @settings(max_examples=100, deadline=None)
@@ -68,8 +70,9 @@ def test_blocks_hold_the_visible_pairs_and_no_useless_key(data):
     nest = random_nest(rng, rows, data.draw(st.sampled_from([0.01, 0.1, 0.5])))
     queries = np.unique(rng.integers(0, rows, data.draw(st.integers(1, rows))))
     window = data.draw(st.sampled_from([None, 5]))
-    plan = plan_rows(nest.end, queries, nest.positions, window)
-    visible, seen = visibility(nest.end, queries, nest.positions, window), seen_in_blocks(plan)
+    nest = data.draw(st.sampled_from([nest, with_spans(rng, nest, 0.1, 200)]))
+    plan = plan_rows(nest.end, queries, nest.positions, window, first=nest.first)
+    visible, seen = visibility(nest.end, queries, nest.positions, window, nest.first), seen_in_blocks(plan)
     assert not (visible & ~seen).any()
     if window is None:
         for block in plan.blocks:
@@ -127,6 +130,19 @@ def test_bad_input_says_which():
         plan_rows(end, [0], None, 4)
     with pytest.raises(ValueError, match="window"):
         plan_rows(end, [0], np.arange(3), 0)
+
+
+def test_a_bad_span_says_what_is_wrong():
+    end = np.full(4, 4)
+    assert plan_rows(end, [0], first=np.arange(4)).first is None, "no row is in a span: nothing to look at"
+    for first in ([0, 2, 2, 3], [0, 0, 0], [-1, 1, 2, 3]):
+        with pytest.raises(ValueError, match="begins behind it"):
+            plan_rows(end, [0], first=np.array(first))
+    for first in ([0, 1, 0, 3], [0, 0, 1, 3]):
+        with pytest.raises(ValueError, match="follow one another"):
+            plan_rows(end, [0], first=np.array(first))
+    with pytest.raises(ValueError, match="end together"):
+        plan_rows(np.array([4, 4, 3, 4]), [0], first=np.array([0, 1, 1, 3]))
 
 
 @needs_kernels

@@ -11,7 +11,7 @@ import torch
 from cases import PLANES, TOLERANCE, SlotCase, groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nests import Nest, chains, random_nest
+from nests import Nest, chains, random_nest, with_spans
 
 from prefold import kernels
 from prefold.attention import Heads, KeyRuns, KVStore, SlotPlan, dense_attention, plan_slots
@@ -24,6 +24,8 @@ def test_random_tries(compiled, data):
     rows, branching = data.draw(st.integers(1, 200)), data.draw(st.sampled_from([0.02, 0.1, 0.3, 0.8]))
     nest = random_nest(np.random.default_rng(data.draw(st.integers(0, 999))), rows, branching)
     kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    if data.draw(st.booleans()):
+        nest = with_spans(np.random.default_rng(rows), nest, data.draw(st.sampled_from([0.05, 1.0])))
     case = SlotCase(
         nest,
         seed=data.draw(st.integers(0, 999)),

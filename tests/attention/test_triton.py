@@ -8,7 +8,7 @@ import torch
 from cases import RowCase, SlotCase, groups
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nests import chains, random_nest
+from nests import chains, random_nest, with_spans
 from tritons import on_triton  # noqa: F401 (a fixture)
 
 from prefold.attention import Heads, KeyRuns, KVStore, gpu, plan_slots
@@ -33,6 +33,8 @@ def only_triton(on_triton, monkeypatch):  # noqa: F811
 def test_rows_of_random_tries(data):
     rows, branching = data.draw(st.integers(1, 200)), data.draw(st.sampled_from([0.02, 0.3, 0.8]))
     nest = random_nest(np.random.default_rng(data.draw(st.integers(0, 999))), rows, branching)
+    if data.draw(st.booleans()):
+        nest = with_spans(np.random.default_rng(rows), nest, data.draw(st.sampled_from([0.05, 1.0])))
     group = data.draw(st.integers(1, 7))
     RowCase(
         nest,
@@ -91,10 +93,14 @@ def test_what_is_not_finite_stays_in_its_sequence(make, where, bad):
         make(nest, heads=(4, 2)).check_not_finite(where, row, bad)
 
 
+@pytest.mark.parametrize("spans", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
-def test_gradients(window, dtype, tolerance):
-    case = RowCase(random_nest(np.random.default_rng(8), 170, 0.05), heads=(6, 2), path=30, every=2, window=window)
+def test_gradients(window, dtype, tolerance, spans):
+    nest = random_nest(np.random.default_rng(8), 170, 0.05)
+    if spans:
+        nest = with_spans(np.random.default_rng(8), nest, 0.3)
+    case = RowCase(nest, heads=(6, 2), path=30, every=2, window=window)
     weights = torch.randn(case.q.shape)
     leaves = [getattr(case, name).to(dtype).requires_grad_(True) for name in ("q", "k", "v")]
     case.q, case.k, case.v = leaves

@@ -1,5 +1,6 @@
 // Planning: walks the keys once in depth-first order with a stack of the open ones, and writes down for
-// every tile of sixteen queries the keys that all of them see, and with masks those that some see.
+// every tile of sixteen queries the keys that all of them see, and with masks those that some see. The keys of a span
+// (an image, whose rows see each other both ways) open together, at its first row.
 //
 // The stack holds the keys whose interval [j, end[j]) covers the current row. Intervals are nested, so the
 // keys that end first lie on top, and the keys a whole tile sees are a stretch of the stack: long runs of
@@ -13,11 +14,16 @@
 namespace prefold {
 namespace {
 
-// What is asked for. positions is null where there is no window.
+// What is asked for. first is null where there are no spans, positions where there is no window.
 struct Request {
   const int64_t* end;
+  int64_t keys;
+  const int64_t* first;
   const int64_t* positions;
   int64_t window;
+
+  // The first row that sees a key: its own, or that of the span it is in.
+  int64_t first_of(int64_t key) const { return first ? first[key] : key; }
 };
 
 // The keys open at the current row, ascending; `run_starts` are the places in `keys` where a run of
@@ -26,9 +32,9 @@ class OpenKeys {
  public:
   explicit OpenKeys(const Request& request) : request_(request) {}
 
-  // Walks up to and including `row`. False where a key outlives the one below it: not a trie.
+  // Walks up to and including `row`, and the span it is in. False where a key outlives the one below it: not a trie.
   bool advance(int64_t row) {
-    for (; next_ <= row; ++next_) {
+    for (; next_ < request_.keys && request_.first_of(next_) <= row; ++next_) {
       while (!keys.empty() && request_.end[keys.back()] <= next_) pop();
       if (!keys.empty() && !nested(keys.back(), next_)) return false;
       if (keys.empty() || keys.back() != next_ - 1) run_starts.push_back(static_cast<int32_t>(keys.size()));
@@ -36,6 +42,9 @@ class OpenKeys {
     }
     return true;
   }
+
+  // The first key that it has not come to.
+  int64_t next() const { return next_; }
 
   std::vector<int32_t> keys, run_starts;
 
@@ -69,8 +78,9 @@ class TilePlanner {
     if (!open.advance(rows_[0])) return false;
     write_stack(open, writer);
     for (int r = 1; r < count_; ++r) {
+      const int64_t seen = open.next();
       if (!open.advance(rows_[r])) return false;
-      const auto fresh = std::upper_bound(open.keys.begin(), open.keys.end(), rows_[r - 1]);
+      const auto fresh = std::lower_bound(open.keys.begin(), open.keys.end(), seen);
       for (auto key = fresh; key != open.keys.end(); ++key) writer.add_key(*key, mask(*key));
     }
     writer.finish();
@@ -112,7 +122,7 @@ class TilePlanner {
   uint32_t mask(int64_t key) const {
     uint32_t bits = 0;
     for (int r = 0; r < count_; ++r) {
-      bool sees = key <= rows_[r] && rows_[r] < request_.end[key];
+      bool sees = request_.first_of(key) <= rows_[r] && rows_[r] < request_.end[key];
       if (request_.positions) sees &= request_.positions[rows_[r]] - request_.positions[key] < request_.window;
       bits |= static_cast<uint32_t>(sees) << r;
     }
@@ -130,15 +140,15 @@ class TilePlanner {
 }  // namespace prefold
 
 // The lists of all tiles, or null where the intervals are not nested or memory is short (*not_nested says which).
-// positions may be null: no window. Free with prefold_free_row_lists.
-extern "C" void* prefold_plan_rows(const int64_t* end, const int64_t* rows, int64_t queries, const int64_t* positions,
-                                   int64_t window, int32_t* not_nested) {
+// first may be null: no spans; positions may be null: no window. Free with prefold_free_row_lists.
+extern "C" void* prefold_plan_rows(const int64_t* end, int64_t keys, const int64_t* first, const int64_t* rows,
+                                   int64_t queries, const int64_t* positions, int64_t window, int32_t* not_nested) {
   using namespace prefold;
   *not_nested = 0;
   TileLists* lists = nullptr;
   try {
     lists = new TileLists;
-    const Request request{end, positions, window};
+    const Request request{end, keys, first, positions, window};
     OpenKeys open(request);
     TileWriter writer(*lists);
     for (int64_t first = 0; first < queries; first += kTile) {
