@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Literal
 
@@ -14,10 +15,12 @@ __all__ = [
     "GenerationStats",
     "Grammar",
     "Jsonable",
+    "Owner",
     "Readout",
     "Request",
     "Result",
     "Sampling",
+    "Share",
     "Sharing",
     "Stats",
     "TokenLogprobs",
@@ -185,6 +188,32 @@ class Request:
     sampling: Sampling | None = None
     salt: str = ""
     priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """An Owner says for whom a request is run.
+
+    tenant    among whom the engine is shared; None: nobody in particular
+    is_batch  whether it may wait until nobody else does
+    """
+
+    tenant: Hashable = None
+    is_batch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A Share says how much of an engine a tenant gets.
+
+    weight         its part, relative to those of the others who want something at that time
+    max_running    the most sequences that run at once; None: as many as there is room for
+    max_kept_rows  the most rows that are kept for it after its requests have ended; None: as many as there is room for
+    """
+
+    weight: float = 1.0
+    max_running: int | None = None
+    max_kept_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,10 @@ from ..cache import SlotPool
 from ..cache.tree import BrokenOff
 from ..errors import InputError
 from ..schedule.generate import GenerateScheduler
-from ..schedule.generate_step import GenerateStep
+from ..schedule.generate_step import NOBODY, GenerateStep
 from ..schedule.steps import MakeStore, Numbers, SlotResult, SlotStep
 from ..text import Tokenizer
-from ..types import Exits, GenerationStats, Readout, Request, Result
+from ..types import Exits, GenerationStats, Owner, Readout, Request, Result
 from ..worker.protocol import Ticket, Worker
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
@@ -103,6 +103,7 @@ class Generator:
         readout: Readout | None = None,
         sharing: bool | None = None,
         key: int | None = None,
+        owner: Owner = NOBODY,
     ) -> int:
         """Takes a request, and returns its key.
 
@@ -113,11 +114,14 @@ class Generator:
         readout  what is read at the last row of a request that is not continued
         sharing  whether the request shares rows with others; None: as the engine's options say
         key      from `new_key`; None: a new one
+        owner    for whom it runs
         """
         key = self.new_key() if key is None else key
         sharing = self.sharing if sharing is None else sharing
         try:
-            one = self._maker.make(key, request, tokenizer, on_done, on_text, readout=readout, sharing=sharing)
+            one = self._maker.make(
+                key, request, tokenizer, on_done, on_text, readout=readout, sharing=sharing, owner=owner
+            )
         except InputError as error:
             on_done(error)
         else:
@@ -218,6 +222,7 @@ class Generator:
                 namespace=one.namespace,
                 priority=request.priority,
                 made={reader.number: reader.tokens for reader in one.readers if not reader.is_done},
+                owner=one.owner,
             )
         except InputError as error:
             self._tell(one, error)

@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
-from ..types import Generated, Readout, Request, Result, TokenLogprobs
+from ..types import Generated, Owner, Readout, Request, Result, TokenLogprobs
 from ..worker.protocol import Facts
 from .samples import OnText, Sample
 
@@ -60,6 +60,7 @@ class OpenRequest:
     limit          how many tokens each reader takes at most
     reserve        whether room for all of these is set aside
     namespace      rows are shared only between requests of one namespace
+    owner          for whom it runs
     cached_tokens  how many of the prompt's rows the first sample found in place
     """
 
@@ -70,6 +71,7 @@ class OpenRequest:
     limit: int
     reserve: bool
     namespace: tuple[Hashable, ...]
+    owner: Owner
     cached_tokens: int = 0
 
     @property
@@ -127,11 +129,13 @@ class Maker:
         *,
         readout: Readout | None,
         sharing: bool,
+        owner: Owner,
     ) -> OpenRequest:
         """Returns a request that can be run. Raises InputError for one that cannot be read or continued as asked.
 
         readout  of a request that is not continued; with "logprobs" it has one target
         sharing  whether it shares rows with other requests
+        owner    for whom it runs
         """
         adapter_number(self.facts, request.adapter)
         # What does not share is in a namespace of its own.
@@ -139,7 +143,7 @@ class Maker:
         if request.sampling is None:
             assert readout is not None
             target = 0 if request.targets is None else int(request.targets[0])
-            return OpenRequest(key, request, [NumberReader(readout, target)], on_done, 1, True, namespace)
+            return OpenRequest(key, request, [NumberReader(readout, target)], on_done, 1, True, namespace, owner)
         room, most = self.facts.max_positions - len(request.tokens), request.sampling.max_tokens
         limit = room if most is None else min(most, room)
         if limit < 1:
@@ -150,7 +154,8 @@ class Maker:
                 code="too_long",
             )
         samples = self._samples(request, limit, tokenizer, on_text)
-        return OpenRequest(key, request, samples, on_done, limit, self._reserve and most is not None, namespace)
+        reserve = self._reserve and most is not None
+        return OpenRequest(key, request, samples, on_done, limit, reserve, namespace, owner)
 
     def _samples(
         self,

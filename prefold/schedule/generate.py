@@ -18,7 +18,7 @@ submitted again with the tokens they have made.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 import numpy as np
@@ -26,8 +26,9 @@ import numpy as np
 from ..cache import CacheOptions, RadixCache, SlotPool
 from ..cache.tree import Node, RadixTree
 from ..errors import InputError
-from ..types import GenerationStats
-from .generate_step import Draft, GenerateStep, Running, lay_out
+from ..types import GenerationStats, Owner
+from .admission import Admission, InOrder
+from .generate_step import NOBODY, GenerateStep, Running, lay_out
 
 __all__ = ["GenerateScheduler"]
 
@@ -63,7 +64,7 @@ class GenerateScheduler:
         self.max_running = min(max_running, max_batch_rows)
         self.stats = GenerationStats()
         self.running: dict[Running, None] = {}  # in the order of their admission
-        self.waiting: OrderedDict[Running, None] = OrderedDict()
+        self.waiting: Admission = InOrder()
         self._ending: dict[Running, None] = {}  # whose last token is on its way
         self._requests: dict[Hashable, dict[Running, None]] = {}  # the sequences of each that have not ended
         self._begun: deque[GenerateStep] = deque()
@@ -82,6 +83,7 @@ class GenerateScheduler:
         namespace: tuple[Hashable, ...] = (),
         priority: int = 0,
         made: Mapping[int, Sequence[int]] | None = None,
+        owner: Owner = NOBODY,
     ) -> None:
         """Takes a prompt, int32 [n], n >= 1, that is continued `samples` times by at most `limit` >= 1 tokens.
 
@@ -90,6 +92,7 @@ class GenerateScheduler:
         namespace  rows are shared only between prompts of one namespace
         priority   for the cache
         made       of a request that was submitted before: the tokens of each sample that has not ended, by its number
+        owner      for whom it runs
 
         Raises InputError where the KV store could not hold this request even alone.
         """
@@ -106,12 +109,14 @@ class GenerateScheduler:
         if self.cache is not None:
             self.cache.take(path)
         made = dict.fromkeys(range(samples), ()) if made is None else made
-        sequences = [Running(key, sample, leaf, list(had), limit, reserve, priority) for sample, had in made.items()]
+        sequences = [
+            Running(key, sample, leaf, list(had), limit, reserve, priority, owner) for sample, had in made.items()
+        ]
         for node in path:
             node.users += len(sequences)
             node.priority = max(node.priority, priority)
         self._requests[key] = dict.fromkeys(sequences)
-        self.waiting.update(self._requests[key])
+        self.waiting.add(sequences)
 
     def cancel(self, key: Hashable) -> None:
         """Ends all sequences of a request; does nothing where the request is not there any more."""
@@ -124,8 +129,14 @@ class GenerateScheduler:
         self.tree.clear()
         if self.cache is not None:
             self.cache.forget_all()
-        for some in (self.running, self.waiting, self._ending, self._requests, self._begun):
+        self.waiting.clear()
+        for some in (self.running, self._ending, self._requests, self._begun):
             some.clear()
+
+    def admit_by(self, policy: Admission) -> None:
+        """Admits by another policy from now on. It must hold nobody yet."""
+        policy.take_over(self.waiting, (*self.running, *self._ending))
+        self.waiting = policy
 
     @property
     def num_waiting(self) -> int:
@@ -161,11 +172,13 @@ class GenerateScheduler:
     def plan(self) -> GenerateStep | None:
         """Returns the next step of the sequences that were admitted; changes nothing.
 
-        None where no sequence runs, or one has no slot for its next row before a step that has begun is committed.
+        None where no sequence runs, or none may have rows now, or one has no slot for its next row before a step that
+        has begun is committed.
         """
         if not self.running or not self._has_room():
             return None
-        return lay_out(Draft.of(self.running, self.max_batch_rows))
+        draft = self.waiting.draft(self.running, self.max_batch_rows)
+        return lay_out(draft) if draft.takes or draft.again else None
 
     def begin(self, step: GenerateStep) -> None:
         """Books a step as being run: the next one may be planned before the tokens of this one are there."""
@@ -242,39 +255,65 @@ class GenerateScheduler:
                 elif self._begun:
                     return
                 elif len(self.running) > 1:
-                    self._preempt(next(reversed(self.running)))
+                    self._preempt(self.waiting.victim(self.running))
                 elif not self._release_waiting(sequence):
                     failed.append(self._fail(sequence))
 
     def _admit(self, failed: list[tuple[Hashable, InputError]]) -> None:
-        pending = None
-        while self.waiting and len(self.running) < self.max_running:
-            if pending is None:
-                pending = self._pending_rows()
-            if pending >= self.max_batch_rows - len(self.running):
+        kind, pending = None, 0  # the rows of a step that come before those of another sequence of this kind
+        batches = True
+        while (sequence := self.waiting.first(self, batches=batches)) is not None:
+            is_full = len(self.running) >= self.max_running
+            if is_full and self.waiting.gives_way(sequence, self.running) is None:
+                fits = False
+            else:
+                if sequence.owner.is_batch is not kind:
+                    kind, before = sequence.owner.is_batch, self.waiting.before(sequence, self.running)
+                    pending = len(before) + self._pending_rows(before)
+                fits = pending < self.max_batch_rows and (not is_full or self._make_way(sequence))
+            rows = self._start(sequence, failed) if fits else None
+            if rows is not None:
+                pending += rows
+            elif sequence.owner.is_batch and batches:
+                batches = False
+            else:
                 return
-            sequence = next(iter(self.waiting))
-            path = sequence.leaf.path()
+
+    def _start(self, sequence: Running, failed: list[tuple[Hashable, InputError]]) -> int | None:
+        """Lets a sequence that waits run, or fail where it never can. Returns how many rows that adds to a step; None
+        where it has to wait."""
+        path = sequence.leaf.path()
+        while True:
             fresh = {node: len(node) - len(node.slots) for node in path if len(node.slots) < len(node)}
             rows = sum(fresh.values())
             # Neighbours, so that what only this sequence sees is read as one run, however often its prompt was split.
             slots = self._slots(rows + self._tail_rows(sequence))
-            if slots is None:
-                if self.running or self._begun:
-                    return
-                # Nothing will end by itself: what those who wait have computed is computed again.
-                if not self._release_waiting(sequence):
-                    failed.append(self._fail(sequence))
+            if slots is not None:
+                break
+            if self._make_way(sequence):
                 continue
-            del self.waiting[sequence]
-            self._count_admission(sequence, path, fresh)
-            for node, count in fresh.items():
-                node.claim(slots[:count])
-                slots = slots[count:]
-            sequence.tail.claim(slots)
-            sequence.state, sequence.ready = "running", False
-            self.running[sequence] = None
-            pending += rows + len(sequence.tail)
+            if self.running or self._begun:
+                return None
+            # Nothing will end by itself: what those who wait have computed is computed again.
+            if not self._release_waiting(sequence):
+                failed.append(self._fail(sequence))
+                return 0
+        self.waiting.admitted(sequence, rows)
+        self._count_admission(sequence, path, fresh)
+        for node, count in fresh.items():
+            node.claim(slots[:count])
+            slots = slots[count:]
+        sequence.tail.claim(slots)
+        sequence.state, sequence.ready = "running", False
+        self.running[sequence] = None
+        return 1 + rows + len(sequence.tail)
+
+    def _make_way(self, sequence: Running) -> bool:
+        """Preempts another for a sequence that waits, where the policy has it so; returns whether it did."""
+        other = None if self._begun else self.waiting.gives_way(sequence, self.running)
+        if other is not None:
+            self._preempt(other)
+        return other is not None
 
     def _tail_rows(self, sequence: Running) -> int:
         """Returns how many slots a sequence's tail should have: for its whole output where that is reserved, or else
@@ -282,10 +321,10 @@ class GenerateScheduler:
         last = sequence.limit - 1  # the last token is no row
         return last if sequence.reserve else min(last, len(sequence.tail) + TAIL_SLOTS)
 
-    def _pending_rows(self) -> int:
+    def _pending_rows(self, running: Collection[Running]) -> int:
         seen: set[Node] = set()
         pending = 0
-        for sequence in self.running:
+        for sequence in running:
             if not sequence.ready:
                 for node in sequence.leaf.path():
                     if node not in seen:
@@ -306,8 +345,7 @@ class GenerateScheduler:
         sequence.tail.lost |= sequence.tail.computed > 0
         self.pool.free(sequence.tail.give_up())
         sequence.state, sequence.ready = "waiting", False
-        self.waiting[sequence] = None
-        self.waiting.move_to_end(sequence, last=False)
+        self.waiting.put_back(sequence)
         self.stats.preemptions += 1
         if not self.pool.free_slots:
             self._release_waiting(*self.running)
@@ -335,9 +373,13 @@ class GenerateScheduler:
         return sequence.key, error
 
     def _end(self, sequence: Running) -> None:
-        del {"running": self.running, "waiting": self.waiting, "ending": self._ending}[sequence.state][sequence]
-        sequence.state = "ended"
         del sequence.tail.tokens[sequence.known :]
+        if sequence.state == "waiting":
+            self.waiting.remove(sequence)
+        else:
+            del {"running": self.running, "ending": self._ending}[sequence.state][sequence]
+            self.waiting.ended(sequence)
+        sequence.state = "ended"
         request = self._requests[sequence.key]
         del request[sequence]
         if not request:
@@ -399,6 +441,7 @@ class GenerateScheduler:
         slots = np.sort(np.concatenate(held)) if held else np.empty(0, np.int64)
         assert np.array_equal(slots, np.arange(1, self.pool.num_slots + 1)), "slots leak, or are used twice"
         assert len(self.running) <= self.max_running
+        self.waiting.check(self.running)
         assert set(in_trie) == {sequence for request in self._requests.values() for sequence in request}
         assert all(self._requests.values()), "a request that nobody needs"
         if self.cache is not None:

@@ -13,9 +13,12 @@ import numpy as np
 
 from ..cache import SCRATCH
 from ..cache.tree import Node
+from ..types import Owner
 from .steps import SlotStep
 
-__all__ = ["Draft", "GenerateStep", "Running", "lay_out"]
+__all__ = ["NOBODY", "Draft", "GenerateStep", "Running", "lay_out"]
+
+NOBODY = Owner()
 
 
 class Running:
@@ -24,6 +27,7 @@ class Running:
     key, sample    the key of the request, as `submit` was given it, and which of its samples this is
     limit          how many tokens it may make
     reserve        whether room for all of these is set aside when it is admitted
+    owner          for whom it runs
     leaf           the node that ends with the prompt
     tail           the node of the tokens that it makes
     cached_tokens  how many of the prompt's rows were there when it was admitted; None before
@@ -33,11 +37,20 @@ class Running:
     """
 
     __slots__ = (
-        "cached_tokens", "key", "known", "leaf", "limit", "priority", "ready", "reserve", "sample", "state", "tail",
+        "cached_tokens", "key", "known", "leaf", "limit", "owner", "priority", "ready", "reserve", "sample", "state",
+        "tail",
     )  # fmt: skip
 
     def __init__(
-        self, key: Hashable, sample: int, leaf: Node, tokens: list[int], limit: int, reserve: bool, priority: int
+        self,
+        key: Hashable,
+        sample: int,
+        leaf: Node,
+        tokens: list[int],
+        limit: int,
+        reserve: bool,
+        priority: int,
+        owner: Owner = NOBODY,
     ):
         self.key = key
         self.sample = sample
@@ -45,6 +58,7 @@ class Running:
         self.limit = limit
         self.reserve = reserve
         self.priority = priority
+        self.owner = owner
         self.state: Literal["waiting", "running", "ending", "ended"] = "waiting"
         self.cached_tokens: int | None = None
         self.ready = False
@@ -113,15 +127,19 @@ class Draft:
         """Returns a draft of at most `most` rows: one for each sequence that generates, then rows of prompts, in the
         order of the sequences, while there is room."""
         draft = cls(most)
+        draft.fill(running)
+        return draft
+
+    def fill(self, running: Collection[Running]) -> None:
+        """Adds the rows of more sequences, while there is room."""
         for sequence in running:
             if sequence.ready:
-                draft._read_tail(sequence)
+                self._read_tail(sequence)
         for sequence in running:
-            if not draft.left:
+            if not self.left:
                 break
             if not sequence.ready:
-                draft._read_prompt(sequence)
-        return draft
+                self._read_prompt(sequence)
 
     def _read_tail(self, sequence: Running) -> None:
         tail = sequence.tail
