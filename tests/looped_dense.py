@@ -139,7 +139,17 @@ def _shapes(family: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if family == "ouro":
         shapes |= {"model.early_exit_gate.weight": (1, hidden), "model.early_exit_gate.bias": (1,)}
     elif config["loop"].get("gate"):
-        shapes |= {"model.gate.weight": (1, hidden), "model.gate.bias": (1,)}
+        inputs = 4 if config["loop"].get("gate_reads") == "features" else hidden
+        shapes |= {"model.gate.weight": (1, inputs), "model.gate.bias": (1,)}
+    if family == "looped" and (router := config["loop"].get("router")):
+        visits, choices = len(config["loop"]["order"]), config["loop"]["blocks"] + 1
+        parts = {"router": (hidden if router.get("reads") == "row" else 2 * hidden, choices)}
+        if router.get("planner"):
+            parts["planner"] = (2 * hidden, visits * choices)
+        for name, (inputs, outputs) in parts.items():
+            shapes |= {f"model.{name}.inner.weight": (hidden, inputs), f"model.{name}.inner.bias": (hidden,)}
+            shapes |= {f"model.{name}.outer.weight": (outputs, hidden), f"model.{name}.outer.bias": (outputs,)}
+        shapes["model.router.step"] = (visits, hidden)
     if family == "looped" and config["loop"].get("between") == "inject":
         shapes["model.inject.weight"] = (hidden, 2 * hidden)
     for number in range(config["num_hidden_layers"]):
@@ -185,15 +195,109 @@ class Dense:
         """Hidden states as they would be read after each visit; of Huginn only those after the last one."""
         return {"ouro": self._ouro, "huginn": self._huginn, "looped": self._looped}[self.family](torch.tensor(tokens))
 
+    def routed(self, tokens: list[int], **routing: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Of one sequence: states as they are read after each visit, and the weights of the blocks and of staying, a
+        row each ([rows, blocks + 1]). routing: in place of the config's."""
+        c = self.config
+        loop = c["loop"]
+        routing = {"kind": "hard", "reads": "request", "threshold": 0.5, "top": 1} | loop["router"] | routing
+        blocks, visits, rows = loop["blocks"], len(loop["order"]), len(tokens)
+        prelude, size = loop.get("prelude", 0), (c["num_hidden_layers"] - loop.get("prelude", 0)) // loop["blocks"]
+        x = self.t["model.embed_tokens.weight"][torch.tensor(tokens)]
+        for number in range(prelude):
+            x = self._layer(x, f"model.layers.{number}.")
+        by_row = routing["reads"] == "row"
+        here, states, weights = torch.ones(rows), [], []
+        keys: dict[tuple[str, int], Tensor] = {}  # by layer and row: the state that its last keys there are made of
+        plan = (
+            self._ask("planner", self._read(x, False)).view(1, visits, blocks + 1) if routing.get("planner") else None
+        )
+        for visit in range(visits):
+            if routing["kind"] == "planned":
+                logits = plan[:, visit]
+            else:
+                logits = self._ask("router", self._read(x, by_row), visit)
+            shares = []
+            for one in logits:
+                if visit == 0:
+                    one = torch.cat((one[:-1], torch.tensor([-torch.inf])))
+                p = one.softmax(-1)
+                if routing["kind"] == "soft":
+                    shares.append(p)
+                elif p[-1] >= routing["threshold"]:
+                    shares.append(torch.eye(blocks + 1)[blocks])
+                else:
+                    best = sorted(range(blocks), key=lambda b: -float(one[b]))
+                    best = best[: routing["top"] if routing["kind"] == "top" else 1]
+                    share = torch.zeros(blocks + 1)
+                    share[best] = one[best].softmax(-1)
+                    shares.append(share)
+            share = torch.stack(shares).expand(rows, -1)
+            weight = share[:, :-1] * here[:, None]
+            here = here * (1 - share[:, -1])
+            weights.append(torch.cat((weight, 1 - weight.sum(1, keepdim=True)), 1))
+            after = x * weights[-1][:, -1:]
+            for block in range(blocks):
+                there = weight[:, block] > 0
+                out = x
+                for place in range(size):
+                    name = f"model.layers.{prelude + block * size + place}."
+                    if by_row and routing["kind"] != "soft":
+                        for row in range(rows):
+                            if there[row]:
+                                keys[name, row] = out[row]
+                        seen = torch.stack([keys.get((name, row), x[row]) for row in range(rows)])
+                        out = self._layer(out, name, seen)
+                    else:
+                        out = self._layer(out, name)
+                if loop.get("between") == "norm":
+                    out = self._norm(out, "model.norm")
+                after = after + weight[:, block : block + 1] * out
+            x = after
+            states.append(x if loop.get("between") == "norm" else self._norm(x, "model.norm"))
+        return states, weights
+
+    def _read(self, x: Tensor, by_row: bool) -> Tensor:
+        parts = [x] if by_row else [x.mean(0, keepdim=True), x[-1:]]
+        return torch.cat([part / (part.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() for part in parts], -1)
+
+    def _ask(self, name: str, read: Tensor, visit: int | None = None) -> Tensor:
+        inner = linear(read, self.t[f"model.{name}.inner.weight"], self.t[f"model.{name}.inner.bias"])
+        if visit is not None:
+            inner = inner + self.t["model.router.step"][visit]
+        return linear(silu(inner), self.t[f"model.{name}.outer.weight"], self.t[f"model.{name}.outer.bias"])
+
+    def _layer(self, x: Tensor, name: str, seen: Tensor | None = None) -> Tensor:
+        """seen: the states that keys and values are made of; by default x."""
+        x = x + self._llama_attention(x, name, seen)
+        return x + self._llama_mlp(x, name)
+
     def leaving(self, states: list[Tensor]) -> Tensor:
         """The probability of each token to leave after each visit, [visits, tokens], by the gate."""
         name = "model.early_exit_gate" if self.family == "ouro" else "model.gate"
         left, found = torch.ones(len(states[0])), []
         for number, state in enumerate(states):
-            share = torch.sigmoid(linear(state, self.t[name + ".weight"], self.t[name + ".bias"])[:, 0])
+            read = state
+            if self.config.get("loop", {}).get("gate_reads") == "features":
+                read = self._features(states[: number + 1])
+            share = torch.sigmoid(linear(read, self.t[name + ".weight"], self.t[name + ".bias"])[:, 0])
             found.append(left if number == len(states) - 1 else share * left)
             left = left * (1 - share)
         return torch.stack(found)
+
+    def _features(self, states: list[Tensor]) -> Tensor:
+        """The four features of the last of these states, a row at a time."""
+        found = []
+        for row in range(len(states[-1])):
+            p = self.logits(states[-1][row]).softmax(-1)
+            entropy = float(-(p * p.log()).sum()) / math.log(len(p))
+            same = cosine = 0.0
+            if len(states) > 1:
+                now, before = states[-1][row], states[-2][row]
+                same = float(p.argmax() == self.logits(before).argmax())
+                cosine = float(now @ before / (now.norm() * before.norm()))
+            found.append([float(p.max()), same, entropy, cosine])
+        return torch.tensor(found)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         eps = self.config.get("rms_norm_eps", self.config.get("norm_eps"))
@@ -251,10 +355,13 @@ class Dense:
                 states.append(read(self._norm(x, "model.norm") if between == "inject" else x))
         return states
 
-    def _llama_attention(self, x: Tensor, layer: str) -> Tensor:
+    def _llama_attention(self, x: Tensor, layer: str, seen: Tensor | None = None) -> Tensor:
         h, heads = self._norm(x, layer + "input_layernorm"), self.config["num_attention_heads"]
+        of = {"q": h, "k": h, "v": h}
+        if seen is not None:
+            of["k"] = of["v"] = self._norm(seen, layer + "input_layernorm")
         dim = x.shape[1] // heads
-        q, k, v = (linear(h, self.t[f"{layer}self_attn.{n}_proj.weight"]).unflatten(1, (-1, dim)) for n in "qkv")
+        q, k, v = (linear(of[n], self.t[f"{layer}self_attn.{n}_proj.weight"]).unflatten(1, (-1, dim)) for n in "qkv")
         angles = self._angles(len(x), dim)
 
         def turned(x: Tensor) -> Tensor:  # the halves of a head against each other

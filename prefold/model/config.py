@@ -176,5 +176,5 @@ class ModelConfig:
         if self.num_labels and self.head_layers == 2:
             head += self.hidden * self.hidden + self.hidden + self.num_labels
         if self.loop is not None:
-            head += self.loop.gate * (self.hidden + 1) + (self.loop.between == "inject") * 2 * self.hidden**2
+            head += self.loop.num_parameters(self.hidden) + (self.loop.between == "inject") * 2 * self.hidden**2
         return embeddings + self.layers * (self.layer_weights + norms + biases) + norm + head

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .layers import ActivatedLinear, GatedLinear, Linear, Norm
-from .lora import RowAdapters
+from .lora import NO_ADAPTERS, RowAdapters
 from .ops import Ops
 from .parallel import Alone
 
@@ -83,6 +83,11 @@ class Layer(nn.Module):
         o = attend(q, k, v)
         del q, k, v, delta  # so that the MLP, where most memory is held, does not run beside them
         return self._finish(x, o, adapters if read is None else adapters.read, ops)
+
+    def keys_values(self, x: Tensor, cos_sin: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values [rows, kv_heads, dim] that this layer makes of the residual stream x [rows,
+        hidden], without adapters; may write into x."""
+        return self._project(x, None, cos_sin, None, NO_ADAPTERS, ops)[2:]
 
     def _project(
         self, x: Tensor, delta: Tensor | None, cos_sin: Tensor, read: Tensor | None, adapters: RowAdapters, ops: Ops

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import UnsupportedModelError
+from ..errors import InputError, UnsupportedModelError
+from .routing import Routing
 
 __all__ = ["Loop"]
 
 # More planes than any model has come from a damaged config.
 MOST_PLANES = 2**14
+# What a gate that does not read states reads: see `Gate`.
+GATE_FEATURES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,8 @@ class Loop:
     of the coda. A pass of rows goes through the prelude once, through one block a visit, and through the coda once.
 
     blocks     how many blocks there are
-    order      the block of each visit, from 0: as many as there are visits
+    order      the block of each visit, from 0: as many as there are visits. With a router it is the route that is taken
+               where the router is not asked, and there are at most so many visits
     prelude    layers of the prelude
     coda       layers of the coda
     between    what the visits do to the residual stream. "nothing"; "norm": each visit ends with the model's final
@@ -30,8 +35,10 @@ class Loop:
     noise      the standard deviation of the noise that the stream begins as
     seed       what the noise is drawn from, beside a row's position
     gate       whether a linear gives each row's probability of leaving after a visit
+    gate_reads what it reads: "state", the state as it is read, or "features", four numbers made of it (see `Gate`)
     threshold  a row is read after the first visit at which its probability of having left is at least this; 1: it is
                read after the last visit. All rows make all visits, so K/V do not depend on it
+    router     who picks the blocks; None: they are those of the order
     """
 
     blocks: int
@@ -42,7 +49,9 @@ class Loop:
     noise: float = 0.0
     seed: int = 0
     gate: bool = False
+    gate_reads: Literal["state", "features"] = "state"
     threshold: float = 1.0
+    router: Routing | None = None
 
     def __post_init__(self) -> None:
         if self.blocks < 1:
@@ -54,6 +63,8 @@ class Loop:
                 raise UnsupportedModelError(f"order names the block {block}; the model has 0 to {self.blocks - 1}")
         if self.between not in ("nothing", "norm", "inject"):
             raise UnsupportedModelError(f'between is {self.between!r}; it must be "nothing", "norm" or "inject"')
+        if self.gate_reads not in ("state", "features"):
+            raise UnsupportedModelError(f'gate_reads is {self.gate_reads!r}; it must be "state" or "features"')
         if not 0 < self.threshold <= 1:
             raise UnsupportedModelError(f"threshold is {self.threshold}; it must be above 0 and at most 1")
         if self.threshold < 1 and not self.gate:
@@ -62,6 +73,11 @@ class Loop:
             raise UnsupportedModelError(
                 f"gate is true and coda is {self.coda}; a model with a coda has one exit, after it"
             )
+        if self.router is not None:
+            if self.router.top > self.blocks:
+                raise UnsupportedModelError(f"router.top is {self.router.top}; the model has {self.blocks} blocks")
+            if lost := sorted(set(range(self.blocks)) - set(self.order)):
+                raise UnsupportedModelError(f"order leaves out the block {lost[0]}, which the router may pick")
 
     def per_block(self, layers: int) -> int:
         """Returns how many layers a block of a model of `layers` layers has."""
@@ -85,3 +101,26 @@ class Loop:
             raise UnsupportedModelError(f"a pass visits {planes:,} layers; it may visit {MOST_PLANES:,}")
         visits = (layer for number in self.order for layer in self.block(number, layers))
         return (*range(self.prelude), *visits, *range(layers - self.coda, layers))
+
+    def check_route(self, route: Sequence[int], name: str = "the route") -> None:
+        """Raises InputError for a route that is empty, longer than the order, or names no block. name: what messages
+        call it."""
+        if not 1 <= len(route) <= len(self.order):
+            raise InputError(
+                f"{name} has {len(route)} visits", field="route", remedy=f"give 1 to {len(self.order)} blocks"
+            )
+        for block in route:
+            if isinstance(block, bool) or not isinstance(block, int) or not 0 <= block < self.blocks:
+                raise InputError(
+                    f"{name} names the block {block!r}", field="route", remedy=f"give 0 to {self.blocks - 1}"
+                )
+
+    def num_parameters(self, hidden: int) -> int:
+        """Returns how many parameters gate, router and planner have, of a model of this width."""
+        count = ((hidden if self.gate_reads == "state" else GATE_FEATURES) + 1) if self.gate else 0
+        if self.router is None:
+            return count
+        choices, visits = self.blocks + 1, len(self.order)
+        inputs = 2 * hidden if self.router.reads == "request" else hidden
+        count += (inputs + 1) * hidden + visits * hidden + (hidden + 1) * choices
+        return count + self.router.planner * ((2 * hidden + 1) * hidden + (hidden + 1) * visits * choices)

@@ -10,10 +10,12 @@ from torch import Tensor
 from ..errors import InputError
 from .config import ModelConfig
 from .exits import RowExits, exit_visits
+from .gate import Gate, Seen
 from .layers import Linear
 from .lora import NO_ADAPTERS, RowAdapters
 from .noise import position_noise
 from .parallel import ALONE, Alone
+from .router import Planner, Router
 from .transformer import Attend, CausalLM, Pass
 
 __all__ = ["LoopedLM"]
@@ -24,7 +26,10 @@ class LoopedLM(CausalLM):
 
     It is called as a CausalLM is, or goes a visit at a time: `start`, one `visit` after another, `finish`.
 
-    gate    a linear that gives the logit of a row's leaving after a visit, in float32; or None
+    gate    gives the logit of a row's leaving after a visit; or None
+    router  gives the logits of the next block and of leaving, where `config.loop` has a router; or None. A call of the
+            model does not ask it, and goes through the blocks in their order: see `routed`
+    planner the same before the first visit, of all visits; or None
     inject  the linear that puts what the prelude gave into the residual stream before each visit; or None
     """
 
@@ -33,7 +38,10 @@ class LoopedLM(CausalLM):
         assert config.loop is not None
         self.loop = config.loop
         size = config.hidden
-        self.gate = Linear(size, 1, bias=True, dtype=torch.float32, device=device) if self.loop.gate else None
+        self.gate = Gate(size, self.loop.gate_reads, device=device) if self.loop.gate else None
+        routing = self.loop.router
+        self.router = None if routing is None else Router(config, device=device)
+        self.planner = Planner(config, device=device) if routing is not None and routing.planner else None
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         self.inject = Linear(2 * size, size, bias=False, **place) if self.loop.between == "inject" else None
 
@@ -90,13 +98,28 @@ class LoopedLM(CausalLM):
         return found
 
     def leaving(self, states: Tensor) -> Tensor:
-        """Returns the logit of leaving for hidden states [..., hidden] as they are read after a visit: float32 [...].
+        """Returns the logits of leaving for states [visits, rows, hidden] as they are read after each visit: float32
+        [visits, rows]. Raises InputError for a model without a gate."""
+        found, before = [], None
+        for state in states:
+            logit, before = self.leaves(state, before)
+            found.append(logit)
+        return torch.stack(found)
+
+    def leaves(self, state: Tensor, before: Seen | None) -> tuple[Tensor, Seen | None]:
+        """Returns the logits of leaving after a visit, float32 [rows], and what the gate must know after the next.
+
+        state   [rows, hidden] as it is read after the visit
+        before  that of the visit before; None after the first
 
         Raises InputError for a model without a gate.
         """
         if self.gate is None:
             raise InputError("the model has no gate, so its rows leave after the last visit only", field="model")
-        return self.gate(states.float().flatten(0, -2)).view(states.shape[:-1])
+        if self.gate.reads == "state":
+            return self.gate(state.float())[:, 0], None
+        features, seen = self.gate.features(state, self.logits(state), before)
+        return self.gate(features)[:, 0], seen
 
     def start(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from ..checkpoint.settings import MOST_LAYERS, Settings
@@ -10,6 +10,7 @@ from ..errors import UnsupportedModelError
 from .config import ModelConfig
 from .decoders import HFConfig, decoder, qwen_windows
 from .loop import MOST_PLANES, Loop
+from .routing import Routing
 
 __all__ = ["huginn", "looped", "ouro"]
 
@@ -99,9 +100,6 @@ def looped(hf: HFConfig) -> ModelConfig:
     `loop` has the fields of `Loop`, where `visits` may stand for `order`: the blocks in turn, so many times."""
     hf = Settings.of(hf)
     settings = hf.settings("loop")
-    router = settings.text("router", None)
-    if router is not None:
-        raise UnsupportedModelError(f"loop.router is {router!r}; no router is known, give loop.order")
     blocks = settings.size("blocks", least=-MOST_LAYERS, most=MOST_LAYERS)
     order = settings.get("order")
     if order is None:
@@ -119,11 +117,34 @@ def looped(hf: HFConfig) -> ModelConfig:
             noise=settings.number("noise", 0.0, zero=True),
             seed=settings.size("seed", 0, least=0, most=2**63),
             gate=settings.flag("gate"),
+            gate_reads=settings.text("gate_reads", "state"),
+            router=_router(settings),
             threshold=float(settings.number("threshold", 1.0, zero=True)),
         )
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"loop.{error}") from None
     return _looped(decoder(hf), loop)
+
+
+def _router(settings: Settings) -> Routing | None:
+    """Returns who picks blocks, by the object `router`; its kind alone may stand for it."""
+    given = settings.get("router")
+    if given is None:
+        return None
+    values = Settings({"kind": given}, settings.file, f"{settings.prefix}router.")
+    values = values if isinstance(given, str) else settings.settings("router")
+    if unknown := sorted(set(values) - {field.name for field in fields(Routing)}):
+        raise UnsupportedModelError(f"router.{unknown[0]} is unknown")
+    try:
+        return Routing(
+            kind=values.text("kind", "hard"),
+            reads=values.text("reads", "request"),
+            threshold=float(values.number("threshold", 0.5, zero=True)),
+            top=values.size("top", 1, least=0),
+            planner=values.flag("planner"),
+        )
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"router.{error}") from None
 
 
 def _visits(hf: Settings, key: str, default: int | None = None) -> int:

@@ -126,6 +126,12 @@ def model_weights(model: CausalLM) -> Iterator[Weight]:
             linear = getattr(model, name)
             if linear is not None:
                 yield from _linear(linear, (name, linear.outputs))
+        if model.router is not None:
+            yield Weight(model.router, "step", (("router.step", len(model.router.step)),))
+        for name in ("router", "planner"):
+            for part in ("inner", "outer") if getattr(model, name) is not None else ():
+                linear = getattr(getattr(model, name), part)
+                yield from _linear(linear, (f"{name}.{part}", linear.outputs))
     places = model.shard.parts(config) if split else {}
     for number, layer in enumerate(model.layers):
         yield from _layer(cast(Layer, layer), f"layers.{number}.", places)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention import KVStore, RowAttention
 from ..device import compile_seconds, free_cached, give_back, keep_freed, on, runs_triton
-from ..errors import OutOfMemoryError
+from ..errors import OutOfMemoryError, UnsupportedModelError
 from ..model import Adapter, CausalLM
 from ..schedule.steps import EndStream, MakeStore, Message, SlotStep, StepResult, StreamStep
 from .attend import Path, heads_of
@@ -46,6 +46,11 @@ class LocalWorker(Worker):
         depth: int | None = None,
         graphs: bool = False,
     ):
+        routing = None if model.config.loop is None else model.config.loop.router
+        if routing is not None and routing.kind != "fixed":
+            raise UnsupportedModelError(
+                f'loop.router.kind is {routing.kind!r}; steps go through the blocks in their order only: give "fixed"'
+            )
         self.model = model
         self.adapters = dict(adapters or {})
         depth = depth or (2 if model.device.type == "cuda" else 1)

@@ -330,7 +330,6 @@ def loop(**changes):
         (HUGINN | {"test_time_noise": 0.1}, r"test_time_noise is 0\.1"),
         (HUGINN | {"injection_type": "add"}, "injection_type is 'add'"),
         (HUGINN | {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
-        (loop(router="soft"), r"loop\.router is 'soft'"),
         (loop(order=[0, 2]), r"loop\.order names the block 2; the model has 0 to 1"),
         (loop(order=[]), r"loop\.order is empty"),
         (loop(order=[-1]), r"loop\.order names the block -1"),
