@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from .builtin import BUILT_IN, fetch
 from .geometries import GEOMETRIES
 from .gguf import GGUFFile
 from .gguf_config import config_from_gguf
+from .gguf_tower import config_with_tower, is_tower
 from .settings import Settings
 
 __all__ = ["Checkpoint", "read_object", "resolve"]
@@ -34,12 +35,14 @@ class Checkpoint:
     path    the folder or .gguf file; None for random weights without files
     format  "folder" (Hugging Face, safetensors), "gguf", or "dummy" (random weights)
     config  the keys of Hugging Face's config.json; GGUF metadata is translated to them
+    mmproj  the GGUF file of the tower that belongs to a GGUF file; None: there is none
     """
 
     name: str
     path: Path | None
     format: Literal["folder", "gguf", "dummy"]
     config: dict[str, Any] = field(repr=False)
+    mmproj: GGUFFile | None = field(default=None, repr=False)
 
     @classmethod
     def dummy(cls, config: dict[str, Any], *, name: str = "dummy", path: Path | None = None) -> Checkpoint:
@@ -88,6 +91,7 @@ def resolve(
     revision: str | None = None,
     load_format: Literal["auto", "dummy"] = "auto",
     weights: bool = True,
+    mmproj: str | None = None,
     notify: Callable[[str], None] = lambda line: None,
 ) -> Checkpoint:
     """Returns the checkpoint called `name`: a local folder, a .gguf file, a built-in name, or a hub id, in this order.
@@ -96,6 +100,8 @@ def resolve(
     load_format  "dummy": random weights; `name` may then also be one of GEOMETRIES, and a folder
                  needs only its config.json
     weights      False: for a hub id, only the small files (config, tokenizer) are downloaded
+    mmproj       the GGUF file of the tower that belongs to a GGUF file. Where it lies beside that file in a folder of
+                 its own, the folder's name is enough
     notify       called with one line before something is downloaded
 
     Raises CheckpointError, which says what was looked for.
@@ -126,6 +132,8 @@ def resolve(
             f"there is no model {name!r}: no such folder or .gguf file, not a built-in name ({known}), "
             "and not a hub id (owner/name)"
         )
+    if mmproj is not None:
+        checkpoint = _with_tower(checkpoint, GGUFFile(_existing(mmproj)))
     return Checkpoint.dummy(checkpoint.config, name=name, path=checkpoint.path) if dummy else checkpoint
 
 
@@ -145,11 +153,45 @@ def _local(name: str, path: Path) -> Checkpoint:
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
         return _local(name, files[0])
+    if len(files) == 2:
+        towers = [tower for file in files if (tower := _tower_in(file)) is not None]
+        if len(towers) == 1:
+            (model,) = {*files} - {towers[0].path}
+            return _with_tower(_local(name, model), towers[0])
     if files:
         raise CheckpointError(f"{path} holds {len(files)} .gguf files; name one: {', '.join(f.name for f in files)}")
     if (path / "adapter_config.json").is_file():
         raise CheckpointError(_of_adapter(path))
     raise CheckpointError(f"{path} holds neither a config.json nor a .gguf file")
+
+
+def _tower_in(path: Path) -> GGUFFile | None:
+    """Returns the GGUF file where it holds a tower."""
+    try:
+        file = GGUFFile(path)
+    except CheckpointError:
+        return None
+    return file if is_tower(file) else None
+
+
+def _existing(mmproj: str) -> Path:
+    """Returns the path of the file that `mmproj` names. Raises CheckpointError where there is none."""
+    path = Path(mmproj).expanduser()
+    if not path.is_file():
+        raise CheckpointError(f"mmproj (--mmproj) is {mmproj}; there is no such file")
+    return path
+
+
+def _with_tower(checkpoint: Checkpoint, tower: GGUFFile) -> Checkpoint:
+    """Returns the checkpoint of a GGUF file with its tower. Raises CheckpointError where they do not fit."""
+    if checkpoint.gguf is None:
+        raise CheckpointError(
+            f"mmproj (--mmproj) is for GGUF files; {checkpoint.name} is a folder, whose tower lies in the folder"
+        )
+    config = config_with_tower(Settings.of(checkpoint.config), tower)
+    found = replace(checkpoint, config=config, mmproj=tower)
+    found.__dict__["gguf"] = checkpoint.gguf
+    return found
 
 
 def _of_adapter(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Models as functions of rows.
 
 `config` and `families` say what a model is, and never import torch; the tensors come with the first
-use of CausalLM, load_model or load_adapter.
+use of CausalLM, Tower, load_model, load_tower or load_adapter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from .loop import Loop
 if TYPE_CHECKING:
     from .looped import LoopedLM
     from .lora import NO_ADAPTERS, Adapter, RowAdapters, load_adapter
-    from .transformer import CausalLM
+    from .tower import Tower
+    from .tower_weights import load_tower
+    from .transformer import CausalLM, MediaRows
     from .weights import load_model
 
 __all__ = [
@@ -24,23 +26,34 @@ __all__ = [
     "CausalLM",
     "Loop",
     "LoopedLM",
+    "MediaRows",
     "ModelConfig",
     "Plane",
     "RopeConfig",
     "RowAdapters",
+    "Tower",
     "config_from",
     "load_adapter",
     "load_model",
+    "load_tower",
     "register_family",
     "supported_architectures",
 ]
 
 
 def __getattr__(name: str):
-    if name == "CausalLM":
-        from .transformer import CausalLM
+    if name in ("CausalLM", "MediaRows"):
+        from . import transformer
 
-        return CausalLM
+        return getattr(transformer, name)
+    if name == "Tower":
+        from .tower import Tower
+
+        return Tower
+    if name == "load_tower":
+        from .tower_weights import load_tower
+
+        return load_tower
     if name == "LoopedLM":
         from .looped import LoopedLM
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import UnsupportedModelError
+from ..media import TowerConfig
 from .loop import Loop
 
 __all__ = ["ModelConfig", "Plane", "RopeConfig"]
@@ -64,6 +65,7 @@ class ModelConfig:
     labels         names of the head's rows, in order; empty when the checkpoint names none
     planes         one a layer; of a looped model one for each layer of each visit, in the order of a pass
     loop           how the layers of a looped model are visited; None: each once, in order
+    tower          what makes rows of images, beside this; None: the model takes text alone
     names          what tensors and modules are called in checkpoints
     dtype          the dtype the checkpoint was saved in ("bfloat16", ...), when it says so
     """
@@ -100,6 +102,7 @@ class ModelConfig:
     names: Literal["llama", "gpt2", "ouro", "huginn"] = "llama"
     dtype: str | None = None
     loop: Loop | None = None
+    tower: TowerConfig | None = None
 
     def __post_init__(self) -> None:
         for name in SIZES:

@@ -14,6 +14,7 @@ from ..errors import CheckpointError, UnsupportedModelError
 from .config import ModelConfig
 from .decoders import HFConfig, gemma3, gpt2, llama, mistral, qwen2, qwen3
 from .looped_families import huginn, looped, ouro
+from .vision_families import REFUSED, gemma3_images, idefics3_images
 
 __all__ = ["config_from", "register_family", "supported_architectures"]
 
@@ -42,6 +43,8 @@ def config_from(hf: HFConfig) -> ModelConfig:
 def _config_from(hf: Settings) -> ModelConfig:
     architecture = _architecture(hf)
     family = _FAMILIES.get(architecture)
+    if family is None and architecture in REFUSED:
+        raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {REFUSED[architecture]}")
     if family is None:
         known = ", ".join(supported_architectures())
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported; these are: {known}")
@@ -128,6 +131,11 @@ MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "idefics3": "Idefics3ForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "gpt2": "GPT2LMHeadModel",
     "ouro": "OuroForCausalLM",
     "huginn_raven": "RavenForCausalLM",
@@ -141,6 +149,9 @@ _FAMILIES: dict[str, Family] = {
     "OuroForCausalLM": ouro,
     "RavenForCausalLM": huginn,
     "PrefoldLoopedForCausalLM": looped,
+    "Gemma3ForConditionalGeneration": gemma3_images,
+    "Idefics3ForConditionalGeneration": idefics3_images,
+    "SmolVLMForConditionalGeneration": idefics3_images,
 }
 for _causal, _other, _family in (
     ("LlamaForCausalLM", "Llama", llama),

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .config import ModelConfig
 
-__all__ = ["Names", "fused_sizes", "names_of"]
+__all__ = ["Names", "fused_sizes", "names_of", "tower_name"]
+
+# In a checkpoint that has a tower too: what stands before the names of the text model, and of the tower. Versions of
+# transformers wrote them in several ways.
+TEXT = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?")
+TOWER = re.compile(
+    r"(model\.)?(vision_tower(\.vision_model)?|vision_model|multi_modal_projector|connector)\.(encoder\.)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +29,7 @@ class Names:
     transposed   whether weights of the layers' linears are [inputs, outputs]
     interleaved  whether the two halves of each head of q and k, which are rotated against each other, are stored
                  number by number in turn
+    beside_tower whether the checkpoint has a tower too, and names that say what is whose
     """
 
     prefix: str = "model."
@@ -29,9 +37,12 @@ class Names:
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
     interleaved: bool = False
+    beside_tower: bool = False
 
     def of_module(self, stored: str) -> tuple[str, ...]:
         """Returns the names here of a checkpoint's module; an unknown name is kept as it is, without the prefix."""
+        if self.beside_tower:
+            stored = TEXT.sub("", stored, count=1) if TEXT.match(stored) else stored
         stored = stored.removeprefix(self.prefix)
         if stored in self.parts:
             return self.parts[stored]
@@ -42,7 +53,9 @@ class Names:
         return (stored,)
 
     def of_tensor(self, stored: str) -> tuple[str, ...]:
-        """Returns the names here of a checkpoint's tensor."""
+        """Returns the names here of a checkpoint's tensor; none for a tensor of the tower."""
+        if self.beside_tower and tower_name(stored) is not None:
+            return ()
         module, dot, kind = stored.rpartition(".")
         of_its_own = self.of_module(stored)
         if len(of_its_own) > 1:
@@ -85,10 +98,17 @@ NAMES = {
 }
 
 
+def tower_name(stored: str) -> str | None:
+    """Returns the name of a tower's tensor, without what checkpoints put before it; None for one of the text model."""
+    found = TOWER.match(stored)
+    return None if found is None else stored[found.end() :]
+
+
 def names_of(config: ModelConfig) -> Names:
     """Returns what the checkpoints of a model of this config call things."""
     if config.names != "huginn":
-        return NAMES[config.names]
+        names = NAMES[config.names]
+        return names if config.tower is None else replace(names, beside_tower=True)
     assert config.loop is not None
     return Names(
         prefix="transformer.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -104,15 +104,13 @@ class SafetensorsSource:
         self._where: dict[str, TensorPlace] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         names = names_of(config)
-        for path in self._files(checkpoint):
-            try:
-                file = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+        for _, file in self.opened(checkpoint):
             for stored in file.keys():  # noqa: SIM118 (not a dict)
                 if self.IGNORED.fullmatch(stored):
                     continue
                 here = names.of_tensor(stored)
+                if not here:
+                    continue
                 if here[0] in self._where:
                     raise CheckpointError(f"{checkpoint.path} has the tensor {stored!r} twice")
                 shape = tuple(file.get_slice(stored).get_shape())
@@ -131,6 +129,16 @@ class SafetensorsSource:
                     in_turn = config.head_dim if names.interleaved and re.search(r"\.[qk]_proj\.", name) else 0
                     self._where[name] = TensorPlace(file, stored, slice(end - size, end), transposed, flat, in_turn)
                     self.shapes[name] = (size, *shape[1:])
+
+    @classmethod
+    def opened(cls, checkpoint: Checkpoint) -> Iterator[tuple[Path, Any]]:
+        """Yields the safetensors files of a folder, and each of them opened."""
+        for path in cls._files(checkpoint):
+            try:
+                file = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+            yield path, file
 
     @staticmethod
     def _files(checkpoint: Checkpoint) -> list[Path]:

@@ -26,7 +26,7 @@ from .parallel import ALONE, Alone
 from .products import Product, pack_head, wide_product
 from .rotary import RotaryTables
 
-__all__ = ["Attend", "CausalLM", "Pass"]
+__all__ = ["Attend", "CausalLM", "MediaRows", "Pass"]
 
 
 class Attend(Protocol):
@@ -37,6 +37,18 @@ class Attend(Protocol):
     """
 
     def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRows:
+    """MediaRows are the rows of a step that images have, and what a tower made of them.
+
+    at      int64 [n]: which rows of the step they are. Their tokens may be any ids of the vocabulary
+    values  [n, hidden], of the model's dtype: they stand in place of embeddings
+    """
+
+    at: Tensor
+    values: Tensor
 
 
 @dataclass(slots=True)
@@ -108,6 +120,7 @@ class CausalLM(nn.Module):
         attend: Attend,
         read_rows: Tensor | None = None,
         adapters: RowAdapters = NO_ADAPTERS,
+        media: MediaRows | None = None,
     ) -> Tensor:
         """Returns hidden states after the final norm, [rows read, hidden], in the order of `read_rows`.
 
@@ -115,8 +128,9 @@ class CausalLM(nn.Module):
         read_rows          int64 [r], ascending, each once: rows whose result is wanted; None: all. The last plane's
                            layer computes no more than these (and the keys and values of all)
         adapters           which rows have which LoRA adapter, and the same read rows
+        media              the rows that images have; None: there are none
         """
-        rows = self.start(tokens, positions, attend, read_rows, adapters)
+        rows = self.start(tokens, positions, attend, read_rows, adapters, media)
         self.go_through(rows, range(self.config.layers))
         return self.normed(rows)
 
@@ -127,12 +141,13 @@ class CausalLM(nn.Module):
         attend: Attend,
         read_rows: Tensor | None = None,
         adapters: RowAdapters = NO_ADAPTERS,
+        media: MediaRows | None = None,
     ) -> Pass:
         """Returns rows before the first layer; the arguments are those of a call of the model."""
         if adapters.adapters and (read_rows is None) != (adapters.read_rows is None):
             raise ValueError("adapters must know the same read_rows as the model is given")
         ops = choose_ops(self.dtype, self.device)
-        x = self._embed(tokens, positions)
+        x = self._embed(tokens, positions, media)
         return Pass(x, None, self._cos_sin(positions), attend, read_rows, adapters, ops)
 
     def go_through(self, rows: Pass, layers: Iterable[int]) -> None:
@@ -200,10 +215,12 @@ class CausalLM(nn.Module):
             self.head_product = self.head_product or pack_head(weight)
         return self.head_product
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor, media: MediaRows | None) -> Tensor:
         x = self.ranks.embed(tokens, self.embedding, self.shard.vocab)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
+        if media is not None:
+            x = x.index_copy(0, media.at, media.values.to(x.dtype))
         return x if self.position_embedding is None else x + F.embedding(positions, self.position_embedding)
 
     def _cos_sin(self, positions: Tensor) -> list[Tensor]:

@@ -24,7 +24,7 @@ from .parallel import ALONE, Alone
 from .sources import TensorSource, open_source
 from .transformer import CausalLM
 
-__all__ = ["load_model"]
+__all__ = ["Weight", "check_memory", "check_tensors", "fill", "linear_weights", "load_model", "wanted_shapes"]
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -84,17 +84,17 @@ def load_model(
     if settled != config:
         model = _shapes(settled, dtype)
     weights = list(model_weights(model))
-    _check_tensors(checkpoint, weights, source)
+    check_tensors(checkpoint, weights, source)
     if ranks.size > 1:
         if device.type == "cpu" and ranks.rank == 0:  # one memory for all ranks
-            _check_memory(checkpoint, weights, device, dtype)
+            check_memory(checkpoint, weights, device, dtype)
         model = _shapes(settled, dtype, ranks)
         weights = list(model_weights(model))
-    _check_memory(checkpoint, weights, device, dtype)
+    check_memory(checkpoint, weights, device, dtype)
     pool = kernels.PanelPool()
     with torch.no_grad():
         for weight in weights:
-            _fill(weight, source, device)
+            fill(weight, source, device)
             if pack and isinstance(weight.owner, Linear) and weight.attribute == "weight":
                 # At once: so only one matrix at a time is there twice.
                 weight.owner.pack(pool)
@@ -125,13 +125,13 @@ def model_weights(model: CausalLM) -> Iterator[Weight]:
         for name in ("gate", "inject"):
             linear = getattr(model, name)
             if linear is not None:
-                yield from _linear(linear, (name, linear.outputs))
+                yield from linear_weights(linear, (name, linear.outputs))
         if model.router is not None:
             yield Weight(model.router, "step", (("router.step", len(model.router.step)),))
         for name in ("router", "planner"):
             for part in ("inner", "outer") if getattr(model, name) is not None else ():
                 linear = getattr(getattr(model, name), part)
-                yield from _linear(linear, (f"{name}.{part}", linear.outputs))
+                yield from linear_weights(linear, (f"{name}.{part}", linear.outputs))
     places = model.shard.parts(config) if split else {}
     for number, layer in enumerate(model.layers):
         yield from _layer(cast(Layer, layer), f"layers.{number}.", places)
@@ -139,11 +139,11 @@ def model_weights(model: CausalLM) -> Iterator[Weight]:
 
 def _head(score: nn.Module | None) -> Iterator[Weight]:
     if isinstance(score, Linear):
-        yield from _linear(score, ("score", score.outputs))
+        yield from linear_weights(score, ("score", score.outputs))
     elif isinstance(score, nn.Sequential):  # linear, ReLU, linear: numbered as PyTorch numbers them
         for number, module in enumerate(score):
             if isinstance(module, Linear):
-                yield from _linear(module, (f"score.{number}", module.outputs))
+                yield from linear_weights(module, (f"score.{number}", module.outputs))
 
 
 def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -> Iterator[Weight]:
@@ -161,14 +161,14 @@ def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -
         for name in ("q_norm", "k_norm"):
             yield Weight(layer, name, ((f"{attention}{name}.weight", config.head_dim),), config.norm_offset)
     if layer.splits_q:
-        yield from _linear(layer.q, q, places=places)
-        yield from _linear(layer.kv, k, v, places=places)
+        yield from linear_weights(layer.q, q, places=places)
+        yield from linear_weights(layer.kv, k, v, places=places)
     else:
-        yield from _linear(layer.qkv, q, k, v, places=places)
-    yield from _linear(layer.o, (attention + "o_proj", config.hidden), places=places)
+        yield from linear_weights(layer.qkv, q, k, v, places=places)
+    yield from linear_weights(layer.o, (attention + "o_proj", config.hidden), places=places)
     gate = [(mlp + "gate_proj", config.intermediate)] if config.gated else []
-    yield from _linear(layer.gate_up, *gate, (mlp + "up_proj", config.intermediate), places=places)
-    yield from _linear(layer.down, (mlp + "down_proj", config.hidden), places=places)
+    yield from linear_weights(layer.gate_up, *gate, (mlp + "up_proj", config.intermediate), places=places)
+    yield from linear_weights(layer.down, (mlp + "down_proj", config.hidden), places=places)
 
 
 def _norm(norm: Norm, name: str, config: ModelConfig) -> Iterator[Weight]:
@@ -177,7 +177,7 @@ def _norm(norm: Norm, name: str, config: ModelConfig) -> Iterator[Weight]:
         yield Weight(norm, "bias", ((name + ".bias", config.hidden),))
 
 
-def _linear(
+def linear_weights(
     linear: Linear, *parts: tuple[str, int], places: Mapping[str, tuple[slice, ...]] = MappingProxyType({})
 ) -> Iterator[Weight]:
     where = tuple(places[name.rpartition(".")[2]] for name, _ in parts) if places else ()
@@ -213,7 +213,7 @@ def _settle_lm_head(config: ModelConfig, source: TensorSource) -> ModelConfig:
     return replace(config, tie_embeddings=False)
 
 
-def _check_tensors(checkpoint: Checkpoint, weights: list[Weight], source: TensorSource) -> None:
+def check_tensors(checkpoint: Checkpoint, weights: list[Weight], source: TensorSource) -> None:
     wanted = wanted_shapes(weights)
     # A tied head may be saved beside the embedding it is tied to, and a head that is not asked for beside a classifier.
     unexpected = sorted(set(source.shapes) - set(wanted) - {LM_HEAD})
@@ -246,7 +246,7 @@ def _check_size(
     check_fits(size, device, checkpoint.name, "use a smaller model, or more memory")
 
 
-def _check_memory(checkpoint: Checkpoint, weights: list[Weight], device: torch.device, dtype: torch.dtype) -> None:
+def check_memory(checkpoint: Checkpoint, weights: list[Weight], device: torch.device, dtype: torch.dtype) -> None:
     size = sum(weight.parameter.nbytes for weight in weights)
     # While a parameter is packed it is there twice.
     largest = max(weight.parameter.nbytes for weight in weights)
@@ -257,7 +257,7 @@ def _check_memory(checkpoint: Checkpoint, weights: list[Weight], device: torch.d
     check_fits(size + extra, device, f"{checkpoint.name} in {str(dtype).removeprefix('torch.')}", remedy)
 
 
-def _fill(weight: Weight, source: TensorSource, device: torch.device) -> None:
+def fill(weight: Weight, source: TensorSource, device: torch.device) -> None:
     old = weight.parameter
     values = torch.empty(old.shape, dtype=old.dtype, device=device)
     parts = values.split([rows for _, rows in weight.parts])

@@ -1,0 +1,178 @@
+"""What the tower of a model is, as data: the part that makes rows of images. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..checkpoint.settings import MOST_LAYERS, Settings
+from ..errors import CheckpointError, UnsupportedModelError
+
+__all__ = ["TowerConfig", "gemma3_tower", "idefics3_tower"]
+
+# Settings of transformers' towers that change what a tower gives, and the one value that works.
+FIXED: Mapping[str, Any] = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "num_channels": 3,
+    "use_resampler": False,
+    "qk_layer_norms": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TowerConfig:
+    """A TowerConfig describes a vision transformer (SigLIP) and the projector behind it.
+
+    kind        the projector. "gemma3": squares of patches are averaged, RMS normed and projected. "idefics3": squares
+                of patches are put side by side (pixel shuffle) and projected
+    image_size  height and width of a tile, the image that the tower sees
+    patch_size  height and width of a patch: what the tower has one row of
+    merge       patches along one side of the square that becomes one row of the model
+    output      numbers of such a row: the model's hidden size
+    """
+
+    kind: Literal["gemma3", "idefics3"]
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    image_size: int
+    patch_size: int
+    merge: int
+    output: int
+    norm_eps: float = 1e-6
+    projector_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise UnsupportedModelError(f"the tower's {self.heads} heads cannot share {self.hidden} numbers evenly")
+        if self.side < 1 or self.side // self.merge < 1:
+            raise UnsupportedModelError(
+                f"a tile of {self.image_size} pixels has {self.side} patches of {self.patch_size} a side, which do not "
+                f"make a square of {self.merge} patches a side"
+            )
+
+    @property
+    def side(self) -> int:
+        """Returns how many patches lie along one side of a tile."""
+        return self.image_size // self.patch_size
+
+    @property
+    def patches(self) -> int:
+        """Returns how many patches a tile has."""
+        return self.side**2
+
+    @property
+    def rows(self) -> int:
+        """Returns how many rows of the model one tile becomes."""
+        return (self.side // self.merge) ** 2
+
+    @property
+    def span(self) -> bool:
+        """Whether the rows of one tile see each other in both directions, so that they are one span."""
+        return self.kind == "gemma3"
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def patch_inputs(self) -> int:
+        """Returns how many numbers a patch has: those of three colours."""
+        return 3 * self.patch_size**2
+
+    @property
+    def merged(self) -> int:
+        """Returns how many numbers the projector reads for a row."""
+        return self.hidden if self.kind == "gemma3" else self.hidden * self.merge**2
+
+    @property
+    def num_parameters(self) -> int:
+        """Returns how many parameters there are."""
+        h, i = self.hidden, self.intermediate
+        layer = 4 * h * h + 2 * h * i + 4 * h + i + h + 4 * h
+        projector = self.merged * self.output + (h if self.kind == "gemma3" else 0)
+        return (self.patch_inputs + 1) * h + self.patches * h + self.layers * layer + 2 * h + projector
+
+    @property
+    def tile_flops(self) -> int:
+        """Returns the floating-point operations of one tile: linears, attention and the projector."""
+        linears = self.layers * (4 * self.hidden**2 + 2 * self.hidden * self.intermediate)
+        linears += self.patch_inputs * self.hidden
+        attention = self.layers * 2 * self.patches * self.hidden
+        return 2 * self.patches * (linears + attention) + 2 * self.rows * self.merged * self.output
+
+
+def gemma3_tower(hf: Settings, output: int) -> TowerConfig:
+    """Returns the tower of a Gemma 3 config. output: the text model's hidden size.
+
+    What the config leaves out is as in transformers. Raises UnsupportedModelError for settings that do not work.
+    """
+    vision = hf.settings("vision_config")
+    image_size, patch_size = _square(vision, "image_size", 224), _square(vision, "patch_size", 16)
+    rows = hf.size("mm_tokens_per_image", 256)
+    across, side = int(rows**0.5), image_size // patch_size
+    if across**2 != rows or across > side or side // (side // across) != across:
+        raise CheckpointError(
+            f"{hf.file}: mm_tokens_per_image is {rows}; {side} x {side} patches cannot be averaged to as many squares"
+        )
+    return _siglip(
+        vision,
+        kind="gemma3",
+        hidden=768,
+        heads=12,
+        image_size=image_size,
+        patch_size=patch_size,
+        merge=side // across,
+        output=output,
+    )
+
+
+def idefics3_tower(hf: Settings, output: int) -> TowerConfig:
+    """Returns the tower of an Idefics3 or SmolVLM config. output: the text model's hidden size.
+
+    What the config leaves out is as in transformers. Raises UnsupportedModelError for settings that do not work.
+    """
+    vision = hf.settings("vision_config")
+    image_size, patch_size = _square(vision, "image_size", 224), _square(vision, "patch_size", 32)
+    merge, side = hf.size("scale_factor", 2), image_size // patch_size
+    if side % merge:
+        raise CheckpointError(f"{hf.file}: scale_factor is {merge}; it must divide the {side} patches of a side")
+    return _siglip(
+        vision,
+        kind="idefics3",
+        hidden=1152,
+        heads=16,
+        image_size=image_size,
+        patch_size=patch_size,
+        merge=merge,
+        output=output,
+    )
+
+
+def _siglip(vision: Settings, *, hidden: int, heads: int, **sizes: Any) -> TowerConfig:
+    """Returns the tower of a vision_config. hidden, heads: where it does not say."""
+    for key, value in FIXED.items():
+        if vision.get(key) not in (None, value):
+            raise UnsupportedModelError(
+                f"{vision.file}: {vision.prefix}{key} is {vision[key]!r}; only {value!r} is supported"
+            )
+    eps = float(vision.number("layer_norm_eps", 1e-6, zero=True))
+    return TowerConfig(
+        hidden=vision.size("hidden_size", hidden),
+        layers=vision.size("num_hidden_layers", 12, most=MOST_LAYERS),
+        heads=vision.size("num_attention_heads", heads),
+        intermediate=vision.size("intermediate_size", 3072),
+        norm_eps=eps,
+        projector_eps=eps,
+        **sizes,
+    )
+
+
+def _square(vision: Settings, key: str, default: int) -> int:
+    """Returns a size of the tower, which may be written as a list of two equal ones."""
+    value = vision.get(key)
+    if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
+        return (vision | {key: value[0]}).size(key, default)
+    return vision.size(key, default)
