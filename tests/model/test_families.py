@@ -193,7 +193,7 @@ def test_yarn_defaults():
         (GEMMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
         (GEMMA | {"hidden_activation": "gelu"}, "'gelu'.*'gelu_pytorch_tanh'"),
         (GEMMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "full_attention.*apart"),
-        ({"architecture": "Gemma3ForConditionalGeneration"}, "Gemma3ForCausalLM"),
+        ({"architecture": "Gemma3nForConditionalGeneration"}, "Gemma3ForCausalLM"),
     ],
 )
 def test_refusals(overrides, message):
