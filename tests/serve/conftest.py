@@ -12,6 +12,26 @@ from prefold.cache import CacheOptions
 TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
 
 
+def pytest_addoption(parser):
+    """Long tests run in pieces: each with a seed of its own, and fewer rounds than they have otherwise."""
+    parser.addoption("--seed", type=int, default=None, help="of the tests of serving that draw at random")
+    parser.addoption("--rounds", type=int, default=None, help="how often the slow ones among them do it")
+
+
+@pytest.fixture
+def seed(request):
+    """The seed that was asked for, or None."""
+    return request.config.getoption("--seed", None)
+
+
+@pytest.fixture
+def rounds(request):
+    """The number of rounds that was asked for, or None."""
+    return request.config.getoption("--rounds", None)
+
+
+
+
 @pytest.fixture(scope="session")
 def llm(tmp_path_factory):
     folder = tiny_checkpoint(tmp_path_factory.mktemp("serve"), "llama")

@@ -66,7 +66,7 @@ def test_events(bare):
         "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.incomplete"
     ]  # fmt: skip
     pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert "".join(pieces) == expected.output_text and len(pieces) > 5
+    assert "".join(pieces) == expected.output_text and len(pieces) > 1
     assert events[-1].response.output_text == expected.output_text
     with bare.responses.stream(model="tiny", input="yes no?", max_output_tokens=20, **GREEDY) as stream:
         assert [event.type for event in stream][-1] == "response.incomplete"
@@ -165,11 +165,13 @@ def test_a_batch_of_responses(client):
         "custom_id": "a",
         "method": "POST",
         "url": "/v1/responses",
-        "body": {"input": "yes", "max_output_tokens": 3},
+        "body": {"input": "yes", "max_output_tokens": 3, "temperature": 0, "ignore_eos": True},
     }
+    expected = client.responses.create(model="tiny", input="yes", max_output_tokens=3, store=False, **GREEDY)
     file = client.files.create(file=("a.jsonl", json.dumps(line).encode()), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/responses", completion_window="24h")
     while (batch := client.batches.retrieve(batch.id)).status not in ("completed", "failed"):
         pass
     body = json.loads(client.files.content(batch.output_file_id).text)["response"]["body"]
-    assert body["object"] == "response" and body["usage"]["output_tokens"] == 3
+    assert body["object"] == "response" and body["usage"]["output_tokens"] == expected.usage.output_tokens
+    assert body["output"][0]["content"][0]["text"] == expected.output_text
