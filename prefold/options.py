@@ -273,6 +273,12 @@ class GenerationOptions(TaskOptions):
     template_seconds: float | None = _option(
         None, "Processor seconds that the chat template may take for a conversation; by default 10.", journal=False
     )
+    escape_special: bool = _option(
+        False,
+        "Special tokens that are written in what a conversation holds (messages, tools, documents) stay text; only the"
+        " chat template's own are special.",
+        kind=bool,
+    )
     salt: str = _option(
         "",
         "A name for those who may share: prompts share keys and values, in a batch and in the cache, only where their"

@@ -200,7 +200,7 @@ def generate_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, 
     settings |= {name: read_argument(o[name]) for name in ("system", "chat_template") if o.get(name)}
     if o.get("chat_template_kwargs"):
         settings["chat_template_kwargs"] = _json_option(o["chat_template_kwargs"], "--chat-template-kwargs", dict)
-    given = ("template_seconds", "max_n", "max_logprobs", "json_space")
+    given = ("template_seconds", "max_n", "max_logprobs", "json_space", "escape_special")
     settings |= {name: o[name] for name in given if o.get(name) is not None}
     if (o.get("tools") or "").startswith("@"):
         settings["tools"] = _json_option(read_argument(o["tools"]), "--tools", list)

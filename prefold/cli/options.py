@@ -193,6 +193,7 @@ _TASKS: dict[str, tuple[Decorator, ...]] = {
         click.option("--chat-template-kwargs", metavar="JSON",
                      help='Variables of the chat template: {"enable_thinking": false}.'),
         _of("generate", "template_seconds", "--template-seconds", type=click.FloatRange(0, min_open=True), metavar="X"),
+        _of("generate", "escape_special", "--escape-special", is_flag=True),
         _of("generate", "max_tokens", "--max-tokens", type=click.IntRange(0), metavar="N"),
         _of("generate", "min_tokens", "--min-tokens", type=click.IntRange(0), metavar="N"),
         _of("generate", "n", "--n", type=click.IntRange(1), metavar="N"),

@@ -71,6 +71,7 @@ def option(name: str, *more: str, **settings: Any) -> Any:
 @option("max_n", type=click.IntRange(1), help="Samples of a prompt.")
 @option("max_logprobs", type=click.IntRange(0), help="Most likely tokens that are listed.")
 @click.option("--allow-chat-template", is_flag=True, help="Requests may bring a chat template of their own.")
+@click.option("--escape-special", is_flag=True, help="Special tokens in what messages hold stay text.")
 @click.option(
     "--adapter",
     metavar="NAME=FOLDER",

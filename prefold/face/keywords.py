@@ -99,5 +99,6 @@ class GenerationKeywords(TaskKeywords, total=False):
     chat_template: str | None
     chat_template_kwargs: Mapping[str, object] | None
     template_seconds: float | None
+    escape_special: bool
     salt: str
     priority: int

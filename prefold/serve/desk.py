@@ -62,7 +62,8 @@ class Desk:
         self.service, self.watch = llm.engine.service, StepWatch(llm.engine)
         self.replies: set[Reply] = set()  # those that have no answer yet
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="prefold-prepare")
-        self._limits = {"max_n": options.max_n, "max_logprobs": options.max_logprobs}
+        names = ("max_n", "max_logprobs", "escape_special")
+        self._of_texts = {name: getattr(options, name) for name in names}
         self._ended: deque[tuple[float, int]] = deque(maxlen=MEASURED)  # (when, tokens)
         self._preparing: dict[object, int] = {}  # {request: its tokens, as guessed}
 
@@ -189,7 +190,7 @@ class Desk:
 
     def task(self, name: str, options: Mapping[str, Any]) -> Any:
         """Returns a task within the server's limits."""
-        return self.llm.task(name, **(self._limits if name == "generate" else {}), **options)
+        return self.llm.task(name, **(self._of_texts if name == "generate" else {}), **options)
 
     def _prepare(self, order: TaskOrder) -> tuple[Any, list[Work]]:
         task = self.task(order.task, order.options)

@@ -35,6 +35,7 @@ class ServeOptions:
     max_waiting_tokens    tokens of their prompts
     ping_seconds          after so long without an event a stream sends a comment, so that proxies keep it open
     allow_chat_template   whether requests may bring a chat template of their own, which is a program in a sandbox
+    escape_special        whether special tokens in what a conversation holds stay text
     send_seconds          in which a client must take what it is sent
     """
 
@@ -58,6 +59,7 @@ class ServeOptions:
     max_waiting_tokens: int = 1 << 22
     ping_seconds: float = 15.0
     allow_chat_template: bool = False
+    escape_special: bool = False
     send_seconds: float = 60.0
 
     def check_address(self) -> None:

@@ -92,6 +92,7 @@ class GenerateTask:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         template_seconds: float = TEMPLATE_SECONDS,
+        escape_special: bool = False,
         json_space: str = "compact",
         max_n: int = 128,
         max_logprobs: int = 20,
@@ -106,6 +107,7 @@ class GenerateTask:
         sampling    {field of Sampling: value}; the others are Sampling's defaults, which are greedy
         system      a system message for conversations without one
         template_seconds   processor seconds that the chat template may take for one conversation
+        escape_special     whether special tokens in what an item's conversation holds stay text
         json_space  white space in answers that a grammar makes JSON: "compact", or "free" (see `Grammar.compact`)
         max_n, max_logprobs   the most that an item's own sampling may ask for, unless `sampling` itself asks for more
         truncate    whether to cut a prompt that leaves no room for the output: True its longest column or content,
@@ -122,6 +124,7 @@ class GenerateTask:
         self.chat_template = chat_template
         self.chat_template_kwargs = chat_template_kwargs
         self.template_seconds = template_seconds
+        self.escape_special = escape_special
         self.bounds = {"n": max(max_n, self.sampling.n), "logprobs": max(max_logprobs, self.sampling.logprobs or 0)}
         self.salt = salt
         self.priority = priority
@@ -181,6 +184,8 @@ class GenerateTask:
                 message = "the item has both a 'prompt' and 'messages'"
                 raise InputError(message, field="prompt", remedy="give one of them")
             text = self._render(item)
+            if self.escape_special:
+                return nothing, batch.add(self._encoded(text)), "messages"
             if self.truncate is not True:
                 text = self._part(text, "messages", left=self.truncate == "left")
             return nothing, batch.add(text), "messages"
@@ -204,27 +209,42 @@ class GenerateTask:
         limits = [limit for limit in (self.context, self.inputs.max_length) if limit is not None]
         return self.inputs.bounded(text, field, self.truncate, left=left, limit=min(limits, default=None))
 
+    def _encoded(self, text: str) -> np.ndarray:
+        """Returns the token ids of a text that `_render` wrote with special tokens escaped."""
+        assert self.inputs.tokenizer is not None
+        return self.inputs.tokenizer.escaping.encode(text)
+
     def _render(self, item: GenerateItem) -> str:
+        """Returns the text of a conversation; with `escape_special` it is for `_encoded` only."""
         if self.inputs.tokenizer is None:
             remedy = "give a prompt of token ids instead of messages"
             raise InputError("the model has no tokenizer", field="messages", remedy=remedy, code="no_tokenizer")
-        variables = {**_variables(self.chat_template_kwargs), **_variables(item.chat_template_kwargs)}
+        asked: dict[str, Any] = {
+            "chat_template_kwargs": _variables(item.chat_template_kwargs),
+            "messages": item.messages,
+            "tools": None if item.tools is None else as_tools(item.tools),
+            "documents": item.documents,
+        }
+        if isinstance(asked["messages"], (list, tuple)):
+            asked["messages"] = [_message(message, i) for i, message in enumerate(asked["messages"])]
+        if self.escape_special:
+            shielded = self.inputs.tokenizer.escaping.shielded
+            asked = {name: shielded(value, name) for name, value in asked.items()}
+        variables = {**_variables(self.chat_template_kwargs), **asked["chat_template_kwargs"]}
         for name in _NOT_VARIABLES & variables.keys():
             message = f"chat_template_kwargs holds {name!r}, which is an option of its own"
             raise InputError(message, field="chat_template_kwargs", remedy=f"give {name} beside chat_template_kwargs")
-        messages = item.messages
-        if isinstance(messages, (list, tuple)):
-            messages = [_message(message, i) for i, message in enumerate(messages)]
-            if self.system is not None and not _has_system(messages):
-                messages = [{"role": "system", "content": self.system}, *messages]
+        messages = asked["messages"]
+        if isinstance(messages, (list, tuple)) and self.system is not None and not _has_system(messages):
+            messages = [{"role": "system", "content": self.system}, *messages]
         opens = item.add_generation_prompt
         return self.inputs.tokenizer.render_chat(
             messages,
             template=self.chat_template if item.chat_template is None else item.chat_template,
             add_generation_prompt=not item.continue_final_message if opens is None else opens,
             continue_final_message=item.continue_final_message,
-            tools=_objects(self.tools if item.tools is None else as_tools(item.tools), "tools", _TOOL),
-            documents=_objects(item.documents, "documents", '[{"title": "...", "text": "..."}]'),
+            tools=_objects(self.tools if item.tools is None else asked["tools"], "tools", _TOOL),
+            documents=_objects(asked["documents"], "documents", '[{"title": "...", "text": "..."}]'),
             template_seconds=self.template_seconds,
             **variables,
         )
@@ -278,7 +298,8 @@ class GenerateTask:
             left, chat = iter(values), list(messages)
             for i, (columns, filled) in parts.items():
                 chat[i] = {**chat[i], "content": filled([next(left) for _ in columns])}
-            return batch.now(self._render(replace(item, messages=chat)))
+            text = self._render(replace(item, messages=chat))
+            return self._encoded(text) if self.escape_special else batch.now(text)
 
         every = [column for columns, _ in parts.values() for column in columns]
         return cut_columns(tokenizer, every, make, len, room) if every else None

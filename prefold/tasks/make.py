@@ -207,6 +207,7 @@ def _generate(
         chat_template=o.chat_template,
         chat_template_kwargs=o.chat_template_kwargs,
         template_seconds=TEMPLATE_SECONDS if o.template_seconds is None else o.template_seconds,
+        escape_special=o.escape_special,
         json_space=o.json_space,
         max_n=o.max_n,
         max_logprobs=o.max_logprobs,

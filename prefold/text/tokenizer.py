@@ -7,11 +7,13 @@ the tasks refuse or cut what is too long.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .chat import ChatTemplates
+from .escaped import Escaping
 from .linecut import LineCut, line_cut
 from .longest import least_tokens
 from .valid import valid_text
@@ -134,6 +136,11 @@ class Tokenizer:
         """Returns the text of a conversation, as `ChatTemplates.render` does. Encode it with special=False: it has
         its own."""
         return self.chat_templates.render(messages, **options)  # type: ignore[arg-type]
+
+    @cached_property
+    def escaping(self) -> Escaping:
+        """Returns what encodes conversations whose texts hold no special tokens; made when it is asked for first."""
+        return Escaping(self.backend)
 
     def _encode_all(self, texts: list[str]) -> list[np.ndarray]:
         if not texts:

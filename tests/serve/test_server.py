@@ -252,3 +252,24 @@ def test_chat_templates_of_requests(llm, allowed):
             assert found.json()["error"]["param"] == "chat_template"
         named = httpx.post(f"{server.url}/v1/chat/completions", json=own | {"chat_template": "default"})
         assert named.status_code == 200
+
+
+def test_special_tokens_in_messages_stay_text(llm):
+    """In chats, responses and Anthropic's messages alike; a raw prompt is read as ever."""
+    special = next(token for token in llm.tokenizer.special_tokens.values())
+    (id,) = llm.tokenizer.encode(special, special=False).tolist()
+    chat = [{"role": "user", "content": f"yes {special} no"}]
+    with serving(llm) as plain, serving(llm, escape_special=True) as escaping:
+
+        def count(server, **body):
+            return httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"].count(id)
+
+        assert count(plain, messages=chat) == 1 + count(escaping, messages=chat)
+        assert count(plain, prompt=special) == count(escaping, prompt=special)
+        for path, body in (
+            ("/v1/responses", {"input": chat, "max_output_tokens": 1}),
+            ("/v1/messages/count_tokens", {"messages": chat}),
+        ):
+            found = [httpx.post(f"{server.url}{path}", json=body).json() for server in (plain, escaping)]
+            read, escaped = (one.get("usage", one)["input_tokens"] for one in found)
+            assert read < escaped, path

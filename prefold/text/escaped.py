@@ -1,0 +1,91 @@
+"""Keeps special tokens that stand in what a user wrote as text, while those that a chat template writes stay special.
+
+In a user's texts a character is put behind the first letter of whatever would be read as a special token (`shielded`).
+The template writes the conversation, in which the only special tokens are then its own. `encode` gives these other
+names, takes the characters away, and encodes the text with a copy of the tokenizer that knows the special tokens by
+these names only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import InputError
+from .chat import DEEPEST
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ["Escaping"]
+
+# Two of the code points that Unicode keeps for use inside of programs, and that are no characters.
+SHIELD, MARK = "\ufdd0", "\ufdd1"
+# A template that writes an object as Python or JSON would may write its SHIELDs in these letters.
+SHIELD_WRITTEN = r"\ufdd0"
+
+
+class Escaping:
+    """Encodes conversations whose texts hold no special tokens, whatever is written in them."""
+
+    def __init__(self, backend: tokenizers.Tokenizer):
+        added = backend.get_added_tokens_decoder()
+        self._ids = {token.content: id for id, token in added.items() if token.special}
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._copy = _renamed(backend, self._ids)
+
+    def shielded(self, value: Any, field: str, depth: int = 0) -> Any:
+        """Returns a JSON value with a SHIELD in each special token of its texts. Raises InputError for a text that
+        holds what escaping needs for itself, and for values nested too deep."""
+        if isinstance(value, str):
+            for one in (SHIELD, MARK, SHIELD_WRITTEN):
+                if one in value:
+                    message = f"{field[:80]!r} holds {ascii(one)}, which stands for no character"
+                    raise InputError(message, field=field[:80], remedy="leave it out", code="wrong_type")
+            return self._special.sub(lambda found: found[0][0] + SHIELD + found[0][1:], value)
+        if depth > DEEPEST and isinstance(value, (Mapping, list, tuple)):
+            message = f"{field[:80]!r} is nested more than {DEEPEST} deep"
+            raise InputError(message, field=field[:80], remedy="nest it less deep", code="too_deep")
+        if isinstance(value, Mapping):
+            named = ((self.shielded(str(name), field), name, one) for name, one in value.items())
+            return {key: self.shielded(one, f"{field}.{name}", depth + 1) for key, name, one in named}
+        if isinstance(value, (list, tuple)):
+            return [self.shielded(one, f"{field}[{i}]", depth + 1) for i, one in enumerate(value)]
+        return value
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the token ids of a text that a template wrote of shielded values, int32 [n]; nothing is added."""
+        marked = self._special.sub(lambda found: _name(self._ids[found[0]]), text)
+        bare = marked.replace(SHIELD, "").replace(SHIELD_WRITTEN, "")
+        return np.asarray(self._copy.encode(bare, add_special_tokens=False).ids, dtype=np.int32)
+
+
+def _name(id: int) -> str:
+    return f"{MARK}{id}{MARK}"
+
+
+def _renamed(backend: tokenizers.Tokenizer, ids: Mapping[str, int]) -> tokenizers.Tokenizer:
+    """Returns a copy of a tokenizer in which special tokens have other names, also in its vocabulary, so that no text
+    is read as one of them."""
+    import tokenizers
+
+    names = {content: _name(id) for content, id in ids.items()}
+    found = json.loads(backend.to_str())
+    found["post_processor"] = None  # it adds special tokens, by their names
+    for token in found["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = found["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(content, content): id for content, id in model["vocab"].items()}
+    else:  # Unigram: [[content, score], ...]
+        model["vocab"] = [[names.get(content, content), score] for content, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    copy = tokenizers.Tokenizer.from_str(json.dumps(found))
+    assert all(copy.token_to_id(names[content]) == id for content, id in ids.items())
+    return copy
