@@ -11,14 +11,14 @@ from .asked import checked
 from .completions import chat_body, read_chat
 from .tools import GrowingText
 
-__all__ = ["MessageEvents", "anthropic_error", "message_body", "read_message"]
+__all__ = ["MESSAGE_NAMES", "MessageEvents", "anthropic_error", "message_body", "read_message"]
 
 Body = dict[str, Any]
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
-_FIELDS = (
+MESSAGE_NAMES = (
     "model", "messages", "max_tokens", "system", "stop_sequences", "temperature", "top_p", "top_k", "stream", "tools",
     "tool_choice", "metadata", "service_tier", "thinking", "cache_control",
 )  # fmt: skip
@@ -40,7 +40,7 @@ def read_message(body: Mapping[str, Any], *, answered: bool = True) -> tuple[lis
 
     answered  whether an answer is wanted, and not only the count of the tokens
     """
-    checked(body, *_FIELDS)
+    checked(body, *MESSAGE_NAMES)
     thinking = body.get("thinking")
     if thinking is not None and not (isinstance(thinking, Mapping) and thinking.get("type") == "disabled"):
         message, remedy = "'thinking' is not supported", "leave it out"

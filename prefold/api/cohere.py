@@ -11,8 +11,11 @@ import numpy as np
 from ..errors import InputError
 from .asked import Asked, checked, choice, need
 
-__all__ = ["cohere_error", "read_cohere_embed"]
+__all__ = ["COHERE_EMBED_NAMES", "cohere_error", "read_cohere_embed"]
 
+COHERE_EMBED_NAMES = (
+    "model", "texts", "input_type", "embedding_types", "output_dimension", "truncate", "priority",
+)  # fmt: skip
 # {input_type: the checkpoint's prompt that is put before such texts, where it has one}
 _PROMPTS = {"search_query": "query", "search_document": "document", "classification": "classification",
             "clustering": "clustering"}  # fmt: skip
@@ -47,7 +50,7 @@ def read_cohere_embed(body: Mapping[str, Any], id: str, prompts: Collection[str]
 
     int8 and uint8 are refused, as their scale is that of a model which was made for them.
     """
-    checked(body, "model", "texts", "input_type", "embedding_types", "output_dimension", "truncate", "priority")
+    checked(body, *COHERE_EMBED_NAMES)
     texts, types = need(body, "texts"), body.get("embedding_types")
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise InputError("'texts' is not a list of texts", field="texts", remedy="give one", code="wrong_type")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from .anthropic import MESSAGE_NAMES
+from .cohere import COHERE_EMBED_NAMES
 from .endpoints import KINDS
+from .tei import TEI_NAMES
+from .tokens import DETOKENIZE_NAMES, TOKENIZE_NAMES
 
-__all__ = ["STREAMED", "SUMMARIES", "body_schema"]
+__all__ = ["BODIES", "STREAMED", "SUMMARIES", "body_schema"]
 
 Schema = dict[str, Any]
 
@@ -20,7 +24,18 @@ SUMMARIES = {
     "response": "Continues a conversation of items.",
 }
 STREAMED = {"chat", "completion", "response"}
+# {body of an API that is answered over HTTP only: its fields}
+_OTHERS = {f"tei_{kind}": names for kind, names in TEI_NAMES.items()} | {
+    "message": MESSAGE_NAMES, "message_tokens": MESSAGE_NAMES, "cohere_embed": COHERE_EMBED_NAMES,
+    "tokenize_prompt": (*KINDS["completion"].names, *TOKENIZE_NAMES),
+    "tokenize_chat": (*KINDS["chat"].names, *TOKENIZE_NAMES), "detokenize": DETOKENIZE_NAMES,
+}  # fmt: skip
+BODIES = (*KINDS, *_OTHERS)
 _REQUIRED = {
+    "message": ["messages", "max_tokens"], "message_tokens": ["messages"], "cohere_embed": ["texts"],
+    "tokenize_prompt": ["prompt"], "tokenize_chat": ["messages"], "detokenize": ["tokens"],
+    "tei_rerank": ["query", "texts"], "tei_decode": ["ids"],
+    **{f"tei_{kind}": ["inputs"] for kind in ("embed", "embed_all", "predict", "similarity", "tokenize")},
     "embeddings": ["input"], "rerank": ["query", "documents"], "chat": ["messages"], "completion": ["prompt"],
     "response": ["input"],
 }  # fmt: skip
@@ -33,6 +48,8 @@ def _of(kind: str | list[str], description: str = "", **more: Any) -> Schema:
 _TEXTS = {"type": "array", "items": {"type": "string"}}
 _OBJECTS = {"type": "array", "items": {"type": "object"}}
 _TEXT_OR_TEXTS = {"anyOf": [{"type": "string"}, _TEXTS]}
+_TEXT_OR_OBJECTS = {"anyOf": [{"type": "string"}, _OBJECTS]}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPT = {
     "anyOf": [
         {"type": "string"},
@@ -114,13 +131,60 @@ _PARAMETERS: dict[Any, Schema] = {
     "top_n": _of("integer", "How many of the best documents are answered.", minimum=1),
     "return_documents": _of("boolean"),
     "instruction": _of("string", "What the reranker is told to look for."),
+    "inputs": _TEXT_OR_TEXTS,
+    ("tei_predict", "inputs"): {
+        "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXTS | {"maxItems": 1}}],
+        "description": "A text, or a list of lists of one text each.",
+    },
+    ("tei_similarity", "inputs"): {
+        "type": "object", "additionalProperties": False, "required": ["source_sentence", "sentences"],
+        "properties": {"source_sentence": {"type": "string"}, "sentences": _TEXTS},
+    },
+    "normalize": _of("boolean", "Whether vectors are scaled to length 1.", default=True),
+    "prompt_name": _of("string", "The checkpoint's prompt that is put before the texts."),
+    "truncate": _of("boolean", "Cut what is too long; else it is an error.", default=False),
+    "truncation_direction": _of("string", enum=["Left", "Right"], default="Right"),
+    "raw_scores": _of("boolean", "Scores before they are made probabilities.", default=False),
+    "return_text": _of("boolean", default=False),
+    ("tei_predict", "parameters"): _of("object", 'huggingface_hub\'s: {"top_k": 3}.'),
+    ("tei_similarity", "parameters"): _of("object", "prompt_name, truncate and truncation_direction."),
+    ("tei_rerank", "texts"): _TEXTS,
+    "ids": {
+        "anyOf": [_IDS, {"type": "array", "items": _IDS}], "description": "Token ids, or lists of them.",
+    },
+    "skip_special_tokens": _of("boolean", default=True),
+    "add_special_tokens": _of("boolean", "Whether what stands around every text is added.", default=True),
+    "return_token_strs": _of("boolean", "Whether the text of each token is answered too.", default=False),
+    ("detokenize", "tokens"): _IDS,
+    ("cohere_embed", "texts"): _TEXTS,
+    "input_type": _of("string", enum=["search_query", "search_document", "classification", "clustering"]),
+    "embedding_types": {"type": "array", "items": {"enum": ["float", "base64", "ubinary", "binary"]}},
+    "output_dimension": _of("integer", "The vectors' first so many numbers, scaled to length 1.", minimum=1),
+    ("cohere_embed", "truncate"): _of("string", enum=["NONE", "START", "END"], default="END"),
+    "system": _TEXT_OR_OBJECTS | {"description": "The system's message: a text, or blocks of text."},
+    "stop_sequences": _TEXTS | {"description": "Texts that end the answer; they are left out of it."},
+    ("message", "tool_choice"): _of("object", '{"type": auto, any, none or tool}.'),
+    "service_tier": _of("string", "Changes nothing."),
+    "thinking": _of("object", '{"type": "disabled"} only.'),
+    "cache_control": _of("object", "Changes nothing: what is computed is kept anyway."),
 }  # fmt: skip
 
 
 def body_schema(kind: str) -> Schema:
     """Returns the schema of the bodies of one kind of request."""
-    names = sorted(KINDS[kind].names, key=lambda name: (name not in _REQUIRED.get(kind, []), name))
-    properties = {name: _PARAMETERS.get((kind, name)) or _PARAMETERS.get(name, {}) for name in names}
-    properties |= _SHARED | _SETTINGS | (_STREAM if kind in STREAMED else {})
+    names: Any = KINDS[kind].names if kind in KINDS else _OTHERS[kind]
+    names = sorted(names, key=lambda name: (name not in _REQUIRED.get(kind, []), name))
+    properties = {name: _of_field(kind, name) for name in names}
+    if kind in KINDS or kind.startswith("tokenize_"):
+        properties |= _SHARED
+    if kind in KINDS:
+        properties |= _SETTINGS | (_STREAM if kind in STREAMED else {})
     found: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
     return found | ({"required": _REQUIRED[kind]} if kind in _REQUIRED else {})
+
+
+def _of_field(kind: str, name: str) -> Schema:
+    """Returns the schema of a field, which may be one of its kind only."""
+    own = "message" if kind == "message_tokens" else kind
+    every = _PARAMETERS | _SHARED | _STREAM
+    return every.get((own, name)) or every[name]

@@ -10,10 +10,20 @@ import numpy as np
 from ..errors import InputError
 from .asked import Asked, checked, choice, flag, need
 
-__all__ = ["read_embed", "read_predict", "read_rerank", "read_similarity", "tei_error"]
+__all__ = ["TEI_NAMES", "read_embed", "read_predict", "read_rerank", "read_similarity", "tei_error"]
 
 Body = Mapping[str, Any]
 _TRUNCATION = ("truncate", "truncation_direction")
+# {kind of request: its fields}
+TEI_NAMES = {
+    "embed": ("inputs", "normalize", "prompt_name", "dimensions", *_TRUNCATION),
+    "embed_all": ("inputs", "prompt_name", *_TRUNCATION),
+    "rerank": ("query", "texts", "raw_scores", "return_text", *_TRUNCATION),
+    "predict": ("inputs", "raw_scores", "parameters", *_TRUNCATION),
+    "similarity": ("inputs", "parameters"),
+    "tokenize": ("inputs", "add_special_tokens", "prompt_name"),
+    "decode": ("ids", "skip_special_tokens"),
+}
 # What TEI answers with: {status of a refusal: (status, error_type)}
 _TYPES = {
     429: (429, "overloaded"), 500: (424, "backend"), 503: (503, "unhealthy"), 413: (413, "validation"),
@@ -39,7 +49,7 @@ def _truncation(body: Body) -> dict[str, Any]:
 
 def read_embed(body: Body) -> Asked:
     """Returns what /embed asks: a vector of each input. Raises InputError."""
-    checked(body, "inputs", "normalize", "prompt_name", "dimensions", *_TRUNCATION)
+    checked(body, *TEI_NAMES["embed"])
     inputs = need(body, "inputs")
     options = {"normalize": flag(body, "normalize", True), **_truncation(body)}
     if body.get("prompt_name") is not None:
@@ -54,7 +64,7 @@ def read_embed(body: Body) -> Asked:
 
 def read_rerank(body: Body) -> Asked:
     """Returns what /rerank asks: a score of each text, the best first. Raises InputError."""
-    checked(body, "query", "texts", "raw_scores", "return_text", *_TRUNCATION)
+    checked(body, *TEI_NAMES["rerank"])
     texts = need(body, "texts")
     options: dict[str, Any] = {"raw_scores": flag(body, "raw_scores")}
     if flag(body, "truncate"):
@@ -77,7 +87,7 @@ def read_predict(body: Body) -> Asked:
     Inputs are a text, or a list of lists of one text each. A list of two texts is a pair, which is not supported. With
     "parameters", as huggingface_hub sends it, a text is answered as a list of one.
     """
-    checked(body, "inputs", "raw_scores", "parameters", *_TRUNCATION)
+    checked(body, *TEI_NAMES["predict"])
     inputs = need(body, "inputs")
     many = isinstance(inputs, list) and all(isinstance(one, list) for one in inputs)
     texts = [one[0] if isinstance(one, list) and len(one) == 1 else one for one in (inputs if many else [inputs])]
@@ -107,7 +117,7 @@ def read_predict(body: Body) -> Asked:
 def read_similarity(body: Body) -> Asked:
     """Returns what /similarity asks: the cosine of the angle between a sentence and each of several. Raises
     InputError."""
-    checked(body, "inputs", "parameters")
+    checked(body, *TEI_NAMES["similarity"])
     inputs, parameters = need(body, "inputs"), body.get("parameters") or {}
     for value, name in ((inputs, "inputs"), (parameters, "parameters")):
         if not isinstance(value, dict):

@@ -15,6 +15,7 @@ from ..api import ENDPOINTS, KINDS, response_body
 from ..api.asked import checked, flag, need
 from ..api.chunks import Chunks, read_stream
 from ..api.options import read_options
+from ..api.tokens import DETOKENIZE_NAMES, TOKENIZE_NAMES
 from ..errors import InputError
 from . import tei
 from .faces import Asking, Handle
@@ -164,7 +165,7 @@ async def tokenize(site: Site, request: Request, tenant: Tenant) -> Response:
         return await tei.tokenize(asking)
     kind, special = ("chat" if "messages" in asking.body else "completion"), asking.body.get("add_special_tokens")
     with_texts = flag(asking.body, "return_token_strs")
-    body = {k: v for k, v in asking.body.items() if k not in ("add_special_tokens", "return_token_strs")}
+    body = {k: v for k, v in asking.body.items() if k not in TOKENIZE_NAMES}
     if kind == "completion" and special is False:
         prompt = need(body, "prompt")
         body["prompt"] = asking.desk.llm.tokenizer.encode(prompt, special=False).tolist()
@@ -178,5 +179,5 @@ async def tokenize(site: Site, request: Request, tenant: Tenant) -> Response:
 async def detokenize(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers vLLM's /detokenize: the text of token ids."""
     asking = await Asking.of(site, request, tenant)
-    checked(asking.body, "model", "tokens")
+    checked(asking.body, *DETOKENIZE_NAMES)
     return json_response({"prompt": tei.decoded(asking.desk.llm, need(asking.body, "tokens"), "tokens", False)})

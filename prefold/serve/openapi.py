@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Route
 
 from .. import __version__
 from ..api import ENDPOINTS
-from ..api.schema import STREAMED, SUMMARIES, body_schema
+from ..api.schema import BODIES, STREAMED, SUMMARIES, body_schema
 from .http import json_response
 from .page import page_response, page_text
 
@@ -44,6 +44,15 @@ _BATCH = {
     "required": ["input_file_id", "endpoint"],
     "additionalProperties": False,
 }
+# {path: the bodies it takes, beside those of `ENDPOINTS`}
+_TAKES = {
+    "/v1/messages": ("message",), "/v1/messages/count_tokens": ("message_tokens",), "/v1/embed": ("cohere_embed",),
+    "/v2/embed": ("cohere_embed",), "/v2/rerank": ("rerank",), "/embed": ("tei_embed",),
+    "/embed_all": ("tei_embed_all",), "/predict": ("tei_predict",), "/similarity": ("tei_similarity",),
+    "/decode": ("tei_decode",), "/": ("tei_embed", "tei_predict", "tei_similarity", "tei_rerank"),
+    "/rerank": ("rerank", "tei_rerank"), "/tokenize": ("tokenize_prompt", "tokenize_chat", "tei_tokenize"),
+    "/detokenize": ("detokenize",),
+}  # fmt: skip
 _PAGED = {"/v1/files": ("after", "limit", "order", "purpose"), "/v1/batches": ("after", "limit", "order")}
 # {path: what its handler, which is made of a reader, does not say itself}
 _SAID = {
@@ -82,7 +91,7 @@ def describe(found: Sequence[BaseRoute]) -> dict[str, Any]:
             path = re.sub(r"{(\w+)(:\w+)?}", r"{\1}", route.path)
             for method in sorted((route.methods or set()) - {"HEAD"}):
                 paths.setdefault(path, {}).setdefault(method.lower(), _operation(path, method, route.endpoint))
-    schemas = {kind: body_schema(kind) for kind in SUMMARIES}
+    schemas = {kind: body_schema(kind) for kind in BODIES}
     keys = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -121,7 +130,9 @@ def _operation(path: str, method: str, endpoint: Any) -> dict[str, Any]:
     if path == "/v1/files" and method == "POST":
         operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _FILE}}}
     elif method == "POST" and not names:
-        schema = _BATCH if path == "/v1/batches" else _OBJECT if kind is None else _reference(kind)
+        taken = [_reference(one) for one in _TAKES.get(path, (kind,) if kind is not None else ())]
+        many = {"anyOf": taken} if len(taken) > 1 else taken[0] if taken else _OBJECT
+        schema = _BATCH if path == "/v1/batches" else many
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     answer: dict[str, Any] = {"description": "The answer."} | (_JSON if face != "server" else {})
     if kind in STREAMED:

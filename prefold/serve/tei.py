@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute, Route
 
 from .. import __version__
 from ..api.asked import checked, flag, need
-from ..api.tei import read_embed, read_predict, read_rerank, read_similarity, tei_error
+from ..api.tei import TEI_NAMES, read_embed, read_predict, read_rerank, read_similarity, tei_error
 from ..errors import InputError
 from .faces import Asking, answer_asked, handle_of
 from .http import json_response, unless_gone
@@ -62,7 +62,7 @@ async def embed_all(site: Site, request: Request, tenant: Tenant) -> Response:
     row a token, as all prefixes share theirs.
     """
     asking = await Asking.of(site, request, tenant)
-    body = checked(asking.body, "inputs", "truncate", "truncation_direction", "prompt_name")
+    body = checked(asking.body, *TEI_NAMES["embed_all"])
     asked = read_embed({**body, "normalize": False})
     try:
         order = asking.order("embed", asked.items, asked.options)
@@ -81,7 +81,7 @@ async def embed_all(site: Site, request: Request, tenant: Tenant) -> Response:
 
 async def tokenize(asking: Asking) -> Response:
     """Answers /tokenize with `inputs`: the tokens of each text, with their place in it."""
-    body = checked(asking.body, "inputs", "add_special_tokens", "prompt_name")
+    body = checked(asking.body, *TEI_NAMES["tokenize"])
     inputs, special = need(body, "inputs"), flag(body, "add_special_tokens", True)
     texts = [inputs] if isinstance(inputs, str) else inputs
     if not isinstance(texts, list):
@@ -108,7 +108,7 @@ def token(tokenizer: Any, text: str, id: int, spans: list[tuple[int, int]], plac
 async def decode(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers /decode: the text of each list of ids."""
     asking = await Asking.of(site, request, tenant)
-    body = checked(asking.body, "ids", "skip_special_tokens")
+    body = checked(asking.body, *TEI_NAMES["decode"])
     ids, skip = need(body, "ids"), flag(body, "skip_special_tokens", True)
     lists = ids if isinstance(ids, list) and isinstance(ids[0], list) else [ids]
     return json_response([decoded(asking.desk.llm, one, "ids", skip) for one in lists])

@@ -45,7 +45,7 @@ class Escaping:
         if isinstance(value, str):
             for one in (SHIELD, MARK, SHIELD_WRITTEN):
                 if one in value:
-                    message = f"{field[:80]!r} holds {ascii(one)}, which stands for no character"
+                    message = f"{field[:80]!r} holds {one!a}, which stands for no character"
                     raise InputError(message, field=field[:80], remedy="leave it out", code="wrong_type")
             return self._special.sub(lambda found: found[0][0] + SHIELD + found[0][1:], value)
         if depth > DEEPEST and isinstance(value, (Mapping, list, tuple)):

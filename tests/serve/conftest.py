@@ -30,8 +30,6 @@ def rounds(request):
     return request.config.getoption("--rounds", None)
 
 
-
-
 @pytest.fixture(scope="session")
 def llm(tmp_path_factory):
     folder = tiny_checkpoint(tmp_path_factory.mktemp("serve"), "llama")

@@ -9,14 +9,25 @@ import pytest
 from starlette.routing import Route
 from test_page import browser  # noqa: F401
 
-from prefold.api import ENDPOINTS, KINDS
-from prefold.api.schema import SUMMARIES, body_schema
+from prefold.api import ENDPOINTS, KINDS, anthropic, cohere, tei
+from prefold.api.schema import BODIES, SUMMARIES, body_schema
 from prefold.errors import InputError
 from prefold.serve.app import make_app
 
 GOOD = {
     "embeddings": {"input": "a"}, "rerank": {"query": "a", "documents": ["b"]}, "score": {"text_1": "a", "text_2": "b"},
     "chat": {"messages": [{"role": "user", "content": "a"}]}, "completion": {"prompt": "a"}, "response": {"input": "a"},
+}  # fmt: skip
+OTHERS = {
+    "tei_embed": (tei.read_embed, {"inputs": "a"}),
+    "tei_rerank": (tei.read_rerank, {"query": "a", "texts": ["b"]}),
+    "tei_predict": (tei.read_predict, {"inputs": "a"}),
+    "tei_similarity": (tei.read_similarity, {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
+    "message": (anthropic.read_message, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+    "message_tokens": (
+        lambda body: anthropic.read_message(body, answered=False), {"messages": [{"role": "user", "content": "a"}]}
+    ),
+    "cohere_embed": (lambda body: cohere.read_cohere_embed(body, "", ()), {"texts": ["a"]}),
 }  # fmt: skip
 
 
@@ -55,6 +66,36 @@ def test_the_parameters_are_those_that_are_read(kind):
             assert name != "no_such"
 
 
+@pytest.mark.parametrize("kind", OTHERS)
+def test_the_fields_of_other_apis_are_those_that_are_read(kind):
+    read, good = OTHERS[kind]
+    schema = body_schema(kind)
+    read(good | dict.fromkeys(set(schema["properties"]) - set(schema["required"])))
+    for name in schema["required"]:
+        with pytest.raises(InputError):
+            read({key: value for key, value in good.items() if key != name})
+    with pytest.raises(InputError, match="no_such"):
+        read(good | {"no_such": None})
+
+
+def test_every_body_has_its_fields(server):
+    """Those that a path of the server reads are what is described; a field that is not is refused there."""
+    found = httpx.get(f"{server.url}/openapi.json").json()
+    bodies = [json.dumps(one.get("requestBody", {})) for path in found["paths"].values() for one in path.values()]
+    used = {kind for kind in BODIES if any(f'/{kind}"' in body for body in bodies)}
+    assert used == set(BODIES)
+    for path, body in {
+        "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]}, "/decode": {"ids": [1]},
+        "/embed_all": {"inputs": "a"},
+    }.items():  # fmt: skip
+        (kind,) = (k for k in BODIES if f'/{k}"' in json.dumps(found["paths"][path]) and set(body) <= set(
+            found["components"]["schemas"][k]["required"]))  # fmt: skip
+        names = set(body_schema(kind)["properties"]) - set(body)
+        assert httpx.post(server.url + path, json=body | dict.fromkeys(names)).status_code == 200, path
+        wrong = httpx.post(server.url + path, json=body | {"no_such": None})
+        assert wrong.status_code in (400, 413) and "no_such" in wrong.text
+
+
 def test_docs_work_without_anything_from_elsewhere(browser, server):  # noqa: F811
     browser.call("Page.navigate", url=f"{server.url}/docs")
     browser.wait("document.querySelectorAll('details').length > 35")
@@ -64,6 +105,15 @@ def test_docs_work_without_anything_from_elsewhere(browser, server):  # noqa: F8
     browser.wait(f"{place}.querySelectorAll('table tr').length > 10")
     browser.value(f"{place}.querySelector('button').click()")
     browser.wait(f"({place}.querySelector('pre') || {{}}).textContent?.includes('text_completion') === true")
+    several = "[...document.querySelectorAll('details')].find(e => e.textContent.startsWith('POST/tokenize '))"
+    browser.value(f"{several}.open = true; 1")
+    browser.wait(f"{several}.querySelectorAll('table').length === 3")
+    for path in ("/decode", "/similarity", "/v1/embed", "/v1/messages"):  # what is proposed to be sent is right
+        place = f"[...document.querySelectorAll('details')].find(e => e.textContent.startsWith('POST{path} '))"
+        browser.value(f"{place}.open = true; 1")
+        browser.wait(f"{place}.querySelector('button') !== null")
+        browser.value(f"{place}.querySelector('button').click()")
+        browser.wait(f"({place}.querySelector('pre') || {{}}).textContent?.startsWith('200') === true")
     assert browser.value("document.documentElement.scrollWidth - innerWidth") <= 0
     assert all(url.startswith((server.url, "data:", "about:")) for url in browser.requested())
     assert browser.complaints() == []

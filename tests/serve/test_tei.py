@@ -1,13 +1,10 @@
-"""TEI's paths, and huggingface_hub's InferenceClient, unchanged, over a real socket."""
+"""TEI's paths, over a real socket."""
 
 from __future__ import annotations
-
-import json
 
 import httpx
 import numpy as np
 import pytest
-from huggingface_hub import InferenceClient
 from serving import serving
 from tiny import reference, tiny_checkpoint
 
@@ -91,24 +88,6 @@ def test_info_and_errors(server, post):
     assert post("/predict", inputs="a").status_code in (413, 422)  # the model has no classification head
 
 
-def test_inference_client(server, llm):
-    client = InferenceClient(server.url)
-    np.testing.assert_allclose(client.feature_extraction("the"), [llm.embed("the")], atol=1e-6)
-    vectors = llm.embed(["is it", *TEXTS])
-    found = client.sentence_similarity("is it", TEXTS)
-    assert found == pytest.approx((vectors[1:] @ vectors[0]).tolist(), abs=1e-5)
-    expected = llm.chat(CHAT, max_tokens=8)
-    found = client.chat_completion(CHAT, max_tokens=8, temperature=0)
-    assert found.choices[0].message.content == expected.text
-    pieces = client.chat_completion(CHAT, max_tokens=8, temperature=0, stream=True)
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == expected.text
-    schema = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"],
-              "additionalProperties": False}  # fmt: skip
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    found = client.chat_completion(CHAT, max_tokens=120, response_format=form)
-    assert json.loads(found.choices[0].message.content)["a"] in ("yes", "no")
-
-
 def test_classifier(tmp_path):
     labels = {0: "bad", 1: "good", 2: "odd"}
     folder = tiny_checkpoint(tmp_path, "qwen3", head="classifier", num_labels=3, id2label=labels,
@@ -123,8 +102,6 @@ def test_classifier(tmp_path):
         many = httpx.post(f"{server.url}/predict", json={"inputs": [["the yes"], ["no"]]}).json()
         assert many[0][0]["score"] == pytest.approx(found[0]["score"], abs=1e-6) and len(many) == 2
         assert httpx.post(f"{server.url}/predict", json={"inputs": ["a", "b"]}).status_code == 422  # a pair
-        client = InferenceClient(server.url)
-        assert client.text_classification("the yes", top_k=2)[0].label == expected.label
         assert httpx.get(f"{server.url}/info").json()["model_type"]["classifier"]["id2label"]["2"] == "odd"
         found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
         assert found.status_code == 400 and "classification head" in found.json()["error"]["message"]
