@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import InputError
+from ..prefix import clear_of_span
 from .slots import SlotPool
 from .tree import BrokenOff, Node, RadixTree, common_prefix
 
@@ -188,7 +189,7 @@ class RadixCache:
         pinned = 0
         with suppress(BrokenOff), self._tree.change():
             for node, same in self._tree.match(namespace, tokens)[0]:
-                there = min(same, node.computed)
+                there = clear_of_span(node.tokens, min(same, node.computed))
                 if not there:
                     break
                 if there < len(node):
@@ -249,10 +250,10 @@ class RadixCache:
         return heap[0][2] if heap else None
 
     def _forget(self, node: Node, rows: int | None = None) -> int:
-        """Evicts a kept leaf, or the last `rows` rows of it: the rows before them may still be asked for. Returns how
-        many rows were evicted."""
-        if rows is not None and 0 < rows < len(node):
-            self._tree.split(node, len(node) - rows)
+        """Evicts a kept leaf, or the last `rows` rows of it and what of a span is before them: the rows before these
+        may still be asked for. Returns how many rows were evicted."""
+        if rows is not None and 0 < rows < len(node) and (left := clear_of_span(node.tokens, len(node) - rows)):
+            self._tree.split(node, left)
         size = node.computed
         del self._kept[node]
         node.kept = False

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..prefix import common_prefix_lengths, lexsort_sequences
+from ..errors import InputError
+from ..prefix import SPAN_BASE, common_prefix_lengths, lexsort_sequences
 from ..schedule.prefill import PlannedStep, PrefillScheduler
 from ..schedule.steps import StepResult
 from ..stream import Window
@@ -190,7 +191,13 @@ def unique_tokens(window: Window) -> int:
 
 
 def first_tokens(window: Window) -> Window:
-    """Returns the window with every prompt cut to its first token: in a causal model its row sees nothing else."""
+    """Returns the window with every prompt cut to its first token: in a causal model its row sees nothing else.
+
+    Raises InputError for a prompt that begins with an image, whose first row sees all of the image.
+    """
+    if (window.tokens[window.offsets[:-1]] >= SPAN_BASE).any():
+        message = "a prompt begins with an image, and its first row is to be read"
+        raise InputError(message, field="pooling", remedy='use pooling "last" or "mean", or begin with text')
     return replace(
         window,
         tokens=window.tokens[window.offsets[:-1]],

@@ -5,15 +5,21 @@ from __future__ import annotations
 from .fold import PrefixMap
 from .ragged import check_ragged, common_prefix_lengths, lexsort_sequences
 from .segments import RowCost, Segment, StreamCost
+from .spans import MEDIA_BASE, SPAN_BASE, clear_of_span, longest_span, span_starts
 from .trie import Trie
 
 __all__ = [
+    "MEDIA_BASE",
+    "SPAN_BASE",
     "PrefixMap",
     "RowCost",
     "Segment",
     "StreamCost",
     "Trie",
     "check_ragged",
+    "clear_of_span",
     "common_prefix_lengths",
     "lexsort_sequences",
+    "longest_span",
+    "span_starts",
 ]

@@ -69,8 +69,8 @@ class Admission(Protocol):
     def victim(self, running: Collection[Running]) -> Running:
         """Returns who of those that run is preempted where memory is too small for all."""
 
-    def draft(self, running: Collection[Running], most: int) -> Draft:
-        """Returns the draft of a step with at most `most` rows; changes nothing."""
+    def draft(self, running: Collection[Running], draft: Draft) -> Draft:
+        """Returns the empty draft of a step, filled; changes nothing else."""
 
 
 class InOrder:
@@ -125,8 +125,9 @@ class InOrder:
     def victim(self, running: Collection[Running]) -> Running:
         return next(reversed(running))  # type: ignore[call-overload]
 
-    def draft(self, running: Collection[Running], most: int) -> Draft:
-        return Draft.of(running, most)
+    def draft(self, running: Collection[Running], draft: Draft) -> Draft:
+        draft.fill(running)
+        return draft
 
 
 class _Line:
@@ -294,12 +295,13 @@ class FairAdmission:
     def victim(self, running: Collection[Running]) -> Running:
         return self._last_of_batch(running) or next(reversed(running))  # type: ignore[call-overload]
 
-    def draft(self, running: Collection[Running], most: int) -> Draft:
+    def draft(self, running: Collection[Running], draft: Draft) -> Draft:
         """Returns the draft of a step: rows of interactive requests first, then of batches, at most `batch_rows`. Where
         these are too few for all sequences of batches, those that have made the fewest tokens have them."""
         if not self._num_running[True]:
-            return Draft.of(running, most)
-        draft = Draft.of(_of_class(running, False), most)
+            draft.fill(running)
+            return draft
+        draft.fill(_of_class(running, False))
         left = draft.left if self.batch_rows is None else min(draft.left, self.batch_rows)
         if left:
             draft.left = left

@@ -26,9 +26,10 @@ import numpy as np
 from ..cache import CacheOptions, RadixCache, SlotPool
 from ..cache.tree import Node, RadixTree
 from ..errors import InputError
+from ..prefix import clear_of_span, span_starts
 from ..types import GenerationStats, Owner
 from .admission import Admission, InOrder
-from .generate_step import NOBODY, GenerateStep, Running, lay_out
+from .generate_step import NOBODY, Draft, GenerateStep, Held, Running, lay_out
 
 __all__ = ["GenerateScheduler"]
 
@@ -45,6 +46,7 @@ class GenerateScheduler:
     cache           the options by which rows of ended sequences are kept; None: they are freed at once
     clock           returns the time in seconds, for the cache
     slot_bytes      the bytes of one slot, for the statistics
+    held            which rows of images the worker holds; None: the model takes no images
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class GenerateScheduler:
         cache: CacheOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
         slot_bytes: int = 1,
+        held: Held | None = None,
     ):
         self.pool = pool
         self.tree = RadixTree()
@@ -69,6 +72,7 @@ class GenerateScheduler:
         self._requests: dict[Hashable, dict[Running, None]] = {}  # the sequences of each that have not ended
         self._begun: deque[GenerateStep] = deque()
         self._slot_bytes = slot_bytes
+        self._held = held
 
     # ------------------------------------------------------------------------------------ what comes and goes
 
@@ -177,7 +181,7 @@ class GenerateScheduler:
         """
         if not self.running or not self._has_room():
             return None
-        draft = self.waiting.draft(self.running, self.max_batch_rows)
+        draft = self.waiting.draft(self.running, Draft(self.max_batch_rows, self._held))
         return lay_out(draft) if draft.takes or draft.again else None
 
     def begin(self, step: GenerateStep) -> None:
@@ -436,6 +440,10 @@ class GenerateScheduler:
             assert node.computed <= len(node.slots) <= len(node)
             assert node.users == users.get(node, 0), (node.users, users.get(node, 0))
             assert node.users or node.kept, "a node that nobody needs"
+            for cut in (node.computed, len(node)):
+                assert clear_of_span(np.asarray(node.tokens), cut) == cut, "a span that is computed in part"
+            above = node.parent.tokens[-1:] if node.parent is not None else ()
+            assert not len(above) or span_starts(np.array([above[0], node.tokens[0]])) is None, "a span in two nodes"
             assert all(int(child.tokens[0]) == first and child.parent is node for first, child in node.children.items())
         assert all(root.children for root in self.tree.roots.values()), "a root that nobody needs"
         slots = np.sort(np.concatenate(held)) if held else np.empty(0, np.int64)

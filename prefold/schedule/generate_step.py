@@ -5,7 +5,7 @@ Who runs is settled before, by the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,11 +13,14 @@ import numpy as np
 
 from ..cache import SCRATCH
 from ..cache.tree import Node
+from ..prefix import MEDIA_BASE, SPAN_BASE, clear_of_span, span_starts
 from ..types import Owner
 from .steps import SlotStep
 
-__all__ = ["NOBODY", "Draft", "GenerateStep", "Running", "lay_out"]
+__all__ = ["NOBODY", "Draft", "GenerateStep", "Held", "Running", "lay_out"]
 
+# Returns which rows of images, by their ids int32 [n], the worker holds and can put into a step: bool [n].
+Held = Callable[[np.ndarray], np.ndarray]
 NOBODY = Owner()
 
 
@@ -108,7 +111,9 @@ class GenerateStep:
 class Draft:
     """A Draft is what a step will compute, while that is being decided.
 
-    left         how many more rows the step may have
+    most         the most rows of the step
+    held         which rows of images can be in it; None: there are no images
+    left         how many more rows may be added
     takes        how many of each node's next rows are computed
     reads        (sequence, node): the sequence takes a token from the last row of the node
     again        nodes whose last row is computed once more, only for its result, and the sequences that take a token
@@ -116,30 +121,61 @@ class Draft:
     decode_rows  how many of its rows are the last token of a sequence
     """
 
-    left: int
+    most: int
+    held: Held | None = None
+    left: int = field(init=False)
     takes: dict[Node, int] = field(default_factory=dict)
     reads: list[tuple[Running, Node]] = field(default_factory=list)
     again: dict[Node, list[Running]] = field(default_factory=dict)
     decode_rows: int = 0
 
-    @classmethod
-    def of(cls, running: Collection[Running], most: int) -> Draft:
-        """Returns a draft of at most `most` rows: one for each sequence that generates, then rows of prompts, in the
-        order of the sequences, while there is room."""
-        draft = cls(most)
-        draft.fill(running)
-        return draft
+    def __post_init__(self) -> None:
+        self.left = self.most
 
     def fill(self, running: Collection[Running]) -> None:
-        """Adds the rows of more sequences, while there is room."""
+        """Adds a row for each of these sequences that generates, then rows of prompts, in the order of the sequences,
+        while there is room.
+
+        A span is taken whole. One that has no room beside the sequences that generate comes before these, once it is
+        the first of all that wait. Rows of images that are not held are not taken, nor rows behind them.
+        """
+        opens = self.held is not None and self._open(running)
         for sequence in running:
             if sequence.ready:
                 self._read_tail(sequence)
         for sequence in running:
-            if not self.left:
+            if not self.left and not opens:
                 break
             if not sequence.ready:
                 self._read_prompt(sequence)
+                opens = False
+
+    def _open(self, running: Collection[Running]) -> bool:
+        """Takes the span that the first sequence with a prompt to compute goes on with, where it is too long for the
+        room that sequences that generate would leave, and returns whether it did."""
+        first = next((sequence for sequence in running if not sequence.ready), None)
+        node = None if first is None else next((node for node in first.leaf.path() if node.pending), None)
+        if node is None or node.tokens[node.computed] < SPAN_BASE:
+            return False
+        rows = int(np.searchsorted(_starts(node, node.computed), 0, side="right"))
+        generating = sum(sequence.tail.pending for sequence in running if sequence.ready)
+        taken = sum(self.takes.values()) + len(self.again)
+        if rows <= self.left - generating or (taken and rows > self.most - taken):
+            return False
+        if self._ready(node, node.computed, rows) < rows:
+            return False
+        self.takes[node] = rows
+        self.left = max(0, self.left - rows)
+        return True
+
+    def _ready(self, node: Node, first: int, rows: int) -> int:
+        """Returns how many of the `rows` rows of a node from `first` on may be taken."""
+        assert self.held is not None
+        tokens = np.asarray(node.tokens[first:])
+        ids = tokens[:rows]
+        images = np.flatnonzero(ids >= MEDIA_BASE)
+        missing = images[~self.held(ids[images])] if len(images) else images
+        return clear_of_span(tokens, int(missing[0]) if len(missing) else rows)
 
     def _read_tail(self, sequence: Running) -> None:
         tail = sequence.tail
@@ -157,6 +193,8 @@ class Draft:
             missing = node.pending - taken
             if missing:
                 rows = min(missing, self.left)
+                if rows and self.held is not None:
+                    rows = self._ready(node, node.computed + taken, rows)
                 if rows:
                     self.takes[node] = taken + rows
                     self.left -= rows
@@ -168,10 +206,17 @@ class Draft:
             self.reads.append((sequence, sequence.leaf))
         elif sequence.leaf in self.again:
             self.again[sequence.leaf].append(sequence)
-        elif self.left:
+        elif self.left and (self.held is None or self._ready(sequence.leaf, len(sequence.leaf) - 1, 1)):
             # All its rows are there, but what the last one gave is gone: that row runs again, for its result only.
             self.again[sequence.leaf] = [sequence]
             self.left -= 1
+
+
+def _starts(node: Node, first: int) -> np.ndarray:
+    """Returns of each row of a node from `first` on the first row of its span, or the row itself, counted from
+    `first`."""
+    starts = span_starts(np.asarray(node.tokens[first:]))
+    return np.arange(len(node) - first) if starts is None else starts
 
 
 def lay_out(draft: Draft) -> GenerateStep:
@@ -224,7 +269,10 @@ def lay_out(draft: Draft) -> GenerateStep:
                 start.extend(row_slots)
                 count.extend([1] * rows)
                 position.extend(row_positions)
-                first.extend(range(query, query + rows))
+                if draft.held is None:
+                    first.extend(range(query, query + rows))
+                else:  # rows of a span are seen from its first row on
+                    first.extend((query + _starts(node, done)[:rows]).tolist())
                 last.extend([0] * rows)
                 last_row[node] = len(tokens) - 1
             if node in draft.again:

@@ -3,7 +3,8 @@
 A step is a function of the rows it computes: `step(start, stop)` reads the window's trie and what is to be read, and
 changes nothing, so a step that does not fit into memory is two calls of it. `plan` returns the next step and `commit`
 advances to the rows behind it. Nothing a step computes is needed to plan the next one, so a caller may commit a step
-before it has run and plan ahead. This module decides rows only: no tensors, no attention, no clock.
+before it has run and plan ahead. A span is computed in one step, so no step begins or ends in one. This module decides
+rows only: no tensors, no attention, no clock.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..prefix import PrefixMap, Trie
+from ..errors import OutOfMemoryError
+from ..prefix import PrefixMap, Trie, clear_of_span, span_starts
 from ..stream import Window
 from ..types import Readout, Sharing
 from .steps import NOTHING, StreamStep
@@ -80,6 +82,7 @@ class PrefillScheduler:
             tokens, self._offsets, twin_of = merge_twins(window)
             self.trie = Trie.build(tokens, self._offsets, share=False)
             self._last_row, self._order = self.trie.last_row[twin_of], np.arange(window.num_requests)
+        self._span = span_starts(self.trie.tokens)
         # Last rows ascend along this order, so the sequences a step ends are a slice of it.
         self._last_rows = self._last_row[self._order]
         self._target_rows, self._targets = self._rows_of_targets()
@@ -98,9 +101,13 @@ class PrefillScheduler:
     def halves(self, step: PlannedStep) -> tuple[PlannedStep, PlannedStep]:
         """Returns the rows of a step, at least two, as two steps that are run one after the other.
 
-        With sharing "mlp" a half that begins or ends within a prompt is not folded.
+        With sharing "mlp" a half that begins or ends within a prompt is not folded. Raises OutOfMemoryError where all
+        rows are one span.
         """
-        middle = (step.start + step.stop) // 2
+        middle = self._clear(step.start, (step.start + step.stop) // 2)
+        if middle == step.stop:
+            rows = step.stop - step.start
+            raise OutOfMemoryError(f"memory is too small for the {rows} rows of an image, which are computed together")
         return self.step(step.start, middle), self.step(middle, step.stop)
 
     def step(self, start: int, stop: int) -> PlannedStep:
@@ -143,10 +150,29 @@ class PrefillScheduler:
             targets=self.window.targets[targets] if len(targets) else NOTHING,
             stream=self.stream,
             adapter=self.adapter,
+            first=self._first_keys(start, stop, len(path)),
         )
         return PlannedStep(start, stop, message, self._order[first:last], done_reads, targets)
 
     def _cut(self, start: int) -> int:
+        return self._clear(start, self._cut_anywhere(start))
+
+    def _clear(self, start: int, cut: int) -> int:
+        """Returns `cut`; where it falls into a span, the first row of that span, or the row behind it where that is
+        `start`."""
+        if self._span is None or cut >= self.trie.num_rows or self._span[cut] == cut:
+            return cut
+        first = int(self._span[cut])
+        return first if first > start else int(np.searchsorted(self._span, first, side="right"))
+
+    def _first_keys(self, start: int, stop: int, path: int) -> np.ndarray | None:
+        """Returns `StreamStep.first` of a step."""
+        if self._span is None:
+            return None
+        first = np.concatenate((np.arange(path), self._span[start:stop] - start + path))
+        return None if np.array_equal(first, np.arange(len(first))) else first
+
+    def _cut_anywhere(self, start: int) -> int:
         remaining = self.trie.num_rows - start
         if remaining <= self.max_batch_rows:
             if self.sharing == "full":
@@ -200,16 +226,16 @@ class PrefillScheduler:
 def reusable_rows(window: Window, readout: Readout) -> int:
     """Returns how many rows this window need not compute again, of the path that the window before left behind.
 
-    They are the rows of the window's `common` tokens up to the first whose result this window reads: a path holds K/V
-    and not what its rows gave. A mean, and a request without targets, are read at the last row of the prompt; the path
-    holds the hidden states that a mean needs of the rows above.
+    They are the rows of the window's `common` tokens up to the first whose result this window reads, or the span that
+    this row is in: a path holds K/V and not what its rows gave. A mean, and a request without targets, are read at the
+    last row of the prompt; the path holds the hidden states that a mean needs of the rows above.
     """
     if not window.common or readout.kind == "first":
         return 0
     lengths = np.diff(window.offsets)
     if readout.kind != "logprobs":
         # Only a twin of the last request before ends in a common row, and a twin would come first.
-        return min(window.common, int(lengths[0]) - 1)
+        return clear_of_span(window.tokens, min(window.common, int(lengths[0]) - 1))
     # A request reads a common row when its first read position lies within what it shares with the last request
     # before; in sorted order that is the smallest of the prefixes shared by neighbours up to it.
     shared = window.shared.copy()
@@ -217,7 +243,8 @@ def reusable_rows(window: Window, readout: Readout) -> int:
     shared = np.minimum.accumulate(shared)
     first_read = lengths - np.maximum(np.diff(window.target_offsets), 1)
     inside = first_read < shared
-    return min(window.common, int(first_read[inside].min())) if inside.any() else window.common
+    rows = min(window.common, int(first_read[inside].min())) if inside.any() else window.common
+    return clear_of_span(window.tokens, rows)
 
 
 def merge_twins(window: Window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

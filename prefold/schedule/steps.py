@@ -41,9 +41,10 @@ class StreamStep:
 
     Keys are numbered over the carried path and then the new rows: key j < path is the j-th row of the path above the
     first new row, key path + i is the i-th of the m new rows. Key j is visible to the query at key i exactly when
-    j <= i < end[j].
+    j <= i < end[j]; where there are spans, when first[j] <= i < end[j].
 
-    tokens, positions  int32 [n]: the rows the model computes; n = m, or the unique tokens among them with a `fold`
+    tokens, positions  int32 [n]: the rows the model computes; n = m, or the unique tokens among them with a `fold`. Ids
+                       from MEDIA_BASE on are rows of images
     path               how many rows of the path that the stream's last step left are still above this step: the first
     end                int64 [path + m]: one past the last key whose query sees key j
     key_positions      int32 [path + m]: the position of each key in its prompt
@@ -56,6 +57,8 @@ class StreamStep:
     targets            int32 [p]: "logprobs": the token whose log-probability is wanted at each of `reads`
     stream             number of the stream
     adapter            number of the LoRA adapter of all rows, in the order of `Facts.adapters`; None: none
+    first              int64 [path + m]: of a row in a span the first key of that span, of any other the key itself;
+                       None: there is no span
 
     Its result has a row for each of `reads`, or of `read_rows` where the readout has no `reads`.
     """
@@ -73,6 +76,7 @@ class StreamStep:
     targets: np.ndarray = field(default_factory=lambda: NOTHING)
     stream: int = 0
     adapter: int | None = None
+    first: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:

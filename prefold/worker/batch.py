@@ -64,7 +64,7 @@ def prepare(
     last_window = planes[-1].window
 
     def plan(query_rows: np.ndarray, window: int | None) -> RowPlan:
-        return attention.plan(step.end, query_rows, step.key_positions, window, path=step.path)
+        return attention.plan(step.end, query_rows, step.key_positions, window, path=step.path, first=step.first)
 
     plans = {window: plan(new_keys, window) for window in windows}
     read_order = None

@@ -16,6 +16,10 @@ class CheckedStore:
     def __init__(self) -> None:
         self.content: dict[int, tuple] = {}
 
+    def seen_behind(self, tokens: list[int], query: int) -> int:
+        """How many of the rows behind it a row sees, which are then in the same step."""
+        return 0
+
     def run(self, step: GenerateStep, given: list[int]) -> None:
         """given: the tokens of the reads of the step before, where the scheduler has not been told of them."""
         paths: list[tuple] = []
@@ -46,7 +50,10 @@ class CheckedStore:
             namespace = namespace_of[query]
             if slot != SCRATCH:
                 assert seen[int(position)] == slot
-            assert sorted(seen) == list(range(int(position) + 1)), "a key is missing"
+            behind = self.seen_behind(message.tokens.tolist(), query)
+            assert sorted(seen) == list(range(int(position) + 1 + behind)), "a key is missing, or one too many"
+            for i in range(1, behind + 1):
+                assert seen[int(position) + i] == message.slots[query + i], "a key of another row"
             above = [seen[p] for p in range(int(position))]
             path = ()
             if above:
