@@ -5,8 +5,10 @@
 two       prefix repetition, embedding: one process of one thread, one of two, a fleet of one replica and of two; the
           seconds are those between the first step and the last, without loading; systems are interleaved
 segments  cuts streams for 2 to 1,024 replicas: rows computed twice, and the costliest segment beside the mean; no model
+vllm      one shuffled job on vLLM with little room for K/V, in our order and in its own; --model FOLDER, --groups N;
+          run by an interpreter that has vLLM
 
-Needs prefold[ray].
+Needs prefold[ray]; vllm needs prefold[vllm] and prefold[http].
 """
 
 from __future__ import annotations
@@ -154,13 +156,21 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=["segments", "two"])
     parser.add_argument("--rows", type=int, default=1500)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", help="of the case vllm: a folder")
+    parser.add_argument("--groups", type=int, default=32, help="of the case vllm: prefixes")
+    parser.add_argument("--ways", default="process,http", help="of the case vllm")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     out: dict[str, Any] = {"machine": machine()}
     print(out["machine"])
     for case in arguments.cases:
         print(f"\n{case}")
-        out[case] = two(arguments.rows, arguments.repeats) if case == "two" else segments(arguments.rows)
+        if case == "vllm":
+            from fleet_vllm import vllm
+
+            out[case] = vllm(arguments.model, arguments.groups, arguments.repeats, ways=arguments.ways)
+        else:
+            out[case] = two(arguments.rows, arguments.repeats) if case == "two" else segments(arguments.rows)
         show(out[case])
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(out, indent=1))

@@ -27,10 +27,12 @@ Options = dict[str, Any]
 
 def open_model(o: Options) -> tuple[Any, Any]:
     """Returns (checkpoint, tokenizer or None) of --model. Reads no weights."""
-    if o.get("url"):
+    if o.get("url") or o.get("backend") == "vllm":
         from ..cluster.remote_model import remote_model
 
-        return remote_model(o["model"], o.get("tokenizer"), lambda line: click.echo(line, err=True))
+        own = o["model"] if o.get("backend") == "vllm" else None
+        over = "in vLLM" if own else "over HTTP"
+        return remote_model(o["model"], o.get("tokenizer") or own, over, lambda line: click.echo(line, err=True))
     from ..checkpoint import resolve
     from ..model import config_from
     from ..text import tokenizer_or_none

@@ -15,7 +15,8 @@ __all__ = ["answer"]
 
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
              "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format",
-             "delimiter", "max_cell_lines", "empty", "json_columns", "ray", "url", "replicas", "tokenizer")  # fmt: skip
+             "delimiter", "max_cell_lines", "empty", "json_columns", "ray", "url", "replicas", "tokenizer", "backend",
+             "backend_option")  # fmt: skip
 
 
 _CUT = click.style("(ended by --max-tokens, or by the model's context)", dim=True)

@@ -31,13 +31,9 @@ class _Actor:
     def __init__(self) -> None:
         self._host: Any = None
 
-    def load(self, model: str, options: dict[str, Any]) -> ReplicaFacts:
-        from ..llm import LLM
-        from .host import ReplicaHost, facts_of
-
+    def load(self, model: str, options: dict[str, Any], backend: str) -> ReplicaFacts:
         if self._host is None:
-            llm = LLM(model, **options)
-            self._host = ReplicaHost(llm, facts_of(llm))
+            self._host = (_vllm_host if backend == "vllm" else _host)(model, options)
         self._host.end()  # where only the connection was lost, the process has its model still
         return self._host.facts
 
@@ -54,6 +50,20 @@ class _Actor:
         return self._host.report(wait)
 
 
+def _host(model: str, options: dict[str, Any]) -> Any:
+    from ..llm import LLM
+    from .host import ReplicaHost, facts_of
+
+    llm = LLM(model, **options)
+    return ReplicaHost(llm, facts_of(llm))
+
+
+def _vllm_host(model: str, options: dict[str, Any]) -> Any:
+    from .vllm_host import VllmHost
+
+    return VllmHost(model, options["engine"], caching=options["caching"])
+
+
 @dataclass(slots=True)
 class _RayMember:
     handle: Any
@@ -64,8 +74,10 @@ class RayReplicas(Replicas):
     """Actors of a Ray cluster.
 
     model     what the LLM of each is made of: a name or path that every node can resolve
-    options   keywords of `LLM`. threads, tensor_parallel and device say how many CPUs and GPUs a replica has; without
-              threads the cluster's CPUs are divided among the replicas
+    backend   "prefold", or "vllm"
+    options   keywords of `LLM`; of vLLM those for the machine, and `engine` and `caching` of `VllmHost`. threads,
+              tensor_parallel and device say how many CPUs and GPUs a replica has; without threads the cluster's CPUs
+              are divided among the replicas
     count     replicas; None: as many as the cluster has room for
     address   of a cluster; None: the one that RAY_ADDRESS names, else one is started on this machine, and ended by
               `close`
@@ -79,11 +91,12 @@ class RayReplicas(Replicas):
         model: str,
         options: Mapping[str, Any],
         *,
+        backend: str = "prefold",
         count: int | None = None,
         address: str | None = None,
         notify: Callable[[str], None] = lambda line: None,
     ):
-        self._model, self._options = model, dict(options)
+        self._model, self._options, self._backend = model, dict(options), backend
         self._connected = not ray.is_initialized()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -138,7 +151,10 @@ class RayReplicas(Replicas):
         self._thread.start()
 
     def _load(self, name: str) -> None:
-        self._pending[self._members[name].handle.load.remote(self._model, self._options)] = (name, "load")
+        self._pending[self._members[name].handle.load.remote(self._model, self._options, self._backend)] = (
+            name,
+            "load",
+        )
 
     def _report(self, name: str) -> None:
         method = self._members[name].handle.report.options(concurrency_group="reports")

@@ -1,4 +1,4 @@
-"""A model that is known by its server: the tasks need its name, and a tokenizer where there is one; no weights."""
+"""A model that is known by whoever runs it, a server or vLLM: the tasks need its name, a tokenizer, and no weights."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ _TEMPLATE = MESSAGES + "{{ ({'messages': messages, 'tools': tools} if tools else
 
 
 def remote_model(
-    model: str, tokenizer: str | None, notify: Callable[[str], None] = lambda line: None
+    model: str, tokenizer: str | None, over: str = "over HTTP", notify: Callable[[str], None] = lambda line: None
 ) -> tuple[Checkpoint, Tokenizer]:
-    """Returns (checkpoint, tokenizer) for a model on a server.
+    """Returns (checkpoint, tokenizer) for a model on a server, or in vLLM.
 
     model      its name there; also its folder, where there is one of that name
+    over       where it is, in words
     tokenizer  a folder or hub id with the model's tokenizer; None: that of a folder `model`, else prompts are texts
 
     Where prompts are texts, a token is a byte of them, so that they are sorted by their bytes.
     """
     where = tokenizer or (model if Path(model).is_dir() else None)
     if where is None:
-        return _checkpoint(model, None, {}), _bytes()
+        return _checkpoint(f"{model} {over}", None, {}), _bytes()
     found = resolve(where, load_format="dummy", notify=notify)
     own = tokenizer_or_none(found)
     known = {name: found.config[name] for name in ("max_position_embeddings",) if found.config.get(name)}
-    return _checkpoint(model, found.path, known), own or _bytes()
+    return _checkpoint(f"{model} {over}", found.path, known), own or _bytes()
 
 
 def is_of_bytes(tokenizer: Tokenizer) -> bool:
@@ -46,8 +47,8 @@ def is_of_bytes(tokenizer: Tokenizer) -> bool:
     return tokenizer.chat_templates.templates.get("default") == _TEMPLATE
 
 
-def _checkpoint(model: str, path: Path | None, known: dict[str, Any]) -> Checkpoint:
-    return Checkpoint.dummy({**_ANY, **known}, name=f"{model} over HTTP", path=path)
+def _checkpoint(name: str, path: Path | None, known: dict[str, Any]) -> Checkpoint:
+    return Checkpoint.dummy({**_ANY, **known}, name=name, path=path)
 
 
 def _bytes() -> Tokenizer:

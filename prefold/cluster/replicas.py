@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..cache import CacheEvents
 from ..engine.meter import StepInfo
 from ..stream import Order, Window
 from ..stream.window import cut_into_windows
@@ -76,12 +77,14 @@ class ReplicaReport:
     answers  (number of the lease, place of the request, what it gave), what it gave as `results_of` yields it
     steps    of its engine, `started` in seconds before the report
     stats    of its engine, to be added up
+    events   of its cache, where it tells of that
     failure  why its engine cannot go on
     """
 
     answers: list[tuple[int, int, Any]] = field(default_factory=list)
     steps: list[StepInfo] = field(default_factory=list)
     stats: Stats | None = None
+    events: CacheEvents | None = None
     failure: Exception | None = None
 
 

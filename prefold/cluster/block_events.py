@@ -1,0 +1,194 @@
+"""What vLLM publishes of its KV cache, as the events that the router knows: each block is a run, named by its hash.
+
+A message is msgpack of [time, events, ...] with a number; events are BlockStored, BlockRemoved and AllBlocksCleared.
+vLLM does not merge equal blocks: a hash that was stored twice is there until it was removed twice. And its blocks begin
+where blocks begin, so that two that follow the same one may share their first tokens. Runs do not share rows: when one
+of such blocks is removed, another that has the rows is told of again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..cache import CacheEvents
+from ..cache.events import CacheEvent, Cleared, Removed, RowsStored
+from ..errors import MissingExtraError
+
+__all__ = ["BlockEvents"]
+
+_OLD_FIELDS = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size")  # of events that are lists
+
+
+@dataclass(slots=True)
+class _Block:
+    """A block that is there `copies` times, or of which only blocks behind it are left."""
+
+    after: Hashable | None
+    tokens: np.ndarray
+    namespace: Hashable
+    copies: int = 0
+    behind: int = 0  # blocks that follow it
+
+    @property
+    def head(self) -> Hashable:
+        """Returns what blocks have in common that begin with the same row."""
+        return self.after, self.namespace, int(self.tokens[0])
+
+
+class BlockEvents:
+    """Keeps what a vLLM engine holds, and tells of what has changed.
+
+    epoch  the first number of the engine's epochs; larger after a restart. A gap in the messages begins a new one
+    """
+
+    def __init__(self, epoch: int = 0):
+        self.next_message = 0
+        self._epoch, self._first = epoch, 0
+        self._blocks: dict[Hashable, _Block] = {}
+        self._alike: dict[Hashable, dict[Hashable, None]] = {}  # those held, by what they follow and their first token
+        self._pending: list[CacheEvent] = [Cleared()]
+
+    @property
+    def rows(self) -> int:
+        """Returns how many rows are held, those of equal blocks once."""
+        return sum(len(block.tokens) for block in self._blocks.values() if block.copies)
+
+    def take(self, number: int, message: bytes) -> bool:
+        """Takes in a message. Returns False where messages before it are missing: it was not taken in, and either they
+        come first, or `skip_to` is called."""
+        if number < self.next_message:
+            return True  # it was taken in before
+        if number > self.next_message:
+            return False
+        self.next_message = number + 1
+        for event in _decoded(message):
+            kind = event["type"]
+            if kind == "AllBlocksCleared":
+                self._clear()
+            elif event.get("group_idx") not in (None, 0):
+                continue  # all groups of a hybrid model have the hashes of the first
+            elif kind == "BlockStored":
+                self._store(event)
+            elif kind == "BlockRemoved":
+                for name in event["block_hashes"]:
+                    self._remove(name)
+        return True
+
+    def skip_to(self, number: int) -> None:
+        """Goes on with a later message: what is held is forgotten, as nobody knows what became of it."""
+        self.next_message = number
+        self._clear()
+
+    def drain(self) -> CacheEvents | None:
+        """Returns the events since the last call, None where there are none."""
+        if not self._pending:
+            return None
+        found = CacheEvents(self._epoch, self._first, tuple(self._pending))
+        self._first += len(self._pending)
+        self._pending = []
+        return found
+
+    def tell_anew(self) -> None:
+        """Begins a new epoch, whose first events tell of all that is held, for somebody who knows nothing of it."""
+        self._epoch, self._first = self._epoch + 1, 0
+        self._pending = [Cleared()]
+        # A block is entered after the one that it follows, as blocks of which others are left are kept.
+        for name, block in self._blocks.items():
+            self._pending.append(RowsStored(name, block.after, block.tokens, block.namespace))
+        for name, block in self._blocks.items():
+            if not block.copies:
+                self._pending += self._removal(name, block)
+
+    def _clear(self) -> None:
+        self._blocks, self._alike = {}, {}
+        self._epoch, self._first = self._epoch + 1, 0
+        self._pending = [Cleared()]
+
+    def _store(self, event: dict[str, Any]) -> None:
+        names, size, after = event["block_hashes"], event["block_size"], event["parent_block_hash"]
+        if len(event["token_ids"]) != len(names) * size:
+            return  # blocks between them are not cached
+        if after is not None and (after not in self._blocks or not self._blocks[after].copies):
+            return  # nobody told of what they follow
+        tokens = np.array(event["token_ids"], np.int32).reshape(len(names), size)
+        keys = (event.get("extra_keys") or [None])[0]
+        namespace = _namespace(event.get("lora_name"), keys) if after is None else ()
+        for name, some in zip(names, tokens, strict=True):
+            block = self._blocks.get(name)
+            if block is None:
+                block = self._blocks[name] = _Block(after, some, namespace)
+                if after is not None:
+                    self._blocks[after].behind += 1
+            block.copies += 1
+            if block.copies == 1:
+                self._alike.setdefault(block.head, {})[name] = None
+                self._pending.append(RowsStored(name, after, some, namespace))
+            after, namespace = name, ()
+
+    def _remove(self, name: Hashable) -> None:
+        block = self._blocks.get(name)
+        if block is None or not block.copies:
+            return
+        block.copies -= 1
+        if block.copies:
+            return
+        del self._alike[block.head][name]
+        if not self._alike[block.head]:
+            del self._alike[block.head]
+        self._pending += self._removal(name, block)
+        found: Hashable | None = name
+        while found is not None and not (block := self._blocks[found]).copies and not block.behind:
+            del self._blocks[found]
+            found = block.after
+            if found is not None:
+                self._blocks[found].behind -= 1
+
+    def _removal(self, name: Hashable, block: _Block) -> list[CacheEvent]:
+        """Returns events of a removal: rows that the block shared with another are held still."""
+        events: list[CacheEvent] = [Removed(name)]
+        others = self._alike.get(block.head)
+        if others:
+            other = max(others, key=lambda other: _common(block.tokens, self._blocks[other].tokens))
+            twin = self._blocks[other]
+            events += [Removed(other), RowsStored(other, twin.after, twin.tokens, twin.namespace)]
+        return events
+
+    def check(self) -> None:
+        """Raises AssertionError where the books do not balance."""
+        behind = dict.fromkeys(self._blocks, 0)
+        seen: set[Hashable] = set()
+        for name, block in self._blocks.items():
+            assert block.after is None or block.after in seen
+            if block.after is not None:
+                behind[block.after] += 1
+            seen.add(name)
+        for name, block in self._blocks.items():
+            assert behind[name] == block.behind and (block.copies or block.behind)
+            assert bool(block.copies) == (name in self._alike.get(block.head, ()))
+        assert sum(map(len, self._alike.values())) == sum(block.copies > 0 for block in self._blocks.values())
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    differ = np.flatnonzero(one != other)
+    return int(differ[0]) if len(differ) else len(one)
+
+
+def _namespace(adapter: str | None, keys: Any) -> tuple[str | None, str]:
+    """Returns (adapter, salt) of a first block: of the keys that its hash has beside its tokens, the salt is a text."""
+    texts = [key for key in keys or () if isinstance(key, str)]
+    if adapter is not None and adapter in texts:
+        texts.remove(adapter)
+    return adapter, texts[0] if texts else ""
+
+
+def _decoded(message: bytes) -> list[dict[str, Any]]:
+    try:
+        import msgspec
+    except ImportError:
+        raise MissingExtraError("msgspec", "vllm", "reading vLLM's events") from None
+    events = msgspec.msgpack.decode(message)[1]
+    return [one if isinstance(one, dict) else dict(zip(_OLD_FIELDS, one, strict=False)) for one in events]

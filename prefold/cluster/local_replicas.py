@@ -1,0 +1,96 @@
+"""One replica in this process: what a host does, told to a fleet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from ..errors import PrefoldError
+from ..stream import Window
+from .replicas import ReplicaEvent, ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, Replicas, RunCall
+
+__all__ = ["Host", "LocalReplicas"]
+
+_RESTARTS = 3  # of a host that has answered nothing since
+_LONGEST_WAIT = 0.5  # that a report is waited for
+
+
+class Host(Protocol):
+    """A replica from the inside, as `ReplicaHost` is one."""
+
+    facts: ReplicaFacts
+
+    def begin(self, call: RunCall) -> None: ...
+    def give(self, windows: list[Window]) -> None: ...
+    def end(self) -> None: ...
+    def report(self, wait: float) -> ReplicaReport: ...
+    def close(self) -> None: ...
+
+
+class LocalReplicas(Replicas):
+    """A single replica. make: makes its host, in a thread of its own; again where it was killed."""
+
+    def __init__(self, make: Callable[[], Host], *, name: str = "this machine"):
+        self.names = (name,)
+        self._make = make
+        self._host: Host | None = None
+        self._restarts = _RESTARTS
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self, tell: Callable[[str, ReplicaEvent], None]) -> None:
+        self._tell = tell
+        self._thread = threading.Thread(target=self._serve, name="prefold-local", daemon=True)
+        self._thread.start()
+
+    def begin(self, name: str, call: RunCall) -> None:
+        if (host := self._host) is not None:
+            host.begin(call)
+
+    def give(self, name: str, windows: list[Window]) -> None:
+        if (host := self._host) is not None:
+            host.give(windows)
+
+    def end(self, name: str) -> None:
+        if (host := self._host) is not None:
+            host.end()
+
+    def kill(self, name: str) -> None:
+        with self._lock:
+            self._host = None  # the thread that serves it sees that, and ends it
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed, self._host = True, None
+        if self._thread is not None:
+            self._thread.join(30)
+
+    def _serve(self) -> None:
+        """Makes a host and passes on its reports; makes another where it was killed."""
+        while not self._is_closed:
+            try:
+                host = self._make()
+            except Exception as error:
+                said = str(error) if isinstance(error, PrefoldError) else f"{type(error).__name__}: {error!s:.400}"
+                self._tell(self.names[0], ReplicaLost(f"it cannot start: {said}"))
+                return
+            with self._lock:
+                if not self._is_closed:
+                    self._host = host
+            if not self._is_closed:
+                self._tell(self.names[0], ReplicaReady(host.facts))
+            while self._host is host:
+                report = host.report(_LONGEST_WAIT)
+                if self._host is not host:
+                    break
+                if report.answers:
+                    self._restarts = _RESTARTS
+                self._tell(self.names[0], report)
+            host.close()
+            if not self._is_closed:
+                self._restarts -= 1
+                self._tell(self.names[0], ReplicaLost("it was killed", returns=self._restarts >= 0))
+                if self._restarts < 0:
+                    return

@@ -1,0 +1,373 @@
+"""A replica from the inside whose engine is vLLM's `AsyncLLM`: token ids go in, what is generated comes out.
+
+vLLM runs in processes of its own; here is an event loop in a thread, which hands it requests in the order in which they
+come, a bounded number at a time. What vLLM's cache holds is told by its events, over ZMQ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..cache import CacheEvents
+from ..engine.meter import StepInfo
+from ..errors import InputError, JobError, MissingExtraError
+from ..stream import Window
+from ..types import Generated, GenerationStats, Request, Sampling, Stats, TokenLogprobs
+from .block_events import BlockEvents
+from .replicas import ReplicaFacts, ReplicaReport, RunCall, requests_of
+
+__all__ = ["VllmHost", "sampling_params"]
+
+_LONGEST_WAIT = 0.5
+_SECONDS_TO_REPLAY = 2.0
+_END_OF_REPLAY = (1 << 64) - 1
+# Fields of Sampling that vLLM calls by the same name.
+_SAME = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+         "min_tokens", "ignore_eos", "logprobs")  # fmt: skip
+_EXITS = ("exit_threshold", "min_visits", "max_visits")
+_GRAMMARS = {"json_schema": "json", "regex": "regex", "choice": "choice"}
+
+
+class VllmHost:
+    """Runs what it is given on vLLM. Any thread may call it, `report` one at a time.
+
+    model    a folder, or a name that vLLM knows
+    options  fields of vLLM's AsyncEngineArgs; `max_num_seqs` is also what bounds the backlog
+    caching  whether prefixes are shared
+
+    Raises MissingExtraError without vLLM, JobError where it refuses an option, and what vLLM raises where it cannot
+    load the model.
+    """
+
+    def __init__(self, model: str, options: Mapping[str, Any], *, caching: bool = True):
+        vllm = _vllm()
+        self._vllm = vllm
+        self._folder = Path(tempfile.mkdtemp(prefix="prefold-vllm-"))
+        self._events = _EventSockets(self._folder) if caching else None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="prefold-vllm", daemon=True)
+        self._call: RunCall | None = None
+        self._run = 0  # number of the run: what belongs to an earlier one is dropped
+        self._number = 0  # of the last request
+        self._waiting: deque[tuple[int, int, Request]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._report = ReplicaReport()
+        self._changed = threading.Condition()
+        try:
+            arguments = self._engine_arguments(model, options, caching)
+            self._thread.start()
+            self._engine = asyncio.run_coroutine_threadsafe(self._open(arguments), self._loop).result()
+        except BaseException:
+            self._stop()
+            raise
+        config = self._engine.vllm_config
+        self._longest = config.model_config.max_model_len
+        running = config.scheduler_config.max_num_seqs
+        # As many wait in vLLM as may follow at once when others end.
+        self._most = running + max(8, running // 4)
+        dtype = str(config.model_config.dtype).removeprefix("torch.")
+        identity = {"vllm": vllm.__version__, "weights": _digest(model), "dtype": dtype}
+        rows = config.scheduler_config.max_num_batched_tokens
+        self.facts = ReplicaFacts(identity, rows, running, dtype=dtype)
+
+    def _engine_arguments(self, model: str, options: Mapping[str, Any], caching: bool) -> Any:
+        given: dict[str, Any] = {"model": model, "enable_prefix_caching": caching, "disable_log_stats": True}
+        if self._events is not None:
+            from vllm.config.kv_events import KVEventsConfig
+
+            given["kv_events_config"] = KVEventsConfig(
+                enable_kv_cache_events=True, publisher="zmq", endpoint=self._events.endpoint,
+                replay_endpoint=self._events.replay_endpoint,
+            )  # fmt: skip
+        if not _has_tokenizer(model):
+            given["skip_tokenizer_init"] = True
+        known = self._vllm.AsyncEngineArgs.__dataclass_fields__
+        for name in options:
+            if name not in known:
+                raise JobError(f"vLLM {self._vllm.__version__} knows no option {name!r}; see its AsyncEngineArgs")
+        return self._vllm.AsyncEngineArgs(**given | dict(options))
+
+    async def _open(self, arguments: Any) -> Any:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(arguments)
+
+    # -------------------------------------------------------------------------------- called by whoever owns it
+
+    def begin(self, call: RunCall) -> None:
+        """Begins a run; the one before it ends."""
+        if call.readout.kind != "tokens":
+            message = f"vLLM generates text here, and was asked for {call.readout.kind!r}; leave out --backend"
+            self._fail(JobError(message))
+            return
+        self._loop.call_soon_threadsafe(self._begin, call)
+
+    def give(self, windows: list[Window]) -> None:
+        """Takes in windows for the run."""
+        self._loop.call_soon_threadsafe(self._give, list(requests_of(windows)))
+
+    def end(self) -> None:
+        """Ends the run; what has not been answered is dropped."""
+        self._loop.call_soon_threadsafe(self._begin, None)
+
+    def close(self) -> None:
+        """Ends vLLM."""
+        self._engine.shutdown()
+        self._stop()
+
+    def _stop(self) -> None:
+        async def cancel() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others, timeout=5) if others else None
+
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(cancel(), self._loop).result(10)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5)
+        if self._events is not None:
+            self._events.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def report(self, wait: float = _LONGEST_WAIT) -> ReplicaReport:
+        """Returns what was done since the last report; waits a little where nothing was done."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._report.answers or self._report.failure, wait)
+            self._report, report = ReplicaReport(), self._report
+        now = time.perf_counter()
+        report.steps = [replace(step, started=now - step.started) for step in report.steps]
+        if self._events is not None:
+            report.events = self._events.drain()
+        return report
+
+    # ------------------------------------------------------------------------------------------ in the thread
+
+    def _begin(self, call: RunCall | None) -> None:
+        self._call, self._run = call, self._run + 1
+        self._waiting.clear()
+        for task in self._tasks:
+            task.cancel()
+        if call is not None and self._events is not None:
+            self._events.is_new = True  # whoever began the run may know nothing of what is held
+
+    def _give(self, requests: list[tuple[int, int, Request]]) -> None:
+        if self._call is not None:
+            self._waiting += requests
+            self._fill()
+
+    def _fill(self) -> None:
+        """Hands vLLM what waits, as far as there is room."""
+        while self._waiting and len(self._tasks) < self._most:
+            lease, place, request = self._waiting.popleft()
+            assert self._call is not None
+            task = self._loop.create_task(self._answer(self._call, self._run, lease, place, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._fill()
+
+    async def _answer(self, call: RunCall, run: int, lease: int, place: int, request: Request) -> None:
+        started = time.perf_counter()
+        stats = None
+        try:
+            answer, stats = await self._generate(call, request)
+        except InputError as error:
+            answer = error
+        except Exception as error:
+            self._fail(error)
+            return
+        if run != self._run:
+            return
+        seconds = time.perf_counter() - started
+        counted = stats or Stats(requests=1)
+        step = StepInfo(counted.rows_computed, 0, 1, counted.tokens, started, seconds, 1)
+        with self._changed:
+            self._report.answers.append((lease, place, answer))
+            self._report.steps.append(step)
+            self._report.stats = counted + (self._report.stats or Stats())
+            self._changed.notify()
+
+    async def _generate(self, call: RunCall, request: Request) -> tuple[Any, Stats]:
+        if request.adapter is not None:
+            raise _lacks("adapter")
+        params = sampling_params(request.sampling or Sampling(), call.text, self._longest - len(request.tokens))
+        prompt: dict[str, Any] = {"prompt_token_ids": request.tokens.tolist()}
+        if request.salt:
+            prompt["cache_salt"] = request.salt
+        self._number += 1
+        said = None
+        try:
+            async for one in self._engine.generate(prompt, params, str(self._number), priority=-request.priority):
+                said = one
+        except Exception as error:
+            if self._engine.errored:
+                raise RuntimeError(f"vLLM has died: {error}") from error
+            raise InputError(
+                f"vLLM refused the prompt ({type(error).__name__}: {error!s:.300})",
+                field="prompt", remedy="see what vLLM says", code="vllm",
+            ) from error  # fmt: skip
+        assert said is not None
+        cached = min(said.num_cached_tokens or 0, len(request.tokens))
+        found = [_generated(one, call.text, cached, params.logprobs or 0) for one in said.outputs]
+        made = sum(len(one.token_ids) for one in said.outputs)
+        rows = len(request.tokens)
+        generation = GenerationStats(
+            generated_tokens=made, prefill_rows=rows - cached, decode_rows=made, first_admission_hits=cached
+        )
+        return found, Stats(rows + made, 0, rows - cached + made, 1, 1, generation=generation)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._report.failure = self._report.failure or error
+            self._changed.notify()
+
+
+class _EventSockets:
+    """Our ends of the two sockets on which vLLM tells of its cache: as it changes, and again where that is asked."""
+
+    def __init__(self, folder: Path):
+        import zmq
+
+        self.endpoint, self.replay_endpoint = f"ipc://{folder}/events", f"ipc://{folder}/again"
+        self.is_new = False
+        self._blocks = BlockEvents(time.time_ns())
+        self._zmq, self._context = zmq, zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.connect(self.endpoint)
+
+    def drain(self) -> CacheEvents | None:
+        """Returns what vLLM has told since the last call."""
+        while self._socket.poll(0):
+            _, number, message = self._socket.recv_multipart()
+            self._take(int.from_bytes(number, "big"), message)
+        if self.is_new:
+            self.is_new = False
+            self._blocks.tell_anew()
+        return self._blocks.drain()
+
+    def _take(self, number: int, message: bytes) -> None:
+        if self._blocks.take(number, message):
+            return
+        for earlier, again in self._ask_again(self._blocks.next_message):
+            self._blocks.take(earlier, again)
+        if not self._blocks.take(number, message):
+            self._blocks.skip_to(number)
+            self._blocks.take(number, message)
+
+    def _ask_again(self, first: int) -> list[tuple[int, bytes]]:
+        """Returns the messages from a number on that vLLM still has."""
+        zmq, found = self._zmq, []
+        socket = self._context.socket(zmq.REQ)
+        try:
+            socket.connect(self.replay_endpoint)
+            socket.send(first.to_bytes(8, "big"))
+            while socket.poll(int(1000 * _SECONDS_TO_REPLAY)):
+                *_, number, message = socket.recv_multipart()
+                if int.from_bytes(number, "big") == _END_OF_REPLAY:
+                    break
+                found.append((int.from_bytes(number, "big"), message))
+        finally:
+            socket.close(0)
+        return found
+
+    def close(self) -> None:
+        self._socket.close(0)
+        self._context.term()
+
+
+def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
+    """Returns vLLM's SamplingParams. room: tokens that fit behind the prompt. Raises InputError for what it lacks."""
+    vllm = _vllm()
+    for name in _EXITS:
+        if getattr(sampling, name) != getattr(Sampling(), name):
+            raise _lacks(name)
+    grammar, structured = sampling.grammar, None
+    if grammar is not None:
+        if not with_text:
+            raise _lacks("tokens without text, of a grammar")
+        if grammar.kind == "json":
+            given: dict[str, Any] = {"json_object": True}
+        elif grammar.kind in _GRAMMARS:
+            given = {_GRAMMARS[grammar.kind]: json.loads(grammar.text) if grammar.kind == "choice" else grammar.text}
+        else:
+            raise _lacks("grammar")
+        given |= {"disable_any_whitespace": True} if grammar.compact and grammar.kind.startswith("json") else {}
+        structured = vllm.sampling_params.StructuredOutputsParams(**given)
+    values = {name: getattr(sampling, name) for name in _SAME}
+    return vllm.SamplingParams(
+        **values,
+        max_tokens=max(1, room) if sampling.max_tokens is None else sampling.max_tokens,
+        seed=None if sampling.seed is None else sampling.seed & ((1 << 63) - 1),
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_ids),
+        logit_bias=dict(sampling.logit_bias) or None,
+        structured_outputs=structured,
+        detokenize=with_text,
+        output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _generated(one: Any, with_text: bool, cached: int, num_logprobs: int) -> Generated:
+    """Returns one sample of vLLM's as ours: without the token that ended it."""
+    tokens = tuple(int(token) for token in one.token_ids)
+    ended = one.finish_reason == "stop" and not isinstance(one.stop_reason, str)
+    logprobs = None
+    if one.logprobs is not None:
+        logprobs = tuple(
+            _logprobs(token, found, num_logprobs) for token, found in zip(tokens, one.logprobs, strict=False)
+        )
+    if ended:
+        tokens, logprobs = tokens[:-1], None if logprobs is None else logprobs[: len(tokens) - 1]
+    reason: Any = "stop" if one.finish_reason == "stop" else "length"
+    return Generated(tokens, one.text if with_text else None, reason, one.stop_reason, cached, logprobs)
+
+
+def _logprobs(token: int, found: Mapping[int, Any], count: int) -> TokenLogprobs:
+    """Returns them as ours. found: those of the `count` most likely tokens, and of the chosen one."""
+    best = sorted((one.rank, other, one.logprob) for other, one in found.items() if one.rank <= count)
+    return TokenLogprobs(float(found[token].logprob), tuple((int(other), float(value)) for _, other, value in best))
+
+
+def _lacks(what: str) -> InputError:
+    remedy = "leave it out, or run the model with prefold (without --backend vllm)"
+    return InputError(f"vLLM cannot be asked for {what}", field=what, remedy=remedy, code="unsupported")
+
+
+def _vllm() -> Any:
+    # Threads are not bound to cores: several replicas, or this process, would be bound to the same ones.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        import vllm
+        import vllm.sampling_params
+    except ImportError:
+        raise MissingExtraError("vllm", "vllm", "vLLM as a replica") from None
+    return vllm
+
+
+def _has_tokenizer(model: str) -> bool:
+    """Returns whether there is a tokenizer; False for a folder without one only."""
+    folder = Path(model)
+    return not folder.is_dir() or any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def _digest(model: str) -> str:
+    from ..checkpoint.identity import folder_digest
+
+    return folder_digest(Path(model)) if Path(model).exists() else model
