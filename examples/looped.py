@@ -5,11 +5,15 @@
 A prompt is a graph, as its edges in any order, and a query; the answer is the end of the query's chain. The chains are
 cut out of a random permutation of the nodes, the end of a chain points to itself, and every node of 1 to `--hops` hops
 from its end is asked for. After each visit t the model is read, and should say the node t hops on: so the model learns
-a hop, and not the way to an answer. It makes 6 visits in training and 8 in what is saved; in the end it is also asked
-for what is a hop further than in the training. All queries of a graph share the graph's rows.
+a hop, and not the way to an answer. Which block a visit goes through is drawn anew in each step: so either learns every
+hop, and not which hops are left when its turn comes. A pass makes 6 visits in training and 8 in what is saved; in the
+end the model is also asked for what is a hop further than in the training. All queries of a graph share its rows.
 
-The gate learns whether a query has been answered, from the query's row after a visit. An interrupted run goes on when
-the same command is given again.
+The gate learns whether a query had been answered a visit before: that the end of a chain points to itself shows when
+one has gone there. It reads four features of what the model says (`"gate_reads": "features"`), which do not tell it how
+many visits there were: it would learn that all queries of the training are answered after so many.
+
+An interrupted run goes on when the same command is given again.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +40,8 @@ from prefold.train import TrainBatch, save_model, visit_logprobs
 TRAINED_VISITS, VISITS = 6, 8
 WARM_UP = 50
 GATE_WEIGHT = 0.1
+# The gate has five weights, which have far to go until it is sure.
+GATE_RATE = 10
 SHOW_EVERY, SAVE_EVERY = 50, 100
 # Queries are evaluated on graphs of a seed that no training has.
 HELD_OUT = 10**6
@@ -109,9 +116,9 @@ class Queries:
         return cls(prompts, np.array(wanted, np.int64).T, np.array(hops))
 
     @property
-    def answered(self) -> np.ndarray:
-        """Returns whether a query has been answered after each visit, bool [visits, queries]."""
-        return np.arange(1, len(self.wanted) + 1)[:, None] >= self.hops
+    def settled(self) -> np.ndarray:
+        """Returns whether a query had been answered the visit before, bool [visits, queries]."""
+        return np.arange(1, len(self.wanted) + 1)[:, None] > self.hops
 
     def batch(self, model: LoopedLM) -> TrainBatch:
         """Returns the queries as rows of a model, with a target each."""
@@ -134,7 +141,7 @@ def hf_config(task: Task, hidden: int, heads: int, visits: int) -> dict[str, Any
         "rope_theta": 10000.0,
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
-        "loop": {"blocks": 2, "visits": visits, "gate": True},
+        "loop": {"blocks": 2, "visits": visits, "gate": True, "gate_reads": "features"},
     }
 
 
@@ -221,6 +228,37 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
+def optimizer_of(groups: Sequence[tuple[list[torch.nn.Parameter], float]]) -> torch.optim.Optimizer:
+    """Returns AdamW over groups of parameters, each with the highest learning rate that it gets."""
+    return torch.optim.AdamW([{"params": some, "lr": most, "initial_lr": most} for some, most in groups])
+
+
+def train(run: Run, written: Path, steps: int, loss_of: Callable[[], tuple[torch.Tensor, float]]) -> None:
+    """Makes the steps that are left of a run, tells how it goes, and writes it down now and then.
+
+    loss_of  gives the loss of the next step, and the share of right answers to show
+
+    Exits the program where a loss is no finite number.
+    """
+    rates = [group["initial_lr"] for group in run.optimizer.param_groups]
+    began, first = time.perf_counter(), run.step
+    while run.step < steps:
+        loss, right = loss_of()
+        if not torch.isfinite(loss):
+            raise SystemExit(f"the loss is {loss.item()} at step {run.step} of seed {run.options['seed']}")
+        for group, highest in zip(run.optimizer.param_groups, rates, strict=True):
+            group["lr"] = highest * rate(run.step, steps)
+        run.optimizer.zero_grad()
+        loss.backward()
+        run.optimizer.step()
+        run.step += 1
+        if run.step % SHOW_EVERY == 0 or run.step == steps:
+            left = (time.perf_counter() - began) / (run.step - first) * (steps - run.step)
+            print(f"step {run.step}: loss {loss.item():.3f}, p(answer) {right:.3f}, {left:.0f} s left", flush=True)
+        if run.step % SAVE_EVERY == 0:
+            run.save(written)
+
+
 def rate(step: int, steps: int) -> float:
     """Returns the share of the learning rate at a step: a warm-up, and half a cosine."""
     return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -249,35 +287,26 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     model = make_model(hf_config(task, options.hidden, options.heads, TRAINED_VISITS))
     initialise(model, task, options.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+    assert model.gate is not None
+    gate = list(model.gate.parameters())
+    rest = [parameter for parameter in model.parameters() if all(parameter is not one for one in gate)]
+    optimizer = optimizer_of([(rest, options.learning_rate), (gate, GATE_RATE * options.learning_rate)])
     course = {name: value for name, value in vars(options).items() if name != "out"}
     run, written = Run(course, model, optimizer, np.random.default_rng(options.seed)), options.out / "training.pt"
     if written.exists():
         run.load(written)
         print(f"going on after step {run.step}")
-    began, first = time.perf_counter(), run.step
-    while run.step < options.steps:
-        queries = Queries.make(task, options.graphs, options.hops, TRAINED_VISITS, run.rng)
-        logprobs, gate = visit_logprobs(model, queries.batch(model), queries.wanted)
-        assert gate is not None
-        answered = torch.from_numpy(queries.answered).float()
-        loss = -logprobs.mean() + GATE_WEIGHT * F.binary_cross_entropy_with_logits(gate, answered)
-        if not torch.isfinite(loss):
-            raise SystemExit(f"the loss is {loss.item()} at step {run.step} of seed {options.seed}")
-        for group in optimizer.param_groups:
-            group["lr"] = options.learning_rate * rate(run.step, options.steps)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.step += 1
-        if run.step % SHOW_EVERY == 0 or run.step == options.steps:
-            pace = (time.perf_counter() - began) / (run.step - first)
-            left = pace * (options.steps - run.step)
-            last = float(torch.exp(logprobs.detach())[-1].mean())
-            print(f"step {run.step}: loss {loss.item():.3f}, p(answer) {last:.3f}, {left:.0f} s left", flush=True)
-        if run.step % SAVE_EVERY == 0:
-            run.save(written)
 
+    def loss() -> tuple[torch.Tensor, float]:
+        queries = Queries.make(task, options.graphs, options.hops, TRAINED_VISITS, run.rng)
+        order = run.rng.integers(0, model.loop.blocks, TRAINED_VISITS).tolist()
+        logprobs, gate = visit_logprobs(model, queries.batch(model), queries.wanted, order)
+        assert gate is not None
+        settled = torch.from_numpy(queries.settled).float()
+        right = float(torch.exp(logprobs.detach())[-1].mean())
+        return -logprobs.mean() + GATE_WEIGHT * F.binary_cross_entropy_with_logits(gate, settled), right
+
+    train(run, written, options.steps, loss)
     config = hf_config(task, options.hidden, options.heads, VISITS)
     final = make_model(config)
     final.load_state_dict(model.state_dict())

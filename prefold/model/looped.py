@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .layers import Linear
 from .lora import NO_ADAPTERS, RowAdapters
 from .noise import position_noise
 from .parallel import ALONE, Alone
-from .router import Planner, Router
+from .router import Planner, Router, summary
 from .transformer import Attend, CausalLM, Pass
 
 __all__ = ["LoopedLM"]
@@ -77,14 +78,16 @@ class LoopedLM(CausalLM):
         attend: Attend,
         read_rows: Tensor | None = None,
         adapters: RowAdapters = NO_ADAPTERS,
+        order: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """Returns hidden states as they are read after each visit, each [rows read, hidden]; the arguments are those of
-        a call of the model. Raises InputError for a model with a coda, which is gone through once."""
+        a call of the model. order: the blocks in place of the config's, as many. Raises InputError for a model with a
+        coda, which is gone through once."""
         if self.loop.coda:
             raise InputError("the model has a coda, so it is read after its last visit only", field="model")
         rows = self.start(tokens, positions, attend, read_rows, adapters)
         found = []
-        for number, block in enumerate(self.loop.order, 1):
+        for number, block in enumerate(order or self.loop.order, 1):
             self.visit(rows, block)
             if number == len(self.loop.order):
                 found.append(self.finish(rows))
@@ -120,6 +123,26 @@ class LoopedLM(CausalLM):
             return self.gate(state.float())[:, 0], None
         features, seen = self.gate.features(state, self.logits(state), before)
         return self.gate(features)[:, 0], seen
+
+    def route(self, last: Tensor, mean: Tensor | None, visit: int | Tensor) -> Tensor:
+        """Returns the router's logits before a visit, float32 [n, blocks + 1], that of leaving last.
+
+        last   [n, hidden]: the residual stream of each request's last prompt row; or of rows, each by itself
+        mean   float32 [n, hidden]: its mean over each request's prompt rows; None: the router reads rows
+        visit  the number of the visit that is to come, from 0: of all, or int64 [n]
+
+        Raises InputError for a model without a router.
+        """
+        if self.router is None:
+            raise InputError("the model has no router", field="model", remedy="give a route")
+        return self.router(summary(last, mean), visit)
+
+    def plan(self, last: Tensor, mean: Tensor) -> Tensor:
+        """Returns the planner's logits of every visit, float32 [visits, n, blocks + 1], from the residual stream before
+        the first one, as for `route`. Raises InputError for a model without a planner."""
+        if self.planner is None:
+            raise InputError("the model has no planner", field="model", remedy="give a route")
+        return self.planner(summary(last, mean))
 
     def start(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from .decoder_layer import Layer
 from .loop import Loop
 from .looped import LoopedLM
 from .lora import NO_ADAPTERS
-from .router import mixture, summary
+from .router import mixture
 from .routing import Routing
 from .transformer import Attend, Pass
 
@@ -58,7 +59,8 @@ def routed(
     routing    how the router picks; by default as the config says
     routes     the blocks that each sequence visits: then nobody is asked, and who is at an end goes no further
 
-    A row that has left goes on as it is: its state is what it was. With a router that reads rows, a row sees in a block
+    A row that has left goes on as it is: its state is what it was. What the router picked has the gradients of its
+    probabilities. With a router that reads rows, a row sees in a block
     the K/V of each row's last visit to that block, and of one that has not visited it those that its state at this time
     gives there. Raises InputError where routes name no block or are not one a sequence, for a model with a coda, and
     for one without a router where no routes are given.
@@ -116,27 +118,30 @@ class _Asked:
     """
 
     def __init__(self, model: LoopedLM, routing: Routing, lengths: Tensor, of_row: Tensor):
-        assert model.router is not None
         self.visits, self.by_row = len(model.loop.order), routing.reads == "row"
-        self._router, self._planner, self._routing = model.router, model.planner, routing
+        self._model, self._routing = model, routing
         self._lengths, self._of_row, self._planned = lengths, of_row, None
 
     def __call__(self, x: Tensor, visit: int) -> tuple[Tensor, Tensor]:
         """Returns the logits before a visit and the shares that they make; x: the residual stream [rows, hidden]."""
         if self._routing.kind != "planned":
-            logits = self._router(self._read(x), visit)
+            logits = self._model.route(*self._read(x), visit)
         else:
             if self._planned is None:
-                assert self._planner is not None
-                self._planned = self._planner(self._read(x))
+                self._planned = self._model.plan(*self._read(x))
             logits = self._planned[visit]
-        return logits, mixture(logits, self._routing)
+        shares = mixture(logits, self._routing)
+        if self._routing.kind != "soft" and torch.is_grad_enabled():
+            soft = torch.softmax(logits, -1)
+            shares = shares.detach() + (soft - soft.detach())  # straight through (Bengio et al. 2013)
+        return logits, shares
 
-    def _read(self, x: Tensor) -> Tensor:
+    def _read(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Returns last and mean as the router reads them."""
         if self.by_row:
-            return summary(x)
+            return x, None
         sums = x.new_zeros(len(self._lengths), x.shape[1], dtype=torch.float32).index_add(0, self._of_row, x.float())
-        return summary(x[self._lengths.cumsum(0) - 1], sums / self._lengths[:, None])
+        return x[self._lengths.cumsum(0) - 1], sums / self._lengths[:, None]
 
 
 class _Blocks:

@@ -27,16 +27,15 @@ class Router(nn.Module):
         self.step = nn.Parameter(torch.empty(len(config.loop.order), config.hidden, device=device))
         self.outer = _linear(config.hidden, self.blocks + 1, device)
 
-    def forward(self, states: Tensor, visit: int) -> Tensor:
+    def forward(self, states: Tensor, visit: int | Tensor) -> Tensor:
         """Returns float32 logits [n, blocks + 1], that of leaving last; it is -inf before the first visit.
 
         states  float32 [n, inputs], see `summary`
-        visit   the number of the visit that is to come, from 0
+        visit   the number of the visit that is to come, from 0: of all, or int64 [n]
         """
         logits = self.outer(F.silu(self.inner(states) + self.step[visit]))
-        if visit:
-            return logits
-        return torch.cat((logits[:, :-1], torch.full_like(logits[:, -1:], -torch.inf)), -1)
+        first = torch.as_tensor(visit == 0, device=logits.device).expand(len(logits))
+        return torch.cat((logits[:, :-1], logits[:, -1:].masked_fill(first[:, None], -torch.inf)), -1)
 
 
 class Planner(nn.Module):

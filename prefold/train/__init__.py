@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from .batch import Examples, TrainBatch
-from .logprobs import RoutedLogprobs, logprobs, routed_logprobs, visit_logprobs
+from .logprobs import RoutedLogprobs, logprobs, routed_logprobs, visit_logprobs, whole_sequences
 from .losses import dpo_loss, dpo_margins, group_loss, sft_loss
 from .micro import accumulate, micro_batches
 from .save import save_model
@@ -26,4 +26,5 @@ __all__ = [
     "save_model",
     "sft_loss",
     "visit_logprobs",
+    "whole_sequences",
 ]

@@ -18,7 +18,7 @@ from ..worker.attend import Path, StepAttend
 from .batch import TrainBatch, dtype_on
 from .head import target_logprobs
 
-__all__ = ["RoutedLogprobs", "logprobs", "routed_logprobs", "visit_logprobs"]
+__all__ = ["RoutedLogprobs", "logprobs", "routed_logprobs", "visit_logprobs", "whole_sequences"]
 
 
 def logprobs(model: CausalLM, batch: TrainBatch) -> Tensor:
@@ -37,11 +37,14 @@ def logprobs(model: CausalLM, batch: TrainBatch) -> Tensor:
     return target_logprobs(hidden, weight, batch.target_reads, batch.target_ids)
 
 
-def visit_logprobs(model: LoopedLM, batch: TrainBatch, ids: np.ndarray | None = None) -> tuple[Tensor, Tensor | None]:
+def visit_logprobs(
+    model: LoopedLM, batch: TrainBatch, ids: np.ndarray | None = None, order: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Returns what a looped model says of each target after each visit: log-probabilities, and the gate's logits of
     leaving, both float32 [visits, targets]. A model without a gate gives None for the latter.
 
-    ids  int64 [visits, targets]: what each target is after each visit; by default what it is in its sequence
+    ids    int64 [visits, targets]: what each target is after each visit; by default what it is in its sequence
+    order  the blocks that are visited, as many as by default; None: those of the config
 
     The result is differentiable. Errors are those of `logprobs`; InputError is also raised for a model that does not
     loop, and for one with a coda.
@@ -51,7 +54,7 @@ def visit_logprobs(model: LoopedLM, batch: TrainBatch, ids: np.ndarray | None = 
     _check(model, batch)
     prepared = batch.prepared(model.device, dtype_on(model.device, model.dtype))
     attend = StepAttend(prepared, Path(), model.config.planes, model.config.scale)
-    states = model.after_each_visit(prepared.tokens, prepared.positions, attend, prepared.read_rows)
+    states = model.after_each_visit(prepared.tokens, prepared.positions, attend, prepared.read_rows, order=order)
     weight = model.embedding if model.lm_head is None else model.lm_head
     ids = np.broadcast_to(batch.target_ids, (len(states), batch.num_targets)) if ids is None else ids
     reads = np.arange(len(states))[:, None] * len(states[0]) + batch.target_reads

@@ -31,17 +31,17 @@ def example():
 def test_the_answer_is_the_end_of_the_chain(example, nodes, chains):
     task, rng = example.Task(nodes, chains), np.random.default_rng(nodes)
     queries = example.Queries.make(task, 5, task.longest, 8, rng)
-    for prompt, wanted, hops, answered in zip(
-        queries.prompts, queries.wanted.T, queries.hops, queries.answered.T, strict=True
+    for prompt, wanted, hops, settled in zip(
+        queries.prompts, queries.wanted.T, queries.hops, queries.settled.T, strict=True
     ):
         points = {edge // nodes: edge % nodes for edge in prompt[:-1]}
         assert len(points) == nodes and sum(a == b for a, b in points.items()) == chains
         node, made = prompt[-1] - nodes * nodes, 0
         for visit in range(8):
             made += points[node] != node
+            assert settled[visit] == (points[node] == node)
             node = points[node]
             assert wanted[visit] == task.query(node)
-            assert answered[visit] == (points[node] == node)
         assert made == hops >= 1
 
 

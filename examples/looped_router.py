@@ -1,0 +1,260 @@
+"""Trains the router of a looped model that examples/looped.py has trained, and a planner that foretells its routes.
+
+    python examples/looped_router.py --model FOLDER --out FOLDER [--reads request|row] [--steps 400] [--seed 0]
+
+The router picks the block of each visit, or that there are no more. It begins soft: every block is computed, and what
+they give is mixed by probability, so that there are gradients for all. It is paid for right answers and pays for visits
+(`--cost` each). After `--soft` of its steps it goes on hard: only what it picks counts, and its probabilities get the
+gradients (straight through). The model's own weights stay as they are.
+
+A router that reads requests reads whole sequences. So queries that are asked together, behind one graph, are as many
+hops from their ends; a router that reads rows may be asked anything. The planner learns the routes of the hard router
+from the embeddings of a prompt alone, before anything is attended to.
+
+An interrupted run goes on when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from looped import HELD_OUT, Run, Task, make_model, optimizer_of, rate, train
+from torch.nn import functional as F
+
+from prefold.checkpoint import Checkpoint, resolve
+from prefold.model import LoopedLM, load_model
+from prefold.model.routed import routed
+from prefold.model.router import choose, summary
+from prefold.model.routing import Routing
+from prefold.train import TrainBatch, routed_logprobs, save_model, whole_sequences
+
+THRESHOLDS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7)
+LEAVING_BIAS = -2.0
+
+
+@dataclass(frozen=True, eq=False)
+class Packs:
+    """Packs holds sequences of a graph and some queries about it, one behind the other.
+
+    prompts  token ids of each
+    asked    how many queries each ends with
+    wanted   int64 [queries]: the token to read at each query, sequence by sequence
+    hops     int64 [queries]: from the query's node to the end of its chain
+    """
+
+    prompts: list[list[int]]
+    asked: list[int]
+    wanted: np.ndarray
+    hops: np.ndarray
+
+    @classmethod
+    def make(cls, task: Task, hops: Sequence[range], together: int, rng: np.random.Generator) -> Packs:
+        """Returns a sequence for each of `hops`, which are those that its queries may have: one query a node at random,
+        at most `together`."""
+        prompts, asked, wanted, far_of = [], [], [], []
+        for among in hops:
+            points, far = task.graph(rng)
+            edges = task.edges(points, rng)
+            nodes = rng.permutation(np.flatnonzero(np.isin(far, among)))[:together].tolist()
+            prompts.append([*edges, *map(task.query, nodes)])
+            asked.append(len(nodes))
+            for node in nodes:
+                far_of.append(int(far[node]))
+                while points[node] != node:
+                    node = int(points[node])
+                wanted.append(task.query(node))
+        return cls(prompts, asked, np.array(wanted, np.int64), np.array(far_of, np.int64))
+
+    def batch(self, model: LoopedLM) -> TrainBatch:
+        """Returns the sequences as rows, with a target at each query."""
+        sequences = [[*prompt, prompt[-1]] for prompt in self.prompts]
+        masks = [
+            [False] * (len(one) - count) + [True] * count for one, count in zip(sequences, self.asked, strict=True)
+        ]
+        return TrainBatch.build(model.config, sequences, masks=masks, sharing="off")
+
+
+def with_router(base: LoopedLM, config: dict[str, Any], seed: int) -> LoopedLM:
+    """Returns a model of this config, with the weights of `base` and a router that begins at random."""
+    model, generator = make_model(config), torch.Generator().manual_seed(seed)
+    assert model.router is not None
+    missing = model.load_state_dict(base.state_dict(), strict=False).missing_keys
+    assert all(name.startswith(("router.", "planner.")) for name in missing)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("router."))
+        if name in missing:
+            with torch.no_grad():
+                fan = parameter.shape[-1] if parameter.ndim == 2 else 1
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * (parameter.ndim - 1) * fan**-0.5)
+    with torch.no_grad():
+        model.router.outer.bias[-1] = LEAVING_BIAS  # a router that leaves at once learns nothing
+    return model
+
+
+def visits_of(weights: torch.Tensor) -> torch.Tensor:
+    """Returns the visits that each sequence or row makes, [n], of weights [visits, n, blocks + 1]."""
+    return weights[..., :-1].sum((0, 2))
+
+
+@torch.no_grad()
+def evaluate(model: LoopedLM, task: Task, most: int, count: int, routing: Routing) -> dict[str, Any]:
+    """Returns the share of right answers of so many queries of each number of hops, one a sequence; the visits that a
+    sequence makes, or where rows have routes of their own a query's row and a row of the graph; and the routes."""
+    hops = [range(far, far + 1) for far in range(1, most + 1) for _ in range(count)]
+    packs = Packs.make(task, hops, 1, np.random.default_rng(HELD_OUT))
+    batch = packs.batch(model)
+    visits = list(routed(model, *whole_sequences(model, batch), routing=routing))
+    nodes = range(task.query(0), task.query(task.nodes))
+    reads = torch.from_numpy(batch.step.read_rows)
+    said = model.logits(visits[-1].state[reads], nodes).argmax(-1).numpy() + task.query(0)
+    right, weights = said == packs.wanted, torch.stack([visit.weights for visit in visits])
+    made = visits_of(weights)
+    found: dict[str, Any] = {"right": float(right.mean())}
+    found["by hops"] = {far: float(right[packs.hops == far].mean()) for far in range(1, most + 1)}
+    if routing.reads == "row":
+        graph = np.setdiff1d(np.arange(len(made)), batch.step.read_rows)
+        found["graph visits"] = float(made[graph].mean())
+        made = made[reads]
+        found["routes of rows"] = histogram(weights[:, graph])
+    found["visits"] = {far: float(made.numpy()[packs.hops == far].mean()) for far in range(1, most + 1)}
+    if routing.kind not in ("soft", "top"):
+        found["routes"] = histogram(weights if routing.reads == "request" else weights[:, reads])
+    return found
+
+
+def histogram(weights: torch.Tensor) -> dict[str, int]:
+    """Returns how many took each route, as in "0,1,0", of weights [visits, n, blocks + 1], the most frequent first."""
+    picks, blocks = weights.argmax(-1).T.tolist(), weights.shape[-1] - 1
+    return dict(Counter(",".join(str(block) for block in one if block < blocks) for one in picks).most_common())
+
+
+def prompt_states(model: LoopedLM, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Returns what a planner reads of prompts, of a model without a prelude: float32 [prompts, 2 * hidden]."""
+    states = [model.embedding[torch.tensor(prompt)] for prompt in prompts]
+    return summary(torch.stack([one[-1] for one in states]), torch.stack([one.mean(0) for one in states]))
+
+
+def distil(model: LoopedLM, task: Task, most: int, prompts: int, steps: int, seed: int) -> dict[str, float]:
+    """Teaches the planner the routes that the hard router takes, and returns on how many other prompts all of the route
+    is the same, on how many visits, and how often the router's most frequent route is its route."""
+    assert model.planner is not None and model.router is not None and model.loop.router is not None
+    hard, rng = replace(model.loop.router, kind="hard"), np.random.default_rng(seed)
+    hops = [range(1 + n % most, 2 + n % most) for n in range(prompts)]
+    packs = Packs.make(task, hops, 1, rng)
+    with torch.no_grad():
+        visits = list(routed(model, *whole_sequences(model, packs.batch(model)), routing=hard))
+        read = prompt_states(model, packs.prompts)
+    picks = torch.stack([visit.weights.argmax(-1) for visit in visits])
+    # What comes after the end of a route is nobody's concern.
+    counts = torch.cat((torch.ones_like(picks[:1]), (picks[:-1] < model.loop.blocks).long()))
+    held = prompts // 4
+    optimizer = torch.optim.AdamW(model.planner.parameters(), lr=3e-3, weight_decay=0.1)
+    for step in range(steps):
+        some = torch.from_numpy(rng.integers(held, prompts, 256))
+        losses = F.cross_entropy(model.planner(read[some]).flatten(0, 1), picks[:, some].flatten(), reduction="none")
+        loss = (losses * counts[:, some].flatten()).sum() / counts[:, some].sum()
+        if not torch.isfinite(loss):
+            raise SystemExit(f"the planner's loss is {loss.item()} at step {step} of seed {seed}")
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * rate(step, steps)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        said = torch.stack([choose(one, hard.threshold) for one in model.planner(read[:held])])
+    same = (said == picks[:, :held]) | (counts[:, :held] == 0)
+    frequent = histogram(F.one_hot(picks, model.loop.blocks + 1)[:, :held])
+    return {
+        "whole routes": float(same.all(0).float().mean()),
+        "visits": float((same * counts[:, :held]).sum() / counts[:, :held].sum()),
+        "by the most frequent route": max(frequent.values()) / held,
+    }
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Returns what was found in the end: the ways of the router, and how well the planner does."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, type=Path, help="what examples/looped.py saved")
+    parser.add_argument("--out", required=True, type=Path, help="the folder to save to")
+    parser.add_argument("--reads", choices=("request", "row"), default="request")
+    parser.add_argument("--hops", type=int, default=4, help="the longest queries of the training")
+    parser.add_argument("--chains", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--soft", type=float, default=0.6, help="the share of the steps that is soft")
+    parser.add_argument("--sequences", type=int, default=48, help="of a step")
+    parser.add_argument("--cost", type=float, default=0.02, help="of a visit, in nats")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--planner-prompts", type=int, default=8192)
+    parser.add_argument("--planner-steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    if (options.out / "model.safetensors").exists():
+        parser.error(f"{options.out} holds a trained model already; give another --out")
+    checkpoint = resolve(str(options.model))
+    base = load_model(checkpoint, dtype=torch.float32, device="cpu", pack=False)
+    assert isinstance(base, LoopedLM)
+    nodes = round((base.config.vocab_size + 0.25) ** 0.5 - 0.5)
+    task = Task(nodes, options.chains)
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    routing = {"kind": "hard", "reads": options.reads, "planner": options.reads == "request"}
+    config = dict(checkpoint.config) | {"loop": dict(checkpoint.config["loop"]) | {"router": routing}}
+    model = with_router(base, config, options.seed)
+    hard = model.loop.router
+    assert hard is not None and model.router is not None
+    optimizer = optimizer_of([(list(model.router.parameters()), options.learning_rate)])
+    course = {name: str(value) for name, value in vars(options).items() if name != "out"}
+    run, written = Run(course, model, optimizer, np.random.default_rng(options.seed)), options.out / "training.pt"
+    if written.exists():
+        run.load(written)
+        print(f"going on after step {run.step}")
+
+    def loss() -> tuple[torch.Tensor, float]:
+        kind: Any = "soft" if run.step < options.soft * options.steps else "hard"
+        every = range(1, options.hops + 1)
+        drawn = run.rng.integers(1, options.hops + 1, options.sequences).tolist()
+        hops = [range(far, far + 1) if options.reads == "request" else every for far in drawn]
+        packs = Packs.make(task, hops, int(run.rng.integers(1, task.chains + 1)), run.rng)
+        batch, visits = packs.batch(model), len(model.loop.order)
+        ids = np.broadcast_to(packs.wanted, (visits, batch.num_targets))
+        found = routed_logprobs(model, batch, ids, routing=replace(hard, kind=kind))
+        right = found.logprobs[-1]
+        return options.cost * visits_of(found.weights).mean() - right.mean(), float(right.detach().exp().mean())
+
+    train(run, written, options.steps, loss)
+    results: dict[str, Any] = {}
+    if model.planner is not None:
+        for parameter in model.planner.parameters():
+            parameter.requires_grad_(True)
+        results["planner"] = distil(
+            model, task, options.hops, options.planner_prompts, options.planner_steps, options.seed
+        )
+    save_model(model, Checkpoint.dummy(config), options.out)
+    written.unlink(missing_ok=True)
+    most = min(options.hops + 1, task.longest)
+    ways = {"fixed": replace(hard, kind="fixed"), "soft": replace(hard, kind="soft")}
+    ways |= {f"hard at {threshold:.2f}": replace(hard, threshold=threshold) for threshold in THRESHOLDS}
+    if model.planner is not None:
+        ways["planned"] = replace(hard, kind="planned")
+    for name, way in ways.items():
+        one = results[name] = evaluate(model, task, most, 64, way)
+        shares = ", ".join(f"{far}: {share:.3f} ({one['visits'][far]:.2f})" for far, share in one["by hops"].items())
+        graph = f"; a row of the graph {one['graph visits']:.2f}" if way.reads == "row" else ""
+        print(f"{name}: right (visits) by hops: {shares}{graph}; {len(one.get('routes', {}))} routes")
+    if model.planner is not None:
+        print("planner: " + ", ".join(f"{name} {share:.3f}" for name, share in results["planner"].items()))
+    (options.out / "found.json").write_text(json.dumps(results, indent=1))
+    print(f"saved to {options.out}")
+    return results
+
+
+if __name__ == "__main__":
+    main()
