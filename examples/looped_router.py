@@ -3,9 +3,10 @@
     python examples/looped_router.py --model FOLDER --out FOLDER [--reads request|row] [--steps 400] [--seed 0]
 
 The router picks the block of each visit, or that there are no more. It begins soft: every block is computed, and what
-they give is mixed by probability, so that there are gradients for all. It is paid for right answers and pays for visits
-(`--cost` each). After `--soft` of its steps it goes on hard: only what it picks counts, and its probabilities get the
-gradients (straight through). The model's own weights stay as they are.
+they give is mixed by probability, so that there are gradients for all. It is paid for right answers, and pays for
+visits (`--cost` each) and for choosing other blocks than it does for others (`--alike`), since requests on one route
+are served together. After `--soft` of its steps it goes on hard: only what it picks counts, and its probabilities get
+the gradients (straight through). The model's own weights stay as they are.
 
 A router that reads requests reads whole sequences. So queries that are asked together, behind one graph, are as many
 hops from their ends; a router that reads rows may be asked anything. The planner learns the routes of the hard router
@@ -104,6 +105,15 @@ def visits_of(weights: torch.Tensor) -> torch.Tensor:
     return weights[..., :-1].sum((0, 2))
 
 
+def information(choices: torch.Tensor) -> torch.Tensor:
+    """Returns how much a choice of block says of who makes it, in nats, of a router's logits [visits, n, blocks + 1]:
+    the entropy of what all choose less the mean entropy of what each chooses, averaged over visits."""
+    scores = torch.log_softmax(choices[..., :-1], -1)
+    of_each = -(scores.exp() * scores).sum(-1).mean(1)
+    of_all = scores.exp().mean(1)
+    return (-(of_all * of_all.clamp(min=1e-9).log()).sum(-1) - of_each).mean()
+
+
 @torch.no_grad()
 def evaluate(model: LoopedLM, task: Task, most: int, count: int, routing: Routing) -> dict[str, Any]:
     """Returns the share of right answers of so many queries of each number of hops, one a sequence; the visits that a
@@ -119,14 +129,15 @@ def evaluate(model: LoopedLM, task: Task, most: int, count: int, routing: Routin
     made = visits_of(weights)
     found: dict[str, Any] = {"right": float(right.mean())}
     found["by hops"] = {far: float(right[packs.hops == far].mean()) for far in range(1, most + 1)}
-    if routing.reads == "row":
+    by_row = routing.reads == "row" and routing.kind != "fixed"
+    if by_row:
         graph = np.setdiff1d(np.arange(len(made)), batch.step.read_rows)
         found["graph visits"] = float(made[graph].mean())
         made = made[reads]
         found["routes of rows"] = histogram(weights[:, graph])
     found["visits"] = {far: float(made.numpy()[packs.hops == far].mean()) for far in range(1, most + 1)}
     if routing.kind not in ("soft", "top"):
-        found["routes"] = histogram(weights if routing.reads == "request" else weights[:, reads])
+        found["routes"] = histogram(weights[:, reads] if by_row else weights)
     return found
 
 
@@ -191,6 +202,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--soft", type=float, default=0.6, help="the share of the steps that is soft")
     parser.add_argument("--sequences", type=int, default=48, help="of a step")
     parser.add_argument("--cost", type=float, default=0.02, help="of a visit, in nats")
+    parser.add_argument("--alike", type=float, default=0.1, help="the cost of a nat of choosing blocks unlike others")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--planner-prompts", type=int, default=8192)
     parser.add_argument("--planner-steps", type=int, default=1000)
@@ -226,8 +238,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         batch, visits = packs.batch(model), len(model.loop.order)
         ids = np.broadcast_to(packs.wanted, (visits, batch.num_targets))
         found = routed_logprobs(model, batch, ids, routing=replace(hard, kind=kind))
+        assert found.choices is not None
         right = found.logprobs[-1]
-        return options.cost * visits_of(found.weights).mean() - right.mean(), float(right.detach().exp().mean())
+        loss = options.cost * visits_of(found.weights).mean() + options.alike * information(found.choices)
+        return loss - right.mean(), float(right.detach().exp().mean())
 
     train(run, written, options.steps, loss)
     results: dict[str, Any] = {}
@@ -247,7 +261,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     for name, way in ways.items():
         one = results[name] = evaluate(model, task, most, 64, way)
         shares = ", ".join(f"{far}: {share:.3f} ({one['visits'][far]:.2f})" for far, share in one["by hops"].items())
-        graph = f"; a row of the graph {one['graph visits']:.2f}" if way.reads == "row" else ""
+        graph = f"; a row of the graph {one['graph visits']:.2f}" if "graph visits" in one else ""
         print(f"{name}: right (visits) by hops: {shares}{graph}; {len(one.get('routes', {}))} routes")
     if model.planner is not None:
         print("planner: " + ", ".join(f"{name} {share:.3f}" for name, share in results["planner"].items()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,19 +13,26 @@ from safetensors.torch import load_file
 
 from prefold import LLM
 
-PATH = Path(__file__).parents[2] / "examples" / "looped.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--nodes=9", "--chains=3", "--hops=1", "--hidden=16", "--steps=7", "--graphs=2"]
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("looped_example", PATH)
-    module = importlib.util.module_from_spec(spec)
-    import sys
+    return module("looped")
 
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+
+@pytest.fixture(scope="module")
+def router_example(example):
+    return module("looped_router")
+
+
+def module(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = made  # dataclasses look their module up, and one example the other
+    spec.loader.exec_module(made)
+    return made
 
 
 @pytest.mark.parametrize(("nodes", "chains"), [(9, 3), (16, 3), (24, 4)])
@@ -80,3 +88,68 @@ def test_a_loss_that_is_no_number_ends_the_run(example, tmp_path, monkeypatch):
     monkeypatch.setattr(example, "visit_logprobs", lambda *given: tuple(part * float("nan") for part in read(*given)))
     with pytest.raises(SystemExit, match="the loss is nan at step 0 of seed 5"):
         example.main([*SMALL, "--seed=5", f"--out={tmp_path / 'out'}"])
+
+
+@pytest.fixture(scope="module")
+def trained(example, tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained") / "model"
+    example.main([*SMALL, f"--out={out}"])
+    return out
+
+
+ROUTER = ["--chains=3", "--hops=2", "--steps=6", "--sequences=6", "--planner-prompts=64", "--planner-steps=5"]
+
+
+def test_packs_ask_what_they_say(router_example, example):
+    task, hops = example.Task(16, 3), [range(2, 3), range(1, 4), range(3, 4)]
+    packs = router_example.Packs.make(task, hops, 3, np.random.default_rng(1))
+    at = 0
+    for prompt, asked, among in zip(packs.prompts, packs.asked, hops, strict=True):
+        points = {edge // 16: edge % 16 for edge in prompt[:-asked]}
+        assert len(points) == 16 and 1 <= asked <= 3
+        for token in prompt[-asked:]:
+            node, made = token - 256, 0
+            while points[node] != node:
+                node, made = points[node], made + 1
+            assert (packs.wanted[at], packs.hops[at]) == (task.query(node), made) and made in among
+            at += 1
+    assert at == len(packs.wanted) > 5
+
+
+@pytest.mark.parametrize("reads", ["request", "row"])
+def test_a_router_is_trained_on(router_example, trained, tmp_path, monkeypatch, capsys, reads):
+    monkeypatch.setattr(sys.modules["looped"], "SAVE_EVERY", 2)
+    given = [*ROUTER, f"--model={trained}", f"--reads={reads}"]
+    whole = router_example.main([*given, f"--out={tmp_path / 'whole'}"])
+    assert whole["fixed"]["visits"] == {1: 8.0, 2: 8.0}
+    assert all(len(one["by hops"]) == 2 for name, one in whole.items() if name != "planner")
+    ask, calls = router_example.routed_logprobs, []
+
+    def stops(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return ask(*arguments, **options)
+
+    monkeypatch.setattr(router_example, "routed_logprobs", stops)
+    out = tmp_path / "interrupted"
+    with pytest.raises(KeyboardInterrupt):
+        router_example.main([*given, f"--out={out}"])
+    monkeypatch.setattr(router_example, "routed_logprobs", ask)
+    assert router_example.main([*given, f"--out={out}"]) == whole
+    assert "going on after step 4" in capsys.readouterr().out
+    first, second = (load_file(folder / "model.safetensors") for folder in (tmp_path / "whole", out))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    base = load_file(trained / "model.safetensors")
+    assert all(torch.equal(first[name], tensor) for name, tensor in base.items())
+    assert not torch.equal(first["model.router.step"], torch.zeros_like(first["model.router.step"]))
+    with pytest.raises(SystemExit):
+        router_example.main([*given, f"--out={out}"])
+
+
+def test_choices_that_say_nothing_of_who_chose_cost_nothing(router_example):
+    alike, apart = torch.zeros(2, 4, 3), torch.zeros(2, 4, 3)
+    alike[..., 0] = 50
+    apart[:, :2, 0], apart[:, 2:, 1] = 50, 50
+    assert float(router_example.information(alike)) == pytest.approx(0, abs=1e-5)
+    assert float(router_example.information(apart)) == pytest.approx(np.log(2), abs=1e-4)
