@@ -65,6 +65,19 @@ def option(name: str, *more: str, **settings: Any) -> Any:
 @option("drain_seconds", type=click.FloatRange(0), help="How long requests may go on after SIGTERM.")
 @option("max_waiting_requests", type=click.IntRange(1), help="Requests that may wait; others are refused with 429.")
 @option("max_waiting_tokens", type=click.IntRange(1), help="Tokens that may wait.")
+@option(
+    "step_ms",
+    type=click.FloatRange(0, min_open=True),
+    metavar="MS",
+    help="How long a step should take while live requests are there: rows are adjusted to the measured rate."
+    "  [default: a batch lengthens live steps by a quarter, nothing else is bounded]",
+)
+@option(
+    "batch_share",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="SHARE",
+    help="The part of the time that batches get while live requests never pause.",
+)
 @option("max_body_bytes", type=Bytes(), help="Size of a request's body.")
 @option("max_connections", type=click.IntRange(1), help="Connections at once.")
 @option("max_texts", type=click.IntRange(1), help="Texts, documents or prompts of one request.")

@@ -73,6 +73,7 @@ class Engine:
         sharing: Sharing | None = None,
         max_batch_rows: int | None = None,
         cache_prefill: bool | None = None,
+        budget: StepBudget | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[bytes, Result]]:
@@ -81,6 +82,7 @@ class Engine:
         With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`).
 
         sharing, max_batch_rows, cache_prefill   of this run; None: the engine's
+        budget     the most rows of each step, where that may change; `max_batch_rows` is not given then
         on_step    called after every step of the engine, until the run ends
         stopping   called after every step: once it returns True, the run ends, having yielded what is done
 
@@ -88,7 +90,7 @@ class Engine:
         """
         sharing = sharing or self.sharing
         how: dict[str, Any] = {"sharing": sharing, "meter": self.meter, "stopping": stopping}
-        how["budget"] = self._budget if max_batch_rows is None else StepBudget(max_batch_rows)
+        how["budget"] = budget or (self._budget if max_batch_rows is None else StepBudget(max_batch_rows))
         with self.meter.heard_by(on_step):
             if sharing != "full" or not (self.options.cache_prefill if cache_prefill is None else cache_prefill):
                 yield from run_stream(self.worker, windows, readout, **how)

@@ -22,7 +22,7 @@ def find_fault(generator: Generator, error: Exception) -> dict[int, Exception]:
     if isinstance(error, (RankError, OutOfMemoryError)):
         return dict.fromkeys(keys, error)
     found: dict[int, Exception] = {}
-    with generator.turn:
+    with generator.unpaced():
         generator.hold(*keys)
         groups: list[Sequence[int]] = [keys]
         while groups:

@@ -14,8 +14,8 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy as np
 from ..cache import SlotPool
 from ..cache.tree import BrokenOff
 from ..errors import InputError
+from ..schedule.admission import InOrder
 from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import NOBODY, GenerateStep
 from ..schedule.steps import MakeStore, Numbers, SlotResult, SlotStep
@@ -32,6 +33,7 @@ from ..types import Exits, GenerationStats, Owner, Readout, Request, Result
 from ..worker.protocol import Ticket, Worker
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
+from .pace import Pace
 from .requests import Answer, Maker, NumberReader, OpenRequest, Reader, adapter_number
 from .samples import OnText
 from .sampling import drawing_of
@@ -58,6 +60,7 @@ class Generator:
     meter    counts what is done
     turn     held by the thread that makes a step
     inboxes  of the callers that wait for answers
+    pace     says how many rows a step may have; None: as many as there are, within the budget
     """
 
     def __init__(self, worker: Worker, engine: EngineOptions, budget: StepBudget, meter: Meter):
@@ -86,6 +89,7 @@ class Generator:
         # Who steps. Others wait until something has come to their inbox, or it is free.
         self.turn = threading.RLock()
         self.inboxes: dict[Any, None] = {}
+        self.pace: Pace | None = None
 
     # ------------------------------------------------------------------------------------------- what is asked
 
@@ -179,6 +183,25 @@ class Generator:
             if key in self._open:
                 self._tell(self._open[key], answer)
         self._raise_failure()
+
+    def set_pace(self, pace: Pace | None) -> None:
+        """Admits and steps as a pace says from now on; None: as they come, with as many rows as there are."""
+        with self.turn, suppress(BrokenOff), self._change():
+            self.pace = pace
+            self.scheduler.admit_by(InOrder() if pace is None else pace.admission)
+            self.scheduler.max_batch_rows = self._budget.rows
+
+    @contextmanager
+    def unpaced(self) -> Iterator[None]:
+        """Returns a context in which this thread makes steps for whoever is there, batches or not."""
+        with self.turn:
+            pace, self.pace = self.pace, None
+            try:
+                if pace is not None:
+                    self.scheduler.max_batch_rows, pace.admission.batch_rows = self._budget.rows, None
+                yield
+            finally:
+                self.pace = pace
 
     @property
     def has_work(self) -> bool:
@@ -286,6 +309,8 @@ class Generator:
             for key, error in self.scheduler.admit():
                 if key in self._open:
                     self._tell(self._open[key], error)  # type: ignore[index]
+            if self.pace is not None:
+                self.pace.settle(self.scheduler, self._budget.rows)
             step = self.scheduler.plan()
         moved = bool(self._flights) or step is not None
         if self._flights and (step is None or not _is_known(step, self._readers(step))):
@@ -406,9 +431,11 @@ class Generator:
         )
         # It counts from the end of the one before, if that came later than its start.
         started, self._finished = max(flight.started, self._finished), time.perf_counter()
+        seconds = self._finished - started
+        if self.pace is not None:
+            self.pace.times.note(step.num_rows, seconds)
         if self._meter.is_heard:
             path_rows = int(step.message.run_count.sum()) - step.num_rows
-            seconds = self._finished - started
             info = StepInfo(step.num_rows, path_rows, requests, tokens, started, seconds, step.decode_rows)
             self._meter.tell(info)
 

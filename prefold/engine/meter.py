@@ -94,15 +94,23 @@ class Meter:
 
 
 class StepBudget:
-    """A StepBudget is the most rows that a step may have: what was asked for, until memory is too small for it."""
+    """A StepBudget is the most rows that a step may have: what was asked for, until memory is too small for it.
 
-    def __init__(self, rows: int):
-        self.rows = rows
+    limit  given that, returns how many a step may have at this moment, at most that
+    """
+
+    def __init__(self, rows: int, limit: Callable[[int], int] | None = None):
+        self._rows, self._limit = rows, limit
+
+    @property
+    def rows(self) -> int:
+        """Returns the most rows of the next step."""
+        return self._rows if self._limit is None else self._limit(self._rows)
 
     def start(self, worker: Worker, message: Message, rows: int, prepared: Any = None) -> Ticket | None:
         """Starts a step of `rows` rows and returns its ticket.
 
-        Returns None where memory is too small for the step; `self.rows` is then at most half of the step's rows.
+        Returns None where memory is too small for the step; `rows` is then at most half of the step's.
 
         Raises OutOfMemoryError where memory is too small for one row.
         """
@@ -111,5 +119,5 @@ class StepBudget:
         except OutOfMemoryError:
             if rows < 2:
                 raise
-            self.rows = max(1, min(self.rows, rows // 2))
+            self._rows = max(1, min(self._rows, rows // 2))
             return None

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from ..types import Readout, Request, Result
+from ..schedule.generate_step import NOBODY
+from ..types import Owner, Readout, Request, Result
 from .samples import TextPiece
 
 __all__ = ["Reading", "Reply", "send"]
@@ -19,12 +20,13 @@ class Reply:
     Pieces that nobody has taken are joined: a reader that is slow holds no more than the texts themselves.
 
     tokens      of its prompts
+    owner       for whom it runs
     begun_at    time.perf_counter() of the first step that worked for it; None: it waits
     keys        by which the generator knows what it was asked
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, tokens: int):
-        self.loop, self.tokens = loop, tokens
+    def __init__(self, loop: asyncio.AbstractEventLoop, tokens: int, owner: Owner = NOBODY):
+        self.loop, self.tokens, self.owner = loop, tokens, owner
         self.begun_at: float | None = None
         self.keys: list[int] = []
         self.is_cancelled = False

@@ -24,6 +24,8 @@ from ..text import Tokenizer
 from ..types import Generated, Readout, Request, Result
 from .fault import find_fault
 from .generate import Generator
+from .meter import StepInfo
+from .pace import Pace
 from .replies import Reading, Reply, send
 from .requests import can_probe
 from .samples import TextPiece
@@ -46,6 +48,9 @@ class Background(Protocol):
     def is_ready(self) -> bool:
         """Returns whether there is something to do now."""
 
+    def is_due(self) -> bool:
+        """Returns whether it has waited long enough to go before live requests."""
+
     def advance(self) -> bool:
         """Does some of it; returns whether there may be more. It calls `Service.serve_live` between its steps."""
 
@@ -57,11 +62,13 @@ class Service:
     that it fails for (see `fault.py`); the thread goes on. It does not keep the service: it ends with it.
 
     failure  of the last step, where no request alone could be at fault; None after a step that did not fail
+    pace     by which requests are admitted, and how many rows a step has; None: as `Generator` does without one
     """
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.failure: Exception | None = None
+        self.pace: Pace | None = None
         self._readings: deque[tuple[Reading, Sequence[int]]] = deque()  # with the parts that are to be read
         self._beside: deque[Background] = deque()
         self._replies: dict[Reply, None] = {}  # those that have no answer yet
@@ -111,7 +118,8 @@ class Service:
         self.engine.meter.add(requests=1)
         on_text = partial(self._put, reply) if text else None
         sharing = None if share else False
-        generator.add(request, tokenizer, partial(self._answer, reply), on_text, sharing=sharing, key=key)
+        on_done = partial(self._answer, reply)
+        generator.add(request, tokenizer, on_done, on_text, sharing=sharing, key=key, owner=reply.owner)
         self._added(reply)
 
     def read(self, reply: Reply, requests: Sequence[Request], readout: Readout) -> None:
@@ -124,7 +132,8 @@ class Service:
             for part, request in enumerate(requests):
                 key = generator.new_key()
                 reply.keys.append(key)
-                generator.add(request, None, partial(self._probed, reading, part), readout=readout, key=key)
+                on_done = partial(self._probed, reading, part)
+                generator.add(request, None, on_done, readout=readout, key=key, owner=reply.owner)
             self._added(reply)
         else:
             self._inbox.came.put((reading, range(len(requests))))
@@ -147,7 +156,18 @@ class Service:
     def generator(self) -> Generator:
         """The engine's generator, which is made when it is first asked for."""
         with self._lock:
-            return self.engine.generator
+            generator = self.engine.generator
+            if generator.pace is not self.pace:
+                generator.set_pace(self.pace)
+            return generator
+
+    def set_pace(self, pace: Pace | None) -> None:
+        """Admits and steps as a pace says from now on."""
+        self.pace = pace
+        if pace is not None:
+            pace.reading = lambda: bool(self._readings)
+        if "generator" in self.engine.__dict__:
+            self.generator  # noqa: B018 - which takes it over
 
     def work_beside(self, work: Background) -> None:
         """Takes work that is done when no live request needs the engine."""
@@ -157,11 +177,6 @@ class Service:
     def wake(self) -> None:
         """Makes the thread look whether there is something to do."""
         self._inbox.came.put(None)
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether there is a live request for which no step has worked yet."""
-        return any(reply.begun_at is None for reply in self.replies)
 
     @property
     def replies(self) -> list[Reply]:
@@ -180,6 +195,8 @@ class Service:
         if reply in self._replies:
             self._replies.pop(reply, None)
             self._put(reply, answer)
+            if self.pace is not None:
+                self.pace.note_live()
 
     def _probed(self, reading: Reading, part: int, answer: Any) -> None:
         """Takes what was read of one request in the KV store; one that the store cannot hold is read in a stream."""
@@ -197,12 +214,16 @@ class Service:
         while not self._inbox.is_closed:
             beside = next((work for work in self._beside if work.is_ready()), None)
             self._take_in()
-            if self._has_live:
+            pause = self._pause
+            if beside is not None and (beside.is_due() or not (pause or self._has_live)):
+                if not beside.advance():
+                    self._beside.remove(beside)
+            elif pause:
+                self._take_in(self._next_within(pause))
+            elif self._has_live:
                 self._advance()
-            elif beside is None:
+            else:
                 break
-            elif not beside.advance():
-                self._beside.remove(beside)
             self._deliver()
         if "generator" in self.engine.__dict__:
             self.generator.cancel()  # those that came to an end while the last step was being made
@@ -212,9 +233,13 @@ class Service:
         self._deliver()
         while not self._inbox.is_closed:
             self._take_in()
-            if not self._has_live or time.perf_counter() > until:
+            pause = self._pause
+            if time.perf_counter() > until or not (pause or self._has_live):
                 return
-            self._advance()
+            if pause:
+                self._take_in(self._next_within(pause))
+            else:
+                self._advance()
             self._deliver()
 
     def _take_in(self, came: Any = None) -> None:
@@ -223,6 +248,21 @@ class Service:
                 if came is not None:
                     self._readings.append(came)
                 came = self._inbox.came.get(block=False)
+
+    @property
+    def _pause(self) -> float:
+        """For how many seconds nothing should be done, since only batches have something to do."""
+        if self.pace is None:
+            return 0.0
+        if self._replies:
+            self.pace.note_live()
+            return 0.0
+        return self.pace.pause
+
+    def _next_within(self, seconds: float) -> Any:
+        """Returns what comes to the inbox within some time; None where nothing does."""
+        with suppress(Empty):
+            return self._inbox.came.get(timeout=seconds)
 
     @property
     def _has_live(self) -> bool:
@@ -322,9 +362,11 @@ class Service:
                     if reading.book(part, result):
                         self._answer(reading.reply, reading.results)
 
-    def _between(self, step: Any) -> None:
+    def _between(self, step: StepInfo) -> None:
         """After a step of a stream, makes one of what is in the KV store."""
         if not self._is_stepping:  # else this was that one
+            if self.pace is not None:
+                self.pace.stream_times.note(step.rows, step.seconds)
             self._deliver()
             if self._has_texts:
                 self._step()

@@ -172,13 +172,15 @@ class FairAdmission:
     the rows of prompts. Where there is no room for an interactive request, the sequence of a batch that was admitted
     last gives up its own rows, and goes on later; the first one stays.
 
-    batch_rows  the most rows of batches in a step; None: as many as there is room for. The engine sets it
+    batch_rows   the most rows of batches in a step; None: as many as there is room for. The engine sets it
+    batch_first  whether these come before rows of interactive requests
     """
 
     def __init__(self, share_of: Callable[[Hashable], Share] = lambda tenant: Share(), *, batch_share: float = 0.02):
         self.share_of = share_of
         self.batch_share = batch_share
         self.batch_rows: int | None = None
+        self.batch_first = False
         self.clear()
 
     def clear(self) -> None:
@@ -301,14 +303,16 @@ class FairAdmission:
         if not self._num_running[True]:
             draft.fill(running)
             return draft
-        draft.fill(_of_class(running, False))
-        left = draft.left if self.batch_rows is None else min(draft.left, self.batch_rows)
-        if left:
-            draft.left = left
-            batch = _of_class(running, True)
-            if left < len(batch):
-                batch.sort(key=lambda sequence: len(sequence.tail.tokens))
-            draft.fill(batch)
+        for is_batch in (True, False) if self.batch_first else (False, True):
+            some = _of_class(running, is_batch)
+            if not is_batch or self.batch_rows is None or self.batch_rows >= draft.left:
+                draft.fill(some)
+            elif self.batch_rows:
+                draft.left = self.batch_rows
+                if draft.left < len(some):
+                    some.sort(key=lambda sequence: len(sequence.tail.tokens))
+                draft.fill(some)
+                draft.left = max(0, draft.most - sum(draft.takes.values()) - len(draft.again))
         return draft
 
     def _has_room(self, sequence: Running, scheduler: GenerateScheduler) -> bool:

@@ -23,6 +23,7 @@ from ..records.adapter import error_text
 from ..records.batch import OpenAIBatch
 from ..records.record import Source
 from ..records.source import open_source
+from ..types import Owner
 from .desk import Desk, apart
 from .http import Refusal
 from .keys import Keys, Tenant
@@ -95,7 +96,6 @@ class Batches:
     def start(self, desk: Desk, names: tuple[str, ...], keys: Keys) -> None:
         """Begins to work. names: those by which lines may ask for the model."""
         self._desk, self._names, self._keys = desk, names, keys
-        self._lane = Lane(desk.service)
         for name, loop in (("prefold-batches", self._run), ("prefold-keeper", self._keep)):
             self._threads.append(threading.Thread(target=loop, name=name, daemon=True))
             self._threads[-1].start()
@@ -288,9 +288,8 @@ class Batches:
                     namespace = self._keys.namespace(Tenant(one.tenant or None))
                     seed = int.from_bytes(hashlib.blake2b(one.id.encode(), digest_size=6).digest())
                     tasks = _Tasks(self._desk, namespace)
-                    job = Job(
-                        source, self._adapter(body), tasks, lambda: self._lane, output, window=WINDOW_TOKENS, seed=seed
-                    )
+                    lane = Lane(self._desk.service, Owner(one.tenant or None, is_batch=True), self._desk.pace)
+                    job = Job(source, self._adapter(body), tasks, lambda: lane, output, window=WINDOW_TOKENS, seed=seed)
                     stopping = lambda: self._is_stopping or one.ending is not None  # noqa: E731
                     if self._committing(output, lambda: run_beside(job, stopping)):
                         ending = "completed"

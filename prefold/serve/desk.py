@@ -15,13 +15,17 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from ..engine.pace import Pace
 from ..engine.replies import Reply
 from ..engine.samples import TextPiece
 from ..errors import InputError
+from ..schedule.admission import FairAdmission
+from ..schedule.generate_step import NOBODY
 from ..tasks import Work
 from ..tasks.run import finish_items
-from ..types import Request
+from ..types import Owner, Request
 from .http import Refusal
+from .keys import Keys
 from .metrics import Metrics
 from .options import ServeOptions
 from .watch import StepWatch
@@ -45,6 +49,7 @@ class TaskOrder:
     options    of the task, for this request
     namespace  a prefix is shared only within it (see `keys.py`)
     share      whether prompts may be shared with others', now or later
+    owner      for whom it is
     """
 
     task: str
@@ -52,28 +57,38 @@ class TaskOrder:
     options: Mapping[str, Any] = field(default_factory=dict)
     namespace: str = ""
     share: bool = True
+    owner: Owner = NOBODY
 
 
 class Desk:
     """Stands between the faces and the engine of one LLM."""
 
-    def __init__(self, llm: Any, options: ServeOptions, metrics: Metrics):
-        self.llm, self.options, self._metrics = llm, options, metrics
+    def __init__(self, llm: Any, options: ServeOptions, metrics: Metrics, keys: Keys):
+        self.llm, self.options, self._metrics, self._keys = llm, options, metrics, keys
         self.service, self.watch = llm.engine.service, StepWatch(llm.engine)
+        self.admission = FairAdmission(keys.share_of, batch_share=options.batch_share)
+        seconds = None if options.step_ms is None else options.step_ms / 1e3
+        self.pace = Pace(self.admission, step_seconds=seconds, batch_share=options.batch_share)
+        self.service.set_pace(self.pace)
         self.replies: set[Reply] = set()  # those that have no answer yet
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="prefold-prepare")
         names = ("max_n", "max_logprobs", "escape_special")
         self._of_texts = {name: getattr(options, name) for name in names}
         self._ended: deque[tuple[float, int]] = deque(maxlen=MEASURED)  # (when, tokens)
-        self._preparing: dict[object, int] = {}  # {request: its tokens, as guessed}
+        self._preparing: dict[object, tuple[Owner, int]] = {}  # {request: for whom, and its tokens, as guessed}
 
     # --------------------------------------------------------------------------------------------- who is let in
 
     @property
     def waiting(self) -> tuple[int, int]:
         """Returns how many requests wait to be computed, and the tokens of their prompts."""
-        waiting = [reply.tokens for reply in self.replies if reply.begun_at is None]
-        return len(waiting) + len(self._preparing), sum(waiting) + sum(self._preparing.values())
+        sizes = [tokens for _, tokens in self._waiting()]
+        return len(sizes), sum(sizes)
+
+    def _waiting(self) -> list[tuple[Owner, int]]:
+        """Returns (for whom, tokens) of each request that waits."""
+        waiting = [(reply.owner, reply.tokens) for reply in self.replies if reply.begun_at is None]
+        return waiting + list(self._preparing.values())
 
     @property
     def running(self) -> int:
@@ -81,23 +96,27 @@ class Desk:
         return sum(reply.begun_at is not None for reply in self.replies)
 
     @contextmanager
-    def admitted(self, num_bytes: int) -> Any:
+    def admitted(self, num_bytes: int, owner: Owner) -> Any:
         """Counts a request of so many bytes while it is prepared. Raises Refusal (429) where too many wait."""
-        requests, tokens = self.waiting
-        for count, most, what in (
-            (requests, self.options.max_waiting_requests, "requests"),
-            (tokens, self.options.max_waiting_tokens, "tokens"),
+        waiting, limits = self._waiting(), self._keys.limits_of(owner.tenant)
+        mine = [one for one in waiting if one[0].tenant == owner.tenant]
+        options = self.options
+        for found, who, most_requests, most_tokens in (
+            (waiting, "", options.max_waiting_requests, options.max_waiting_tokens),
+            (mine, " of yours", limits.max_waiting_requests, limits.max_waiting_tokens),
         ):
-            if count >= most:
-                raise Refusal(
-                    429,
-                    f"{count} {what} are waiting",
-                    remedy="send the request again after the seconds in Retry-After",
-                    code="rate_limit_exceeded",
-                    headers={"retry-after": str(self._seconds_for(requests, tokens))},
-                )
+            tokens = sum(size for _, size in found)
+            for count, most, what in ((len(found), most_requests, "requests"), (tokens, most_tokens, "tokens")):
+                if most is not None and count >= most:
+                    raise Refusal(
+                        429,
+                        f"{count} {what}{who} are waiting",
+                        remedy="send the request again after the seconds in Retry-After",
+                        code="rate_limit_exceeded",
+                        headers={"retry-after": str(self._seconds_for(len(found), tokens))},
+                    )
         key = object()
-        self._preparing[key] = num_bytes // BYTES_A_TOKEN
+        self._preparing[key] = owner, num_bytes // BYTES_A_TOKEN
         try:
             yield lambda: self._preparing.pop(key, None)
         finally:
@@ -136,12 +155,11 @@ class Desk:
 
     async def with_engine(self, function: Callable[[], T]) -> T:
         """Returns what `function` returns, called between two steps."""
+        return await self.in_pool(self._between_steps, function)
 
-        def call() -> T:
-            with self.llm.engine.generator.turn:
-                return function()
-
-        return await self.in_pool(call)
+    def _between_steps(self, function: Callable[[], T]) -> T:
+        with self.service.generator.turn:
+            return function()
 
     async def stream(
         self, order: TaskOrder, num_bytes: int
@@ -206,11 +224,11 @@ class Desk:
         """Gives (task, a Work of each item, replies) of an order that the engine works for within the context, and
         counts it where the context ends well. There is a reply for each text to generate, or one for all numbers."""
         started, loop = time.perf_counter(), asyncio.get_running_loop()
-        with self.admitted(num_bytes) as prepared:
+        with self.admitted(num_bytes, order.owner) as prepared:
             task, works = await self.in_pool(self._prepare, order)
             is_text = task.readout.kind == "tokens"
             sizes = [sum(len(request.tokens) for request in work.requests) for work in works]
-            replies = [Reply(loop, size) for size in (sizes if is_text else [sum(sizes)])]
+            replies = [Reply(loop, size, order.owner) for size in (sizes if is_text else [sum(sizes)])]
             self.replies.update(replies)
             prepared()
             try:
@@ -248,11 +266,17 @@ class Desk:
         for reply in list(self.replies):
             reply.put([error])
 
+    def read_shares(self) -> None:
+        """Takes over what the file of keys says now."""
+        self._pool.submit(self._between_steps, self.admission.read_shares)
+
     def close(self) -> None:
         """Ends what runs, without an answer."""
         self.watch.close()
         for reply in list(self.replies):
             self.service.cancel(reply)
+        if self.service.pace is self.pace:
+            self.service.set_pace(None)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

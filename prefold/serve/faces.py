@@ -41,7 +41,8 @@ class Asking:
         check_texts(self.body, self.site.options.max_texts)
         if self.adapter is not None:
             items = [item | {"adapter": self.adapter} for item in items]
-        return TaskOrder(task, items, dict(options), self.site.keys.namespace(self.tenant), share)
+        namespace = self.site.keys.namespace(self.tenant)
+        return TaskOrder(task, items, dict(options), namespace, share, self.tenant.owner)
 
 
 def check_texts(body: dict[str, Any], most: int) -> None:

@@ -6,27 +6,54 @@ import hashlib
 import hmac
 import secrets
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ..errors import JobError
+from ..types import Owner, Share
 
-__all__ = ["ANYBODY", "Keys", "Tenant"]
+__all__ = ["ANYBODY", "Keys", "Limits", "Tenant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits(Share):
+    """A Limits says how much of the server a tenant may have at once, besides its share of the engine.
+
+    max_waiting_requests  that wait to be computed; further ones are refused with 429
+    max_waiting_tokens    tokens of their prompts
+    """
+
+    max_waiting_requests: int | None = None
+    max_waiting_tokens: int | None = None
+
+
+UNLIMITED = Limits()
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """A Tenant is who a key stands for.
 
-    name   in metrics; None where there are no keys
-    admin  whether it may see metrics, and look after the cache
+    name      in metrics; None where there are no keys
+    admin     whether it may see metrics, and look after the cache
+    is_batch  whether requests with this key wait until no others do
+    limits    of all keys that stand for it
     """
 
     name: str | None
     admin: bool = False
+    is_batch: bool = False
+    limits: Limits = UNLIMITED
 
+    @property
+    def owner(self) -> Owner:
+        """Returns for whom requests with this key run."""
+        return Owner(self.name, self.is_batch)
+
+
+_LIMITS = tuple(field.name for field in fields(Limits))
 
 ANYBODY = Tenant(None, admin=True)
 
@@ -38,14 +65,18 @@ class Keys:
         key = "sk-..."       # or sha256 = "...", its SHA-256 in hexadecimal
         tenant = "search"
         admin = false
+        class = "interactive"   # or "batch"
+        weight = 1.0            # and the other fields of Limits
 
-    Keys are kept as their SHA-256, and compared in constant time. Several keys may stand for one tenant.
+    Keys are kept as their SHA-256, and compared in constant time. Several keys may stand for one tenant; their limits
+    must be equal, or be given at one of them.
     """
 
     def __init__(self, path: str | None):
         self._path = path
         self._secret = secrets.token_bytes(32)
         self._tenants: list[tuple[bytes, Tenant]] = []
+        self._limits: dict[str | None, Limits] = {}
         self.reload()
 
     @property
@@ -57,6 +88,15 @@ class Keys:
         """Reads the file again. Raises JobError where it is wrong, and then the keys stay as they were."""
         if self._path is not None:
             self._tenants = read_keys(Path(self._path))
+            self._limits = {tenant.name: tenant.limits for _, tenant in self._tenants}
+
+    def limits_of(self, name: Hashable) -> Limits:
+        """Returns how much a tenant may have at once."""
+        return self._limits.get(name, UNLIMITED)  # type: ignore[call-overload]
+
+    def share_of(self, name: Hashable) -> Share:
+        """Returns how much of the engine a tenant gets."""
+        return self.limits_of(name)
 
     def tenant(self, header: Mapping[str, str]) -> Tenant | None:
         """Returns the tenant of a request's headers (Authorization: Bearer KEY, or x-api-key: KEY); None for nobody."""
@@ -87,14 +127,36 @@ def read_keys(path: Path) -> list[tuple[bytes, Tenant]]:
     entries = tables.get("key")
     if set(tables) != {"key"} or not isinstance(entries, list) or not entries:
         raise JobError(f"the file of keys {path} has no keys; write a table [[key]] with key and tenant for each")
-    return [_entry(path, number, entry) for number, entry in enumerate(entries, 1)]
+    limits: dict[str, dict[str, Any]] = {}
+    for number, entry in enumerate(entries, 1):
+        found = {name: value for name, value in entry.items() if name in _LIMITS}
+        before = limits.setdefault(str(entry.get("tenant")), found)
+        if found and before and before != found:
+            message = f"key {number} of {path} has other limits than an earlier key of the same tenant"
+            raise JobError(f"{message}; give them at one of the keys")
+        before.update(found)
+    return [_entry(path, number, entry, limits[str(entry.get("tenant"))]) for number, entry in enumerate(entries, 1)]
 
 
-def _entry(path: Path, number: int, entry: Mapping[str, Any]) -> tuple[bytes, Tenant]:
+def _limits(where: str, values: Mapping[str, Any]) -> Limits:
+    for name, value in values.items():
+        is_number = isinstance(value, (int, float) if name == "weight" else int) and not isinstance(value, bool)
+        least = 0 if name in ("weight", "max_kept_rows") else 1
+        if not is_number or value < least or (name == "weight" and not 0 < value < float("inf")):
+            kind = "a number above 0" if name == "weight" else f"a whole number of at least {least}"
+            raise JobError(f"{where}: {name} is {value!r:.100}; give {kind}")
+    return Limits(**values)
+
+
+def _entry(path: Path, number: int, entry: Mapping[str, Any], limits: Mapping[str, Any]) -> tuple[bytes, Tenant]:
     where = f"key {number} of {path}"
-    unknown = set(entry) - {"key", "sha256", "tenant", "admin"}
+    unknown = set(entry) - {"key", "sha256", "tenant", "admin", "class", *_LIMITS}
     if unknown:
-        raise JobError(f"{where} has {', '.join(sorted(unknown))}; a key has key or sha256, tenant, admin")
+        known = f"key or sha256, tenant, admin, class, {', '.join(_LIMITS)}"
+        raise JobError(f"{where} has {', '.join(sorted(unknown))}; a key has {known}")
+    kind = entry.get("class", "interactive")
+    if kind not in ("interactive", "batch"):
+        raise JobError(f"{where}: class is {kind!r:.100}; give interactive or batch")
     tenant, admin = entry.get("tenant"), entry.get("admin", False)
     if not isinstance(tenant, str) or not tenant or not isinstance(admin, bool):
         raise JobError(f"{where} needs tenant, a text; admin is true or false")
@@ -111,4 +173,4 @@ def _entry(path: Path, number: int, entry: Mapping[str, Any]) -> tuple[bytes, Te
             digest = b""
         if len(digest) != 32:
             raise JobError(f"{where}: sha256 is not the SHA-256 of a key, in 64 hexadecimal digits")
-    return digest, Tenant(tenant, admin)
+    return digest, Tenant(tenant, admin, kind == "batch", _limits(where, limits))

@@ -1,8 +1,8 @@
 """The lane of batches: an engine, as a job sees it, on the thread of a server whose live requests go first.
 
-Texts are generated beside those of live requests, in the same steps: some sequences are left to live requests, and no
-more are entered while one of them waits. Numbers are read in a stream of their own, a step at a time, when nothing live
-is there to do; where that is never so, they get a small share of the time.
+Texts are generated beside those of live requests, in the same steps, and the policy of admission and the pace see to
+it that they give way. Numbers are read in a stream of their own, a step at a time, when nothing live is there to do;
+where that is never so, they get a small share of the time.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ..engine.meter import StepBudget
+from ..engine.pace import Pace
 from ..engine.service import Background, Service
 from ..stream import Window
 from ..text import Tokenizer
-from ..types import Readout, Result, Sharing
+from ..types import Owner, Readout, Result, Sharing
 
 __all__ = ["Lane"]
 
-# The part of the sequences that run at once which a batch leaves to live requests.
-LEFT_TO_LIVE = 0.25
-# The part of the time that numbers of a batch get while live requests never pause.
-SHARE_BESIDE_LIVE = 0.1
 # Results that nobody has taken yet: beyond these no more are computed.
 MOST_RESULTS = 4096
 LOOK_SECONDS = 0.05
 
 
 class Lane:
-    """An engine for one job at a time: `run` and `generate` as `Engine` has them, called from the job's thread."""
+    """An engine for one job: `run` and `generate` as `Engine` has them, called from the job's thread.
 
-    def __init__(self, service: Service):
-        self._service = service
+    owner  for whom the job is run
+    pace   says how large its steps may be, and how often they come
+    """
+
+    def __init__(self, service: Service, owner: Owner, pace: Pace):
+        self._service, self._owner, self._pace = service, owner, pace
         self._engine = service.engine
 
     @property
@@ -57,7 +59,7 @@ class Lane:
         """Yields (tag, a Generated a sample) of every request, as they end; (tag, InputError) for one that cannot run.
         A request whose step fails is (tag, InputError) too."""
         generator = self._service.generator
-        most = max(1, int((1 - LEFT_TO_LIVE) * generator.options.max_running))
+        most = generator.options.max_running
         came: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         upcoming = ((tag, window.request(i)) for window in windows for i, tag in enumerate(window.tags))
         open: dict[int, bytes] = {}
@@ -65,14 +67,14 @@ class Lane:
         try:
             more = True
             while more or open:
-                while more and len(open) < most and not self._service.has_waiting:
+                while more and len(open) < most:
                     found = next(upcoming, None)
                     if found is None:
                         more = False
                         break
                     key = generator.new_key()
                     open[key] = found[0]
-                    generator.add(found[1], tokenizer, partial(_put, came, key), key=key)
+                    generator.add(found[1], tokenizer, partial(_put, came, key), key=key, owner=self._owner)
                     self._service.wake()
                 try:
                     key, answer = came.get(timeout=LOOK_SECONDS)
@@ -96,7 +98,7 @@ class Lane:
         first = next(upcoming, None)  # here, since it sorts all of them
         if first is None:
             return
-        numbers = _BatchNumbers(self._service, itertools.chain([first], upcoming), readout, stopping)
+        numbers = _BatchNumbers(self._service, self._pace, itertools.chain([first], upcoming), readout, stopping)
         self._service.work_beside(numbers)
         try:
             while (event := numbers.came.get()) is not None:
@@ -115,15 +117,29 @@ def _put(came: SimpleQueue[tuple[int, Any]], key: int, answer: Any) -> None:
 class _BatchNumbers(Background):
     """Numbers of a batch that are being read. All but `leave` is called by the engine's thread."""
 
-    def __init__(self, service: Service, windows: Iterable[Window], readout: Readout, stopping: Callable[[], bool]):
+    def __init__(
+        self,
+        service: Service,
+        pace: Pace,
+        windows: Iterable[Window],
+        readout: Readout,
+        stopping: Callable[[], bool],
+    ):
         self.came: SimpleQueue[Any] = SimpleQueue()  # (tag, result); an exception, or None, is the last
-        self._service = service
+        self._service, self._pace = service, pace
         self._has_left = False
         self._is_in_step = False
         self._ended: SimpleQueue[None] = SimpleQueue()
         self._stepped = time.perf_counter()  # when the last step of a batch ended
-        self._results = service.engine.run(
-            windows, readout, cache_prefill=False, on_step=self._between, stopping=lambda: self._has_left or stopping()
+        self._due_at = self._stepped
+        engine = service.engine
+        self._results = engine.run(
+            windows,
+            readout,
+            cache_prefill=False,
+            budget=StepBudget(engine.max_batch_rows, pace.stream_rows),
+            on_step=self._between,
+            stopping=lambda: self._has_left or stopping(),
         )
 
     def leave(self) -> None:
@@ -134,6 +150,9 @@ class _BatchNumbers(Background):
 
     def is_ready(self) -> bool:
         return self._has_left or self.came.qsize() < MOST_RESULTS
+
+    def is_due(self) -> bool:
+        return time.perf_counter() >= self._due_at
 
     def advance(self) -> bool:
         """Computes until the next result; live requests are served between steps. Returns whether there may be more."""
@@ -158,7 +177,8 @@ class _BatchNumbers(Background):
         if not self._is_in_step:  # a step of live requests
             return
         self._is_in_step = False
+        self._pace.stream_times.note(step.rows, step.seconds)
         now = time.perf_counter()
-        until = now + (now - self._stepped) * (1 / SHARE_BESIDE_LIVE - 1)
-        self._service.serve_live(until)
+        self._due_at = now + (now - self._stepped) * (1 / self._pace.batch_share - 1)
+        self._service.serve_live(self._due_at)
         self._stepped, self._is_in_step = time.perf_counter(), True

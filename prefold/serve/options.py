@@ -33,6 +33,8 @@ class ServeOptions:
     max_logprobs          most likely tokens that are listed
     max_waiting_requests  requests that wait to be computed; further ones are refused with 429
     max_waiting_tokens    tokens of their prompts
+    step_ms               how long a step should take while live requests are there; None: as long as it takes
+    batch_share           the part of the time that batches get, at least, while live requests never pause
     ping_seconds          after so long without an event a stream sends a comment, so that proxies keep it open
     allow_chat_template   whether requests may bring a chat template of their own, which is a program in a sandbox
     escape_special        whether special tokens in what a conversation holds stay text
@@ -57,6 +59,8 @@ class ServeOptions:
     max_logprobs: int = 20
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1 << 22
+    step_ms: float | None = None
+    batch_share: float = 0.02
     ping_seconds: float = 15.0
     allow_chat_template: bool = False
     escape_special: bool = False

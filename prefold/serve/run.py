@@ -117,7 +117,7 @@ class Server(uvicorn.Server):
     def reload_keys(self) -> None:
         """Reads the file of keys again; where it is wrong, the keys stay."""
         try:
-            self.site.keys.reload()
+            self.site.reload_keys()
             self.say("the keys have been read again")
         except JobError as error:
             self.say(f"{error}; the keys stay as they were")

@@ -44,11 +44,17 @@ class Site:
 
     def ready(self, llm: Any) -> None:
         """Begins to answer with this LLM."""
-        self.desk = Desk(llm, self.options, self.metrics)
+        self.desk = Desk(llm, self.options, self.metrics, self.keys)
         if self.batches is not None:
             self.batches.start(self.desk, self.names, self.keys)
         if self.state == "loading":
             self.state = "ready"
+
+    def reload_keys(self) -> None:
+        """Reads the file of keys again. Raises JobError where it is wrong, and then all stays as it was."""
+        self.keys.reload()
+        if self.desk is not None:
+            self.desk.read_shares()
 
     @property
     def failing(self) -> str | None:

@@ -10,8 +10,10 @@ import pytest
 from serving import Raw, serving, until
 
 from prefold.errors import JobError
+from prefold.serve.keys import Keys
 from prefold.serve.options import ServeOptions
 from prefold.serve.run import bind
+from prefold.types import Owner
 
 LONG = {"prompt": "the yes no", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
 
@@ -145,6 +147,57 @@ def test_keys_and_tenants(llm, tmp_path):
         path.write_text("[[key]]")
         server.reload_keys()
         assert ask("three")[0] == 200
+
+
+def test_limits_of_a_key(llm, tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(KEYS.replace('"second"', '"second"\nclass = "batch"\nmax_waiting_requests = 1\nmax_running = 3'))
+    body = LONG | {"max_tokens": 2}
+    with serving(llm, api_keys=str(path)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+
+        def ask(key):
+            return client.post("/v1/completions", json=body, headers={"x-api-key": key})
+
+        with server.site.desk.service.generator.turn:  # no step is made now
+            waiting = Raw(server).send("/v1/completions", body, headers="x-api-key: two\r\n")
+            until(lambda: server.site.desk.waiting[0] == 1)
+            (reply,) = until_some(lambda: [one for one in server.site.desk.replies if one.keys])
+            assert reply.owner == Owner("second", is_batch=True)
+            refused = ask("two")
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            assert "of yours" in refused.json()["error"]["message"]
+            others = Raw(server).send("/v1/completions", body, headers="x-api-key: one\r\n")
+            until(lambda: server.site.desk.waiting[0] == 2)
+        for raw in (waiting, others):
+            assert b" 200 " in raw.read_until(b"usage")
+        policy = llm.engine.generator.scheduler.waiting
+        assert policy.share_of("second").max_running == 3
+        path.write_text(KEYS)
+        server.reload_keys()
+        assert policy.share_of("second").max_running is None
+
+
+@pytest.mark.parametrize(
+    ("more", "wrong"),
+    [
+        ("weight = 0", "weight is 0"),
+        ('class = "slow"', "class is 'slow'"),
+        ("max_running = 0", "at least 1"),
+        ("max_kept_rows = 1.5", "whole number"),
+        ("most = 5", "has most; a key has key or sha256"),
+        ('weight = 2\n[[key]]\nkey="x"\ntenant="second"\nweight = 3', "other limits"),
+    ],
+)
+def test_limits_that_are_wrong(tmp_path, more, wrong):
+    path = tmp_path / "keys.toml"
+    path.write_text(KEYS + more)
+    with pytest.raises(JobError, match=wrong):
+        Keys(str(path))
+
+
+def until_some(find):
+    until(find)
+    return find()
 
 
 def test_addresses(tmp_path):

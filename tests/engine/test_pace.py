@@ -1,0 +1,156 @@
+"""How many rows a step may have, where interactive requests and batches share an engine; in simulated time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from prefold.cache import SlotPool
+from prefold.engine import pace as module
+from prefold.engine.pace import LATELY_SECONDS, LEAST_ROWS, Pace, StepTimes
+from prefold.schedule.admission import FairAdmission
+from prefold.schedule.generate import GenerateScheduler
+from prefold.types import Owner
+
+
+class Machine:
+    """A machine whose steps take 10 ms and 0.5 ms a row, and the pace of what is asked of it.
+
+    steps  (when it began, rows of interactive requests, rows of batches, seconds) of each step
+    """
+
+    def __init__(self, **options):
+        self.now = 100.0
+        policy = FairAdmission(batch_share=options.get("batch_share", 0.02))
+        self.scheduler = GenerateScheduler(SlotPool(100_000), max_batch_rows=2048, max_running=64)
+        self.scheduler.admit_by(policy)
+        self.pace = Pace(policy, clock=lambda: self.now, **options)
+        self.steps, self.first, self.ended, self._number = [], {}, [], 0
+
+    def ask(self, rows, limit, *, batch=False):
+        self._number += 1
+        tokens = np.array([self._number // 256, self._number % 256, *range(rows - 2)], np.int32)
+        owner = Owner("b" if batch else "a", batch)
+        self.scheduler.submit(self._number, tokens, limit=limit, namespace=(self._number,), owner=owner)
+        return self._number
+
+    def step(self):
+        assert not self.scheduler.admit()
+        self.pace.settle(self.scheduler, 2048)
+        self.scheduler.check()
+        step = self.scheduler.plan()
+        if step is None:
+            self.now += 0.001
+            return
+        batch = {n for one in self.scheduler.running if one.owner.is_batch for n in (*one.leaf.path(), one.tail)}
+        rows = sum(count for node, count in step.takes if node in batch)
+        seconds = 0.01 + 0.0005 * step.num_rows
+        self.steps.append((self.now, step.num_rows - rows, rows, seconds))
+        self.now += seconds
+        self.pace.times.note(step.num_rows, seconds)
+        self.scheduler.begin(step)
+        for sequence in step.takers:
+            self.first.setdefault(sequence.key, self.now)
+        count = len(step.takers)
+        self.ended += [one.key for one in self.scheduler.commit(step, [1] * count, [False] * count)]
+
+    def run(self, seconds):
+        end = self.now + seconds
+        while self.now < end:
+            self.step()
+
+
+def test_times():
+    times = StepTimes()
+    assert times.seconds_of(5) is None and times.rows_within(0.1) == LEAST_ROWS
+    for rows in (1, 16, 100, 1000):
+        times.note(rows, 0.01 + 0.0005 * rows)
+    assert times.seconds_of(1) == pytest.approx(0.0105)
+    assert times.rows_within(0.06) == 100
+    assert 100 < times.rows_within(0.2) <= 380
+    assert times.rows_within(0.001) == 1
+    for _ in range(50):
+        times.note(100, 0.12)  # the machine has become slower
+    assert times.seconds_of(100) == pytest.approx(0.12, rel=0.05)
+    assert times.rows_within(0.06) < 60
+    times.note(100, 1000.0)
+    assert times.seconds_of(100) < 0.2  # once is an accident
+
+
+def test_a_batch_alone_has_long_steps_but_not_without_end():
+    machine = Machine()
+    for _ in range(200):
+        machine.ask(100, 20, batch=True)
+    while len(machine.ended) < 200:
+        machine.step()
+    seconds = [took for _, _, _, took in machine.steps]
+    assert max(seconds) < 1.3 * module.ALONE_SECONDS
+    rows = sum(rows for _, _, rows, _ in machine.steps)
+    steps = 20_000 / 2048 + 20  # were they as large as they may be
+    assert machine.now - 100 < 1.1 * (steps * 0.01 + 0.0005 * rows)
+
+
+def test_a_prompt_waits_for_no_more_than_a_short_step():
+    machine = Machine()
+    for _ in range(500):
+        machine.ask(50, 200, batch=True)
+    machine.run(3)
+    waits = []
+    for _ in range(40):
+        asked, key = machine.now, machine.ask(60, 3)
+        while key not in machine.ended:
+            machine.step()
+        waits.append(machine.first[key] - asked)
+        machine.run(0.3)
+    alone = 0.01 + 0.0005 * 60
+    assert sorted(waits)[len(waits) // 2] < alone + 0.001  # asked between two steps, it waits for none
+    assert all(batch == 0 for _, live, batch, _ in machine.steps if live > 1)
+    lately = [took for at, live, batch, took in machine.steps if at > 104 and not live]
+    assert max(lately) < 1.3 * module.SHORT_STEPS * 0.0105
+
+
+def test_who_generates_is_slowed_by_no_more_than_a_quarter_and_the_batch_goes_on():
+    machine = Machine()
+    for _ in range(500):
+        machine.ask(50, 200, batch=True)
+    for _ in range(8):
+        machine.ask(50, 1000)
+    machine.run(8)
+    mixed = [(batch, took) for at, live, batch, took in machine.steps if live == 8]
+    assert max(took for _, took in mixed) < 1.3 * (0.01 + 0.0005 * 8)
+    assert np.mean([batch for batch, _ in mixed]) > 4
+
+
+def test_a_batch_gets_its_share_beside_prompts_that_never_end():
+    machine = Machine(batch_share=0.1)
+    for _ in range(500):
+        machine.ask(50, 50, batch=True)
+    for _ in range(1000):
+        machine.ask(400, 1)
+    machine.run(30)
+    batch = sum(0.01 + 0.0005 * rows for _, _, rows, _ in machine.steps if rows)
+    assert 0.05 < batch / 30 < 0.2
+    assert any(rows > 0 for at, _, rows, _ in machine.steps if at < 110)
+
+
+def test_step_seconds_bound_what_prompts_add():
+    machine = Machine(step_seconds=0.05)
+    for _ in range(30):
+        machine.ask(1000, 20)
+    machine.run(20)
+    took = [seconds for _, _, _, seconds in machine.steps[5:]]
+    assert max(took) < 1.3 * 0.05 and np.mean(took) > 0.6 * 0.05
+
+
+def test_steps_are_long_again_when_nobody_came_for_a_while():
+    machine = Machine()
+    for _ in range(500):
+        machine.ask(50, 200, batch=True)
+    machine.ask(60, 3)
+    machine.run(1.5)
+    assert machine.steps[-1][3] < 0.03
+    machine.run(LATELY_SECONDS)
+    assert machine.steps[-1][3] > 0.03
+    assert machine.pace.pause == 0
+    machine.pace.note_live()
+    assert machine.pace.pause == pytest.approx(module.PAUSE_SECONDS)
