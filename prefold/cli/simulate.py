@@ -14,7 +14,7 @@ __all__ = ["simulate"]
 
 
 @click.command(short_help="What a fleet would take: seconds, cost, idle time.")
-@click.argument("what", metavar="repetition|published|TRACE")
+@click.argument("what", metavar="repetition|published|ablation|internet|TRACE")
 @click.option("-m", "--model", default="Qwen3-8B", show_default=True, metavar="NAME", help="One of costs.json.")
 @click.option("--machine", default="L4", show_default=True, metavar="NAME", help="One of costs.json, or a file.")
 @click.option("--replicas", multiple=True, type=click.IntRange(1), metavar="N", help="Repeated: scaling.  [default: 8]")
@@ -23,7 +23,12 @@ __all__ = ["simulate"]
 @click.option("--policy", multiple=True, metavar="NAME", help="Of stream and routed; see below.  [default: prefix]")
 @click.option("--load", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="Until a model is there.")
 @click.option("--rate", type=click.FloatRange(0, min_open=True), metavar="N", help="Records a second that come in.")
-@click.option("--prompts", type=click.IntRange(1), default=10_000, show_default=True, metavar="N", help="Repetition.")
+@click.option(
+    "--prompts",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Of a set.  [default: 10,000; ablation 8,192; internet 10,000,000]",
+)
 @click.option("--prefixes", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Repetition.")
 @click.option("--prefix", type=click.IntRange(1), default=256, show_default=True, metavar="TOKENS", help="Repetition.")
 @click.option("--suffix", type=click.IntRange(1), default=256, show_default=True, metavar="TOKENS", help="Repetition.")
@@ -32,6 +37,7 @@ __all__ = ["simulate"]
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the order of the prompts.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="The first N requests of a trace.")
 @click.option("--scale", type=click.IntRange(1), default=1, metavar="N", help="Published: so many times smaller.")
+@click.option("--outputs", metavar="TRACE", help="Ablation: a trace, whose lengths of outputs are drawn from.")
 @click.option("--max-batch-rows", type=click.IntRange(1), default=8192, metavar="N", help="Rows of a step.  [8192]")
 @click.option("--calibrate", metavar="FILE", help="Fit the machine to measured steps, which are JSON lines.")
 @click.option("--write-machine", metavar="FILE", help="Write the machine, to be given as --machine.")
@@ -43,7 +49,8 @@ def simulate(**o: Any) -> None:
 
     Discrete events around the window, the router, the scheduler and the cache that a real fleet runs; a step takes
     what a roofline of its rows says. `repetition` is a set of prompts that repeat prefixes, `published` the job of
-    Daft's article with the systems that it compares, and a TRACE a file of Mooncake's or Azure's requests.
+    Daft's article with the systems that it compares, `ablation` our rule beside the others on several sets, `internet`
+    ten million prompts on a thousand replicas, and a TRACE a file of Mooncake's or Azure's requests.
 
     \b
     --feeder  segments     all is known, sorted and cut into a segment for each replica, with stealing
@@ -62,9 +69,8 @@ def simulate(**o: Any) -> None:
     prefold simulate published --scale 8
     """
     from ..simulate import show
-    from ..simulate.cases import published
 
-    outcomes = published(scale=o["scale"]) if o["what"] == "published" else _own(o)
+    outcomes = _CASES.get(o["what"], _own)(o)
     found = []
     for outcome in outcomes:
         if not found and not o["as_json"]:
@@ -73,6 +79,41 @@ def simulate(**o: Any) -> None:
         click.echo(json.dumps(show.as_json(outcome)) if o["as_json"] else show.line(outcome))
     if o["plot"]:
         show.plot(found, o["plot"])
+
+
+def _published(o: dict[str, Any]) -> Any:
+    from ..simulate.published import published
+
+    return published(scale=o["scale"])
+
+
+def _setup(o: dict[str, Any], replicas: int) -> Any:
+    """Returns a setup of the machine and the model that were asked for."""
+    from ..simulate.cases import Setup
+    from ..simulate.costs import model_named
+
+    model = model_named(o["model"])
+    count = o["replicas"][0] if o["replicas"] else replicas
+    return Setup(_machine(o, model), model, replicas=count, load=o["load"], max_batch_rows=o["max_batch_rows"])
+
+
+def _ablation(o: dict[str, Any]) -> Any:
+    from ..simulate.ablation import ablation
+    from ..simulate.requests import read_trace
+
+    outputs = [request.output for request in read_trace(o["outputs"])] if o["outputs"] else ()
+    given = {} if o["prompts"] is None else {"prompts": o["prompts"]}
+    return ablation(_setup(o, 8), outputs=outputs, **given)
+
+
+def _internet(o: dict[str, Any]) -> Any:
+    from ..simulate.internet import internet
+
+    given = {} if o["prompts"] is None else {"prompts": o["prompts"]}
+    return internet(_setup(o, 1024), seed=o["seed"], **given)
+
+
+_CASES = {"published": _published, "ablation": _ablation, "internet": _internet}
 
 
 def _own(o: dict[str, Any]) -> Any:
@@ -138,7 +179,7 @@ def _requests(o: dict[str, Any]) -> Any:
     if o["what"] != "repetition":
         return read_trace(o["what"], limit=o["limit"])
     sizes = {name: o[name] for name in ("prefixes", "prefix", "suffix", "output", "seed", "skew")}
-    return prefix_repetition(o["prompts"], **sizes)
+    return prefix_repetition(o["prompts"] or 10_000, **sizes)
 
 
 def _write_job(requests: Any, path: str, vocab: int) -> None:

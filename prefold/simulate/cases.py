@@ -1,22 +1,23 @@
-"""What `prefold simulate` runs: the published job of Daft's article, and fleets of one's own under several policies."""
+"""What `prefold simulate` runs: a fleet of one's own, by names of its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..cluster.policies import policy_named
 from ..errors import InputError
 from .blocks import BlockEngine
-from .costs import Machine, ModelShape, StepCost, machine_named, model_named
+from .costs import Machine, ModelShape, StepCost
+from .daft import DaftProvider
 from .engines import SimEngine
-from .feeders import DaftBuckets, Lists, Routed, SharedQueue, Streamed, contiguous
+from .feeders import Lists, Routed, SharedQueue, Streamed, contiguous
 from .fleet import Feeder, FleetRun, Replica, run_fleet
-from .requests import SimRequest, prefix_repetition
+from .requests import SimRequest
 from .rows import RowEngine
 from .scheduled import ScheduledEngine
 
-__all__ = ["ENGINES", "FEEDERS", "PUBLISHED", "Outcome", "Setup", "published", "run_setup"]
+__all__ = ["ENGINES", "FEEDERS", "MAX_BATCH_ROWS", "Outcome", "Setup", "run_setup"]
 
 ENGINES: dict[str, Callable[..., SimEngine]] = {
     "prefold": RowEngine,
@@ -25,24 +26,7 @@ ENGINES: dict[str, Callable[..., SimEngine]] = {
 }
 FEEDERS = ("segments", "stream", "routed", "static", "batches", "bucketing")
 
-# Seconds and vLLM's hit rate of https://www.daft.ai (dynamic prefix bucketing): 200,000 prompts of 512 tokens, 512
-# prefixes of 256, 128 output tokens, Qwen3-8B in bfloat16, by (system, number of L4).
-PUBLISHED: dict[tuple[str, int], tuple[float, float | None]] = {
-    ("naive", 128): (977, 0.292),
-    ("continuous", 128): (869, 0.265),
-    ("sorted", 128): (563, 0.545),
-    ("bucketing", 128): (482, 0.54),
-    ("Ray Data", 128): (842, None),
-    ("bucketing", 64): (865, None),
-    ("Ray Data", 64): (1548, None),
-    ("bucketing", 32): (1682, None),
-    ("Ray Data", 32): (2915, None),
-}
-# One set of constants for all of them, fitted by hand: an L4 at its 72 W, with vLLM's and Daft's work between steps.
-PUBLISHED_L4 = {"flops": 38e12, "bandwidth": 300e9, "overhead": 0.02}
-PUBLISHED_LOAD = 90.0  # seconds until a model is there
-PUBLISHED_SORT = 40.0  # seconds of the distributed sort, in which nobody computes
-_MAX_BATCH_ROWS = 8192  # vLLM's own choice for offline use
+MAX_BATCH_ROWS = 8192  # vLLM's own choice for offline use
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +37,10 @@ class Setup:
     feeder    one of FEEDERS: "segments" and "static" know all requests, in sorted order and as they come; "stream" is
               the live window; "routed" gives each request away as it comes; "batches" are of 512; "bucketing" is Daft's
     policy    of "stream" and "routed": one of cluster.policies.POLICIES
+    reports   of "stream" and "routed": whether replicas tell what their caches hold; else it is estimated
+    steal     of "segments": whether work is divided anew
     load      seconds until a model is there
+    slow      every second replica takes so many times as long for a step
     rate      records a second that come in; None: all are there from the start, or at their own times
     """
 
@@ -63,24 +50,33 @@ class Setup:
     engine: str = "prefold"
     feeder: str = "stream"
     policy: str = "prefix"
+    reports: bool = True
+    steal: bool = True
     load: float = 0.0
     rate: float | None = None
-    max_batch_rows: int = _MAX_BATCH_ROWS
+    slow: float = 1.0
+    max_batch_rows: int = MAX_BATCH_ROWS
     max_running: int = 256
 
     @property
     def name(self) -> str:
-        return f"{self.engine}, {self.feeder}" + (f", {self.policy}" if self.feeder in ("stream", "routed") else "")
+        name = f"{self.engine}, {self.feeder}" + (f", {self.policy}" if self.feeder in ("stream", "routed") else "")
+        return name + ("" if self.reports else ", no events") + ("" if self.steal else ", no stealing")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a setup gave; `expected`: seconds and hit rate that were published for it."""
+    """What a setup gave.
+
+    expected  seconds and hit rate that were published for it
+    facts     what else there is to say of it: {what: number}
+    """
 
     name: str
     setup: Setup
     run: FleetRun
     expected: tuple[float, float | None] | None = None
+    facts: dict[str, float] = field(default_factory=dict)
 
 
 def run_setup(setup: Setup, requests: Sequence[SimRequest]) -> FleetRun:
@@ -95,13 +91,17 @@ def run_setup(setup: Setup, requests: Sequence[SimRequest]) -> FleetRun:
     if setup.replicas < 1:
         raise InputError(f"replicas is {setup.replicas}", field="replicas", remedy="give 1 or more")
     cost = StepCost(setup.machine, setup.model)
-    reports = setup.feeder in ("stream", "routed")
+    in_time = setup.feeder in ("stream", "routed")
+    reports = in_time and setup.reports
     options = {"max_batch_rows": setup.max_batch_rows, "max_running": setup.max_running, "reports": reports}
-    replicas = [Replica(lambda: ENGINES[setup.engine](cost, **options), setup.load)] * setup.replicas
+    replicas = [
+        Replica(lambda: ENGINES[setup.engine](cost, **options), setup.load, setup.slow if number % 2 else 1.0)
+        for number in range(setup.replicas)
+    ]
     if setup.rate is not None:
         requests = [replace(request, arrival=i / setup.rate) for i, request in enumerate(requests)]
     come = any(request.arrival for request in requests)
-    if come and not reports:
+    if come and not in_time:
         raise InputError(
             f"{setup.feeder} knows all requests from the start, these come in time",
             field="feeder",
@@ -114,18 +114,20 @@ def run_setup(setup: Setup, requests: Sequence[SimRequest]) -> FleetRun:
 def _feeder(setup: Setup, cost: StepCost, requests: Sequence[SimRequest], there: Sequence[SimRequest]) -> Feeder:
     count = setup.replicas
     if setup.feeder == "stream":
-        return Streamed(cost, count=len(requests), policy=policy_named(setup.policy), requests=there)
+        return Streamed(
+            cost, count=len(requests), policy=policy_named(setup.policy), reports=setup.reports, requests=there
+        )
     if setup.feeder == "routed":
-        return Routed(policy_named(setup.policy), cost, requests=there)
+        return Routed(policy_named(setup.policy), cost, reports=setup.reports, requests=there)
     if setup.feeder == "batches":
         return SharedQueue(requests, batch=512, in_flight=512)
     if setup.feeder == "bucketing":
-        return DaftBuckets(requests, count)
+        return DaftProvider(requests, count)
     if setup.feeder == "static":
         size = len(requests)
         return Lists([requests[i * size // count : (i + 1) * size // count] for i in range(count)])
     in_order = sorted(requests, key=lambda request: request.path)
-    return Lists(contiguous(in_order, count), in_flight=_ahead(cost, requests), steal=True)
+    return Lists(contiguous(in_order, count), in_flight=_ahead(cost, requests), steal=setup.steal)
 
 
 def _ahead(cost: StepCost, requests: Sequence[SimRequest]) -> int:
@@ -133,50 +135,3 @@ def _ahead(cost: StepCost, requests: Sequence[SimRequest]) -> int:
     some = requests[:: max(1, len(requests) // 1000)]
     each = sum(request.rows / 2 + request.limit for request in some) / len(some)
     return max(2, int(1.25 * cost.kv_rows / each))
-
-
-def published(*, prompts: int = 200_000, prefixes: int = 512, scale: int = 1, ours: bool = True) -> Iterator[Outcome]:
-    """Yields the published systems, and ours without and with loading, each as it is done.
-
-    scale  so many times fewer prompts, prefixes and replicas
-    """
-    machine = replace(machine_named("L4"), **PUBLISHED_L4)
-    base = Setup(machine, model_named("Qwen3-8B"), load=PUBLISHED_LOAD)
-    requests = prefix_repetition(
-        prompts // scale, prefixes=max(1, prefixes // scale), prefix=256, suffix=256, output=128
-    )
-    in_order = sorted(requests, key=lambda request: request.path)
-    cost = StepCost(base.machine, base.model)
-    for (name, replicas), expected in PUBLISHED.items():
-        count = max(1, replicas // scale)
-        size = len(requests)
-        feeder: Feeder
-        if name == "naive":
-            feeder = SharedQueue(requests, batch=512, in_flight=512)
-        elif name == "continuous":
-            feeder = Lists([requests[i * size // count : (i + 1) * size // count] for i in range(count)])
-        elif name == "sorted":
-            parts = [in_order[i * size // count : (i + 1) * size // count] for i in range(count)]
-            feeder = Lists(parts, start=base.load + PUBLISHED_SORT)
-        elif name == "bucketing":
-            feeder = DaftBuckets(requests, count)
-        else:
-            feeder = SharedQueue(requests, batch=16, in_flight=128)
-        engine = Replica(lambda: BlockEngine(cost, max_batch_rows=_MAX_BATCH_ROWS), base.load)
-        setup = replace(base, replicas=count, engine="vllm", feeder=name)
-        yield Outcome(name, setup, run_fleet([engine] * count, feeder), expected)
-    if not ours:
-        return
-    for replicas in (32, 64, 128):
-        setup = replace(base, replicas=max(1, replicas // scale), feeder="segments", load=0.0)
-        yield Outcome("ours, segments", setup, run_setup(setup, requests))
-    largest = replace(base, replicas=max(1, 128 // scale), load=0.0)
-    for engine, feeder, policy in (
-        ("prefold", "stream", "prefix"),
-        ("vllm", "segments", "prefix"),
-        ("vllm", "stream", "prefix"),
-        ("prefold", "static", "prefix"),
-        ("prefold", "stream", "least-loaded"),
-    ):
-        setup = replace(largest, engine=engine, feeder=feeder, policy=policy)
-        yield Outcome(setup.name, setup, run_setup(setup, requests))

@@ -8,19 +8,18 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from ..cluster.dispatch import Dispatcher
-from ..cluster.policies import Daft, Policy
+from ..cluster.policies import Policy
 from ..cluster.replica import Speed
 from ..cluster.router import Prompt, Router
-from ..stream.live import Bucket, LiveWindow
 from .costs import StepCost
 from .engines import SimEngine, Stretch
 from .fleet import Idle
-from .requests import SimRequest
+from .requests import SimRequest, shared_rows
 
-__all__ = ["DaftBuckets", "Lists", "Routed", "SharedQueue", "Streamed", "contiguous"]
+__all__ = ["FeederBase", "Lists", "Routed", "SharedQueue", "Streamed", "contiguous"]
 
 
-class _Feeder:
+class FeederBase:
     """Knows what each replica has been given and has not ended."""
 
     def __init__(self) -> None:
@@ -42,27 +41,32 @@ class _Feeder:
         return None
 
 
-class SharedQueue(_Feeder):
+class SharedQueue(FeederBase):
     """One queue: a replica takes the next `batch` requests whenever so many fit into its `in_flight`. With both alike
-    it is naive batching: the next batch begins when the last one is done."""
+    it is naive batching: the next batch begins when the last one is done.
 
-    def __init__(self, requests: Sequence[SimRequest], *, batch: int, in_flight: int):
+    nodes  each has a queue of its own, with an equal part of the requests
+    """
+
+    def __init__(self, requests: Sequence[SimRequest], *, batch: int, in_flight: int, nodes: int = 1):
         super().__init__()
-        self._left = deque(requests)
+        size = len(requests)
+        self._left = [deque(requests[i * size // nodes : (i + 1) * size // nodes]) for i in range(nodes)]
         self._batch, self._most = batch, in_flight
 
     def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
         given = []
         for replica, count in self.in_flight.items():
-            while self._left and count + self._batch <= self._most:
-                batch = [self._left.popleft() for _ in range(min(self._batch, len(self._left)))]
+            left = self._left[replica % len(self._left)]
+            while left and count + self._batch <= self._most:
+                batch = [left.popleft() for _ in range(min(self._batch, len(left)))]
                 count += len(batch)
                 given.append((replica, batch))
             self.in_flight[replica] = count
         return given
 
 
-class Lists(_Feeder):
+class Lists(FeederBase):
     """A list of requests for each replica, given in order. Nothing is given before `start`.
 
     in_flight  requests that a replica may have at a time; None: all at once
@@ -115,81 +119,28 @@ class Lists(_Feeder):
 def contiguous(requests: Sequence[SimRequest], parts: int) -> list[list[SimRequest]]:
     """Returns segments of about equal cost of requests in order: rows of prompts that the one before does not have,
     and rows of outputs, which count four times."""
-    sums, total, before = [], 0.0, ()
+    sums, total = [], 0.0
+    before: tuple[tuple[int, int], ...] = ()
     for request in requests:
-        shared = 0
-        for (number, rows), (other, _) in zip(request.path, before, strict=False):
-            if number != other:
-                break
-            shared += rows
-        total += request.rows - shared + 4 * request.output
+        total += request.rows - shared_rows(request.path, before) + 4 * request.output
         sums.append(total)
         before = request.path
     cuts = [bisect_left(sums, total * part / parts) for part in range(parts)] + [len(requests)]
     return [list(requests[cuts[i] : cuts[i + 1]]) for i in range(parts)]
 
 
-class DaftBuckets(_Feeder):
-    """Daft's prefix-caching provider: on each node a buffer of 5,000 prompts, of which the largest bucket goes first,
-    all of it to one replica by Daft's rule; a bucket of fewer than 16 prompts goes as if nobody had its prefix.
-
-    Its buckets are those of our window, with its threshold; what it puts in and takes out takes turns.
-    per_node  replicas of one node; the input is dealt to nodes in equal parts
-    """
-
-    buffered, threshold, least = 5000, 1 / 3, 16
-
-    def __init__(self, requests: Sequence[SimRequest], replicas: int, *, per_node: int = 4):
-        super().__init__()
-        nodes = max(1, replicas // per_node)
-        size = -(-len(requests) // nodes)
-        self._inputs = [deque(requests[i * size : (i + 1) * size]) for i in range(nodes)]
-        self._buffers = [LiveWindow(max_tokens=1 << 62, threshold=self.threshold, grown_tokens=0) for _ in range(nodes)]
-        self._router = Router(Daft())
-        self._replicas = replicas
-
-    def joined(self, replica: int, engine: SimEngine, now: float) -> None:
-        super().joined(replica, engine, now)
-        self._router.join(replica)
-
-    def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
-        given: list[tuple[int, list[SimRequest]]] = []
-        if len(self.in_flight) < self._replicas:
-            return given  # the provider waits for all of its actors
-        while any(self._inputs) or any(len(buffer) for buffer in self._buffers):
-            for buffer, source in zip(self._buffers, self._inputs, strict=True):
-                while source and len(buffer) < self.buffered:
-                    request = source.popleft()
-                    buffer.put(request.key, request.tokens(), now=now, what=request)
-                bucket = buffer.largest()
-                if bucket is not None:
-                    given.append(self._route(bucket, [waiting.what for waiting in buffer.take(bucket)]))
-        return given
-
-    def _route(self, bucket: Bucket, requests: list[SimRequest]) -> tuple[int, list[SimRequest]]:
-        shared = len(bucket.prefix) if len(requests) >= self.least else 0
-        prompt = Prompt(bucket.prefix, prefix=shared)
-        replica = self._router.choose(prompt)
-        assert isinstance(replica, int)
-        for request in requests:
-            self._router.send(request.key, prompt, replica)
-            self._router.end(request.key)  # it counts what was sent, for ever
-        self.in_flight[replica] += len(requests)
-        return replica, requests
-
-
-class Routed(_Feeder):
+class Routed(FeederBase):
     """Each request is given to a replica as it comes, by a policy on the real router."""
 
-    def __init__(self, policy: Policy, cost: StepCost, *, requests: Sequence[SimRequest] = ()):
+    def __init__(self, policy: Policy, cost: StepCost, *, reports: bool = True, requests: Sequence[SimRequest] = ()):
         super().__init__()
         self.router = Router(policy)
-        self._cost = cost
+        self._cost, self._reports = cost, reports
         self._new = deque(requests)
 
     def joined(self, replica: int, engine: SimEngine, now: float) -> None:
         super().joined(replica, engine, now)
-        _join(self.router, replica, self._cost)
+        _join(self.router, replica, self._cost, self._reports)
 
     def arrived(self, request: SimRequest, now: float) -> None:
         self._new.append(request)
@@ -214,12 +165,13 @@ class Routed(_Feeder):
         return "input"
 
 
-class Streamed(_Feeder):
+class Streamed(FeederBase):
     """Ours: requests go into the live window as they come, and leave by `Dispatcher`.
 
     count    of the requests that will come, after which the input has ended
     window   options of `LiveWindow`
     backlog  rows that a replica may have been sent, as a multiple of its KV store
+    reports  whether replicas tell what their caches hold
     """
 
     def __init__(
@@ -230,6 +182,7 @@ class Streamed(_Feeder):
         slots: int | None = None,
         policy: Policy | None = None,
         backlog: float = 1.25,
+        reports: bool = True,
         requests: Sequence[SimRequest] = (),
         **window: Any,
     ):
@@ -237,13 +190,13 @@ class Streamed(_Feeder):
         self.router = Router(policy)
         limits = {"max_tokens": 1 << 23} | window
         self.dispatcher = Dispatcher(self.router, limit_of=lambda request: request.limit, **limits)
-        self._cost, self._left = cost, count
+        self._cost, self._left, self._reports = cost, count, reports
         self._backlog = int(backlog * (cost.kv_rows if slots is None else slots))
         self._late: deque[SimRequest] = deque(requests)
 
     def joined(self, replica: int, engine: SimEngine, now: float) -> None:
         super().joined(replica, engine, now)
-        _join(self.router, replica, self._cost)
+        _join(self.router, replica, self._cost, self._reports)
         self.dispatcher.join(replica, self._backlog)
 
     def arrived(self, request: SimRequest, now: float) -> None:
@@ -278,9 +231,9 @@ class Streamed(_Feeder):
         return self.dispatcher.window.next_pressed()
 
 
-def _join(router: Router, replica: Hashable, cost: StepCost) -> None:
+def _join(router: Router, replica: Hashable, cost: StepCost, reports: bool) -> None:
     speed = Speed(cost.prefill_seconds, cost.decode_seconds(32))
-    router.join(replica, speed=speed, capacity=cost.kv_rows)
+    router.join(replica, speed=speed, capacity=cost.kv_rows, reports=reports)
 
 
 def _tell(router: Router, replica: Hashable, engine: SimEngine, stretch: Stretch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -78,7 +79,7 @@ class FleetRun:
     idle: dict[Idle, float] = field(default_factory=lambda: dict.fromkeys(IDLE_CAUSES, 0.0))
     ended_at: list[float] = field(default_factory=list)
     use: list[float] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
+    waits: array[float] = field(default_factory=lambda: array("d"))
 
     def idle_share(self, *causes: Idle) -> float:
         """Returns the share of all replicas' time that was idle, by these causes; all where none is given."""

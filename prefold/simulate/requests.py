@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import InputError
 
-__all__ = ["SimRequest", "prefix_repetition", "read_trace", "unique_rows"]
+__all__ = ["SimRequest", "prefix_repetition", "read_trace", "shared_rows", "unique_rows"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -103,6 +103,16 @@ def _parts(ids: list[int], rows: int) -> Iterator[tuple[int, int]]:
         size = min(_HASHED, rows - i * _HASHED)
         if size > 0:
             yield number, size
+
+
+def shared_rows(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> int:
+    """Returns how many leading rows two paths share."""
+    shared = 0
+    for (number, rows), (twin, _) in zip(one, other, strict=False):
+        if number != twin:
+            break
+        shared += rows
+    return shared
 
 
 def unique_rows(requests: list[SimRequest]) -> int:

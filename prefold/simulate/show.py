@@ -40,7 +40,8 @@ def line(outcome: Outcome) -> str:
         *(f"{run.idle_share(cause):.1%}" for cause in IDLE_CAUSES),
     ]
     widths = [width for _, width in _COLUMNS]
-    return f"{outcome.name:<32}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    row = f"{outcome.name:<32}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    return "\n".join([row, *(f"    {what:<40}{number:>14,.6g}" for what, number in outcome.facts.items())])
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
@@ -66,6 +67,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "idle": {cause: run.idle_share(cause) for cause in IDLE_CAUSES},
         "seconds_to_answer": {f"p{p}": waits[int(p / 100 * (len(waits) - 1))] for p in (50, 95, 99)} if waits else {},
         "use_over_time": run.use,
+        **outcome.facts,
     }
 
 

@@ -12,8 +12,9 @@ from click.testing import CliRunner
 from prefold.cli import main
 from prefold.cluster.policies import POLICIES
 from prefold.errors import InputError
-from prefold.simulate.cases import ENGINES, FEEDERS, Setup, published, run_setup
+from prefold.simulate.cases import ENGINES, FEEDERS, Setup, run_setup
 from prefold.simulate.costs import machine_named, model_named
+from prefold.simulate.published import published
 from prefold.simulate.requests import prefix_repetition, read_trace, unique_rows
 
 MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")

@@ -1,0 +1,124 @@
+"""Daft's provider for vLLM, as its code says (daft/execution/vllm.py and its sink, at the time of the article).
+
+The input has a few partitions, each of which a task works on: it sorts what it has buffered, cuts where neighbours
+share less than a third, and submits the largest buckets first until at most 5,000 prompts are left; at the end of its
+input all. A partition comes as one piece, so buckets are as large as a partition makes them, whatever the buffer.
+Buckets of fewer than 16 prompts are put together until they are 16, and have no prefix then. Nothing waits for what was
+submitted.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator, Sequence
+
+from .feeders import FeederBase
+from .requests import SimRequest, shared_rows
+
+__all__ = ["DaftProvider", "DaftRouter"]
+
+
+class DaftRouter:
+    """Of the replicas that were sent fewer than `slack` prompts more than the least, the one that was sent this prefix
+    most recently; the last of them where none was; the first of the least loaded for a batch without a prefix. It
+    counts what was sent, for ever, and remembers 8 batches of each replica."""
+
+    slack, remembered = 256, 8
+
+    def __init__(self, replicas: int):
+        self.loads = [0] * replicas
+        self._recent: list[list[Hashable | None]] = [[] for _ in range(replicas)]
+
+    def route(self, prefix: Hashable | None, count: int) -> int:
+        """Returns the replica of a batch of so many prompts."""
+        least = min(self.loads)
+        if prefix is None:
+            best = self.loads.index(least)
+        else:
+            near = [i for i, load in enumerate(self.loads) if load < least + self.slack]
+            seen = [(self._recent[i].index(prefix), i) for i in near if prefix in self._recent[i]]
+            best = min(seen)[1] if seen else near[-1]
+        self._recent[best] = [prefix, *self._recent[best]][: self.remembered]
+        self.loads[best] += count
+        return best
+
+
+class DaftProvider(FeederBase):
+    """Gives everything away as soon as all replicas are there, partitions taking turns.
+
+    partitions  tasks, each with an equal part of the requests
+    batch       prompts of a batch without bucketing, in the order in which they come; None: by buckets
+    start       seconds before which nothing is given
+    """
+
+    buffered, threshold, least = 5000, 0.33, 16
+
+    def __init__(
+        self,
+        requests: Sequence[SimRequest],
+        replicas: int,
+        *,
+        partitions: int = 8,
+        batch: int | None = None,
+        start: float = 0.0,
+    ):
+        super().__init__()
+        self._router = DaftRouter(replicas)
+        self._replicas, self._start = replicas, start
+        size = len(requests)
+        parts = [requests[i * size // partitions : (i + 1) * size // partitions] for i in range(partitions)]
+        self._batches = [self._buckets(part) if batch is None else _pieces(part, batch) for part in parts]
+        self._has_given = False
+
+    def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
+        if self._has_given or now < self._start or len(self.in_flight) < self._replicas:
+            return []  # the provider waits for all of its actors
+        self._has_given = True
+        given = []
+        while self._batches:
+            for batches in list(self._batches):
+                found = next(batches, None)
+                if found is None:
+                    self._batches.remove(batches)
+                    continue
+                prefix, requests = found
+                replica = self._router.route(prefix, len(requests))
+                self.in_flight[replica] += len(requests)
+                given.append((replica, requests))
+        return given
+
+    def next_time(self) -> float | None:
+        return self._start or None
+
+    def _buckets(self, part: Sequence[SimRequest]) -> Iterator[tuple[Hashable | None, list[SimRequest]]]:
+        """Yields (prefix, requests) of each batch of a partition."""
+        in_order = sorted(part, key=lambda request: request.path)
+        cuts = [0]
+        for i in range(1, len(in_order)):
+            one, other = in_order[i - 1], in_order[i]
+            shared = shared_rows(one.path, other.path)
+            if shared < self.threshold * one.rows and shared < self.threshold * other.rows:
+                cuts.append(i)
+        heap = [(start - stop, -start, stop) for start, stop in zip(cuts, [*cuts[1:], len(in_order)], strict=True)]
+        heapq.heapify(heap)
+        left = len(in_order)
+        for most in (self.buffered, 0):  # when the partition has come, and when the input has ended
+            small: list[SimRequest] = []
+            while left > most:
+                size, start, stop = heapq.heappop(heap)
+                bucket = in_order[-start:stop]
+                left += size
+                if len(bucket) >= self.least:
+                    yield bucket[0].path[0], bucket
+                    continue
+                small += bucket
+                if len(small) >= self.least:
+                    yield None, small
+                    small = []
+            if small:
+                yield None, small
+
+
+def _pieces(part: Sequence[SimRequest], size: int) -> Iterator[tuple[None, list[SimRequest]]]:
+    for start in range(0, len(part), size):
+        yield None, list(part[start : start + size])
