@@ -7,8 +7,10 @@ two       prefix repetition, embedding: one process of one thread, one of two, a
 segments  cuts streams for 2 to 1,024 replicas: rows computed twice, and the costliest segment beside the mean; no model
 vllm      one shuffled job on vLLM with little room for K/V, in our order and in its own; --model FOLDER, --groups N;
           run by an interpreter that has vLLM
+faults    one table with nulls and rows that fail through prefold run, Daft and Ray Data, and a fleet whose replicas are
+          killed (--seeds), stopped and slow; --model FOLDER of a tiny model
 
-Needs prefold[ray]; vllm needs prefold[vllm] and prefold[http].
+Needs prefold[ray]; faults needs prefold[daft] and prefold[parquet]; vllm needs prefold[vllm] and prefold[http].
 """
 
 from __future__ import annotations
@@ -159,6 +161,9 @@ def main() -> None:
     parser.add_argument("--model", help="of the case vllm: a folder")
     parser.add_argument("--groups", type=int, default=32, help="of the case vllm: prefixes")
     parser.add_argument("--ways", default="process,http", help="of the case vllm")
+    parser.add_argument("--jobs", default="shared,single", help="of the case vllm")
+    parser.add_argument("--seeds", type=int, default=20, help="of the case faults")
+    parser.add_argument("--parts", default="ways,replicas", help="of the case faults")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     out: dict[str, Any] = {"machine": machine()}
@@ -168,7 +173,14 @@ def main() -> None:
         if case == "vllm":
             from fleet_vllm import vllm
 
-            out[case] = vllm(arguments.model, arguments.groups, arguments.repeats, ways=arguments.ways)
+            out[case] = vllm(
+                arguments.model, arguments.groups, arguments.repeats, ways=arguments.ways, jobs=arguments.jobs
+            )
+        elif case == "faults":
+            from fleet_faults import faults
+
+            out[case] = faults(arguments.rows, arguments.model, arguments.seeds, arguments.parts)
+            continue
         else:
             out[case] = two(arguments.rows, arguments.repeats) if case == "two" else segments(arguments.rows)
         show(out[case])

@@ -118,6 +118,9 @@ def in_process(prompts: list[np.ndarray], output: int, model: str, repeats: int)
             asyncio.run_coroutine_threadsafe(hosts[0]._engine.reset_prefix_cache(), hosts[0]._loop).result()
             runs["vLLM in our order"].append(through_fleet(fleet, prompts, output))
     plain.shutdown()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0.1))
     return runs
 
 
@@ -197,12 +200,16 @@ def through_http(fleet: Any, prompts: list[np.ndarray], output: int) -> dict[str
     return {"seconds": seconds, "cached": fleet.stats.generation.first_admission_hits / sum(map(len, prompts))}
 
 
-def vllm(model: str, groups: int, repeats: int, output: int = 8, ways: str = "process,http") -> list[dict[str, Any]]:
+def vllm(
+    model: str, groups: int, repeats: int, output: int = 8, ways: str = "process,http", jobs: str = "shared,single"
+) -> list[dict[str, Any]]:
     """The table of the case. model: a folder that vLLM can open."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     table = []
     for shared in (True, False):
+        if ("shared" if shared else "single") not in jobs.split(","):
+            continue
         prompts = job(groups, shared)
         for way in ways.split(","):
             runs = (in_process if way == "process" else over_http)(prompts, output, model, repeats)

@@ -41,6 +41,8 @@ def has_fleet(o: Options) -> bool:
         raise click.UsageError("--backend and --url exclude each other: a server computes as it likes")
     if o.get("backend_option") and not in_vllm:
         raise click.UsageError("--backend-option needs --backend vllm")
+    if o.get("pooling") and urls:
+        raise click.UsageError("--pooling cannot be asked of a server, which pools as its model does; leave it out")
     if o.get("replicas") and not on_ray:
         raise click.UsageError("--replicas needs --ray")
     if o.get("tokenizer") and not urls and not in_vllm:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
+from ..prefix import MEDIA_BASE
 from ..types import Generated, Request, Result, Sampling
 
 __all__ = ["MESSAGES", "RowError", "embedding_bodies", "embeddings_of", "generated_of", "generation_body"]
@@ -54,6 +55,7 @@ def generation_body(
     """
     sampling = request.sampling or Sampling()
     _check(sampling, with_text)
+    _check_ids(request)
     body: dict[str, Any] = {"model": request.adapter or model, "temperature": sampling.temperature}
     body |= {
         name: getattr(sampling, field) for field, name in _NAMES.items() if getattr(sampling, field) != _DEFAULTS[field]
@@ -84,9 +86,22 @@ def _check(sampling: Sampling, with_text: bool) -> None:
         lacks = sampling.grammar.kind
     elif not with_text:
         lacks = "tokens without text"
+    else:
+        exits = ("exit_threshold", "min_visits", "max_visits")
+        lacks = next((name for name in exits if getattr(sampling, name) != _DEFAULTS[name]), None)
     if lacks is not None:
-        remedy = "leave it out, or run the model here (without --url)"
-        raise InputError(f"a server cannot be asked for {lacks}", field=lacks, remedy=remedy, code="unsupported")
+        raise _lacks(lacks)
+
+
+def _check_ids(request: Request) -> None:
+    """Raises InputError for a prompt with rows that are no tokens of text."""
+    if len(request.tokens) and int(request.tokens.max()) >= MEDIA_BASE:
+        raise _lacks("image")
+
+
+def _lacks(what: str) -> InputError:
+    remedy = "leave it out, or run the model here (without --url)"
+    return InputError(f"a server cannot be asked for {what}", field=what, remedy=remedy, code="unsupported")
 
 
 def _response_format(sampling: Sampling) -> dict[str, Any]:
@@ -117,6 +132,8 @@ def embedding_bodies(
     requests: Sequence[Request], model: str, text_of: Callable[[np.ndarray], str] | None
 ) -> list[tuple[str, dict[str, Any]]]:
     """Returns (path, body) for the vectors of some prompts: OpenAI's, and TEI's for a server that lacks that."""
+    for request in requests:
+        _check_ids(request)
     model = requests[0].adapter or model
     if text_of is None:
         ids = [request.tokens.tolist() for request in requests]

@@ -267,8 +267,10 @@ class HttpReplicas(Replicas):
             found = await self._ask_once(server, call, requests, None)
             server.takes_ids = True
             return found
-        except RowError as error:
-            if server.takes_ids is not True and error.is_about_ids:  # as text, then, where that is what was wrong
+        except InputError as error:
+            if (
+                server.takes_ids is not True and isinstance(error, RowError) and error.is_about_ids
+            ):  # as text, then, where that is what was wrong
                 found = await self._ask_each(server, call, requests, self._text_of(server))
                 if server.takes_ids is None and not all(isinstance(answer, RowError) for answer in found[0]):
                     server.takes_ids = False
@@ -280,7 +282,7 @@ class HttpReplicas(Replicas):
     ) -> tuple[list[Any], Stats]:
         try:
             return await self._ask_once(server, call, requests, text_of)
-        except RowError as error:
+        except InputError as error:
             if len(requests) == 1:
                 return [error], Stats(requests=1)
         parts = [await self._ask_each(server, call, [request], text_of) for request in requests]

@@ -22,6 +22,7 @@ from typing import Any
 from ..cache import CacheEvents
 from ..engine.meter import StepInfo
 from ..errors import InputError, JobError, MissingExtraError
+from ..prefix import MEDIA_BASE
 from ..stream import Window
 from ..types import Generated, GenerationStats, Request, Sampling, Stats, TokenLogprobs
 from .block_events import BlockEvents
@@ -204,6 +205,8 @@ class VllmHost:
     async def _generate(self, call: RunCall, request: Request) -> tuple[Any, Stats]:
         if request.adapter is not None:
             raise _lacks("adapter")
+        if int(request.tokens.max()) >= MEDIA_BASE:
+            raise _lacks("image")
         params = sampling_params(request.sampling or Sampling(), call.text, self._longest - len(request.tokens))
         prompt: dict[str, Any] = {"prompt_token_ids": request.tokens.tolist()}
         if request.salt:

@@ -6,9 +6,9 @@
     df.with_column("answer", prompt(df["question"], provider="prefold", model="smollm2-135m", max_tokens=64))
 
 The import attaches the provider to Daft's session. Rows of all partitions that a process works on run together, on one
-model for a process; on Ray on one actor, which all workers find by its name. `prompt`, `embed_text` and `classify_text`
-take the options of `LLM` and of the task. Their `on_error` is "raise", or "log" and "ignore" for a null in place of
-what could not be computed. A null in the input is a null in the output.
+model for a process; on Ray on `replicas` of the model (1), which stand behind an actor that all workers find by its
+name. `prompt`, `embed_text` and `classify_text` take the options of `LLM` and of the task. Their `on_error` is "raise",
+or "log" and "ignore" for a null in place of what could not be computed. A null in the input is a null in the output.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class _FunctionCall:
     on_error: str = "raise"
     on_ray: bool = False
     batch_size: int | None = None
+    replicas: int = 1
     owner: Any = field(default=None, compare=False, repr=False)  # keeps the actor, in the driver
 
     @classmethod
@@ -94,20 +95,29 @@ class _FunctionCall:
         if on_error not in _ON_ERROR:
             remedy = f"use one of {', '.join(_ON_ERROR)}"
             raise InputError(f"on_error is {on_error!r}", field="on_error", remedy=remedy)
+        replicas = options.pop("replicas", 1)
         llm, own = split_options(options)
         on_ray = daft.daft.get_or_infer_runner_type() == "ray"
-        asked = cls(task, model or DEFAULT_MODEL, llm, own, on_error, on_ray, udf.get("batch_size"))
+        if not isinstance(replicas, int) or replicas < 1 or (replicas > 1 and not on_ray):
+            remedy = "give 1 or more; more than one needs Daft's Ray runner (daft.set_runner_ray())"
+            raise InputError(f"replicas is {replicas!r}", field="replicas", remedy=remedy)
+        asked = cls(task, model or DEFAULT_MODEL, llm, own, on_error, on_ray, udf.get("batch_size"), replicas)
         if on_ray:
             object.__setattr__(asked, "owner", asked.client())
         return asked
 
     def __reduce__(self) -> Any:
-        values = (self.task, self.model, self.llm, self.options, self.on_error, self.on_ray, self.batch_size)
+        values = (self.task, self.model, self.llm, self.options, self.on_error, self.on_ray, self.batch_size,
+                  self.replicas)  # fmt: skip
         return _FunctionCall, values
 
     def client(self) -> Any:
         """Returns the model: of this process, or of the cluster."""
-        return SharedModel.of(self.model, self.llm, on_ray=self.on_ray)
+        if self.on_ray:
+            from .on_ray import RayModel
+
+            return RayModel.of(self.model, self.llm, self.replicas)
+        return SharedModel.of(self.model, self.llm)
 
     def udf_options(self) -> UDFOptions:
         """Returns options that leave errors and repetition to us: Daft would repeat, or null, all rows of a batch."""

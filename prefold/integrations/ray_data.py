@@ -6,8 +6,7 @@
     ds = ds.map_batches(
         PrefoldBatches,
         fn_constructor_kwargs={"task": "generate", "column": "question", "model": "smollm2-135m", "max_tokens": 64},
-        compute=ray.data.ActorPoolStrategy(size=2, max_tasks_in_flight_per_actor=4),
-        max_concurrency=4,
+        compute=ray.data.ActorPoolStrategy(size=2, max_tasks_in_flight_per_actor=4, max_concurrent_calls_per_actor=4),
         batch_size=64,
     )
 

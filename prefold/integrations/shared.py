@@ -1,10 +1,10 @@
-"""A model that many callers of a process, or of a cluster, have together, for functions on columns of data frames.
+"""A model that many callers of a process have together, for functions on columns of data frames.
 
     model = SharedModel.of("smollm2-135m", {"threads": 4})       one for a process, made at the first call
     answer = await model.run_one("generate", {...}, item)        joins what others ask for at the same time
     answers = model.run_many("embed", {...}, items)              an answer, or an InputError, for each item
 
-With `on_ray=True` the model lives in an actor that all processes of the cluster find by name.
+`on_ray.py` has the same for the processes of a cluster.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import InputError, MissingExtraError, record_error
+from ..errors import InputError, record_error
 
 __all__ = ["SharedModel", "split_options"]
 
@@ -46,12 +45,12 @@ class SharedModel:
         self._tasks_lock = threading.Lock()
 
     @classmethod
-    def of(cls, model: str, options: Mapping[str, Any], *, on_ray: bool = False) -> Any:
-        """Returns the model of this process, or on Ray of the cluster, with these options; it is made where need be."""
+    def of(cls, model: str, options: Mapping[str, Any]) -> SharedModel:
+        """Returns the model of this process with these options, which is made where need be."""
         key = json.dumps([model, options], sort_keys=True, default=str)
         with _lock:
             if key not in _models:
-                _models[key] = _RayModel(key, model, options) if on_ray else cls(model, options)  # type: ignore[assignment]
+                _models[key] = cls(model, options)
             return _models[key]
 
     def _task(self, name: str, options: Mapping[str, Any]) -> Any:
@@ -94,53 +93,3 @@ class SharedModel:
     def stats(self) -> dict[str, Any]:
         """Returns the counters of the model, as a mapping."""
         return self._llm.stats.to_dict()
-
-
-class _RayModel:
-    """A SharedModel in an actor of the cluster. The process that makes it owns the actor, which ends with it."""
-
-    def __init__(self, key: str, model: str, options: Mapping[str, Any]):
-        try:
-            import ray
-        except ImportError:
-            raise MissingExtraError("ray", "ray", "a model on Ray") from None
-        threads = options.get("threads") or 1
-        gpus = 1 if str(options.get("device", "auto")).startswith("cuda") else 0
-        if options.get("device", "auto") == "auto" and ray.cluster_resources().get("GPU"):
-            gpus = 1
-        actor = ray.remote(max_restarts=-1, max_task_retries=0, max_concurrency=1000)(_ModelActor)
-        name = f"prefold-{zlib.crc32(key.encode()):08x}"
-        beside = {"num_gpus": gpus, "num_cpus": 0 if gpus else threads}
-        self._actor = actor.options(name=name, get_if_exists=True, **beside).remote(model, dict(options))
-
-    async def run_one(self, name: str, options: Mapping[str, Any], item: Any) -> Any:
-        """Returns what a task gives for an item, or its InputError."""
-        return await self._actor.run_one.remote(name, dict(options), item)
-
-    def run_many(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
-        """Returns what a task gives for each item, or the item's InputError."""
-        import ray
-
-        return ray.get(self._actor.run_many.remote(name, dict(options), list(items)))
-
-    def stats(self) -> dict[str, Any]:
-        """Returns the counters of the model, as a mapping."""
-        import ray
-
-        return ray.get(self._actor.stats.remote())
-
-
-class _ModelActor:
-    """The process on Ray that holds a model."""
-
-    def __init__(self, model: str, options: dict[str, Any]):
-        self._model = SharedModel(model, {"threads": 1} | options)
-
-    async def run_one(self, name: str, options: dict[str, Any], item: Any) -> Any:
-        return await self._model.run_one(name, options, item)
-
-    async def run_many(self, name: str, options: dict[str, Any], items: list[Any]) -> list[Any]:
-        return await asyncio.to_thread(self._model.run_many, name, options, items)
-
-    async def stats(self) -> dict[str, Any]:
-        return self._model.stats()

@@ -6,15 +6,24 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from contextlib import closing
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from tiny import tiny_checkpoint, write_tokenizer
 
 from prefold.cli import main
+from prefold.cluster.fleet import Fleet
+from prefold.cluster.http_bodies import generation_body
+from prefold.cluster.http_replicas import HttpReplicas
+from prefold.errors import InputError
+from prefold.stream import Spool
+from prefold.types import Grammar, Request, Sampling
 
 from .servers import serving
 
@@ -141,8 +150,11 @@ def test_a_request_waits_as_long_as_the_server_says(table):
     with serving(ids=False, fault=fault) as server:
         run("--raw", "--url", server.url)
     assert_answered(output())
-    pause = max(b - a for a, b in pairwise(server.times))
-    assert 1.0 < pause < 4
+    sent = [body["prompt"] for _, body in server.requests]
+    first, again = (server.times[i] for i, prompt in enumerate(sent) if prompt == sent[0])
+    assert 1.4 < again - first < 10
+    meanwhile = sum(first < time < first + 1.4 for time in server.times)
+    assert meanwhile < 20, "only what was under way comes meanwhile"
 
 
 def test_connections_that_are_torn_are_tried_again(table):
@@ -208,10 +220,75 @@ def test_bad_options(table):
     assert "is not the URL of a server" in run("--url", "localhost:80", code=1)
     said = run("--url", "http://me:word@localhost:1", code=1)
     assert "PREFOLD_API_KEY" in said and "word" not in said
+    assert "--pooling cannot be asked" in run("--url", "http://localhost:1", "--pooling", "mean", task="embed", code=2)
     assert "cannot be reached" in run("--url", "http://127.0.0.1:9", "--patience", "1", code=1)
     with serving() as server:
         said = run("--overwrite", "--url", server.url, "--labels", "a,b", task="classify", code=1)
     assert "generates text and makes embeddings" in said
+
+
+def test_a_path_that_a_server_does_not_have_stops_the_job(table):
+    """404 comes of a wrong URL or a wrong name: every record would get it."""
+    with serving(ids=False, fault=lambda path, body, number: (404, {}, {"error": "no such path"})) as server:
+        said = run("--raw", "--url", server.url, code=1)
+    assert "there is no such model or path" in said and "no such path" in said and len(server.requests) < 20
+
+
+def test_a_request_that_is_not_answered_in_time_is_tried_again_within_a_bound():
+    """Of one that hangs for ever there are five tries; the others go on."""
+    hung = Counter()
+    release = threading.Event()
+
+    def fault(path, body, number):
+        if "hang" in body["prompt"]:
+            hung[body["prompt"]] += 1
+            release.wait(20)
+
+    with serving(ids=False, fault=fault) as server:
+        replicas = HttpReplicas([server.url], "m", None, takes_ids=False, timeout=0.3)
+        replicas._text_of = lambda server: lambda tokens: bytes(tokens.tolist()).decode()
+        with closing(Fleet(replicas)) as fleet, Spool() as spool:
+            for text in (b"hang", b"one", b"two"):
+                tokens = np.frombuffer(text, np.uint8).astype(np.int32)
+                spool.add(Request(tokens, sampling=Sampling(max_tokens=3)), text)
+            found = dict(fleet.generate(spool.windows(max_tokens=100), object()))
+        release.set()
+    assert hung == {"hang": 5} and "no answer after 5 attempts" in str(found[b"hang"])
+    assert found[b"hang"].code == "no_answer" and found[b"one"][0].text.startswith("3 of one")
+
+
+def test_the_journal_knows_the_backend_and_the_model_and_not_the_servers(table):
+    with serving(ids=False) as one, serving(ids=False) as two:
+        run("--raw", "--url", one.url, "--limit", 20)
+        assert "20 of them before" in run("--raw", "--url", one.url, "--url", two.url, "--max-running", "3")
+    assert_answered(output())
+    folder = tiny_checkpoint(table, "llama")
+    said = run("--raw", model=folder, code=1)
+    assert "belongs to another job" in said and "model" in said
+
+
+def test_a_package_that_is_not_there_is_named_with_its_extra(table, monkeypatch):
+    for package, extra, option in (("ray", "ray", "--ray"), ("httpx", "http", "--url=http://localhost:1")):
+        module = {"ray": "ray_replicas", "httpx": "http_replicas"}[package]
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules, f"prefold.cluster.{module}", raising=False)
+        folder = tiny_checkpoint(table / package, "llama")
+        assert f"pip install 'prefold[{extra}]'" in run("--raw", option, model=folder, code=1)
+
+
+@pytest.mark.parametrize(
+    "request_, field",
+    [
+        (Request(np.array([5, 1 << 30], np.int32), sampling=Sampling()), "image"),
+        (Request(np.array([5], np.int32), sampling=Sampling(exit_threshold=0.5)), "exit_threshold"),
+        (Request(np.array([5], np.int32), sampling=Sampling(logprobs=1)), "logprobs"),
+        (Request(np.array([5], np.int32), sampling=Sampling(grammar=Grammar("lark", "x"))), "lark"),
+    ],
+)
+def test_nothing_that_is_asked_for_is_left_out_silently(request_, field):
+    with pytest.raises(InputError, match="a server cannot be asked for") as found:
+        generation_body(request_, "m", None, True)
+    assert found.value.field == field and found.value.code == "unsupported" and "--url" in found.value.remedy
 
 
 def test_what_a_server_cannot_do_is_an_error_of_that_record(table):

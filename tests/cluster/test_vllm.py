@@ -184,9 +184,11 @@ def test_numbers_are_not_asked_of_it(engines):
 def test_what_it_lacks_is_an_error_of_that_record(engines, given, field):
     with closing(Fleet(LocalReplicas(host))) as fleet, filled([40], 3, **given) as spool:
         spool.add(Request(np.array([40], np.int32), adapter="mine", sampling=Sampling(max_tokens=5)), b"adapter")
+        spool.add(Request(np.array([40, 1 << 30], np.int32), sampling=Sampling(max_tokens=5)), b"image")
         text = field == "grammar"
         found = dict(fleet.generate(spool.windows(max_tokens=500), object() if text else None))
-    assert {one.field for tag, one in found.items() if tag != b"adapter"} == {field}
+    assert {one.field for tag, one in found.items() if tag.isdigit()} == {field}
+    assert found[b"image"].field == "image"
     assert found[b"adapter"].field == "adapter" and found[b"adapter"].code == "unsupported"
     assert not engines[0].prompts
 

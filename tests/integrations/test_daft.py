@@ -35,7 +35,7 @@ def llm(model):
 OPTIONS = {"threads": 1, "dtype": "float32"}
 
 
-@pytest.fixture(scope="module", params=[1, 8], ids=["one file", "eight files"])
+@pytest.fixture(scope="module", params=[1, 16], ids=["one file", "sixteen files"])
 def frame(request, tmp_path_factory):
     """A table in several files, which Daft reads in parallel. (Its native runner has no other partitions.)"""
     import daft
@@ -131,6 +131,8 @@ def test_what_is_asked_wrongly(model):
     with pytest.raises(InputError, match="on_error"):
         PrefoldProvider().get_prompter(model, on_error="explode")
     descriptor = PrefoldProvider(threads=1).get_text_embedder(model, 8)
+    with pytest.raises(InputError, match="needs Daft's Ray runner"):
+        PrefoldProvider().get_prompter(model, replicas=2)
     options = descriptor.get_udf_options()
     assert (options.max_retries, options.concurrency, options.num_gpus) == (0, None, None)
     assert descriptor.get_dimensions().size == 8 and descriptor.get_provider() == "prefold"
@@ -145,10 +147,24 @@ daft.set_runner_ray()
 import prefold.integrations.daft as ours
 from daft.functions import prompt, embed_text
 
-model, partitions, num = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+model, partitions, num, replicas, kill = sys.argv[1], *map(int, sys.argv[2:])
 texts = [None if i == 7 else "no " * 400 if i == 9 else f"the question {i % 5} yes {i}" for i in range(num)]
 df = daft.from_pydict({"id": list(range(num)), "text": texts}).into_partitions(partitions)
-options = {"model": model, "threads": 1, "dtype": "float32"}
+options = {"model": model, "threads": 1, "dtype": "float32", "replicas": replicas}
+if kill:
+    import threading, time
+    import psutil
+    def replicas_of():
+        own = psutil.Process().children(recursive=True)
+        return [p for p in own if "ray::_Replica" in " ".join(p.cmdline() or [p.name()])]
+    def shoot():
+        while not replicas_of():
+            time.sleep(0.1)
+        while not any(ours.stats(**options).get("requests", 0) > 20 for _ in (0,)):
+            time.sleep(0.05)
+        replicas_of()[0].kill()
+        print("killed one", file=sys.stderr, flush=True)
+    threading.Thread(target=shoot, daemon=True).start()
 df = df.with_column("answer", ours.generate(daft.col("text"), max_tokens=6, **options))
 df = df.with_column("vector", embed_text(daft.col("text"), provider="prefold", on_error="ignore", **options))
 found = df.to_pydict()
@@ -157,15 +173,18 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("partitions", [1, 4])
-def test_on_ray_every_row_comes_once(model, llm, partitions):
+@pytest.mark.parametrize(
+    "partitions, replicas, kill", [(1, 1, False), (2, 1, False), (4, 2, False), (16, 2, False), (4, 2, True)]
+)
+def test_on_ray_every_row_comes_once(model, llm, partitions, replicas, kill):
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     environment = os.environ | {"PYTHONPATH": root, "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [sys.executable, "-c", ON_RAY, model, str(partitions), str(NUM)], env=environment, capture_output=True,
-        timeout=400,
+        [sys.executable, "-c", ON_RAY, model, *(str(int(n)) for n in (partitions, NUM, replicas, kill))],
+        env=environment, capture_output=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr.decode()[-3000:]
+    assert not kill or b"killed one" in done.stderr
     found = json.loads(done.stdout.decode().splitlines()[-1])
     assert sorted(found["id"]) == list(range(NUM))
     good = [k for k, i in enumerate(found["id"]) if i not in (7, 9)]

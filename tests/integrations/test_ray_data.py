@@ -91,8 +91,8 @@ rows = [{"id": i, "text": None if i == 7 else f"the question {i % 5} yes {i}"} f
 out = ray.data.from_items(rows).repartition(6).map_batches(
     PrefoldBatches,
     fn_constructor_kwargs={"task": "embed", "column": "text", "model": sys.argv[1], "threads": 1, "dtype": "float32"},
-    compute=ray.data.ActorPoolStrategy(size=2, max_tasks_in_flight_per_actor=4),
-    max_concurrency=4, batch_size=16,
+    compute=ray.data.ActorPoolStrategy(size=2, max_tasks_in_flight_per_actor=4, max_concurrent_calls_per_actor=4),
+    batch_size=16,
 )
 print(json.dumps([{"id": r["id"], "error": r["error"], "has": r["embedding"] is not None} for r in out.take_all()]))
 """
@@ -110,3 +110,66 @@ def test_on_ray_every_row_comes_once(model):
     assert sorted(row["id"] for row in found) == list(range(100))
     assert [row["id"] for row in found if row["error"]] == [7]
     assert [row["id"] for row in found if not row["has"]] == [7]
+
+
+RESUMED = """
+import os, sys, threading, time
+from glob import glob
+import ray
+from ray.data.checkpoint import CheckpointConfig
+from prefold.integrations.ray_data import PrefoldBatches
+
+folder, model, kill = sys.argv[1:]
+ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+context = ray.data.DataContext.get_current()
+context.enable_progress_bars = False
+context.target_max_block_size = 2000  # many small files, so that some are there when the driver is killed
+context.checkpoint_config = CheckpointConfig(id_column="id", checkpoint_path=f"{folder}/checkpoint")
+if kill == "kill":
+    def shoot():
+        while len(glob(f"{folder}/out/*.parquet")) < 3:
+            time.sleep(0.02)
+        os._exit(9)
+    threading.Thread(target=shoot, daemon=True).start()
+ray.data.read_parquet(f"{folder}/in", override_num_blocks=12).map_batches(
+    PrefoldBatches,
+    fn_constructor_kwargs={
+        "task": "generate", "column": "text", "model": model, "chat": False, "max_tokens": 100, "ignore_eos": True,
+        "threads": 1, "dtype": "float32",
+    },
+    compute=ray.data.ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=2, max_concurrent_calls_per_actor=2),
+    batch_size=16,
+).write_parquet(f"{folder}/out")
+"""
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_is_resumed_by_ray_data(model, llm, tmp_path):
+    """The recipe of docs/scale.md: what was written is not computed again, and every row is there once."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "in").mkdir()
+    texts = [None if i == 7 else f"the question {i % 5} yes {i}" for i in range(192)]
+    for part in range(12):
+        rows = list(range(part * 16, part * 16 + 16))
+        pq.write_table(pa.table({"id": rows, "text": [texts[i] for i in rows]}), tmp_path / "in" / f"{part}.parquet")
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    environment = os.environ | {"PYTHONPATH": root, "TOKENIZERS_PARALLELISM": "false"}
+
+    def run(how):
+        command = [sys.executable, "-c", RESUMED, str(tmp_path), model, how]
+        return subprocess.run(command, env=environment, capture_output=True, timeout=400)
+
+    killed = run("kill")
+    assert killed.returncode == 9, killed.stderr.decode()[-3000:]
+    before = {path: path.read_bytes() for path in (tmp_path / "out").glob("*.parquet")}
+    assert before
+    done = run("whole")
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    kept = [path for path, data in before.items() if path.exists() and path.read_bytes() == data]
+    assert kept, "nothing of what was there is left"
+    found = pq.read_table(tmp_path / "out").to_pylist()
+    assert sorted(row["id"] for row in found) == list(range(192))
+    assert [row["id"] for row in found if row["error"]] == [7]
+    some = [row for row in found if row["id"] % 16 == 3]
+    expected = llm.generate([row["text"] for row in some], max_tokens=100, ignore_eos=True)
+    assert [row["generated_text"] for row in some] == [one.text for one in expected]
