@@ -3,10 +3,14 @@
     python benchmarks/serve.py --case overhead [--rounds 10] [--json FILE]
     python benchmarks/serve.py --case cancel [--count 1000]
     python benchmarks/serve.py --case batches [--rounds 3] [--lines 200]
+    python benchmarks/serve.py --case msmarco --data FOLDER [--vllm VENV] [--queries 24] [--concurrency 1 4 16]
+    python benchmarks/serve.py --case live --data FOLDER --vllm VENV [--workload tau_airline] [--requests 40]
+    python benchmarks/serve.py --case turns --data FOLDER [--conversations 12]
+    python benchmarks/serve.py --case nothing-shared [--requests 100]
 
-The server runs in this process, beside the calls that it is compared with, on one LLM; the client is a process of its
-own, which speaks HTTP over sockets with nothing but the standard library. Calls and requests take turns, so that a
-drift of the machine's speed hits both.
+`--smoke` tries a case with a few requests. In the first three cases the server runs in this process, beside the calls
+that it is compared with, on one LLM; the client is a process of its own, which speaks HTTP over sockets with the
+standard library only. Calls and requests take turns, so that a drift of the machine's speed hits both.
 
 overhead    P50 of requests of several kinds, one after the other, by HTTP and by a call in the process; the processor
             time a request takes here and in the client; and the rate of 64 at once against one call of 64 prompts
@@ -14,6 +18,17 @@ cancel      clients that close their connection at a random moment, beside other
             until the engine has nothing of them any more
 batches     a batch alone against the same lines as a job of `prefold run` in this process; and requests of one token,
             one after the other, with a batch beside them and without
+
+In the others servers are processes of their own, on free ports, and are stopped while another has its turn
+(`serve_systems.py`); the client is this process, or `vllm bench serve`.
+
+msmarco     requests of all pairs of one query of MS MARCO in the reranker's prompt, as embeddings and as /rerank, at
+            several concurrencies: prefold's three modes, and vLLM's pooling; peak memory
+live        `vllm bench serve` as the client of both, all at once and at shares of vLLM's rate: prefix_repetition,
+            tau_airline (steps of agents), or the lengths of a trace
+turns       conversations of agents side by side: tokens from the cache against an unlimited trie's, with less and less
+            memory
+nothing-shared   prompts that share nothing, with a cache and without; the time in a cache of 100,000 nodes
 """
 
 from __future__ import annotations
@@ -33,6 +48,7 @@ from pathlib import Path
 from typing import Any
 
 from common import machine, table, write_json
+from serve_cases import live, msmarco, nothing_shared, turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "serve"))
 
@@ -303,9 +319,27 @@ def batches(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, A
     return found
 
 
+HERE = {"overhead": overhead, "cancel": cancel, "batches": batches}
+SERVERS = {"msmarco": msmarco, "live": live, "turns": turns, "nothing-shared": nothing_shared}
+
+
+def in_process(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Runs a case whose server is in this process."""
+    from serving import serving
+
+    from prefold import LLM
+
+    sys.setswitchinterval(1e-3)  # as `prefold serve` does
+    if arguments.smoke:
+        arguments.rounds, arguments.each, arguments.count, arguments.lines = 2, 2, 10, 10
+    llm = LLM(arguments.model, dtype=arguments.dtype)
+    with tempfile.TemporaryDirectory() as folder, serving(llm, data_dir=folder) as server:
+        return HERE[arguments.case](llm, server, arguments)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=("overhead", "cancel", "batches"), default="overhead")
+    parser.add_argument("--case", choices=(*HERE, *SERVERS), default="overhead")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=10)
@@ -313,23 +347,34 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000, help="cancel: clients that leave")
     parser.add_argument("--wait", type=float, default=0.2, help="cancel: they leave within so many seconds")
     parser.add_argument("--lines", type=int, default=200, help="batches: of a batch")
+    parser.add_argument("--smoke", action="store_true", help="try a case with a few requests")
+    parser.add_argument("--data", default="data", help="the folder of the data sets")
+    parser.add_argument("--vllm", help="a virtual environment with vLLM in it")
+    parser.add_argument("--vllm-length", type=int, default=8192, help="vLLM's --max-model-len")
+    parser.add_argument("--block", type=int, default=32, help="live: vLLM's block size; on a CPU a multiple of 32")
+    parser.add_argument("--queries", type=int, default=120, help="msmarco")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="msmarco")
+    parser.add_argument("--workload", default="prefix_repetition", help="live: or tau_airline, or the name of a trace")
+    parser.add_argument("--requests", type=int, default=100, help="live, nothing-shared")
+    parser.add_argument("--output", type=int, default=32, help="live, nothing-shared: tokens of an answer")
+    parser.add_argument("--shares", type=float, nargs="*", default=[0.5, 0.8], help="live: of vLLM's rate")
+    parser.add_argument("--conversations", type=int, default=12, help="turns")
+    parser.add_argument("--most-turns", type=int, help="turns: of all conversations together")
+    parser.add_argument("--memory-shares", type=float, nargs="+", default=[1, 0.5, 0.25, 0.1], help="turns")
+    parser.add_argument("--nodes", type=int, default=100_000, help="nothing-shared: kept")
+    parser.add_argument("--small", help="nothing-shared: a model with few bytes a row, for the many nodes")
+    parser.add_argument(
+        "--row-bytes", type=int, default=1 << 12, help="nothing-shared: more than a row of --small takes"
+    )
     parser.add_argument("--json")
     parser.add_argument("--client", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.client:
         client(arguments.client)
         return
-    from serving import serving
-
-    from prefold import LLM
-
-    sys.setswitchinterval(1e-3)  # as `prefold serve` does
     about = machine()
     print(about)
-    llm = LLM(arguments.model, dtype=arguments.dtype)
-    cases = {"overhead": overhead, "cancel": cancel, "batches": batches}
-    with tempfile.TemporaryDirectory() as folder, serving(llm, data_dir=folder) as server:
-        found = cases[arguments.case](llm, server, arguments)
+    found = SERVERS.get(arguments.case, in_process)(arguments)
     write_json(arguments.json, benchmark="serve", case=arguments.case, machine=about, **found)
 
 

@@ -1,0 +1,135 @@
+"""Errors have the form of the API that was asked, whatever goes wrong and whenever."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from serving import Raw, serving, until
+
+# {API: (path, body that is right)}
+ASKED = {
+    "openai": ("/v1/completions", {"prompt": "the yes", "max_tokens": 4, "ignore_eos": True}),
+    "vllm": ("/score", {"text_1": "the", "text_2": "yes"}),
+    "responses": ("/v1/responses", {"input": "the yes", "max_output_tokens": 4}),
+    "anthropic": ("/v1/messages", {"messages": [{"role": "user", "content": "the yes"}], "max_tokens": 4}),
+    "cohere": ("/v2/embed", {"texts": ["the yes"], "embedding_types": ["float"]}),
+    "tei": ("/embed", {"inputs": "the yes"}),
+}
+OPENAI_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error",
+    429: "rate_limit_error", 500: "server_error", 503: "server_error",
+}  # fmt: skip
+ANTHROPIC_TYPES = OPENAI_TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+TEI = {400: (422, "tokenizer"), 401: (401, "validation"), 404: (404, "validation"), 413: (413, "validation"),
+       429: (429, "overloaded"), 500: (424, "backend"), 503: (503, "unhealthy")}  # fmt: skip
+
+
+def check(face: str, status: int, found: httpx.Response, word: str = "") -> None:
+    """Looks whether a response is that API's error of a status, and says `word`."""
+    body = found.json()
+    wanted, kind = TEI[status] if face == "tei" else (status, "")
+    assert found.status_code == wanted, (face, found.text)
+    if face == "tei":
+        assert set(body) == {"error", "error_type"} and body["error_type"] == kind
+        text = body["error"]
+    elif face == "cohere":
+        assert set(body) == {"message"}
+        text = body["message"]
+    elif face == "anthropic":
+        assert body["type"] == "error" and body["error"]["type"] == ANTHROPIC_TYPES[status]
+        text = body["error"]["message"]
+    else:
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+        assert body["error"]["type"] == OPENAI_TYPES[status]
+        text = body["error"]["message"]
+    assert word in text, text
+
+
+@pytest.mark.parametrize("face", ASKED)
+def test_what_is_wrong_with_a_request(llm, tmp_path, face):
+    path, body = ASKED[face]
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[key]]\nkey = "one"\ntenant = "first"\n')
+    with (
+        serving(llm, api_keys=str(keys), max_body_bytes=2000) as server,
+        httpx.Client(base_url=server.url, headers={"authorization": "Bearer one"}) as client,
+    ):
+        assert client.post(path, json=body).status_code == 200
+        check(face, 400, client.post(path, content=b"{"), "JSON")
+        check(face, 401, httpx.post(server.url + path, json=body), "key")
+        check(face, 404, client.post(path, json=body | {"model": "none"}), "none")
+        check(face, 413, client.post(path, content=b" " * 3000), "2000 bytes")
+
+
+@pytest.mark.parametrize("face", ASKED)
+def test_a_server_that_cannot_answer_now(llm, face):
+    path, body = ASKED[face]
+    with serving(None) as server:
+        check(face, 503, httpx.post(server.url + path, json=body), "loaded")
+    with serving(llm, max_waiting_requests=1) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        with llm.engine.generator.turn:  # no step is made now
+            waiting = Raw(server).send(*ASKED["openai"])
+            until(lambda: server.site.desk.waiting[0] == 1)
+            found = client.post(path, json=body)
+            check(face, 429, found, "waiting")
+            assert int(found.headers["retry-after"]) >= 1
+        assert b" 200 " in waiting.read_until(b"usage")
+
+
+@pytest.fixture
+def broken(llm, monkeypatch):
+    """Steps fail that have a row at a position of at least the number in this list, or any step where it is 0."""
+    worker, places = llm.engine.worker, []
+    real = worker.start
+
+    def start(message, prepared=None):
+        positions = getattr(message, "positions", None)
+        if places and positions is not None and (positions >= places[0]).any():
+            raise RuntimeError("the step failed")
+        return real(message, prepared)
+
+    monkeypatch.setattr(worker, "start", start)
+    return places
+
+
+@pytest.mark.parametrize("face", ASKED)
+def test_a_step_that_fails(llm, broken, face):
+    path, body = ASKED[face]
+    with serving(llm) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        broken.append(0)
+        check(face, 500, client.post(path, json=body | ({} if face != "openai" else {"prompt": "no one"})), "log")
+        broken.clear()
+        assert client.post(path, json=body).status_code == 200
+        assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("face", ["openai", "chat", "anthropic", "responses"])
+def test_a_stream_that_fails_ends_with_an_error(llm, broken, face):
+    chat = {"messages": [{"role": "user", "content": "the yes"}], "max_tokens": 400}
+    path, body = {
+        "openai": ("/v1/completions", {"prompt": "the yes", "max_tokens": 400, "ignore_eos": True}),
+        "chat": ("/v1/chat/completions", chat | {"ignore_eos": True}),
+        "anthropic": ("/v1/messages", chat),
+        "responses": ("/v1/responses", {"input": "the yes", "max_output_tokens": 400, "ignore_eos": True}),
+    }[face]
+    prompt = {"prompt": "the yes"} if face == "openai" else {"messages": [{"role": "user", "content": "the yes"}]}
+    with serving(llm) as server:
+        length = httpx.post(f"{server.url}/tokenize", json=prompt).json()["count"]
+        broken.append(length + 2)
+        lines = httpx.post(server.url + path, json=body | {"stream": True, "temperature": 0}, timeout=30).text
+        broken.clear()
+        events = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: {")]
+        assert len(events) > 1, lines
+        if face == "anthropic":
+            said = {"type": "api_error", "message": "the server failed; see its log"}
+            assert events[-1] == {"type": "error", "error": said}
+        elif face == "responses":
+            assert events[-1]["type"] == "error" and "see its log" in events[-1]["message"]
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        else:
+            assert events[-1]["error"]["type"] == "server_error" and lines.rstrip().endswith("data: [DONE]")
+        until(lambda: not server.site.desk.replies and not llm.engine.generator.has_work)
+        llm.engine.generator.scheduler.check()
+        assert httpx.get(f"{server.url}/health").status_code == 200

@@ -1,0 +1,145 @@
+"""Who gets at what: keys and admins on every path, nothing secret in the log, nothing for pages of other origins."""
+
+from __future__ import annotations
+
+import hmac
+import re
+
+import httpx
+import pytest
+from serving import serving
+from starlette.routing import Route
+
+from prefold.serve import keys as keys_module
+from prefold.serve.app import make_app
+from prefold.serve.keys import Keys
+
+KEYS = """
+[[key]]
+key = "sk-admin-of-first"
+tenant = "first"
+admin = true
+
+[[key]]
+key = "sk-of-second"
+tenant = "second"
+"""
+OPEN = {"/health", "/ping", "/", "/docs", "/openapi.json"}  # the pages hold no data
+ADMINS = {"/metrics", "/cache", "/cache/pin", "/cache/unpin", "/cache/clear", "/page/data"}
+ADMIN, OTHER = ({"authorization": f"Bearer {key}"} for key in ("sk-admin-of-first", "sk-of-second"))
+
+
+@pytest.fixture(scope="module")
+def locked(llm, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("locked")
+    (folder / "keys.toml").write_text(KEYS)
+    with serving(llm, api_keys=str(folder / "keys.toml"), data_dir=str(folder / "data")) as made:
+        yield made
+
+
+def paths_of(server):
+    """(method, path) of everything that there is."""
+    found = [
+        (method, re.sub(r"{\w+(:\w+)?}", "x", route.path))
+        for route in make_app(server.site).routes
+        if isinstance(route, Route)
+        for method in route.methods - {"HEAD"}
+    ]
+    return [(method, path) for method, path in dict.fromkeys(found) if not (method == "GET" and path in OPEN)]
+
+
+def test_every_path_asks_for_a_key_and_some_for_an_admins(locked):
+    found = paths_of(locked)
+    assert len(found) > 35 and {path for _, path in found} >= ADMINS
+    with httpx.Client(base_url=locked.url) as client:
+        for method, path in found:
+            for key in ({}, {"authorization": "Bearer sk-none"}, {"x-api-key": ""}, {"authorization": "sk-of-second"}):
+                assert client.request(method, path, headers=key).status_code == 401, (method, path)
+            status = client.request(method, path, headers=OTHER, content=b"{}").status_code
+            assert (status == 403) == (path in ADMINS), (method, path, status)
+            assert client.request(method, path, headers=ADMIN, content=b"{}").status_code not in (401, 403)
+
+
+def test_what_others_keep_is_not_there(locked):
+    with httpx.Client(base_url=locked.url, timeout=20) as client:
+        kept = client.post("/v1/responses", json={"input": "yes", "max_output_tokens": 1}, headers=ADMIN).json()["id"]
+        upload = {"file": ("a.jsonl", b"{}"), "purpose": (None, "batch")}
+        file = client.post("/v1/files", files=upload, headers=ADMIN).json()["id"]
+        body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        assert client.post("/v1/batches", json=body, headers=OTHER).status_code == 404
+        batch = client.post("/v1/batches", json=body, headers=ADMIN).json()["id"]
+        for path in (f"/v1/responses/{kept}", f"/v1/responses/{kept}/input_items", f"/v1/files/{file}",
+                     f"/v1/files/{file}/content", f"/v1/batches/{batch}"):  # fmt: skip
+            assert client.get(path, headers=ADMIN).status_code == 200
+            assert client.get(path, headers=OTHER).status_code == 404
+        for method, path in (("DELETE", f"/v1/responses/{kept}"), ("DELETE", f"/v1/files/{file}"),
+                             ("POST", f"/v1/batches/{batch}/cancel")):  # fmt: skip
+            assert client.request(method, path, headers=OTHER).status_code == 404
+        on = {"input": "no", "previous_response_id": kept, "max_output_tokens": 1}
+        assert client.post("/v1/responses", json=on, headers=OTHER).status_code == 404
+        assert client.get(f"/v1/responses/{kept}", headers=ADMIN).status_code == 200
+        for path in ("/v1/files", "/v1/batches"):
+            assert client.get(path, headers=OTHER).json()["data"] == []
+
+
+def test_pages_of_other_origins_get_nothing(locked):
+    asks = {"origin": "https://elsewhere.example", "access-control-request-method": "POST"}
+    with httpx.Client(base_url=locked.url) as client:
+        answers = [client.options("/v1/completions", headers=asks)]
+        headers = asks | ADMIN
+        answers += [client.request(*one, headers=headers, content=b"{}") for one in paths_of(locked)]
+        answers += [client.get(path, headers=asks) for path in sorted(OPEN)]
+        assert answers[0].status_code == 405
+        assert not [one.url for one in answers for name in one.headers if name.startswith("access-control")]
+        for path in ("/", "/docs"):
+            found = client.get(path).headers
+            policy = dict(part.strip().partition(" ")[::2] for part in found["content-security-policy"].split(";"))
+            assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+            assert "unsafe" not in found["content-security-policy"] and found["x-content-type-options"] == "nosniff"
+
+
+def test_neither_keys_nor_prompts_are_logged(locked, llm, monkeypatch, caplog, capfd):
+    """Not when all goes well, and not when a request is wrong, or a step fails."""
+    secret = "hidden thought"
+
+    def fails(message, prepared=None):
+        raise RuntimeError("the step failed")
+
+    with httpx.Client(base_url=locked.url, timeout=20) as client, caplog.at_level(0):
+        for path, body in (
+            ("/v1/completions", {"prompt": secret, "max_tokens": 2}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": secret}], "max_tokens": 2}),
+            ("/v1/embeddings", {"input": secret}),
+            ("/v1/completions", {"prompt": secret, "max_tokens": secret}),
+            ("/v1/completions", {"prompt": secret, secret: 1}),
+            ("/v1/messages", {"messages": [{"role": secret, "content": secret}], "max_tokens": 2}),
+        ):
+            client.post(path, json=body, headers=OTHER)
+        client.get("/v1/models", headers={"authorization": "Bearer sk-wrong"})
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.worker, "start", fails)
+            assert client.post("/v1/embeddings", json={"input": secret + "s"}, headers=OTHER).status_code == 500
+        locked.reload_keys()
+        metrics = client.get("/metrics", headers=ADMIN).text
+    said = capfd.readouterr()
+    written = caplog.text + said.out + said.err + metrics
+    assert "the step failed" in written and "read again" in written
+    assert secret not in written and "sk-" not in written
+
+
+def test_keys_are_hashed_and_all_of_them_compared(tmp_path, monkeypatch):
+    path = tmp_path / "keys.toml"
+    path.write_text(KEYS)
+    keys = Keys(str(path))
+    assert "sk-" not in repr(vars(keys))
+    compared, real = [], hmac.compare_digest
+
+    def compare(a, b):
+        compared.append((a, b))
+        return real(a, b)
+
+    monkeypatch.setattr(keys_module.hmac, "compare_digest", compare)
+    for key in ("sk-admin-of-first", "sk-of-second", "sk-none", ""):
+        compared.clear()
+        keys.tenant({"x-api-key": key})
+        assert len(compared) == 2 and all(len(a) == len(b) == 32 for a, b in compared)
