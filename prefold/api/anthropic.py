@@ -188,11 +188,11 @@ class MessageEvents:
         empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield {"type": "message_start", "message": _head(self._model, self._id) | empty}
 
-    def piece(self, text: str) -> Iterator[Body]:
+    def piece(self, item: int, sample: int, text: str, tokens: list[Body]) -> Iterator[Body]:
         """Yields what sends some more of the text. What may be a function call is kept until the end."""
         yield from self._send(self._text.add(text))
 
-    def end(self, result: Body) -> Iterator[Body]:
+    def end(self, item: int, result: Body) -> Iterator[Body]:
         """Yields what ends the message: its function calls, why it ended, how many tokens there were."""
         whole = message_body(self._meta, result, model=self._model, id=self._id)
         text = next((block["text"] for block in whole["content"] if block["type"] == "text"), "")
@@ -208,6 +208,15 @@ class MessageEvents:
         ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
         yield {"type": "message_delta", "delta": ended, "usage": whole["usage"]}
         yield {"type": "message_stop"}
+
+    def last(self) -> Iterator[Body]:
+        """Yields nothing: the end of its one item is the end of a message."""
+        yield from ()
+
+    def failed(self, status: int, message: str, code: str, param: str | None) -> Body:
+        """Returns the event that says that the message could not be ended."""
+        body: Body = anthropic_error(status, message, code, param)[1]
+        return body
 
     def _send(self, text: str) -> Iterator[Body]:
         if not text:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import InputError
 from .completions import chat_logprobs, completion_logprobs, usage_of
-from .endpoints import KINDS, response_body
+from .endpoints import KINDS, openai_error, response_body
 from .tools import GrowingText
 
 __all__ = ["Chunks", "read_stream"]
@@ -41,11 +41,12 @@ class Chunks:
 
     kind    "chat" or "completion"
     usage   whether a last chunk says how many tokens there were
+    items   prompts, each of which has so many `samples`
     """
 
-    def __init__(self, kind: str, meta: Body, *, model: str, id: str, usage: bool, samples: int):
+    def __init__(self, kind: str, meta: Body, *, model: str, id: str, usage: bool, items: int, samples: int):
         self.kind, self.meta, self.usage = kind, meta, usage
-        self._model, self._id, self._samples = model, id, samples
+        self._model, self._id, self._items, self._samples = model, id, items, samples
         self._chat = kind == "chat"
         name = "chat.completion.chunk" if self._chat else "text_completion"
         self._head = {"id": f"{KINDS[kind].id}{id}", "object": name, "created": int(time.time()), "model": model}
@@ -53,10 +54,10 @@ class Chunks:
         self._told: dict[int, tuple[int, int]] = {}  # {choice: tokens whose log-probabilities were told, their letters}
         self._results: dict[int, Body] = {}
 
-    def begin(self, items: int) -> Iterator[Body]:
+    def begin(self, input_tokens: int) -> Iterator[Body]:
         """Yields what comes before any text."""
         if self._chat:
-            for index in range(items * self._samples):
+            for index in range(self._items * self._samples):
                 yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def piece(self, item: int, sample: int, text: str, tokens: list[Body]) -> Iterator[Body]:
@@ -93,6 +94,10 @@ class Chunks:
         if self.usage:
             usage = usage_of([self._results[item] for item in sorted(self._results)])
             yield self._head | {"choices": [], "usage": usage}
+
+    def failed(self, status: int, message: str, code: str, param: str | None) -> Body:
+        """Returns the chunk that says that the response could not be ended."""
+        return openai_error(status, message, code, param)[1]
 
     def _logprobs(self, index: int, tokens: list[Body]) -> Body:
         """Returns the log-probabilities of tokens that follow those that were told."""

@@ -13,7 +13,7 @@ from .embeddings import EMBEDDINGS_NAMES, embeddings_body, read_embeddings
 from .responses import RESPONSE_NAMES, read_responses, responses_body
 from .scores import RERANK_NAMES, SCORE_NAMES, read_rerank, read_score, rerank_body, score_body
 
-__all__ = ["ENDPOINTS", "KINDS", "TASKS", "RequestKind", "error_body", "response_body"]
+__all__ = ["ENDPOINTS", "KINDS", "TASKS", "RequestKind", "error_body", "openai_error", "response_body"]
 
 Body = dict[str, Any]
 Meta = dict[str, Any]
@@ -85,6 +85,8 @@ ENDPOINTS = {
 }
 TASKS = tuple(dict.fromkeys(KINDS[kind].task for kind in ENDPOINTS.values()))
 
+_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
 
 def response_body(kind: str, meta: Meta, results: Results, *, model: str, id: str) -> Body:
     """Returns the body of the response to a request of that kind.
@@ -103,8 +105,13 @@ def response_body(kind: str, meta: Meta, results: Results, *, model: str, id: st
     return found.make(meta, results) | {"model": model, "usage": usage}
 
 
+def openai_error(status: int, message: str, code: str, param: str | None) -> tuple[int, Body]:
+    """Returns (status, body) of an error in OpenAI's form."""
+    kind = _ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code or None}}
+
+
 def error_body(error: InputError) -> Body:
     """Returns the body of a response with status 400. The error's field is the request's (see
     `RequestKind.name_of`)."""
-    found = {"message": str(error), "type": "invalid_request_error", "param": error.field, "code": error.code}
-    return {"error": found}
+    return openai_error(400, str(error), error.code, error.field)[1]

@@ -258,32 +258,36 @@ class ResponseEvents:
         yield self._event("response.created", response=head)
         yield self._event("response.in_progress", response=head)
 
-    def piece(self, text: str) -> Iterator[Body]:
+    def piece(self, item: int, sample: int, text: str, tokens: list[Body]) -> Iterator[Body]:
         """Yields what sends some more of the text. What may be a function call is kept until the end."""
         yield from self._send(self._text.add(text))
 
-    def end(self, result: Body) -> Iterator[Body]:
+    def end(self, item: int, result: Body) -> Iterator[Body]:
         """Yields what ends the response: the rest of its text, its function calls, and the response itself."""
         self.whole = whole = responses_body(self._meta, [result]) | {"model": self._model}
-        for index, item in enumerate(whole["output"]):
-            if item["type"] == "message":
-                (part,) = item["content"]
+        for index, one in enumerate(whole["output"]):
+            if one["type"] == "message":
+                (part,) = one["content"]
                 yield from self._send(self._text.rest(part["text"]), always=True)
                 said = {"text": part["text"], "logprobs": part["logprobs"]}
                 yield self._event("response.output_text.done", **self._place, **said)
                 yield self._event("response.content_part.done", **self._place, part=part)
             else:
-                place = {"item_id": item["id"], "output_index": index}
-                begun = item | {"status": "in_progress", "arguments": ""}
+                place = {"item_id": one["id"], "output_index": index}
+                begun = one | {"status": "in_progress", "arguments": ""}
                 yield self._event("response.output_item.added", output_index=index, item=begun)
-                arguments = item["arguments"]
+                arguments = one["arguments"]
                 yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
-                done = {"name": item["name"], "arguments": arguments}
+                done = {"name": one["name"], "arguments": arguments}
                 yield self._event("response.function_call_arguments.done", **place, **done)
-            yield self._event("response.output_item.done", output_index=index, item=item)
+            yield self._event("response.output_item.done", output_index=index, item=one)
         yield self._event(f"response.{whole['status']}", response=whole)
 
-    def failed(self, message: str, code: str, param: str | None) -> Body:
+    def last(self) -> Iterator[Body]:
+        """Yields nothing: the end of its one item is the end of a response."""
+        yield from ()
+
+    def failed(self, status: int, message: str, code: str, param: str | None) -> Body:
         """Returns the event that says that the response could not be ended."""
         return self._event("error", message=message, code=code, param=param)
 

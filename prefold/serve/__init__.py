@@ -2,7 +2,9 @@
 
 desk      Desk: bodies become items of tasks, tasks' requests go to the thread, results become responses
 http      reads bodies within limits, notices clients that leave, writes events
-faces     which URL is answered how
+faces     what they do alike; openai, anthropic, cohere, tei, responses: which URL is answered how
+events    answers in events
+batches   which batches there are, and who works for them; batch: one batch's way to its output
 app       puts the faces together with health, keys and metrics
 run       binds, loads, serves, drains
 

@@ -11,8 +11,9 @@ from starlette.routing import BaseRoute, Route
 from ..api.anthropic import MessageEvents, anthropic_error, message_body, read_message
 from ..api.asked import flag
 from ..errors import InputError
-from .faces import Asking, named_events
-from .http import EventStream, Refusal, json_response, unless_gone
+from .events import in_events
+from .faces import Asking
+from .http import json_response, unless_gone
 from .keys import Tenant
 from .site import Face, Site, new_id
 
@@ -39,17 +40,9 @@ async def message(site: Site, request: Request, tenant: Tenant) -> Response:
         if not stream:
             (result,) = await unless_gone(request, asking.desk.answer(order, asking.num_bytes))
             return json_response(message_body(meta, result, model=asking.model, id=new_id()))
-        made = MessageEvents(meta, model=asking.model, id=new_id())
-        events = named_events(asking.desk.stream(order, asking.num_bytes), made, site, failed)
-        await unless_gone(request, events.__anext__())
-        return EventStream(events, request, site.options)
+        return await in_events(asking, order, MessageEvents(meta, model=asking.model, id=new_id()))
     except InputError as wrong:
         raise wrong.renamed(_NAMES.get((wrong.field or "").partition(".")[0], wrong.field)) from None
-
-
-def failed(refusal: Refusal) -> dict[str, Any]:
-    """Returns the event that ends a stream which fails."""
-    return anthropic_error(refusal.status, str(refusal), refusal.code, refusal.param)[1]
 
 
 async def count_tokens(site: Site, request: Request, tenant: Tenant) -> Response:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,11 +11,11 @@ from starlette.responses import Response
 from ..api.asked import Asked
 from ..errors import InputError
 from .desk import Desk, TaskOrder
-from .http import Refusal, json_of, json_response, read_json, unless_gone
+from .http import json_response, read_json, unless_gone
 from .keys import Tenant
-from .site import Site, as_refusal
+from .site import Site
 
-__all__ = ["Asking", "Handle", "answer_asked", "check_texts", "handle_of", "named_events"]
+__all__ = ["Asking", "Handle", "answer_asked", "check_texts", "handle_of"]
 
 Handle = Callable[[Site, Request, Tenant], Awaitable[Response]]
 Read = Callable[[dict[str, Any], Desk], Asked]
@@ -72,56 +71,3 @@ def handle_of(read: Read) -> Handle:
         return await answer_asked(asking, read(asking.body, asking.desk))
 
     return handle
-
-
-class Events(Protocol):
-    """Makes the events of one answer; each is a dict whose "type" is its name."""
-
-    def begin(self, input_tokens: int) -> Iterator[dict[str, Any]]: ...
-    def piece(self, text: str) -> Iterator[dict[str, Any]]: ...
-    def end(self, result: dict[str, Any]) -> Iterator[dict[str, Any]]: ...
-
-
-async def nothing() -> None:
-    """Does nothing."""
-
-
-async def named_events(
-    answers: AsyncGenerator[Any],
-    made: Events,
-    site: Site,
-    failed: Callable[[Refusal], dict[str, Any]],
-    ended: Callable[[], Awaitable[None]] = nothing,
-) -> AsyncGenerator[bytes]:
-    """Yields nothing once the request has been taken, and then the events of its one answer, each with its name.
-
-    failed  the event that ends a stream which fails
-    ended   awaited when the answer is there, before its last events are sent
-    """
-    started = False
-    try:
-        async with aclosing(answers):
-            async for event in answers:
-                if not started:
-                    started = True
-                    yield b""
-                    found = list(made.begin(*event))
-                elif len(event) == 4:
-                    found = list(made.piece(event[2]))
-                else:
-                    found = list(made.end(event[1]))
-                    await ended()
-                if body := b"".join(map(written, found)):
-                    yield body
-    except Exception as wrong:
-        if not started:
-            raise
-        refusal = as_refusal(wrong)
-        if refusal.status >= 500 and refusal is not wrong:
-            site.metrics.log(wrong)
-        yield written(failed(refusal))
-
-
-def written(event: dict[str, Any]) -> bytes:
-    """Returns an event as it is sent."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), json_of(event))

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ..api import ENDPOINTS, KINDS, response_body
+from ..api import ENDPOINTS, KINDS, openai_error, response_body
 from ..api.asked import checked, flag, need
 from ..api.chunks import Chunks, read_stream
 from ..api.options import read_options
 from ..api.tokens import DETOKENIZE_NAMES, TOKENIZE_NAMES
 from ..errors import InputError
 from . import tei
+from .events import in_events, unnamed
 from .faces import Asking, Handle
-from .http import EventStream, Refusal, json_of, json_response, unless_gone
+from .http import Refusal, json_response, unless_gone
 from .keys import Tenant
-from .site import Face, Site, as_refusal, new_id
+from .site import Face, Site, new_id
 
 __all__ = ["OPENAI", "answer_kind", "routes"]
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-
-
-def error(status: int, message: str, code: str, param: str | None) -> tuple[int, dict[str, Any]]:
-    """Returns (status, body) of an error in OpenAI's form."""
-    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return status, {"error": {"message": message, "type": kind, "param": param, "code": code or None}}
-
-
-OPENAI = Face("openai", error)
+OPENAI = Face("openai", openai_error)
 
 
 def routes(site: Site) -> list[BaseRoute]:
@@ -83,11 +73,8 @@ async def answer_kind(asking: Asking, kind: str) -> Response:
             results = await unless_gone(asking.request, asking.desk.answer(order, asking.num_bytes))
             return json_response(response_body(kind, meta, results, model=asking.model, id=new_id()))
         samples = items[0]["sampling"].get("n") or 1
-        chunks = Chunks(kind, meta, model=asking.model, id=new_id(), usage=usage, samples=samples)
-        answers = asking.desk.stream(order, asking.num_bytes)
-        events = events_of(answers, chunks, len(items), asking.site)
-        await unless_gone(asking.request, events.__anext__())
-        return EventStream(events, asking.request, asking.site.options)
+        made = Chunks(kind, meta, model=asking.model, id=new_id(), usage=usage, items=len(items), samples=samples)
+        return await in_events(asking, order, made, unnamed, mark=b"data: [DONE]\n\n")
     except InputError as wrong:
         raise wrong.renamed(found.name_of(wrong.field, meta)) from None
 
@@ -101,35 +88,6 @@ def check_template(body: dict[str, Any], asking: Asking) -> None:
         message = "'chat_template' is not the name of one of the model's templates"
         remedy = "leave it out, or start the server with --allow-chat-template"
         raise InputError(message, field="chat_template", remedy=remedy, code="unsupported")
-
-
-async def events_of(answers: AsyncGenerator[Any], chunks: Chunks, items: int, site: Site) -> AsyncGenerator[bytes]:
-    """Yields nothing once the request has been taken, and then the events of its stream; the last says "[DONE]"."""
-    started = False
-    try:
-        async with aclosing(answers):
-            async for event in answers:
-                if not started:
-                    started = True
-                    yield b""
-                    made = chunks.begin(items)
-                elif len(event) == 4:
-                    made = chunks.piece(*event)
-                else:
-                    made = chunks.end(*event)
-                if body := b"".join(b"data: %b\n\n" % json_of(chunk) for chunk in made):
-                    yield body
-        for chunk in chunks.last():
-            yield b"data: %b\n\n" % json_of(chunk)
-    except Exception as wrong:
-        if not started:
-            raise
-        refusal = as_refusal(wrong)
-        if refusal.status >= 500 and refusal is not wrong:
-            site.metrics.log(wrong)
-        _, body = error(refusal.status, str(refusal), refusal.code, refusal.param)
-        yield b"data: %b\n\n" % json_of(body)
-    yield b"data: [DONE]\n\n"
 
 
 async def models(site: Site, request: Request, tenant: Tenant) -> Response:

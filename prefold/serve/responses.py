@@ -17,8 +17,9 @@ from ..api.chunks import read_stream
 from ..api.options import read_options
 from ..api.responses import ResponseEvents, input_items, read_responses
 from ..errors import InputError
-from .faces import Asking, Handle, named_events
-from .http import EventStream, Refusal, json_response, unless_gone
+from .events import in_events
+from .faces import Asking, Handle
+from .http import Refusal, json_response, unless_gone
 from .keys import Tenant
 from .openai import OPENAI
 from .site import Site, new_id
@@ -63,16 +64,7 @@ async def create(site: Site, request: Request, tenant: Tenant) -> Response:
             await kept(found)
             return json_response(found)
         made = ResponseEvents(meta, model=asking.model, id=id)
-        answers = asking.desk.stream(order, asking.num_bytes)
-        events = named_events(
-            answers,
-            made,
-            site,
-            lambda wrong: made.failed(str(wrong), wrong.code, wrong.param),
-            lambda: kept(made.whole),
-        )
-        await unless_gone(request, events.__anext__())
-        return EventStream(events, request, site.options)
+        return await in_events(asking, order, made, ended=lambda: kept(made.whole))
     except InputError as wrong:
         raise wrong.renamed(KINDS["response"].name_of(wrong.field, meta)) from None
 

@@ -1,0 +1,293 @@
+"""One batch's way: its lines are counted, answered into one file through a job's journal, and split into the output
+and the error file. Each of its states can be left at any moment; the next start goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, JobError
+from ..job import Job, OutputOptions, open_output, run_beside
+from ..records.adapter import error_text
+from ..records.batch import OpenAIBatch
+from ..records.record import Source
+from ..records.source import open_source
+from ..types import Owner
+from .desk import Desk, apart
+from .keys import Keys, Tenant
+from .lane import Lane
+from .store import Body, Store
+
+__all__ = ["LOOK_SECONDS", "BatchWork", "OpenBatch"]
+
+# Smaller than those of a job that has the process to itself: live requests wait while one is read.
+WINDOW_TOKENS = 1 << 17
+LOOK_SECONDS = 0.25
+ATTEMPTS = 3  # of a batch that fails by an error of the server
+MOST_ERRORS = 20  # lines named in a batch that was refused
+# {how a batch ends before all its lines are computed: (code, message) of the others}
+_REST = {
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this request was computed"),
+    "expired": ("batch_expired", "the batch's completion_window ended before this request was computed"),
+    "failed": ("batch_failed", "the batch failed before this request was computed"),
+}
+
+
+@dataclass(eq=False)
+class OpenBatch:
+    """A batch that has not ended.
+
+    is_taken  whether a thread works for it
+    retry_at  when it may be run again, in time.monotonic()
+    output    of the job that runs
+    """
+
+    id: str
+    tenant: str
+    status: str
+    expires_at: float
+    is_taken: bool = False
+    retry_at: float = 0.0
+    failures: int = 0
+    output: Any = None
+
+    @property
+    def ending(self) -> str | None:
+        """Returns how it must end now, though lines are left; None: it goes on."""
+        if self.status == "cancelling":
+            return "cancelled"
+        return "expired" if time.time() >= self.expires_at else None
+
+
+class BatchWork:
+    """What is done for batches, one at a time in each thread.
+
+    names        those by which lines may ask for the model
+    is_stopping  whether the server is told to end
+    """
+
+    def __init__(self, store: Store, desk: Desk, names: tuple[str, ...], keys: Keys, is_stopping: Callable[[], bool]):
+        self._store, self._desk, self._names, self._keys = store, desk, names, keys
+        self._is_stopping = is_stopping
+
+    def _source(self, body: Body) -> Source:
+        return open_source(str(self._store.path(body["input_file_id"])), "jsonl")
+
+    def _adapter(self, body: Body) -> OpenAIBatch:
+        adapters = self._desk.llm.engine.adapters
+        return OpenAIBatch(
+            self._names[0], seed=body["id"], adapters=adapters, names=(*self._names, "dummy"), endpoint=body["endpoint"]
+        )
+
+    def validate(self, one: OpenBatch) -> Body | None:
+        """Counts a batch's lines, and refuses it where none of them can be answered; returns what it is then. None: it
+        was cancelled meanwhile, or the server is told to end."""
+        body = self._found(one)
+        adapter, total, good = self._adapter(body), 0, 0
+        errors: list[Body] = []
+        for record in self._source(body).records():
+            total += 1
+            error = adapter.read(record).error
+            good += error is None
+            if error is not None and len(errors) < MOST_ERRORS:
+                line = {"code": error.code, "line": record.number, "message": str(error), "param": error.field}
+                errors.append(line)
+            if self._is_stopping():
+                return None
+        if not total:
+            message = "the input file holds no lines; give one request a line"
+            errors.append({"code": "empty_file", "line": None, "message": message, "param": "input_file_id"})
+        now = int(time.time())
+        changes: Body = {"request_counts": {"total": total, "completed": 0, "failed": 0}}
+        if good:
+            changes |= {"status": "in_progress", "in_progress_at": now}
+        else:
+            changes |= {"status": "failed", "failed_at": now, "errors": {"object": "list", "data": errors}}
+        return self._store.change("batch", one.id, changes, only=("validating",))
+
+    def finish(self, one: OpenBatch) -> Body | None:
+        """Computes what is left of a batch, ends it, and returns what it is then; None where the server is told to
+        end."""
+        body = self._found(one)
+        folder = self._store.batches / one.id
+        lines = folder / "lines.jsonl"
+        if body.get("_ending") is None or not body.get("_is_written"):
+            folder.mkdir(exist_ok=True)
+            ending = self._write_lines(one, body, lines)
+            if ending is None:
+                return None
+            changes = {"_ending": ending, "_is_written": True}
+            if ending != "cancelled":
+                changes |= {"status": "finalizing", "finalizing_at": int(time.time())}
+            found = self._store.change("batch", one.id, changes)
+            assert found is not None
+            body = found
+            one.status = body["status"]
+        ended = self._end(one, body, lines)
+        shutil.rmtree(folder, ignore_errors=True)
+        return ended
+
+    def _write_lines(self, one: OpenBatch, body: Body, path: Path) -> str | None:
+        """Writes the lines of a batch that are missing; returns how it ends, or None where the server does."""
+        source = self._source(body)
+        model = self._desk.llm.checkpoint.name
+        found = {"batch": one.id, "input": source.identity}
+        output = one.output = open_output(OutputOptions(path), found)
+        ending: str | None = "failed" if one.failures >= ATTEMPTS else body.get("_ending") or one.ending
+        if body["_model"] != model:
+            ending = ending or "failed"  # lines of one batch are of one model
+        try:
+            if not output.ended:
+                if ending is None:
+                    namespace = self._keys.namespace(Tenant(one.tenant or None))
+                    seed = int.from_bytes(hashlib.blake2b(one.id.encode(), digest_size=6).digest())
+                    tasks = _Tasks(self._desk, namespace)
+                    lane = Lane(self._desk.service, Owner(one.tenant or None, is_batch=True), self._desk.pace)
+                    job = Job(source, self._adapter(body), tasks, lambda: lane, output, window=WINDOW_TOKENS, seed=seed)
+                    stopping = lambda: self._is_stopping() or one.ending is not None  # noqa: E731
+                    if self._committing(output, lambda: run_beside(job, stopping)):
+                        ending = "completed"
+                    elif (ending := one.ending) is None:
+                        return None
+                if ending != "completed":
+                    self._store.change("batch", one.id, {"_ending": ending})
+                    self._write_rest(source, self._adapter(body), output, ending)
+                output.finish()
+            return ending or "completed"
+        finally:
+            counts = {"completed": output.count - output.errors, "failed": output.errors}
+            total = max(output.count, body["request_counts"]["total"])
+            output.close()
+            self._store.change("batch", one.id, {"request_counts": {"total": total, **counts}})
+
+    def _committing(self, output: Any, run: Callable[[], bool]) -> bool:
+        """Returns what `run` returns; meanwhile lines reach the disk within a second or so of their making."""
+        ended = threading.Event()
+
+        def tick() -> None:
+            while not ended.wait(LOOK_SECONDS):
+                try:
+                    output.commit(due_only=True)
+                except JobError:
+                    return  # the next line that is written raises it
+
+        ticking = threading.Thread(target=tick, name="prefold-tick", daemon=True)
+        ticking.start()
+        try:
+            return run()
+        finally:
+            ended.set()
+            ticking.join()
+
+    def _write_rest(self, source: Source, adapter: OpenAIBatch, output: Any, ending: str) -> None:
+        """Writes an error for each line that was not computed."""
+        code, message = _REST[ending]
+        for record in source.records():
+            parsed = adapter.read(record)
+            if record.number not in output.done:
+                error = InputError(message, remedy="send the request in another batch", code=code)
+                output.write(record.number, error_text(adapter, record.number, parsed.meta, error), failed=True)
+
+    def _end(self, one: OpenBatch, body: Body, lines: Path) -> Body:
+        """Makes a batch's files of its lines, ends it, and returns what it is then."""
+        ending, now = body["_ending"], int(time.time())
+        ids = {kind: "file-" + _digest(f"{one.id}:{kind}") for kind in ("output", "error")}
+        store = self._store
+        with store.writing_content(ids["output"]) as good, store.writing_content(ids["error"]) as bad:
+            counts, usage = _split(lines, good, bad)
+        changes: Body = {"status": ending, f"{ending}_at": now, "usage": usage}
+        expires = body["_output_seconds"] and now + body["_output_seconds"]
+        objects = []
+        for kind, count in counts.items():
+            if count:
+                changes[f"{kind}_file_id"] = ids[kind]
+                file = {"id": ids[kind], "object": "file", "bytes": store.path(ids[kind]).stat().st_size}
+                file |= {"created_at": now, "expires_at": expires, "filename": f"{one.id}_{kind}.jsonl"}
+                file |= {"purpose": "batch_output", "status": "processed", "status_details": None}
+                objects.append(("file", one.tenant, file, expires))
+            else:
+                store.drop_content(ids[kind])
+        if ending == "failed":
+            why = "the server failed at it" if body["_model"] == self._desk.llm.checkpoint.name else "the model changed"
+            error = {"code": "batch_failed", "line": None, "message": f"{why}; create it again", "param": None}
+            changes["errors"] = {"object": "list", "data": [error]}
+        store.add_all([*objects, ("batch", one.tenant, body | changes, None)])
+        return body | changes
+
+    def _found(self, one: OpenBatch) -> Body:
+        body = self._store.get("batch", None, one.id)
+        assert body is not None
+        return body
+
+
+class _Tasks(Mapping[str, Any]):
+    """The tasks of a batch's lines, whose prompts are shared within a tenant's namespace only."""
+
+    def __init__(self, desk: Desk, namespace: str):
+        self._desk, self._namespace = desk, namespace
+        self._made: dict[str, _Apart] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = _Apart(self._desk.task(name, {}), self._namespace)
+        return self._made[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
+class _Apart:
+    """A task whose requests are in a namespace."""
+
+    def __init__(self, task: Any, namespace: str):
+        self._task, self._namespace = task, namespace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def prepare(self, items: Any) -> Any:
+        """Returns what the task prepares."""
+        works = self._task.prepare(items)
+        for work in works:
+            if not isinstance(work, InputError):
+                apart(work, self._namespace)
+        return works
+
+
+def _split(lines: Path, good: Path, bad: Path) -> tuple[dict[str, int], Body]:
+    """Writes a batch's lines into two files, answers and errors; returns ({kind: lines}, usage of all answers)."""
+    counts, prompt, cached, generated = {"output": 0, "error": 0}, 0, 0, 0
+    with lines.open("rb") as file, good.open("wb") as answers, bad.open("wb") as errors:
+        for line in file:
+            response = json.loads(line)["response"]
+            failed = response is None or response["status_code"] != 200
+            (errors if failed else answers).write(line)
+            counts["error" if failed else "output"] += 1
+            if not failed:
+                usage = response["body"].get("usage") or {}
+                prompt += usage.get("prompt_tokens", usage.get("input_tokens", 0))
+                generated += usage.get("completion_tokens", usage.get("output_tokens", 0))
+                details = usage.get("prompt_tokens_details", usage.get("input_tokens_details")) or {}
+                cached += details.get("cached_tokens", 0)
+    return counts, {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached},
+        "output_tokens": generated,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + generated,
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

@@ -1,0 +1,96 @@
+"""Answers in events: what the engine gives becomes an API's events, and these become bytes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from .desk import TaskOrder
+from .faces import Asking
+from .http import EventStream, json_of, unless_gone
+from .site import as_refusal
+
+__all__ = ["Events", "in_events", "named", "unnamed"]
+
+Event = dict[str, Any]
+
+
+class Events(Protocol):
+    """Makes the events of one response."""
+
+    def begin(self, input_tokens: int) -> Iterator[Event]: ...
+    def piece(self, item: int, sample: int, text: str, tokens: list[Event]) -> Iterator[Event]: ...
+    def end(self, item: int, result: Event) -> Iterator[Event]: ...
+    def last(self) -> Iterator[Event]: ...
+    def failed(self, status: int, message: str, code: str, param: str | None) -> Event: ...
+
+
+def named(event: Event) -> bytes:
+    """Returns an event as it is sent with its "type" as its name."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), json_of(event))
+
+
+def unnamed(event: Event) -> bytes:
+    """Returns an event as it is sent without a name."""
+    return b"data: %b\n\n" % json_of(event)
+
+
+async def nothing() -> None:
+    """Does nothing."""
+
+
+async def in_events(
+    asking: Asking,
+    order: TaskOrder,
+    made: Events,
+    write: Callable[[Event], bytes] = named,
+    *,
+    ended: Callable[[], Awaitable[None]] = nothing,
+    mark: bytes = b"",
+) -> EventStream:
+    """Returns the response that answers an order in events. What is wrong with the request is raised before.
+
+    ended  awaited when an item's answer is there, before the events that end it are sent
+    mark   sent behind all events
+    """
+    events = _events(asking, order, made, write, ended, mark)
+    await unless_gone(asking.request, anext(events))
+    return EventStream(events, asking.request, asking.site.options)
+
+
+async def _events(
+    asking: Asking,
+    order: TaskOrder,
+    made: Events,
+    write: Callable[[Event], bytes],
+    ended: Callable[[], Awaitable[None]],
+    mark: bytes,
+) -> AsyncGenerator[bytes]:
+    """Yields nothing once the request has been taken, and then what is sent. A stream that fails ends with an error."""
+    started = False
+    try:
+        async with aclosing(asking.desk.stream(order, asking.num_bytes)) as answers:
+            async for event in answers:
+                if not started:
+                    started = True
+                    yield b""
+                    found = list(made.begin(*event))
+                elif len(event) == 4:
+                    found = list(made.piece(*event))
+                else:
+                    found = list(made.end(*event))
+                    await ended()
+                if body := b"".join(map(write, found)):
+                    yield body
+        if body := b"".join(map(write, made.last())):
+            yield body
+    except Exception as wrong:
+        if not started:
+            raise
+        refusal = as_refusal(wrong)
+        if refusal.status >= 500 and refusal is not wrong:
+            asking.site.metrics.log(wrong)
+        yield write(made.failed(refusal.status, str(refusal), refusal.code, refusal.param))
+    if mark:
+        yield mark
