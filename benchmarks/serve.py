@@ -25,7 +25,7 @@ In the others servers are processes of their own, on free ports, and are stopped
 msmarco     requests of all pairs of one query of MS MARCO in the reranker's prompt, as embeddings and as /rerank, at
             several concurrencies: prefold's three modes, and vLLM's pooling; peak memory
 live        `vllm bench serve` as the client of both, all at once and at shares of vLLM's rate: prefix_repetition,
-            tau_airline (steps of agents), or the lengths of a trace
+            tau_airline (steps of agents), mooncake (conversations of a trace), or the lengths of trace_azure2023_conv
 turns       conversations of agents side by side: tokens from the cache against an unlimited trie's, with less and less
             memory
 nothing-shared   prompts that share nothing, with a cache and without; the time in a cache of 100,000 nodes
@@ -354,7 +354,8 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=32, help="live: vLLM's block size; on a CPU a multiple of 32")
     parser.add_argument("--queries", type=int, default=120, help="msmarco")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="msmarco")
-    parser.add_argument("--workload", default="prefix_repetition", help="live: or tau_airline, or the name of a trace")
+    parser.add_argument("--paths", nargs="+", default=["/v1/embeddings", "/rerank"], help="msmarco")
+    parser.add_argument("--workload", default="prefix_repetition", help="live: see above")
     parser.add_argument("--requests", type=int, default=100, help="live, nothing-shared")
     parser.add_argument("--output", type=int, default=32, help="live, nothing-shared: tokens of an answer")
     parser.add_argument("--shares", type=float, nargs="*", default=[0.5, 0.8], help="live: of vLLM's rate")

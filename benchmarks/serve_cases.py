@@ -29,6 +29,7 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
+SAME_HASHES = {"PYTHONHASHSEED": "0"}  # of which it makes the text of a trace's blocks
 __all__ = ["live", "msmarco", "nothing_shared", "turns"]
 
 
@@ -72,7 +73,7 @@ def msmarco(arguments: argparse.Namespace) -> dict[str, Any]:
     rows, at_once = [], [1] if arguments.smoke else arguments.concurrency
     with ExitStack() as stack:
         servers = both(stack, arguments, modes, "--runner", "pooling")
-        for path in ("/v1/embeddings", "/rerank"):
+        for path in arguments.paths:
             for number in at_once:
                 for server in servers:
                     if path == "/rerank" and server.name == "vLLM":
@@ -142,6 +143,17 @@ def workload_of(arguments: argparse.Namespace, folder: Path) -> tuple[str, list[
         prefix += ["--prefix-repetition-num-prefixes", "4", "--prefix-repetition-output-len", str(arguments.output)]
         name = f"prefix_repetition, {count} requests, 4 prefixes of 512, 128 own, {arguments.output} out"
         return name, ["--dataset-name", "prefix_repetition", *prefix, *same]
+    file = folder / "prompts.jsonl"
+    if arguments.workload == "mooncake":  # its blocks of 512 tokens become blocks of 16
+        trace = read_jsonl(Path(arguments.data, "trace_mooncake_conversation", "dev.jsonl.gz"))[:count]
+        for one in trace:
+            one["input_length"] = max(1, one["input_length"] // 32)
+            one["output_length"] = max(1, min(one["output_length"] // 32, arguments.output))
+        file.write_text("\n".join(map(json.dumps, trace)))
+        replay = ["--dataset-name", "timed_trace", "--dataset-path", str(file), "--no-self-timed"]
+        sizes = [one["output_length"] for one in trace]
+        name = f"Mooncake's conversations, blocks of 16, {count} requests, {statistics.fmean(sizes):.0f} out"
+        return name, [*replay, "--timed-trace-chunk-hash-size", "16", *same]
     if arguments.workload == "tau_airline":
         texts = [llm.tokenizer.decode(ids) for ids in airline(Path(arguments.data), llm).prompts]
         sizes = [arguments.output] * len(texts)
@@ -153,7 +165,6 @@ def workload_of(arguments: argparse.Namespace, folder: Path) -> tuple[str, list[
         texts = ["".join(draw.choices(words, k=min(one["input_length"], most))) for one in drawn]
         sizes = [max(1, min(one["output_length"], arguments.output)) for one in drawn]
     texts, sizes = texts[:count], sizes[:count]
-    file = folder / "prompts.jsonl"
     lines = [json.dumps({"prompt": text, "output_tokens": n}) for text, n in zip(texts, sizes, strict=True)]
     file.write_text("\n".join(lines))
     own = ["--dataset-name", "custom", "--dataset-path", str(file), "--custom-output-len", "-1", "--skip-chat-template"]
@@ -174,7 +185,7 @@ def bench(arguments: argparse.Namespace, folder: Path, server: Served, options: 
     ]
     command += ["--metric-percentiles", "50,99", "--save-result", "--result-filename", str(result), *options]
     before = children_cpu()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=SAME_HASHES | os.environ)
     if done.returncode or not result.exists():
         raise RuntimeError(f"vllm bench serve failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
     found = json.loads(result.read_text())
