@@ -2,8 +2,12 @@
 
     python benchmarks/fleet.py [CASE ...] [--rows N] [--repeats N] [--json FILE]
 
-two       prefix repetition, embedding: one process of one thread, one of two, a fleet of one replica and of two; the
+alone     prefix repetition, embedding: one process of one thread, one of two, a fleet of one replica and of two; the
           seconds are those between the first step and the last, without loading; systems are interleaved
+two       a stream of prefix repetition with outputs on two replicas whose KV stores do not hold all prefixes: every
+          policy, with its hits, beside what the simulator says of it
+idle      a source that is tokenised while two replicas run: when the first step is, and what share of the time between
+          its first and last step each replica has nothing to do; then with one of them 20 s late
 segments  cuts streams for 2 to 1,024 replicas: rows computed twice, and the costliest segment beside the mean; no model
 vllm      one shuffled job on vLLM with little room for K/V, in our order and in its own; --model FOLDER, --groups N;
           run by an interpreter that has vLLM
@@ -65,7 +69,7 @@ def run(engine: Any, found: list[np.ndarray]) -> dict[str, float]:
     return {"seconds": seconds, "rows": engine.stats.rows_computed, "unique": unique}
 
 
-def two(rows: int, repeats: int) -> list[dict[str, Any]]:
+def alone(rows: int, repeats: int) -> list[dict[str, Any]]:
     from prefold.cluster.fleet import Fleet
     from prefold.cluster.ray_replicas import RayReplicas
 
@@ -79,14 +83,14 @@ def two(rows: int, repeats: int) -> list[dict[str, Any]]:
             run(made, found[:64])
         return made, made.close
 
-    def alone(threads: int) -> tuple[Any, Callable[[], None]]:
+    def process(threads: int) -> tuple[Any, Callable[[], None]]:
         llm = LLM(MODEL, threads=threads, **options)
         run(llm.engine, found[:64])
         return llm.engine, llm.close
 
     systems = {
-        "one process, 1 thread": lambda: alone(1), "fleet, 1 replica of 1 thread": lambda: fleet(1),
-        "one process, 2 threads": lambda: alone(2), "fleet, 2 replicas of 1 thread": lambda: fleet(2),
+        "one process, 1 thread": lambda: process(1), "fleet, 1 replica of 1 thread": lambda: fleet(1),
+        "one process, 2 threads": lambda: process(2), "fleet, 2 replicas of 1 thread": lambda: fleet(2),
     }  # fmt: skip
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in systems}
     for _ in range(repeats):
@@ -155,7 +159,7 @@ def show(table: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=["segments", "two"])
+    parser.add_argument("cases", nargs="*", default=["segments", "alone"])
     parser.add_argument("--rows", type=int, default=1500)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", help="of the case vllm: a folder")
@@ -181,8 +185,12 @@ def main() -> None:
 
             out[case] = faults(arguments.rows, arguments.model, arguments.seeds, arguments.parts)
             continue
+        elif case in ("two", "idle"):
+            import fleet_stream
+
+            out[case] = getattr(fleet_stream, case)(arguments.rows, arguments.repeats)
         else:
-            out[case] = two(arguments.rows, arguments.repeats) if case == "two" else segments(arguments.rows)
+            out[case] = alone(arguments.rows, arguments.repeats) if case == "alone" else segments(arguments.rows)
         show(out[case])
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(out, indent=1))

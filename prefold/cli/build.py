@@ -66,7 +66,8 @@ def llm_options(o: Options) -> dict[str, Any]:
         given["adapters"] = adapter_folders(o)
     if o.get("cache_prefill"):
         given["cache_prefill"] = True
-    given["cache"] = o.get("cache") or "off"  # a job knows its future: what is done with is not needed again
+    # A job knows its future: what is done with is not needed again. Of a stream nobody knows it.
+    given["cache"] = o.get("cache") or ("lru" if o.get("stream") else "off")
     return {name: o[name] for name in names} | given
 
 

@@ -93,7 +93,7 @@ def make_job(task: str | None, o: dict[str, Any], input: Input) -> Any:
     )
     return Job(
         input.source, input.adapter, tasks, load, output, limit=o["limit"], window=o["window"],
-        streaming=o["stream"], collect=bool(o["report"]), seed=seed or 0,
+        streaming=o["stream"], early=has_fleet(o), collect=bool(o["report"]), seed=seed or 0,
     )  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
         lost = f"{summary.lost_lines:,} lines of the input became no records, because of broken quotes"
         lines.append(f"  lines     {lost}; the errors say where")
     if stats.tokens:
-        outputs = " and what was generated" if stats.generation is not None else ""
+        outputs = " and what was generated" if stats.generation and stats.generation.generated_tokens else ""
         lines.append(f"  tokens    {stats.tokens:,} in {stats.requests:,} prompts{outputs}")
         rows = f"  rows      {stats.rows_computed:,} computed ({stats.saved:.1%} saved), sharing {summary.sharing}"
         lines.append(rows + f"; {stats.unique_tokens:,} unique tokens")
@@ -213,6 +213,8 @@ def _generation_lines(generation: Any, summary: Any) -> list[str]:
     rate = f"{generation.generated_tokens / seconds:,.0f} a second"
     lines = [f"  generated {generation.generated_tokens:,} tokens, {rate}, in {generation.steps:,} steps"]
     lines[0] += f" of up to {generation.running_peak:,} sequences"
+    if not generation.generated_tokens:  # the K/V held prompts that were only read
+        lines = []
     held, unshared = format_bytes(generation.kv_bytes_peak), format_bytes(generation.kv_bytes_unshared_peak)
     lines.append(f"  K/V       {held} at peak, {unshared} were nothing shared")
     if generation.preemptions:

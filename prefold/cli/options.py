@@ -92,7 +92,8 @@ generation_options = _all(
                  help="Memory for keys and values while text is generated, such as 4GiB.  [default: what is free]"),
     click.option("--max-running", type=click.IntRange(1), metavar="N", help="Sequences generated at once."),
     click.option("--cache", type=click.Choice(["off", "lru", "lfu", "priority"]),
-                 help="Keep keys and values of prompts for later windows, and forget by this policy.  [default: off]"),
+                 help="Keep keys and values of prompts for later windows, and forget by this policy.  [default: off; "
+                      "with --stream lru]"),
 )  # fmt: skip
 
 fleet_options = _all(
@@ -126,7 +127,7 @@ limit_options = _all(
     click.option("--truncate-side", type=click.Choice(["left", "right"]),
                  help="Cut the prompt as a whole, at this end."),
     click.option("--window", type=click.IntRange(1), default=1 << 20, show_default=True, metavar="N",
-                 help="Tokens held in memory at once."),
+                 help="Tokens held in memory at once; with --stream those that wait."),
 )  # fmt: skip
 
 output_options = _all(
@@ -141,8 +142,8 @@ output_options = _all(
                  help="The input may have become longer since: go on with the records behind those that are done."),
     click.option("--report", metavar="FILE", help="Write an HTML page about the job: its trie, its batches."),
     click.option("--stream", is_flag=True,
-                 help="Run each window as it fills, instead of sorting the whole input first: for input without end. "
-                      "Shares less."),
+                 help="Run records as they come, the most alike first, instead of sorting the whole input: for input "
+                      "without end. Shares less."),
     click.option("--quiet", is_flag=True, help="No progress and no summary."),
 )  # fmt: skip
 

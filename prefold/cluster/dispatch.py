@@ -16,7 +16,7 @@ from ..stream.live import Bucket, LiveWindow, Waiting
 from .policies import BestStart
 from .router import Prompt, Router
 
-__all__ = ["Assignment", "Dispatcher"]
+__all__ = ["Assignment", "Dispatcher", "Limits"]
 
 _SHORT = 0.25  # a replica of whose backlog so much is free will soon be short of work
 
@@ -28,6 +28,23 @@ class Assignment:
     replica: Hashable
     requests: list[Waiting]
     prefix: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Says how much a replica may be sent.
+
+    backlog   rows of prompts and outputs that it may have been sent and not ended: about what its KV store holds, and
+              what it can look ahead by
+    requests  how many of them; None: any number
+    at_once   requests that leave together for it; None: any number
+    busy      with so many requests it has enough to do to let others wait for more of their kind
+    """
+
+    backlog: int
+    requests: int | None = None
+    at_once: int | None = None
+    busy: int = 1
 
 
 class Dispatcher:
@@ -44,26 +61,27 @@ class Dispatcher:
         self._by_prefix = isinstance(router.policy, BestStart)
         homes = {"homes": router.holders} if self._by_prefix else {}
         self.window = LiveWindow(**window, **homes)
-        self._backlog: dict[Hashable, int] = {}
+        self._limits: dict[Hashable, Limits] = {}
 
-    def join(self, replica: Hashable, backlog: int) -> None:
-        """A replica takes work. backlog: rows of prompts and outputs that it may have been sent and not ended; about
-        what its KV store holds, and what it can look ahead by."""
-        self._backlog[replica] = backlog
+    def join(self, replica: Hashable, limits: Limits) -> None:
+        """A replica takes work."""
+        self._limits[replica] = limits
 
     def leave(self, replica: Hashable) -> None:
         """A replica takes no more work."""
-        self._backlog.pop(replica, None)
+        self._limits.pop(replica, None)
 
     def room(self, replica: Hashable) -> int:
         """Returns how many rows a replica may still be sent."""
-        load = self.router.load(replica)
-        return self._backlog[replica] - load.prefill_rows - load.decode_rows
+        load, limits = self.router.load(replica), self._limits[replica]
+        if limits.requests is not None and load.requests >= limits.requests:
+            return 0
+        return limits.backlog - load.prefill_rows - load.decode_rows
 
     def dispatch(self, now: float) -> list[Assignment]:
         """Returns what leaves the window now. It is booked in the router as sent; whoever calls gives it away."""
         orders = []
-        free = {replica: None for replica in self._backlog if self.room(replica) > 0}  # in the order in which they came
+        free = {replica: None for replica in self._limits if self.room(replica) > 0}  # in the order in which they came
         while len(self.window) and free:
             bucket = self.window.pressed(now)
             if bucket is not None:
@@ -75,7 +93,7 @@ class Dispatcher:
                     del free[replica]
                     continue
             else:
-                is_idle = any(not self.router.load(replica).requests for replica in free)
+                is_idle = any(not self._is_busy(replica) for replica in free)
                 bucket = self.window.largest(grown=not is_idle)
                 if bucket is None:
                     break
@@ -87,12 +105,11 @@ class Dispatcher:
 
     def _best_for(self, replica: Hashable) -> Bucket | None:
         """Returns the bucket that a replica should go on with; None where it is better to wait for more to come."""
-        load = self.router.load(replica)
-        grown = load.requests > 0
+        load, grown = self.router.load(replica), self._is_busy(replica)
         bucket = self.window.largest(replica, grown=grown) or self.window.largest(grown=grown)
         if bucket is not None:
             return bucket
-        if self.room(replica) < _SHORT * self._backlog[replica]:
+        if self.room(replica) < _SHORT * self._limits[replica].backlog:
             return None  # it has enough to do, and more of its kind may come
         for wait, holder in self._holders():
             bucket = self.window.largest(holder, grown=grown)
@@ -104,8 +121,11 @@ class Dispatcher:
             return bucket
         return None
 
+    def _is_busy(self, replica: Hashable) -> bool:
+        return self.router.load(replica).requests >= self._limits[replica].busy
+
     def _holders(self) -> list[tuple[float, Hashable]]:
-        found = [(self.router.seconds_to_wait(one), one) for one in self.window.queues if one in self._backlog]
+        found = [(self.router.seconds_to_wait(one), one) for one in self.window.queues if one in self._limits]
         return sorted(found, key=lambda pair: -pair[0])
 
     def _give(self, bucket: Bucket, replica: Hashable) -> Assignment:
@@ -115,7 +135,13 @@ class Dispatcher:
         room = max(0, self.room(replica) - (len(bucket.prefix) - held))
         first = next(self.window.requests_of(bucket))
         each = mean - len(bucket.prefix) + self.router.expected_output(self._limit_of(first.what))
-        requests = self.window.take(bucket, int(room / max(1.0, each) * mean))
+        count = room / max(1.0, each)
+        limits, has = self._limits[replica], self.router.load(replica).requests
+        if limits.requests is not None:
+            count = min(count, limits.requests - has)
+        if limits.at_once is not None:
+            count = min(count, limits.at_once)
+        requests = self.window.take(bucket, int(count * mean))
         for waiting in requests:
             limit = self._limit_of(waiting.what)
             sent = Prompt(waiting.tokens, limit, waiting.namespace, len(bucket.prefix))

@@ -10,6 +10,7 @@ from dataclasses import Field, fields, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ..cache import CacheEvents, CacheReporter
 from ..checkpoint.identity import model_identity
 from ..engine.meter import StepInfo
 from ..stream import Window
@@ -69,6 +70,8 @@ class ReplicaHost:
         self._runs: SimpleQueue[_HostRun | None] = SimpleQueue()
         self._run: _HostRun | None = None
         self._report = ReplicaReport()
+        self._reporter: CacheReporter | None = None  # of what the cache holds, while requests come as a stream
+        self._tells_anew = False
         self._changed = threading.Condition()
         threading.Thread(target=self._work, name="prefold-replica", daemon=True).start()
 
@@ -89,6 +92,10 @@ class ReplicaHost:
         if self._run is not None:
             self._run.end()
             self._run = None
+
+    def retell(self) -> None:
+        """With the next step it is told anew what the cache holds."""
+        self._tells_anew = True
 
     def close(self) -> None:
         """Ends the run, and the thread."""
@@ -120,6 +127,7 @@ class ReplicaHost:
 
     def _serve(self, run: _HostRun) -> None:
         call, engine = run.call, self._engine
+        self._watch_cache(call.live and call.in_slots and call.sharing == "full")
         how: dict[str, Any] = {"sharing": call.sharing, "on_step": self._step, "stopping": lambda: run.has_ended}
         if call.readout.kind != "tokens":
             how["max_batch_rows"] = call.max_batch_rows
@@ -128,6 +136,8 @@ class ReplicaHost:
         while not run.has_ended:
             if call.readout.kind == "tokens":
                 results = engine.generate(run.taken_or_none(), self._tokenizer if call.text else None, **how)
+            elif call.in_slots:
+                results = engine.run(run.taken_or_none(), call.readout, cache_prefill=True, **how)
             else:
                 results = engine.run(run.taken(timeout), call.readout, **how)
             with closing(results):
@@ -139,10 +149,33 @@ class ReplicaHost:
                     if run.has_ended:
                         return
 
+    def _watch_cache(self, wanted: bool) -> None:
+        """Begins to tell, in this thread and in that of the steps, which are one, what the cache holds; or ends it."""
+        if wanted and self.facts.reports_cache:
+            if self._reporter is None:
+                self._reporter = CacheReporter(self._engine.generator.scheduler.tree, epoch=time.time_ns())
+            self._tells_anew = True  # whoever began this run knows of nothing
+        elif self._reporter is not None:
+            self._reporter.close()
+            self._reporter = None
+
     def _step(self, step: StepInfo) -> None:
+        events = None
+        if self._reporter is not None:
+            events = self._reporter.snapshot() if self._tells_anew else self._reporter.drain()
+            self._tells_anew = False
         with self._changed:
             self._report.steps.append(step)
+            if events is not None:
+                self._report.events = _joined(self._report.events, events)
             self._changed.notify()
+
+
+def _joined(before: CacheEvents | None, events: CacheEvents) -> CacheEvents:
+    """Returns all events, where the later ones follow; otherwise the later ones, which begin anew."""
+    if before is None or events.first != before.first + len(before.events):
+        return events
+    return replace(before, events=before.events + events.events)
 
 
 def _since(now: Stats, before: Stats) -> Stats:
@@ -174,5 +207,12 @@ def facts_of(llm: Any) -> ReplicaFacts:
         "adapters": ", ".join(llm.engine.adapters),
     }
     engine = llm.engine
-    running = engine.options.generation.max_running
-    return ReplicaFacts(identity, engine.max_batch_rows, running, dtype=identity["dtype"])
+    generation = engine.options.generation
+    return ReplicaFacts(
+        identity,
+        engine.max_batch_rows,
+        generation.max_running,
+        dtype=identity["dtype"],
+        cache_rows=engine.worker.kv_slots(generation.kv_memory),
+        reports_cache=True,
+    )

@@ -11,9 +11,10 @@ import numpy as np
 
 from ..errors import InputError
 from ..prefix import MEDIA_BASE
-from ..types import Generated, Request, Result, Sampling
+from ..types import Generated, GenerationStats, Readout, Request, Result, Sampling, Stats
 
-__all__ = ["MESSAGES", "RowError", "embedding_bodies", "embeddings_of", "generated_of", "generation_body"]
+__all__ = ["MESSAGES", "RowError", "embedding_bodies", "embeddings_of", "generated_of", "generation_body",
+           "generation_stats", "logprob_bodies", "logprobs_of", "model_names"]  # fmt: skip
 
 # What a text begins with that stands for a conversation: the rest of it is JSON {"messages": ...}. The chat template of
 # a model that is known by its server only writes such texts.
@@ -149,3 +150,64 @@ def embeddings_of(said: Any, count: int) -> list[Result]:
     if len(said) != count:
         raise RowError("the server", 200, f"{len(said)} vectors for {count} prompts")
     return [Result(np.array(vector, np.float32)) for vector in said]
+
+
+def logprob_bodies(request: Request, readout: Readout, model: str) -> list[tuple[str, dict[str, Any]]]:
+    """Returns (path, body) of the completions whose prompts' log-probabilities hold what is read of a request, as vLLM
+    gives them: of its targets one, whose prompt ends with the last target; of logits one for each of the ids."""
+    if readout.kind == "logits":
+        ends: Sequence[int] = readout.ids
+    else:
+        targets = request.targets
+        if (
+            targets is None
+            or request.tokens[len(request.tokens) - len(targets) + 1 :].tolist() != targets[:-1].tolist()
+        ):
+            raise InputError(
+                "a server reads only targets that follow in the prompt", field="targets", code="unsupported"
+            )
+        ends = [int(targets[-1])]
+    body: dict[str, Any] = {"model": request.adapter or model, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+    if request.salt:
+        body["cache_salt"] = request.salt
+    return [("/v1/completions", body | {"prompt": [*request.tokens.tolist(), int(end)]}) for end in ends]
+
+
+def logprobs_of(said: Sequence[Any], request: Request, readout: Readout) -> Result:
+    """Returns what is read of a request out of the answers to its `logprob_bodies`.
+
+    In place of logits these are log-probabilities, which differ from them by the same number for all ids. Raises
+    RowError where a server does not give log-probabilities of prompts.
+    """
+    ends = readout.ids if readout.kind == "logits" else None
+    count = 1 if ends is not None or request.targets is None else len(request.targets)
+    values, greedy = [], []
+    for number, one in enumerate(said):
+        found = one["choices"][0].get("prompt_logprobs")
+        if found is None:
+            raise RowError("the server", 200, "it gives no log-probabilities of prompts (vLLM does)")
+        targets = [ends[number]] if ends is not None else request.targets.tolist()  # type: ignore[union-attr]
+        for target, entry in zip(targets, found[-count:], strict=True):
+            values.append(entry[str(target)]["logprob"])
+            greedy.append(entry[str(target)].get("rank") == 1)
+    is_logprobs = readout.kind == "logprobs"
+    return Result(np.array(values, np.float32), np.array(greedy, bool) if is_logprobs else None)
+
+
+def generation_stats(said: Any) -> Stats:
+    """Returns what an answer's `usage` says."""
+    usage = said.get("usage") or {}
+    prompt, made = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    generation = GenerationStats(
+        generated_tokens=made, prefill_rows=prompt - cached, decode_rows=made, first_admission_hits=cached
+    )
+    return Stats(tokens=prompt + made, rows_computed=prompt - cached + made, requests=1, steps=1, generation=generation)
+
+
+def model_names(said: Any) -> list[str]:
+    """Returns the names in the answer of /v1/models, none where a server does not have it."""
+    try:
+        return [str(one["id"]) for one in said.json()["data"]] if said.status_code < 300 else []
+    except (ValueError, KeyError, TypeError):
+        return []

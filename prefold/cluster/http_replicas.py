@@ -1,6 +1,7 @@
 """Replicas that are servers: any that speaks OpenAI's API (vLLM, SGLang, prefold serve, ...), or TEI.
 
-Generated text comes from /v1/completions or /v1/chat/completions, embeddings from /v1/embeddings or TEI's /embed.
+Generated text comes from /v1/completions or /v1/chat/completions, embeddings from /v1/embeddings or TEI's /embed, and
+log-probabilities of targets from vLLM's /v1/completions.
 """
 
 from __future__ import annotations
@@ -19,8 +20,18 @@ from ..engine.meter import StepInfo
 from ..errors import InputError, JobError, MissingExtraError
 from ..stream import Window
 from ..text import Tokenizer
-from ..types import GenerationStats, Request, Stats
-from .http_bodies import RowError, embedding_bodies, embeddings_of, generated_of, generation_body
+from ..types import Request, Stats
+from .http_bodies import (
+    RowError,
+    embedding_bodies,
+    embeddings_of,
+    generated_of,
+    generation_body,
+    generation_stats,
+    logprob_bodies,
+    logprobs_of,
+    model_names,
+)
 from .replicas import (
     ReplicaEvent,
     ReplicaFacts,
@@ -43,6 +54,7 @@ API_KEY = "PREFOLD_API_KEY"  # the environment variable that holds the key
 _ATTEMPTS = 5  # of a request that times out, or whose connection is torn, or that a server fails on
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
 _FIRST_CAP = 8  # requests in flight to begin with
+_LOGPROBS = ("logprobs", "logits")  # kinds of Readout
 _BATCH = 16  # prompts of one request for embeddings
 _REFUSALS = {401: "the key was refused", 403: "the key was refused", 404: "there is no such model or path"}
 
@@ -117,8 +129,11 @@ class HttpReplicas(Replicas):
             self._do(self._open(name))
 
     def begin(self, name: str, call: RunCall) -> None:
-        if call.readout.kind not in ("tokens", "last", "mean", "first"):
-            raise JobError(f"a server generates text and makes embeddings, and was asked for {call.readout.kind!r}")
+        if call.readout.kind == "head":
+            message = "no server gives the exact outputs of a classification head over HTTP"
+            raise JobError(f"{message}; leave out --url, or give labels or words that the model can say")
+        if call.readout.kind in _LOGPROBS and not self._takes_ids:
+            raise JobError("log-probabilities need token ids; name the model's tokenizer with --tokenizer")
         self._do(self._begin(name, call))
 
     def give(self, name: str, windows: list[Window]) -> None:
@@ -174,19 +189,16 @@ class HttpReplicas(Replicas):
                 return self._tell(name, ReplicaLost(reason))
             await asyncio.sleep(_jittered(pause))
             pause = min(2 * pause, _LONGEST_PAUSE)
-        named = _model_names(found)
+        named = model_names(found)
         if named and self.model not in named:
             return self._tell(name, ReplicaLost(f"it has no model {self.model!r}; those it has: {', '.join(named)}"))
         server = _RemoteServer(
             name, client, cap=min(_FIRST_CAP, self._most), takes_ids=None if self._takes_ids else False
         )
         self._servers[name] = server
-        self._tell(
-            name,
-            ReplicaReady(
-                ReplicaFacts(max_running=self._most, at_once=min(self._most, 32) * _BATCH, dies_of_requests=False)
-            ),
-        )
+        at_once = min(self._most, 32) * _BATCH
+        facts = ReplicaFacts(max_running=self._most, at_once=at_once, dies_of_requests=False, steps_overlap=True)
+        self._tell(name, ReplicaReady(facts))
         await self._work(server)
 
     async def _work(self, server: _RemoteServer) -> None:
@@ -196,7 +208,7 @@ class HttpReplicas(Replicas):
             pause = server.paused_until - time.monotonic()
             if server.waiting and server.in_flight < int(server.cap) and pause <= 0:
                 assert server.call is not None
-                one = server.call.readout.kind == "tokens"
+                one = server.call.readout.kind == "tokens" or server.call.readout.kind in _LOGPROBS
                 count = 1 if one else min(_BATCH, len(server.waiting))
                 some, server.waiting = server.waiting[:count], server.waiting[count:]
                 task = asyncio.create_task(self._answer(server, server.call, server.run, some))
@@ -261,6 +273,8 @@ class HttpReplicas(Replicas):
 
     async def _ask(self, server: _RemoteServer, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
         """Returns the answers to some requests. Where a server refuses all, each is asked by itself."""
+        if call.readout.kind in _LOGPROBS:
+            return await self._ask_each(server, call, requests, None)
         if server.takes_ids is False:
             return await self._ask_each(server, call, requests, self._text_of(server))
         try:
@@ -293,7 +307,13 @@ class HttpReplicas(Replicas):
     ) -> tuple[list[Any], Stats]:
         if call.readout.kind == "tokens":
             said = await self._post(server, [generation_body(requests[0], self.model, text_of, call.text)])
-            return [generated_of(said)], _generation_stats(said)
+            return [generated_of(said)], generation_stats(said)
+        if call.readout.kind in _LOGPROBS:
+            bodies = logprob_bodies(requests[0], call.readout, self.model)
+            answers = [await self._post(server, [body]) for body in bodies]
+            tokens = len(requests[0].tokens)
+            stats = Stats(tokens=tokens, rows_computed=len(bodies) * tokens, requests=1, steps=1)
+            return [logprobs_of(answers, requests[0], call.readout)], stats
         said = await self._post(server, embedding_bodies(requests, self.model, text_of))
         tokens = sum(len(request.tokens) for request in requests)
         stats = Stats(tokens=tokens, rows_computed=tokens, requests=len(requests), steps=1)
@@ -355,14 +375,6 @@ class HttpReplicas(Replicas):
         raise RowError(server.url, 0, f"no answer after {attempts} attempts: {last}")
 
 
-def _model_names(said: httpx.Response) -> list[str]:
-    """Returns the names in the answer of /v1/models, none where a server does not have it."""
-    try:
-        return [str(one["id"]) for one in said.json()["data"]] if said.status_code < 300 else []
-    except (ValueError, KeyError, TypeError):
-        return []
-
-
 def _said(said: httpx.Response) -> str:
     """Returns the message of an error."""
     try:
@@ -384,14 +396,3 @@ def _retry_after(said: httpx.Response) -> float | None:
 
 def _jittered(pause: float) -> float:
     return pause * random.uniform(0.5, 1.5)
-
-
-def _generation_stats(said: Any) -> Stats:
-    """Returns what an answer's `usage` says."""
-    usage = said.get("usage") or {}
-    prompt, made = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    generation = GenerationStats(
-        generated_tokens=made, prefill_rows=prompt - cached, decode_rows=made, first_admission_hits=cached
-    )
-    return Stats(tokens=prompt + made, rows_computed=prompt - cached + made, requests=1, steps=1, generation=generation)

@@ -46,6 +46,9 @@ class _Actor:
     def end(self) -> None:
         self._host.end()
 
+    def retell(self) -> None:
+        self._host.retell()
+
     def report(self, wait: float) -> ReplicaReport:
         return self._host.report(wait)
 
@@ -171,6 +174,9 @@ class RayReplicas(Replicas):
 
     def end(self, name: str) -> None:
         self._order(name, "end")
+
+    def retell(self, name: str) -> None:
+        self._order(name, "retell")
 
     def kill(self, name: str) -> None:
         ray.kill(self._members[name].handle, no_restart=self._members[name].restarts < 1)

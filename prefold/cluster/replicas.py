@@ -10,7 +10,10 @@ from typing import Any
 
 from ..cache import CacheEvents
 from ..engine.meter import StepInfo
+from ..engine.requests import PROBED
 from ..stream import Order, Window
+from ..stream.live_windows import window_of
+from ..stream.order import SpooledRequest
 from ..stream.window import cut_into_windows
 from ..types import Readout, Sharing, Stats
 
@@ -25,6 +28,7 @@ __all__ = [
     "lease_windows",
     "place_of",
     "requests_of",
+    "tagged_windows",
 ]
 
 _TAG = struct.Struct("<QQ")  # number of the lease, place of the request in the order
@@ -40,6 +44,9 @@ class ReplicaFacts:
     at_once           prompts that it reads at once; 0: a step's
     dies_of_requests  whether a request may be why it is lost
     dtype             what it computes in
+    cache_rows        rows that its KV store holds; 0: not known
+    reports_cache     whether it tells what its cache holds, where it is asked to
+    steps_overlap     whether the seconds of its steps overlap: its speed is then what it does in the time that passes
     """
 
     identity: dict[str, str] = field(default_factory=dict)
@@ -48,19 +55,31 @@ class ReplicaFacts:
     at_once: int = 0
     dies_of_requests: bool = True
     dtype: str = ""
+    cache_rows: int = 0
+    reports_cache: bool = False
+    steps_overlap: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RunCall:
     """What is asked of every request of a run.
 
-    text  whether generated tokens are made text of; a replica has a tokenizer of its own
+    text       whether generated tokens are made text of; a replica has a tokenizer of its own
+    live       whether requests come as a stream: where last rows are read, they are read in the KV store, and the
+               replica tells what its cache holds
     """
 
     readout: Readout
     sharing: Sharing = "full"
     max_batch_rows: int | None = None
     text: bool = False
+    live: bool = False
+
+    @property
+    def in_slots(self) -> bool:
+        """Returns whether requests run in the KV store."""
+        generates, kind = self.readout.kind == "tokens", self.readout.kind
+        return generates or (self.live and self.sharing == "full" and (kind in PROBED or kind == "logprobs"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +96,8 @@ class ReplicaReport:
     answers  (number of the lease, place of the request, what it gave), what it gave as `results_of` yields it
     steps    of its engine, `started` in seconds before the report
     stats    of its engine, to be added up
-    events   of its cache, where it tells of that
     failure  why its engine cannot go on
+    events   of its cache since the last report
     """
 
     answers: list[tuple[int, int, Any]] = field(default_factory=list)
@@ -124,6 +143,9 @@ class Replicas(ABC):
     def end(self, name: str) -> None:
         """Ends the run; what has not been answered is dropped."""
 
+    def retell(self, name: str) -> None:  # noqa: B027  # most have nothing to tell
+        """Asks a replica to tell anew of all that its cache holds; nothing happens where it tells of none."""
+
     @abstractmethod
     def kill(self, name: str) -> None:
         """Kills a replica that hangs, or has failed. `ReplicaLost` follows."""
@@ -149,6 +171,12 @@ def lease_windows(
     if windows and before is not None:
         windows[0] = replace(windows[0], common=order.common(before, start))
     return windows, tags
+
+
+def tagged_windows(number: int, requests: Sequence[SpooledRequest], *, share: bool) -> Iterator[Window]:
+    """Yields the windows of a lease of a stream, tagged for `place_of`: a place is the request's number."""
+    for window in window_of(requests, share=share):
+        yield replace(window, tags=[_TAG.pack(number, place) for place in window.numbers.tolist()])
 
 
 def place_of(tag: bytes) -> tuple[int, int]:

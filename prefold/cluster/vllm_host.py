@@ -80,7 +80,11 @@ class VllmHost:
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         identity = {"vllm": vllm.__version__, "weights": _digest(model), "dtype": dtype}
         rows = config.scheduler_config.max_num_batched_tokens
-        self.facts = ReplicaFacts(identity, rows, running, dtype=dtype)
+        cache = config.cache_config
+        slots = (getattr(cache, "num_gpu_blocks", 0) or 0) * (getattr(cache, "block_size", 0) or 0)
+        self.facts = ReplicaFacts(
+            identity, rows, running, dtype=dtype, cache_rows=slots, reports_cache=caching, steps_overlap=True
+        )
 
     def _engine_arguments(self, model: str, options: Mapping[str, Any], caching: bool) -> Any:
         given: dict[str, Any] = {"model": model, "enable_prefix_caching": caching, "disable_log_stats": True}
@@ -121,6 +125,11 @@ class VllmHost:
     def end(self) -> None:
         """Ends the run; what has not been answered is dropped."""
         self._loop.call_soon_threadsafe(self._begin, None)
+
+    def retell(self) -> None:
+        """The next report tells anew of all that the cache holds."""
+        if self._events is not None:
+            self._events.is_new = True
 
     def close(self) -> None:
         """Ends vLLM."""

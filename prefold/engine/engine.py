@@ -21,7 +21,8 @@ from .calls import serve
 from .generate import Generator
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
-from .requests import Answer, can_probe
+from .probes import ProbeWindows
+from .requests import Answer
 from .samples import TextPiece
 from .service import Service
 from .stream import run_stream
@@ -67,7 +68,7 @@ class Engine:
 
     def run(
         self,
-        windows: Iterable[Window],
+        windows: Iterable[Window | None],
         readout: Readout,
         *,
         sharing: Sharing | None = None,
@@ -79,7 +80,8 @@ class Engine:
     ) -> Iterator[tuple[bytes, Result]]:
         """Yields (tag, result) of every request when the step that ends it has been computed.
 
-        With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`).
+        With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`). With cache_prefill
+        a window may be None, as for `generate`.
 
         sharing, max_batch_rows, cache_prefill   of this run; None: the engine's
         budget     the most rows of each step, where that may change; `max_batch_rows` is not given then
@@ -93,40 +95,43 @@ class Engine:
         how["budget"] = budget or (self._budget if max_batch_rows is None else StepBudget(max_batch_rows))
         with self.meter.heard_by(on_step):
             if sharing != "full" or not (self.options.cache_prefill if cache_prefill is None else cache_prefill):
-                yield from run_stream(self.worker, windows, readout, **how)
+                yield from run_stream(self.worker, windows, readout, **how)  # type: ignore[arg-type]
                 return
-            for window in windows:
-                if can_probe(readout, np.diff(window.target_offsets)):
-                    yield from self._run_probes(window, readout, how)
-                else:
-                    yield from run_stream(self.worker, [window], readout, **how)
+            left = ProbeWindows(windows, readout, self.generator.scheduler.pool.num_slots)
+            while not left.has_ended:
+                yield from self._run_probes(left.probes(), readout, how)
+                if stopping():
+                    return
+                yield from run_stream(self.worker, left.others(), readout, **how)
                 if stopping():
                     return
 
-    def _run_probes(self, window: Window, readout: Readout, how: dict[str, Any]) -> Iterator[tuple[bytes, Result]]:
-        """Runs one window in the slots of the KV store, in one loop with what is generated."""
-        twins, lengths = window.twins, np.diff(window.offsets)
-        self.meter.add(requests=int(np.count_nonzero(~twins)))
-        requests = [(number, window.request(number)) for number in range(window.num_requests)]
-        too_large = []
-        probes = serve(self.generator, [requests], stopping=how["stopping"], readout=readout, sharing=True)
+    def _run_probes(
+        self, windows: ProbeWindows, readout: Readout, how: dict[str, Any]
+    ) -> Iterator[tuple[bytes, Result]]:
+        """Runs windows in the slots of the KV store, in one loop with what is generated."""
+        probes = serve(self.generator, windows, stopping=how["stopping"], readout=readout, sharing=True)
         with closing(probes) as answers:
-            for number, result in answers:
+            for (window, number), result in answers:
                 if isinstance(result, Result):
-                    if twins[number]:  # The generator has counted its prompt, which its first read stands for.
-                        self.meter.add(tokens=-int(lengths[number]))
+                    if window.twins[number]:  # The generator has counted its prompt, which its first read stands for.
+                        self.meter.add(tokens=-int(window.offsets[number + 1] - window.offsets[number]))
+                    else:
+                        self.meter.add(requests=1)
                     yield window.tags[number], result
                 else:
-                    too_large.append(number)
-        if too_large:
-            self.meter.add(requests=-int(np.count_nonzero(~twins[too_large])))
-            yield from run_stream(self.worker, [window.take(np.array(sorted(too_large)))], readout, **how)
+                    raise result  # every request of the window would fail for it
 
     @cached_property
     def generator(self) -> Generator:
         """Returns what generates text. It holds the KV store, and is made when first asked for."""
         _check_sharing(self.sharing)
         return Generator(self.worker, self.options, self._budget, self.meter)
+
+    def held_rows(self, tokens: np.ndarray, adapter: str | None = None, salt: str = "") -> int:
+        """Returns how many leading rows of a prompt, int32 [n], the KV store holds, or will hold. It is asked by the
+        thread that steps, between two steps."""
+        return self.generator.scheduler.tree.match((adapter, salt), tokens)[1]
 
     @cached_property
     def service(self) -> Service:

@@ -6,8 +6,8 @@ has the process to itself, or a server, whose engine answers others at the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,12 @@ from ..records.adapter import RecordAdapter, error_text
 from ..records.lines import dumps
 from ..records.record import Source
 from ..report.progress import Counts
-from ..stream import Spool
+from ..stream import LiveInput, Spool, Windows
+from ..stream.feed import See
 from ..tasks.base import attempt
 from ..tasks.run import finish, results_of
 from .gather import Done, Gather
+from .live import live_results, takes_ranges, watched
 from .output import Output
 from .reader import Reader, Ready
 
@@ -36,7 +38,8 @@ class Job:
     load      returns the LLM (or another object with an `engine`); called while records are being read. `run_job`
               closes it at the job's end
     window    how many tokens a window may have
-    streaming whether each window is sorted by itself, as it fills; otherwise the whole input is one stream
+    streaming whether requests run as they come, out of one live window; otherwise the whole input is one stream
+    early     whether the engine takes requests before the input is read to its end, where it is one stream
     collect   whether to keep the shape of the stream and the steps, for the report
     seed      what the seeds of records that sample without a seed of their own are made of
     """
@@ -49,6 +52,7 @@ class Job:
     limit: int | None = None
     window: int = WINDOW_TOKENS
     streaming: bool = False
+    early: bool = False
     collect: bool = False
     seed: int = 0
     make_spool: Callable[[], Spool] = Spool
@@ -71,31 +75,29 @@ class Flow:
             job.output,
             counts,
             limit=job.limit,
-            fill=job.window if job.streaming else None,
+            live=job.streaming,
+            early=job.early and not job.streaming,
             seed=job.seed,
             make_spool=job.make_spool,
         )
-
-    def windows(self, engine: Any, batch: Ready) -> Iterable[Any]:
-        """Returns the windows in which an engine takes a batch's requests."""
-        return batch.spool.windows(max_tokens=self.job.window, share=engine.sharing == "full")
 
     def compute(
         self,
         engine: Any,
         batch: Ready,
-        windows: Iterable[Any],
         *,
+        see: See | None = None,
         on_step: Callable[[Any], None] | None = None,
         stopping: Callable[[], bool],
     ) -> bool:
         """Computes a batch and writes the lines of its records; returns whether it came to the end.
 
+        see       is shown the windows as they are taken
         stopping  asked after every step and every result: once it says so, no more lines are written
         """
         task = self.job.tasks[batch.task]
-        found = results_of(engine, task, windows, on_step=on_step, stopping=stopping)
-        with closing(found) as results:  # type: ignore[type-var]
+        found = self._results(engine, task, batch, see, on_step=on_step, stopping=stopping)
+        with closing(found) as results:
             for tag, result in results:
                 done = self.gather.add(tag, result)
                 if done is not None:
@@ -103,6 +105,28 @@ class Flow:
                 if stopping():
                     return False
         return not stopping()  # the engine may have stopped for it
+
+    def _results(self, engine: Any, task: Any, batch: Ready, see: See | None, **run: Any) -> Any:
+        window, spool = self.job.window, batch.spool
+        if batch.feed is None:
+            assert spool is not None
+            windows = spool.windows(max_tokens=window, share=engine.sharing == "full")
+            return results_of(engine, task, windows if takes_ranges(engine) else watched(windows, see), **run)
+        rest = None if spool is None else self._rest(spool)
+        some = LiveInput(batch.feed, window, rest, see)
+        return (
+            results_of(engine, task, some, **run) if takes_ranges(engine) else live_results(engine, task, some, **run)
+        )
+
+    def _rest(self, spool: Spool) -> Callable[[], Windows]:
+        """Returns what gives the windows of a spool that is complete by then."""
+
+        def rest() -> Windows:
+            if self.reader.error is not None:
+                raise self.reader.error
+            return spool.windows(max_tokens=self.job.window)
+
+        return rest
 
     def check(self) -> None:
         """Raises AssertionError where a record has no line, though everything was computed."""
@@ -133,8 +157,8 @@ def run_beside(job: Job, stopping: Callable[[], bool]) -> bool:
         flow.reader.start()
         engine = job.load().engine
         for batch in flow.reader.batches():
-            with batch.spool:
-                if not flow.compute(engine, batch, flow.windows(engine, batch), stopping=stopping):
+            with batch.spool or nullcontext():
+                if not flow.compute(engine, batch, stopping=stopping):
                     return False
         flow.check()
         return not stopping()

@@ -1,4 +1,7 @@
-"""Reads the records of a job in the background: they are tokenised in chunks and spooled while the model loads."""
+"""Reads the records of a job in the background, and tokenises them in chunks.
+
+Their requests are spooled while the model loads, or put into feeds, out of which engines take them as they come.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..errors import InputError, UnsupportedModelError
 from ..records.adapter import Parsed, RecordAdapter, error_text
 from ..records.record import Record, Source
 from ..report.progress import Counts
-from ..stream import Spool
+from ..stream import Feed, Spool
 from ..tasks.base import attempt
 from .gather import tagged
 from .output import Output
@@ -24,15 +28,22 @@ __all__ = ["Reader", "Ready"]
 # Records are tokenised together up to so many texts, and so many bytes: a token takes far more memory than its text.
 CHUNK_TEXTS = 512
 CHUNK_BYTES = 8 << 20
-IDLE_SECONDS = 0.5
+IDLE_SECONDS = 0.05
+_POLL = 0.005
+TURN_SECONDS = 0.5  # that requests of one task wait for those of another
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Holds the requests of one task that are ready to run."""
+    """Holds the requests of one task that are ready to run.
+
+    spool  all of them, but for those in the feed
+    feed   those that come while others run. Where there is a spool too, the feed ends when the spool is complete
+    """
 
     task: str
-    spool: Spool
+    spool: Spool | None
+    feed: Feed | None = None
 
 
 @dataclass(slots=True)
@@ -48,9 +59,10 @@ class _Chunk:
 class Reader:
     """Reads a source in a thread of its own.
 
-    fill    None: the whole input is spooled before the first batch, so that all of it is one stream. A number of
-            tokens: a batch is handed on when it holds as many, when no record has come for a moment, or when the
-            engine has waited for a while
+    live    whether requests go into feeds: whoever takes them gets the tasks in turns. Otherwise the whole input is
+            spooled, so that all of it is one stream
+    early   where not live: whether the first task is handed on at once, with a feed for those of its requests that the
+            engines want before the spool is complete
     seed    the job's, for requests that sample without a seed of their own
 
     The owner sets `stopping` to end the reading early. It is a plain flag, since a signal handler sets it: an Event has
@@ -66,7 +78,8 @@ class Reader:
         counts: Counts,
         *,
         limit: int | None = None,
-        fill: int | None = None,
+        live: bool = False,
+        early: bool = False,
         seed: int = 0,
         make_spool: Callable[[], Spool] = Spool,
     ):
@@ -76,15 +89,16 @@ class Reader:
         self._output = output
         self._counts = counts
         self._limit = limit
-        self._fill = fill
+        self._live, self._early = live, early
         self._seed = seed
         self._make_spool = make_spool
         self._spools: dict[str, Spool] = {}
+        self._feeds: dict[str, Feed] = {}
+        self.error: BaseException | None = None  # why the reading ended
         self._chunks: dict[str, _Chunk] = {}
         # It holds one item at most. An exception that a signal raises within its `get` leaves no lock taken.
         self._ready: queue.SimpleQueue[Ready | BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="prefold-reader", daemon=True)
-        self._wanted: float | None = None  # since when the owner waits for a batch
         self.stopping = False
         self.found = False  # whether there was a request
         self.has_ended = threading.Event()  # everything is read, and waits to be taken
@@ -95,15 +109,31 @@ class Reader:
 
     def batches(self) -> Iterator[Ready]:
         """Yields the batches as they become ready. Raises what the reading raised."""
+        if self._live:
+            yield from self._turns()
+            return
         while True:
-            self._wanted = time.monotonic()
             item = self._ready.get()
-            self._wanted = None
             if item is None:
                 return
             if isinstance(item, BaseException):
                 raise item
             yield item
+
+    def _turns(self) -> Iterator[Ready]:
+        """Yields the feed whose requests wait longest, until all are done with."""
+        while True:
+            has_ended = self.has_ended.is_set()
+            waiting = [(feed.since, task) for task, feed in list(self._feeds.items()) if feed.since is not None]
+            if waiting:
+                task = min(waiting)[1]  # type: ignore[type-var]
+                yield Ready(task, None, self._feeds[task])
+            elif has_ended:
+                break
+            else:
+                time.sleep(_POLL)
+        if self.error is not None:
+            raise self.error
 
     def close(self) -> None:
         """Ends the reading, and drops what is spooled and not taken."""
@@ -112,7 +142,7 @@ class Reader:
             self._thread.join(2)  # not longer: it may wait for a pipe, and as a daemon it does not keep the process
         while not self._ready.empty():
             item = self._ready.get_nowait()
-            if isinstance(item, Ready):
+            if isinstance(item, Ready) and item.spool is not None:
                 item.spool.close()
         for spool in self._spools.values():
             spool.close()
@@ -122,29 +152,37 @@ class Reader:
             self._read()
             self._flush_all()
             self._counts.read_all = not self.stopping
+            for task, feed in self._feeds.items():
+                if task in self._spools:
+                    self._spools[task].order()  # sorted here, while engines have work
+                    del self._spools[task]
+                feed.end()
             self.has_ended.set()
             for task in list(self._spools):
-                self._hand_on(task)
+                self._put(Ready(task, self._spools.pop(task)))
             self._put(None)
         except BaseException as error:
-            self.has_work.set()
-            self.has_ended.set()
+            self.error = error
+            self._end()
             self._put(error)
         finally:
-            self.has_work.set()
-            self.has_ended.set()
+            self._end()
+
+    def _end(self) -> None:
+        for feed in self._feeds.values():
+            feed.end()
+        self.has_work.set()
+        self.has_ended.set()
 
     def _read(self) -> None:
         records = self._source.records(self._adapter.columns)
-        for record in records if self._fill is None else self._pumped(records):
+        for record in self._pumped(records) if self._live or self._early else records:
             if self.stopping or (record is not None and self._limit is not None and record.number > self._limit):
                 return
             if record is not None:
                 self._take(record)
-            if self._fill is not None and (record is None or self._engine_waits()):
+            if record is None or (self._feeds and any(feed.is_hungry for feed in self._feeds.values())):
                 self._flush_all()
-                for task in list(self._spools):
-                    self._hand_on(task)
 
     def _pumped(self, records: Iterator[Record]) -> Iterator[Record | None]:
         """Yields the records, and None whenever none has come for a moment (as from a pipe that goes on later)."""
@@ -184,10 +222,6 @@ class Reader:
             taken += item.size
             yield item
 
-    def _engine_waits(self) -> bool:
-        wanted = self._wanted
-        return wanted is not None and self.found and time.monotonic() - wanted > IDLE_SECONDS
-
     def _take(self, record: Record) -> None:
         self._counts.read += 1
         parsed = self._adapter.read(record)  # also for records that are done: it looks for duplicate ids
@@ -222,17 +256,37 @@ class Reader:
             if isinstance(found, InputError):
                 self._fail(number, parsed.meta, found)
                 continue
-            spool = self._spools.get(task)
-            if spool is None:
-                spool = self._spools[task] = self._make_spool()
-            for request, tag in found:
-                if spool.add(request, tag):
+            for (request, _), is_new in zip(found, self._pass_on(task, found), strict=True):
+                if is_new:
                     self._counts.tokens += len(request.tokens)
                     self._counts.requests += 1
             self.found = True
             self.has_work.set()
-            if self._fill is not None and spool.num_tokens >= self._fill:
-                self._hand_on(task)
+
+    def _pass_on(self, task: str, requests: list[tuple[Any, bytes]]) -> list[bool]:
+        """Puts a record's requests into the task's feed or spool; returns which are new prompts."""
+        feed = self._feeds.get(task)
+        if self._live:
+            if feed is None:
+                feed = self._feeds[task] = Feed(is_urgent=partial(self._others_wait, task))
+            while not feed.has_room and not self.stopping:
+                time.sleep(_POLL)
+            return feed.put(requests)
+        spool = self._spools.get(task)
+        if spool is None:
+            spool = self._spools[task] = self._make_spool()
+            if self._early and not self._feeds:
+                feed = self._feeds[task] = Feed(0)
+                self._put(Ready(task, spool, feed))
+        if feed is not None and feed.has_room:
+            return feed.put(requests)
+        return [spool.add(request, tag) for request, tag in requests]
+
+    def _others_wait(self, task: str) -> bool:
+        """Returns whether requests of another task have waited for long."""
+        late = time.monotonic() - TURN_SECONDS
+        others = [feed.since for name, feed in list(self._feeds.items()) if name != task]
+        return any(since is not None and since < late for since in others)
 
     def _works(self, task: str, items: list[Any]) -> list[Any]:
         """Returns what the task makes of each item; where the model is not made for the task, an InputError each."""
@@ -246,14 +300,10 @@ class Reader:
     def _fail(self, number: int, meta: Any, error: InputError) -> None:
         self._output.write(number, error_text(self._adapter, number, meta, error), failed=True)
 
-    def _hand_on(self, task: str) -> None:
-        self._put(Ready(task, self._spools.pop(task)))
-        self._wanted = None
-
     def _put(self, item: Ready | BaseException | None) -> None:
         while not self._ready.empty():
             if self.stopping:
-                if isinstance(item, Ready):
+                if isinstance(item, Ready) and item.spool is not None:
                     item.spool.close()
                 return
             time.sleep(0.01)

@@ -19,6 +19,7 @@ from ..report.page import StepLog
 from ..report.progress import Counts, Progress
 from ..types import Stats
 from .flow import Flow, Job
+from .live import takes_ranges
 from .reader import Ready
 
 __all__ = ["Interrupted", "Job", "Summary", "run_job"]
@@ -133,8 +134,8 @@ class _Run:
         self.output.release()
         for batch in self.reader.batches():
             self.summary.read_seconds = self.summary.read_seconds or time.perf_counter() - started
-            self.summary.streams += 1
-            with batch.spool:
+            self.summary.streams += batch.spool is not None or not self.summary.streams
+            with batch.spool or contextlib.nullcontext():
                 self._compute(engine, batch)
         if engine is not None:
             self.summary.stats = engine.stats
@@ -154,15 +155,15 @@ class _Run:
         return engine
 
     def _compute(self, engine: Any, batch: Ready) -> None:
-        shape, windows = self.summary.shape, self.flow.windows(engine, batch)
-        watched = shape is not None and engine.sharing == "full" and not getattr(engine, "takes_ranges", False)
-        if shape is not None and watched:
-            windows = shape.watch(windows)
+        shape = self.summary.shape
+        # What is given away in ranges, or does not share, is looked at in its order afterwards; a stream as it goes by.
+        seen = shape is not None and (batch.spool is None or (engine.sharing == "full" and not takes_ranges(engine)))
         self.counts.phase, self.graceful = "computing", True
-        if not self.flow.compute(engine, batch, windows, on_step=self._step, stopping=self._stopping):
+        see = shape.see if shape is not None and seen else None
+        if not self.flow.compute(engine, batch, see=see, on_step=self._step, stopping=self._stopping):
             assert self.signal is not None
             raise Interrupted(self.signal)
-        if shape is not None and not watched:
+        if shape is not None and not seen and batch.spool is not None:
             for _ in shape.watch(batch.spool.windows(max_tokens=self.job.window, share=True)):
                 pass
         self.graceful = False

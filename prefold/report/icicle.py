@@ -95,11 +95,19 @@ class StreamShape:
         self.num_tokens += int(lengths.sum())
         self.num_rows += int((lengths - shared).sum())
 
+    def see(self, window: Any) -> None:
+        """Takes in a window, in the order in which rows are shared. Several reads of a prompt are one prompt."""
+        from ..prefix import lexsort_sequences
+
+        prompts = window.without_twins()
+        if not prompts.is_sorted:
+            prompts = prompts.take(lexsort_sequences(prompts.tokens, prompts.offsets))
+        self.add(prompts.tokens, prompts.offsets, common=prompts.common)
+
     def watch(self, windows: Any) -> Iterator[Any]:
-        """Yields the windows, and takes in each before it is yielded. Several reads of a prompt count as one prompt."""
+        """Yields the windows, and takes in each before it is yielded."""
         for window in windows:
-            prompts = window.without_twins()
-            self.add(prompts.tokens, prompts.offsets, common=prompts.common)
+            self.see(window)
             yield window
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:

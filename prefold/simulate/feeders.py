@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from ..cluster.dispatch import Dispatcher
+from ..cluster.dispatch import Dispatcher, Limits
 from ..cluster.policies import Policy
 from ..cluster.replica import Speed
 from ..cluster.router import Prompt, Router
@@ -191,13 +191,13 @@ class Streamed(FeederBase):
         limits = {"max_tokens": 1 << 23} | window
         self.dispatcher = Dispatcher(self.router, limit_of=lambda request: request.limit, **limits)
         self._cost, self._left, self._reports = cost, count, reports
-        self._backlog = int(backlog * (cost.kv_rows if slots is None else slots))
+        self.limits = Limits(int(backlog * (cost.kv_rows if slots is None else slots)))
         self._late: deque[SimRequest] = deque(requests)
 
     def joined(self, replica: int, engine: SimEngine, now: float) -> None:
         super().joined(replica, engine, now)
         _join(self.router, replica, self._cost, self._reports)
-        self.dispatcher.join(replica, self._backlog)
+        self.dispatcher.join(replica, self.limits)
 
     def arrived(self, request: SimRequest, now: float) -> None:
         self._late.append(request)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from .feed import Feed, LiveInput
+from .live_windows import LiveWindows
 from .order import Order
 from .spool import Spool
 from .window import Window, Windows
 
-__all__ = ["Order", "Spool", "Window", "Windows"]
+__all__ = ["Feed", "LiveInput", "LiveWindows", "Order", "Spool", "Window", "Windows"]

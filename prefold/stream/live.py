@@ -107,12 +107,22 @@ class LiveWindow:
         """Whether it takes no more until some have left."""
         return self.num_tokens >= self.max_tokens
 
-    def put(self, key: Hashable, tokens: np.ndarray, *, now: float, namespace: Hashable = (), what: Any = None) -> None:
-        """Takes a prompt, int32 [n], n >= 1. Raises InputError where one of this key waits, and when it is closed;
-        RuntimeError when it is full."""
+    def put(
+        self,
+        key: Hashable,
+        tokens: np.ndarray,
+        *,
+        now: float,
+        namespace: Hashable = (),
+        what: Any = None,
+        returns: bool = False,
+    ) -> None:
+        """Takes a prompt, int32 [n], n >= 1. returns: it had left, and comes back, which it may when all is closed.
+
+        Raises InputError where one of this key waits, and when it is closed; RuntimeError when it is full."""
         if key in self._waiting:
             raise InputError(f"the request {key!r} waits already", field="key", remedy="give each its own key")
-        if self.is_closed:
+        if self.is_closed and not returns:
             raise InputError("the window is closed", field="key", remedy="put requests in before it is closed")
         if self.is_full:
             raise RuntimeError("the window is full")
@@ -135,6 +145,10 @@ class LiveWindow:
         self.is_closed = True
 
     # --------------------------------------------------------------------------------------------- going out
+
+    def waiting(self) -> Iterator[Waiting]:
+        """Yields all that wait, in the order in which they came."""
+        return iter(list(self._waiting.values()))
 
     def oldest(self) -> Bucket | None:
         """Returns the bucket of the request that has waited longest, None where nobody waits."""

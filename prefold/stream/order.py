@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import InputError
 from ..prefix import common_prefix_lengths
+from ..types import Request
+from .options import encode_options
 
-__all__ = ["FileOrder", "HeldOrder", "Order", "SpooledRequest", "join", "read_requests", "write_request"]
+__all__ = ["FileOrder", "HeldOrder", "Order", "SpooledRequest", "encode", "join", "read_requests", "write_request"]
 
 # What a file has before each request: its number, how many tokens and targets it has (-1: no targets), and how many
 # bytes its tag, its options, the name of its adapter and its salt take.
@@ -44,8 +47,40 @@ class SpooledRequest(NamedTuple):
         return len(self.key) // 4
 
     @property
+    def tokens(self) -> np.ndarray:
+        return np.frombuffer(self.key, ">i4").astype(np.int32)
+
+    @property
     def namespace(self) -> tuple[str, str]:
         return self[:2]
+
+
+def encode(request: Request, tag: bytes = b"", number: int = 0) -> SpooledRequest:
+    """Returns a request as it is spooled. Raises InputError when tokens or targets are not flat arrays of ids from 0 to
+    2**31 - 1, when there are no tokens, or more targets than tokens."""
+    key = _ids(request.tokens, "tokens", ">i4")
+    targets = None if request.targets is None else _ids(request.targets, "targets", "=i4")
+    options = encode_options(request.sampling, request.priority)
+    if not key:
+        raise InputError("tokens is empty", field="tokens", remedy="a request has at least one token")
+    if targets is not None and len(targets) > len(key):
+        message = f"{len(targets) // 4} targets for {len(key) // 4} tokens"
+        raise InputError(message, field="targets", remedy="each target needs the row of a token")
+    return SpooledRequest(request.adapter or "", request.salt, key, number, targets, bytes(tag), options)
+
+
+def _ids(array: Any, name: str, dtype: str) -> bytes:
+    """Returns the ids as bytes of `dtype`, a type of 4 bytes. Raises InputError naming the field `name`."""
+    array = np.asarray(array)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        message = f"{name} is an array of {array.dtype} with {array.ndim} dimensions"
+        raise InputError(message, field=name, remedy="give a flat array of integers")
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
+        bad = int(np.argmax((array < 0) | (array >= 2**31)))
+        raise InputError(
+            f"{name}[{bad}] is {int(array[bad])}", field=name, remedy="token ids lie between 0 and 2**31 - 1"
+        )
+    return array.astype(dtype).tobytes()
 
 
 class Order:

@@ -14,15 +14,11 @@ from contextlib import ExitStack
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-import numpy as np
 
 from ..errors import InputError
 from ..types import Request
 from .folder import SpoolFolder
-from .options import encode_options
-from .order import FileOrder, HeldOrder, Order, SpooledRequest, read_requests, write_request
+from .order import FileOrder, HeldOrder, Order, SpooledRequest, encode, read_requests, write_request
 from .window import Windows, cut_into_windows
 
 __all__ = ["Spool"]
@@ -86,25 +82,17 @@ class Spool:
         `Window.twins`). Raises InputError when tokens or targets are not flat arrays of ids from 0 to 2**31 - 1, when
         there are no tokens, or more targets than tokens; RuntimeError once windows have been read.
         """
-        key = _ids(request.tokens, "tokens", ">i4")
-        targets = None if request.targets is None else _ids(request.targets, "targets", "=i4")
-        options = encode_options(request.sampling, request.priority)
-        namespace = (request.adapter or "", request.salt)
-        if not key:
-            raise InputError("tokens is empty", field="tokens", remedy="a request has at least one token")
-        if targets is not None and len(targets) > len(key):
-            message = f"{len(targets) // 4} targets for {len(key) // 4} tokens"
-            raise InputError(message, field="targets", remedy="each target needs the row of a token")
-        size = len(key) + len(targets or b"") + len(tag) + len(options) + _REQUEST_OVERHEAD
+        new = encode(request, tag)
+        size = len(new.key) + len(new.targets or b"") + len(tag) + len(new.options) + _REQUEST_OVERHEAD
         with self._lock:
             if self._state != "adding":
                 raise RuntimeError(f"a request was added to a spool that is {self._state}")
-            self._held.append(SpooledRequest(*namespace, key, self.num_requests, targets, bytes(tag), options))
-            self._namespaces.add(namespace)
-            before, self._last = self._last, (*namespace, key)
+            self._held.append(new._replace(number=self.num_requests))
+            self._namespaces.add(new.namespace)
+            before, self._last = self._last, new[:3]
             is_new = request.sampling is not None or self._last != before
             self.num_requests += 1
-            self.num_tokens += len(key) // 4
+            self.num_tokens += new.num_tokens
             self._held_bytes += size
             if self._held_bytes > self._memory_bytes:
                 self._spill()
@@ -220,20 +208,6 @@ class Spool:
             yield from sorted(part, key=attrgetter("number"))
             if follows is not None:
                 heapq.heappush(ahead, (follows[0], run, follows[1]))
-
-
-def _ids(array: Any, name: str, dtype: str) -> bytes:
-    """Returns the ids as bytes of `dtype`, a type of 4 bytes. Raises InputError naming the field `name`."""
-    array = np.asarray(array)
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        message = f"{name} is an array of {array.dtype} with {array.ndim} dimensions"
-        raise InputError(message, field=name, remedy="give a flat array of integers")
-    if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
-        bad = int(np.argmax((array < 0) | (array >= 2**31)))
-        raise InputError(
-            f"{name}[{bad}] is {int(array[bad])}", field=name, remedy="token ids lie between 0 and 2**31 - 1"
-        )
-    return array.astype(dtype).tobytes()
 
 
 def _first_namespace(path: Path) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from ..types import Request
 from .options import decode_options
 from .order import Order, SpooledRequest, join
 
-__all__ = ["Window", "Windows", "cut_into_windows"]
+__all__ = ["Window", "Windows", "cut_into_windows", "shared_by"]
 
 _LATEST_SHARE = 4  # a window may end anywhere in its last 1/4
 
@@ -126,6 +126,14 @@ def _shared_with_previous(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray
     return common_prefix_lengths(tokens, offsets, np.arange(len(offsets) - 1))
 
 
+def shared_by(one: bytes, other: bytes) -> int:
+    """Returns how many leading tokens the keys of two requests have in common."""
+    if other.startswith(one) or one.startswith(other):
+        return min(len(one), len(other)) // 4
+    size = min(len(one), len(other)) // 4
+    return int((np.frombuffer(one, ">i4", size) != np.frombuffer(other, ">i4", size)).argmax())
+
+
 def cut_into_windows(requests: Iterable[SpooledRequest], *, max_tokens: int, is_sorted: bool) -> Iterator[Window]:
     """Returns windows of at most `max_tokens` tokens, or of one longer request; each of one adapter and salt.
 
@@ -175,8 +183,7 @@ def _make_window(requests: Sequence[SpooledRequest], last: bytes | None, is_sort
     target_offsets = _offsets([len(t) // 4 for t in targets])
     common = 0
     if last is not None:
-        pair = np.concatenate((np.frombuffer(last, ">i4").astype(np.int32), tokens[: offsets[1]]))
-        common = int(_shared_with_previous(pair, np.array([0, len(last) // 4, len(pair)]))[1])
+        common = shared_by(last, requests[0].key)
     return Window(
         tokens=tokens,
         offsets=offsets,

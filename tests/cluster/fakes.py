@@ -20,7 +20,7 @@ class SlowEngine(FakeEngine):
         super().__init__("full", before=before)
 
     def run(self, windows: Any, readout: Any, *, on_step: Any = None, stopping: Any = None, **_: Any) -> Iterator:
-        return super().run(windows, readout, on_step=on_step)
+        return super().run(filter(None, windows), readout, on_step=on_step)
 
     def generate(self, windows: Any, tokenizer: Any, *, on_step: Any = None, stopping: Any = None, **_: Any):
         return super().generate((window for window in windows if window is not None), tokenizer, on_step=on_step)
@@ -88,6 +88,10 @@ class ThreadReplicas(Replicas):
     def end(self, name):
         if name in self.hosts:
             self.hosts[name].end()
+
+    def retell(self, name):
+        if name in self.hosts:
+            self.hosts[name].retell()
 
     def kill(self, name):
         self.lose(name, "killed")

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefold.cluster.dispatch import Dispatcher
+from prefold.cluster.dispatch import Dispatcher, Limits
 from prefold.cluster.policies import POLICIES, policy_named
 from prefold.cluster.replica import Speed
 from prefold.cluster.router import Router
@@ -19,7 +19,7 @@ def dispatcher(replicas: str, backlog: int = 1000, policy: str = "prefix", **win
     found = Dispatcher(router, limit_of=lambda what: what or 0, **({"max_tokens": 10**6, "grown_tokens": 300} | window))
     for name in replicas:
         router.join(name, speed=Speed(SPEED.prefill, SPEED.decode))
-        found.join(name, backlog)
+        found.join(name, Limits(backlog))
     return found
 
 

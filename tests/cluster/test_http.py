@@ -23,9 +23,9 @@ from prefold.cluster.http_bodies import generation_body
 from prefold.cluster.http_replicas import HttpReplicas
 from prefold.errors import InputError
 from prefold.stream import Spool
-from prefold.types import Grammar, Request, Sampling
+from prefold.types import Grammar, Readout, Request, Sampling
 
-from .servers import serving
+from .servers import logprob_of, serving
 
 NUM = 200
 
@@ -224,7 +224,7 @@ def test_bad_options(table):
     assert "cannot be reached" in run("--url", "http://127.0.0.1:9", "--patience", "1", code=1)
     with serving() as server:
         said = run("--overwrite", "--url", server.url, "--labels", "a,b", task="classify", code=1)
-    assert "generates text and makes embeddings" in said
+    assert "log-probabilities need token ids" in said
 
 
 def test_a_path_that_a_server_does_not_have_stops_the_job(table):
@@ -318,3 +318,42 @@ def test_prefold_serve_gives_what_the_model_gives_here(table):
     here, there = output("here.jsonl"), output()
     for i in here:
         assert here[i].get("text") == there[i].get("text")
+
+
+@pytest.mark.parametrize("kind", ["logprobs", "logits"])
+def test_numbers_are_read_out_of_a_prompts_logprobs(kind):
+    from prefold.cluster.fleet import Fleet
+    from prefold.cluster.http_replicas import HttpReplicas
+
+    rng = np.random.default_rng(0)
+    requests = []
+    for _ in range(60):
+        tokens, count = rng.integers(8, 40, rng.integers(4, 12)).astype(np.int32), int(rng.integers(1, 4))
+        targets = np.append(tokens[len(tokens) - count + 1 :], rng.integers(8, 40)).astype(np.int32)
+        requests.append(Request(tokens, targets if kind == "logprobs" else None))
+    readout = Readout(kind, (9, 21, 33) if kind == "logits" else ())
+    with serving() as server, Spool() as spool:
+        fleet = Fleet(HttpReplicas([server.url], "m", None))
+        for number, request in enumerate(requests):
+            spool.add(request, number.to_bytes(2, "little"))
+        found = {int.from_bytes(tag, "little"): one for tag, one in fleet.run(spool.windows(max_tokens=500), readout)}
+        fleet.close()
+    assert len(found) == 60
+    for number, request in enumerate(requests):
+        tokens, result = request.tokens.tolist(), found[number]
+        if kind == "logits":
+            wanted = [logprob_of(tokens, id_) for id_ in readout.ids]
+        else:
+            whole, count = [*tokens, int(request.targets[-1])], len(request.targets)
+            wanted = [logprob_of(whole[:at], whole[at]) for at in range(len(whole) - count, len(whole))]
+            assert result.greedy.tolist() == [value > -1 for value in wanted]
+        np.testing.assert_allclose(result.values, wanted)
+
+
+def test_a_server_without_a_prompts_logprobs_is_told_of(table):
+    write_tokenizer(table / "named")
+    (table / "named" / "config.json").write_text('{"model_type": "a_family_that_is_new"}')
+    answer = (200, {}, {"choices": [{"text": "x"}]})
+    with serving(fault=lambda *_: answer) as server:
+        run("--url", server.url, "--tokenizer", "named", "--labels", "yes,no", task="classify")
+    assert all("gives no log-probabilities" in line["error"]["message"] for i, line in output().items() if i != 3)

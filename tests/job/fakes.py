@@ -102,10 +102,10 @@ class FakeEngine:
         return before
 
     def run(
-        self, windows: Any, readout: Readout, *, on_step: Any = None, stopping: Any = None
+        self, windows: Any, readout: Readout, *, on_step: Any = None, stopping: Any = None, cache_prefill: Any = None
     ) -> Iterator[tuple[bytes, Result]]:
         try:
-            for window in windows:
+            for window in filter(None, windows):
                 yield from self._window(window, on_step)
         finally:
             self.closed += 1
@@ -115,7 +115,7 @@ class FakeEngine:
     ) -> Iterator[tuple[bytes, list[Generated] | InputError]]:
         """Each prompt again, with its seed behind it; a prompt with "bad" in it cannot be run."""
         try:
-            for window in windows:
+            for window in filter(None, windows):
                 for i, (tag, _) in enumerate(self._window(window, on_step)):
                     request = window.request(i)
                     text = request.tokens.astype(np.uint8).tobytes().decode()

@@ -1,0 +1,259 @@
+"""Streams on two replicas of one thread on Ray: the cases `two` and `idle` of fleet.py."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import median
+
+from prefold.cluster.fleet import Fleet
+from prefold.cluster.policies import POLICIES, policy_named
+from prefold.cluster.ray_replicas import RayReplicas
+from prefold.cluster.replicas import ReplicaReady, ReplicaReport
+from prefold.simulate.requests import SimRequest, prefix_repetition
+from prefold.stream import Feed, LiveInput
+from prefold.types import Request, Sampling
+
+MODEL = "smollm2-135m"
+PREFIXES, PREFIX, SUFFIX, OUTPUT = 24, 192, 16, 8
+STORE = 3072  # rows of a replica's KV store
+RUNNING = 16
+# Whoever does not look at prefixes takes requests as they come, one by one.
+IN_ORDER = {"threshold": 2.0, "max_age": 0.0}
+
+
+class Watched(RayReplicas):
+    """Replicas whose steps are noted as (name, start, stop) of this process' clock; `late` is ready so much later."""
+
+    def __init__(self, *arguments: Any, late: dict[str, float] | None = None, **options: Any):
+        super().__init__(*arguments, **options)
+        self.steps: list[tuple[str, float, float]] = []
+        self.ready: dict[str, float] = {}
+        self._late = late or {}
+
+    def start(self, tell: Any) -> None:
+        def heard(name: str, event: Any) -> None:
+            now = time.perf_counter()
+            if isinstance(event, ReplicaReady):
+                if name in self._late:
+                    threading.Timer(self._late.pop(name), partial(heard, name, event)).start()
+                    return
+                self.ready[name] = now
+            if isinstance(event, ReplicaReport):
+                self.steps += [(name, now - s.started, now - s.started + s.seconds) for s in event.steps]
+            tell(name, event)
+
+        super().start(heard)
+
+
+def fleet_of(late: dict[str, float] | None = None, **options: Any) -> tuple[Fleet, Watched]:
+    place = {"dtype": "float32", "device": "cpu", "threads": 1, "cache": "lru"}
+    replicas = Watched(MODEL, place | options, count=2, late=late)
+    return Fleet(replicas), replicas
+
+
+def wait_for(fleet: Fleet, count: int) -> None:
+    while fleet.num_ready < count:
+        run(fleet, prefix_repetition(8, prefixes=2, prefix=8, suffix=8, output=1, seed=99))
+
+
+def run(fleet: Fleet, requests: list[SimRequest]) -> float:
+    """The seconds in which a stream of requests is answered, all of which are there from the start."""
+    feed = Feed(1 << 30)
+    for request in requests:
+        sampling = Sampling(max_tokens=request.limit, ignore_eos=True)
+        feed.put([(Request(request.drawn_tokens(40_000), sampling=sampling), str(request.key).encode())])
+    feed.end()
+    began = time.perf_counter()
+    count = sum(1 for _ in fleet.generate(LiveInput(feed, 1 << 20), None))
+    assert count == len(requests)
+    return time.perf_counter() - began
+
+
+# ------------------------------------------------------------------------------------------------------ two
+
+
+def two(rows: int, repeats: int) -> list[dict[str, Any]]:
+    """rows: requests of a run."""
+    machine = calibrated()
+    slot_bytes = 30 * 2 * 3 * 64 * 4  # SmolLM2 135M in float32
+    fleet, _ = fleet_of(kv_memory=(STORE + 1) * slot_bytes, max_running=RUNNING)
+    table = []
+    seeds = iter(range(1, 10_000))
+    try:
+        wait_for(fleet, 2)
+        for shape in ("repeated", "nothing shared"):
+            runs: dict[str, list[tuple[float, Any]]] = {name: [] for name in POLICIES}
+            for _ in range(repeats):
+                for name in POLICIES:
+                    requests = of_shape(shape, rows, next(seeds))
+                    fleet.policy = policy_named(name)
+                    fleet.live = {} if name == "prefix" else IN_ORDER
+                    fleet.reset_stats()
+                    runs[name].append((run(fleet, requests), fleet.stats.generation))
+            ours = median([seconds for seconds, _ in runs["prefix"]])
+            for name, some in runs.items():
+                seconds, g = median([one for one, _ in some]), some[-1][1]
+                asked = sum(request.rows for request in requests)
+                said = simulated(machine, name, of_shape(shape, rows, 5))
+                table.append(
+                    {
+                        "requests": shape, "policy": name, "seconds": seconds, "of ours": seconds / ours,
+                        "simulated": said.seconds, "off by": said.seconds / seconds - 1,
+                        "on admission": (g.first_admission_hits + g.cross_window_hits) / asked,
+                        "in step": g.in_step_hits / asked, "computed": g.prefill_rows / asked,
+                        "computed, simulated": said.hits.computed / asked,
+                    }
+                )  # fmt: skip
+    finally:
+        fleet.close()
+    return table
+
+
+def of_shape(shape: str, rows: int, seed: int) -> list[SimRequest]:
+    if shape == "repeated":
+        return renumbered(
+            prefix_repetition(rows, prefixes=PREFIXES, prefix=PREFIX, suffix=SUFFIX, output=OUTPUT, seed=seed), seed
+        )
+    found = prefix_repetition(rows // 4, prefixes=rows // 4, prefix=PREFIX, suffix=SUFFIX, output=OUTPUT, seed=seed)
+    return renumbered(found, seed)
+
+
+def renumbered(requests: list[SimRequest], seed: int) -> list[SimRequest]:
+    """Requests that share nothing with those of another seed: caches stay as they are between runs."""
+    base = seed * 1_000_000
+    return [replace(r, path=tuple((base + number, rows) for number, rows in r.path)) for r in requests]
+
+
+def calibrated() -> Any:
+    """This machine, with the constants that explain measured steps of one thread best."""
+    from prefold import LLM
+    from prefold.simulate.costs import StepRows, fit, machine_named, model_named
+
+    llm = LLM(MODEL, dtype="float32", device="cpu", threads=1, max_running=RUNNING, cache="off")
+    steps: list[tuple[StepRows, float]] = []
+
+    def note(info: Any) -> None:
+        prefill = info.rows - info.running
+        pairs, reads = prefill * (PREFIX + SUFFIX) // 2, info.running + prefill // 64
+        steps.append((StepRows(prefill, info.running, info.path_rows, pairs, reads), info.seconds))
+
+    with llm.engine.meter.heard_by(note):
+        for seed in (1, 2):
+            requests = of_shape("repeated", 48, seed)
+            prompts = [request.drawn_tokens(40_000).tolist() for request in requests]
+            llm.generate(prompts, max_tokens=OUTPUT, ignore_eos=True)
+    llm.close()
+    return fit(machine_named("cpu2"), model_named("SmolLM2-135M"), steps)
+
+
+def simulated(machine: Any, policy: str, requests: list[SimRequest]) -> Any:
+    from prefold.cluster.live import limits_of
+    from prefold.cluster.replicas import ReplicaFacts, RunCall
+    from prefold.simulate.costs import StepCost, model_named
+    from prefold.simulate.feeders import Streamed
+    from prefold.simulate.fleet import Replica, run_fleet
+    from prefold.simulate.scheduled import ScheduledEngine
+    from prefold.types import Readout
+
+    cost = StepCost(machine, model_named("SmolLM2-135M"))
+    options = {} if policy == "prefix" else IN_ORDER
+    feeder = Streamed(cost, count=len(requests), slots=STORE, policy=policy_named(policy), requests=requests, **options)
+    limits = limits_of(ReplicaFacts(max_running=RUNNING, cache_rows=STORE), RunCall(Readout("tokens"), live=True))
+    feeder.limits = limits
+    engine = partial(ScheduledEngine, cost, max_batch_rows=4096, max_running=RUNNING, slots=STORE, reports=True)
+    return run_fleet([Replica(engine), Replica(engine)], feeder)
+
+
+# ----------------------------------------------------------------------------------------------------- idle
+
+
+def idle(rows: int, repeats: int) -> list[dict[str, Any]]:
+    """rows: records of a run. Jobs are those of the command line: a reader, a journal, an output."""
+    table = []
+    cases: list[tuple[str, bool, dict[str, float]]] = [
+        ("a stream", True, {}), ("a known job", False, {}), ("a stream, one 20 s late", True, {"replica 2": 20.0}),
+    ]  # fmt: skip
+    for name, streaming, late in cases:
+        for _ in range(repeats):
+            table.append({"job": name} | idle_run(rows, streaming, dict(late)))
+    return table
+
+
+def idle_run(rows: int, streaming: bool, late: dict[str, float]) -> dict[str, Any]:
+    from prefold.checkpoint import resolve
+    from prefold.cli.fleet import FleetModel
+    from prefold.job import Job, OutputOptions, open_output, run_job
+    from prefold.records.fields import Template
+    from prefold.records.source import open_source
+    from prefold.records.tables import Columns, TableAdapter
+    from prefold.report.progress import Progress
+    from prefold.tasks import make_task
+    from prefold.text import tokenizer_or_none
+
+    checkpoint = resolve(MODEL)
+    tokenizer = tokenizer_or_none(checkpoint)
+    fleet, replicas = fleet_of(late, max_running=32)
+    while not replicas.ready:
+        time.sleep(0.05)
+    if not late:
+        wait_for(fleet, 2)
+    replicas.steps.clear()
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts_of(rows)))
+        task = make_task("generate", checkpoint, tokenizer, max_tokens=OUTPUT, ignore_eos=True)
+        job = Job(
+            Slow(open_source(str(source)), rows),
+            TableAdapter("generate", Columns(prompt=Template("text", "--prompt"))),
+            {"generate": task}, lambda: FleetModel(fleet), open_output(OutputOptions(out), {}), streaming=streaming,
+            early=True,
+        )  # fmt: skip
+        began = time.perf_counter()
+        summary = run_job(job, Progress())  # it closes the fleet
+        seconds = time.perf_counter() - began
+        assert summary.records == rows and not summary.errors
+    shares = []
+    for name in replicas.names:
+        mine = [(start, stop) for who, start, stop in replicas.steps if who == name]
+        if mine:
+            span = max(stop for _, stop in mine) - min(start for start, _ in mine)
+            shares.append(1 - sum(stop - start for start, stop in mine) / span)
+    first = min(start for _, start, _ in replicas.steps)
+    before = sum(stop < replicas.ready[replicas.names[1]] for _, _, stop in replicas.steps)
+    return {
+        "records": rows, "seconds": seconds, "first step after": first - job.source.first, "steps": len(replicas.steps),
+        "idle, replica 1": shares[0], "idle, replica 2": shares[-1], "steps before the second was there": before,
+    }  # fmt: skip
+
+
+def texts_of(count: int) -> list[str]:
+    rng = np.random.default_rng(0)
+    words = ["alpha", "beta", "gamma", "delta", "rho", "sigma", "tau", "pi"]
+    prefixes = [" ".join(rng.choice(words, 60)) for _ in range(PREFIXES)]
+    return [f"{prefixes[rng.integers(PREFIXES)]} {rng.integers(10**9)}" for _ in range(count)]
+
+
+class Slow:
+    """A source whose records come over about as long as two replicas work on them; `first` is when the first did."""
+
+    def __init__(self, source: Any, count: int):
+        self._source, self._pause = source, 10.0 / count
+        self.first = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def records(self, *arguments: Any) -> Any:
+        for record in self._source.records(*arguments):
+            self.first = self.first or time.perf_counter()
+            yield record
+            time.sleep(self._pause)

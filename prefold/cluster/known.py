@@ -1,0 +1,120 @@
+"""Work whose order is known: a spool's requests, divided among replicas by `leases.py` and packed as windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..prefix import RowCost, StreamCost
+from ..stream import Order, Window, Windows
+from ..stream.options import decode_options
+from .leases import LeaseOptions, Leases
+from .replicas import ReplicaFacts, RunCall, lease_windows
+
+__all__ = ["Answered", "KnownWork"]
+
+_GUESSED_OUTPUT = 256  # tokens, where no request says how many it may have
+_SAMPLED = 256  # requests that are asked how many they may have
+
+# A request's tag, the tokens of its prompt (0: of a further read of a prompt), and what it gave.
+Answered = tuple[bytes, int, Any]
+
+
+class KnownWork:
+    """The requests of a spool on a fleet.
+
+    numbers   where the leases' numbers come from
+    num_rows  of the stream
+    """
+
+    def __init__(self, windows: Windows, call: RunCall, row_cost: RowCost, numbers: Iterator[int], patience: float):
+        self.order: Order = windows.order()
+        self.leases: Leases | None = None
+        self._call, self._numbers, self._patience = call, numbers, patience
+        self._max_tokens = windows.max_tokens
+        lengths, shared = self.order.lengths, self.order.shared
+        outputs = _expected_outputs(self.order) if call.readout.kind == "tokens" and len(self.order) else None
+        self._cost = StreamCost(lengths, shared, row_cost, outputs=outputs)
+        self.num_rows = int(lengths.sum(dtype=np.int64) - shared.sum(dtype=np.int64))
+        self._last: dict[str, int] = {}  # place of the last request that a replica was given
+        self._under_way: dict[int, tuple[bytes, int]] = {}
+
+    @property
+    def is_done(self) -> bool:
+        """Returns whether all requests are answered."""
+        return not len(self.order) or (self.leases is not None and not self.leases.num_left)
+
+    def join(self, name: str, facts: ReplicaFacts, expected: list[str], now: float) -> None:
+        """A replica can take work; with the first of them the order is cut for all that are expected."""
+        if not len(self.order):
+            return
+        if self.leases is None:
+            self.leases = Leases(self._cost, expected, self._options(facts), numbers=self._numbers)
+        self.leases.join(name, now)
+
+    def send(self, now: float) -> Iterator[tuple[str, list[Window]]]:
+        """Yields (replica, windows) of what is to be given away now."""
+        if self.leases is None or self.is_done:
+            return
+        self.leases.admit(now)
+        while (lease := self.leases.plan()) is not None:
+            self.leases.begin(lease, now)
+            name = str(lease.replica)
+            windows, tags = lease_windows(
+                self.order, lease.number, lease.start, lease.stop,
+                max_tokens=self._max_tokens, before=self._last.get(name),
+            )  # fmt: skip
+            self._last[name] = lease.stop - 1
+            counted = [
+                0 if twin else int(n) for w in windows for n, twin in zip(np.diff(w.offsets), w.twins, strict=True)
+            ]
+            self._under_way.update(
+                (place, one) for place, one in enumerate(zip(tags, counted, strict=True), lease.start)
+            )
+            yield name, windows
+
+    def commit(self, name: str, number: int, answers: Mapping[int, Any], now: float) -> Iterator[Answered]:
+        """Yields the answers to a lease that are the first ones. answers: by the requests' places."""
+        assert self.leases is not None
+        for place in self.leases.commit(name, number, answers, now):
+            yield *self._under_way.pop(place), answers[place]
+
+    def lose(self, name: str, now: float, *, returns: bool) -> Iterator[bytes]:
+        """Yields the tags of the requests that are given up as a replica is lost."""
+        self._last.pop(name, None)
+        if self.leases is None:
+            return
+        for place in self.leases.lose(name, now):
+            yield self._under_way.pop(place)[0]
+        if returns:
+            self.leases.expect(name)
+
+    def _options(self, facts: ReplicaFacts) -> LeaseOptions:
+        """Returns how large leases are, by what a replica can do at once."""
+        row = self._cost.total / max(1, self.num_rows)
+        most, patience = row * self._max_tokens, self._patience
+        if self._call.readout.kind == "tokens":
+            running = facts.max_running
+            found = LeaseOptions(
+                least=4 * self._cost.total / max(1, len(self.order)), most=most, waiting=running + running // 2,
+                begun=(2 * running, np.inf), alone=False, patience=patience,
+            )  # fmt: skip
+        else:
+            step = row * (self._call.max_batch_rows or facts.max_rows)
+            begun = (1 << 30, 2 * step)
+            found = LeaseOptions(least=step / 4, most=most, waiting=facts.at_once, begun=begun, patience=patience)
+        return found if facts.dies_of_requests else replace(found, begun=(0, 0.0))
+
+
+def _expected_outputs(order: Order) -> np.ndarray:
+    """Returns how many tokens may be generated for each request, int64: the mean of some from all over the order."""
+    found = []
+    for place in np.linspace(0, len(order) - 1, min(_SAMPLED, len(order))).astype(int).tolist():
+        (request,) = order.read(place, place + 1)
+        sampling, _ = decode_options(request.options)
+        limit = _GUESSED_OUTPUT if sampling is None or sampling.max_tokens is None else sampling.max_tokens
+        found.append(limit * (1 if sampling is None else sampling.n))
+    return np.full(len(order), round(float(np.mean(found))), np.int64)

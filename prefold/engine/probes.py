@@ -1,0 +1,65 @@
+"""Windows of which only last rows are read, as what is served in the slots of a KV store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from ..stream import Window
+from ..types import Readout, Request
+from .requests import can_probe
+
+__all__ = ["ProbeWindows", "Probes"]
+
+Probes = Iterator[list[tuple[tuple[Window, int], Request]] | None]
+
+
+class ProbeWindows:
+    """Parts windows into those of which last rows are read, of prompts of at most `slots` tokens, and all others.
+
+    has_ended  whether there are no more of either
+    """
+
+    def __init__(self, windows: Iterable[Window | None], readout: Readout, slots: int):
+        self.has_ended = False
+        self._windows, self._readout, self._slots = iter(windows), readout, slots
+        self._next: Window | None = None  # was taken, and is of the other kind
+
+    def probes(self) -> Probes:
+        """Yields the requests of each window, tagged (window, place in it), and None for None, until others come."""
+        while not self.has_ended:
+            window = self._take()
+            if window is None:
+                if not self.has_ended:
+                    yield None
+                continue
+            fits = np.diff(window.offsets) <= self._slots
+            if not self._can_probe(window) or not fits.all():
+                self._next = window.take(np.flatnonzero(~fits)) if self._can_probe(window) else window
+                if not self._can_probe(window) or not fits.any():
+                    return
+                window = window.take(np.flatnonzero(fits))
+            yield [((window, number), window.request(number)) for number in range(window.num_requests)]
+            if self._next is not None:
+                return
+
+    def others(self) -> Iterator[Window]:
+        """Yields the others, one after the other, until there is none."""
+        while (window := self._take()) is not None:
+            if self._can_probe(window) and (np.diff(window.offsets) <= self._slots).any():
+                self._next = window
+                return
+            yield window
+
+    def _take(self) -> Window | None:
+        window, self._next = self._next, None
+        if window is None:
+            try:
+                window = next(self._windows)
+            except StopIteration:
+                self.has_ended = True
+        return window
+
+    def _can_probe(self, window: Window) -> bool:
+        return can_probe(self._readout, np.diff(window.target_offsets))

@@ -1,0 +1,163 @@
+"""Windows out of a stream that goes on: what waits in the live window leaves it as one engine has room."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from .feed import Feed
+from .live import Bucket, LiveWindow
+from .order import SpooledRequest
+from .window import Window, cut_into_windows, shared_by
+
+__all__ = ["LiveWindows", "window_of"]
+
+_WAIT = 0.02
+_AHEAD = 0.05  # a device that computes ahead gives its last results when nothing more is asked of it
+
+
+class LiveWindows:
+    """The requests of a feed as windows for one engine, in one live window.
+
+    feed        where they come from
+    max_tokens  of requests that wait
+    most        tokens of one window: about what an engine can begin with at once
+    share       whether requests share rows; otherwise they leave as they came
+    busy        an engine with so many requests lets others wait for more of their kind
+    is_held     called with (namespace, prefix): whether the engine holds its K/V; such buckets leave first
+    stopping    asked while there is nothing to do: whether to end
+
+    The caller says with `answered` how many requests it has the answers of.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        *,
+        max_tokens: int,
+        most: int,
+        share: bool = True,
+        busy: int = 1,
+        is_held: Callable[[Hashable, np.ndarray], bool] | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+    ):
+        self.feed = feed
+        self.answered = self.given = 0
+        self.is_closed = False
+        self._is_held = is_held
+        # A bucket whose prefix the engine holds is in the queue True.
+        self.window = LiveWindow(max_tokens=max_tokens, **({} if is_held is None else {"homes": self._homes}))
+        self._most, self._share, self._busy, self._stopping = most, share, busy, stopping
+        self._late: deque[Sequence[SpooledRequest]] = deque()  # of a record of which not all had room
+        self._made: deque[Window] = deque()
+        self._last: SpooledRequest | None = None
+
+    def _homes(self, namespace: Hashable, prefix: np.ndarray) -> Collection[Hashable]:
+        assert self._is_held is not None
+        return (True,) if self._is_held(namespace, prefix) else ()
+
+    def close(self) -> None:
+        """No more windows are wanted."""
+        self.is_closed = True
+
+    @property
+    def is_done(self) -> bool:
+        """Returns whether there is nothing left to be given."""
+        return self.is_closed or (not (self.window or self._late or self._made) and self.feed.is_over)
+
+    def __iter__(self) -> Iterator[Window | None]:
+        """Yields windows, and None where nothing is there while the engine has others to go on with."""
+        while not self.is_done:
+            window = self._next()
+            if window is None and not self._num_open:
+                self._wait()
+                if self._stopping():
+                    return
+                window = self._next()
+            yield window
+
+    def steady(self, *, ahead: bool) -> Iterator[Window]:
+        """Yields windows, for a run that takes no None.
+
+        ahead  whether the engine keeps back the last step's results until it is asked for the next: then this ends when
+               nothing has come for a while
+        """
+        began = time.monotonic()
+        while not self.is_done:
+            window = self._next()
+            if window is not None:
+                yield window
+                began = time.monotonic()
+                continue
+            self._wait()
+            if self._stopping() or (ahead and self._num_open and time.monotonic() - began > _AHEAD):
+                return
+
+    @property
+    def _num_open(self) -> int:
+        return self.given - self.answered
+
+    def _wait(self) -> None:
+        self.feed.is_hungry = not self.window
+        self._take_in(_WAIT)
+
+    def _take_in(self, timeout: float = 0.0) -> None:
+        """Moves what has come into the window, as long as there is room."""
+        window, now = self.window, time.monotonic()
+        while not window.is_full:
+            if self._late:
+                reads = self._late.popleft()
+                first = reads[0]
+                window.put(first.number, first.tokens, now=now, namespace=first.namespace, what=reads)
+                continue
+            if self.feed.is_over or (came := self.feed.take(timeout)) is None:
+                break
+            timeout = 0.0
+            self._late.extend(came)
+        if not window and not self._late and self.feed.since is None:
+            self.feed.is_hungry = True
+
+    def _next(self) -> Window | None:
+        if not self._made:
+            self._take_in()
+            requests = self._leaving()
+            self.given += len(requests)
+            self._made.extend(window_of(requests, share=self._share))
+            if self._made and self._share:
+                self._made[0] = replace(self._made[0], common=self._common(self._made[0], requests[0]))
+                self._last = requests[-1]
+        return self._made.popleft() if self._made else None
+
+    def _leaving(self) -> list[SpooledRequest]:
+        """Returns the requests that leave now, sorted: buckets until there are enough tokens."""
+        found: list[SpooledRequest] = []
+        left = self._most
+        while left > 0 and (bucket := self._best()) is not None:
+            taken = self.window.take(bucket, left)
+            found += [request for waiting in taken for request in waiting.what]
+            left -= sum(len(waiting.tokens) for waiting in taken)
+        return sorted(found, key=lambda request: request[:4]) if self._share else found
+
+    def _best(self) -> Bucket | None:
+        window = self.window
+        if not self._share:
+            return window.oldest()
+        if (pressed := window.pressed(time.monotonic())) is not None:
+            return pressed
+        grown = self._num_open >= self._busy
+        found = window.largest(True, grown=grown) if self._is_held is not None else None
+        return found or window.largest(grown=grown)
+
+    def _common(self, window: Window, first: SpooledRequest) -> int:
+        """Returns how many leading tokens a window has in common with the request that was given before it."""
+        last = self._last
+        return 0 if last is None or last.namespace != first.namespace else shared_by(last.key, first.key)
+
+
+def window_of(requests: Sequence[SpooledRequest], *, share: bool = True) -> Iterator[Window]:
+    """Yields the windows of sorted requests: one for each adapter and salt."""
+    return cut_into_windows(requests, max_tokens=1 << 62, is_sorted=share)

@@ -1,0 +1,332 @@
+"""Streams on a fleet: the books of a live window with leases, and runs on replicas that are threads."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_checkpoint
+
+from prefold import LLM
+from prefold.cache import CacheOptions
+from prefold.cache.events import CacheEvents, Cleared, Removed, RowsStored
+from prefold.cluster.fleet import Fleet
+from prefold.cluster.host import facts_of
+from prefold.cluster.live import LiveLeases
+from prefold.cluster.replicas import ReplicaFacts, RunCall
+from prefold.errors import FleetError, InputError
+from prefold.stream import Feed, LiveInput, Spool
+from prefold.stream.order import encode
+from prefold.types import Generated, Readout, Request, Result, Sampling
+from tests.job.fakes import digest
+
+from .fakes import ThreadReplicas
+
+
+def prompt_of(rng) -> np.ndarray:
+    """A prompt under one of a few prefixes."""
+    return np.concatenate((np.full(6, rng.integers(5)), rng.integers(5, 200, rng.integers(1, 6)))).astype(np.int32)
+
+
+def reads_of(rng, numbers, sampling=None):
+    """The reads of one prompt: several where they have targets."""
+    tokens, count = prompt_of(rng), 1 if sampling else rng.integers(1, 4)
+    targets = [None if sampling else np.array([i]) for i in range(count)]
+    return tuple(encode(Request(tokens, t, sampling=sampling), b"", next(numbers)) for t in targets)
+
+
+class Told:
+    """What a replica would tell of its cache: prompts are stored as they end, and some are removed. Events may be lost,
+    come twice, and come late."""
+
+    def __init__(self, rng, epoch):
+        self.rng, self.epoch, self.first, self.runs = rng, epoch, 0, {}
+        self.sent: list[CacheEvents] = []
+
+    def snapshot(self) -> CacheEvents:
+        events = [Cleared(), *(RowsStored(run, None, tokens, ns) for run, (tokens, ns) in self.runs.items())]
+        found = CacheEvents(self.epoch, self.first, tuple(events))
+        self.first += len(events)
+        return found
+
+    def change(self, tokens, namespace) -> CacheEvents:
+        if self.runs and self.rng.random() < 0.4:
+            run = list(self.runs)[self.rng.integers(len(self.runs))]
+            del self.runs[run]
+            event = Removed(run)
+        else:
+            run = self.first + 1_000_000 * self.epoch
+            # Rows of which another run has a part would be told as a run that follows it: here prompts are whole.
+            if any(int(t[0]) == int(tokens[0]) and n == namespace for t, n in self.runs.values()):
+                event = Removed(next(r for r, (t, n) in self.runs.items() if int(t[0]) == int(tokens[0])))
+                del self.runs[event.run]
+            else:
+                self.runs[run] = (tokens, namespace)
+                event = RowsStored(run, None, tokens, namespace)
+        found = CacheEvents(self.epoch, self.first, (event,))
+        self.first += 1
+        self.sent.append(found)
+        return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["tokens", "last"]))
+def test_the_books_balance_in_long_random_runs(seed, kind):
+    rng = np.random.default_rng(seed)
+    sampling = Sampling(max_tokens=4) if kind == "tokens" else None
+    numbers, epochs = itertools.count(), itertools.count(1)
+    call = RunCall(Readout(kind), live=True)
+    facts = ReplicaFacts(max_rows=int(rng.integers(8, 40)), max_running=3, cache_rows=60, reports_cache=True)
+    live = LiveLeases(call, max_tokens=120, numbers=itertools.count(1), patience=10.0, grown_tokens=20, max_age=3.0)
+    given, answered, blamed, now = {}, [], [], 0.0
+    there: dict[str, Told] = {}
+    leases: dict[int, tuple] = {}  # those that are over too: their answers come late
+    died_with: dict[int, int] = {}
+    for _ in range(250):
+        now += float(rng.exponential(0.3))
+        what = rng.random()
+        if what < 0.3 and not live.is_full:
+            reads = reads_of(rng, numbers, sampling)
+            given |= {read.number: read for read in reads}
+            live.put(reads)
+        elif what < 0.37 and len(there) < 3:
+            name = f"replica {next(epochs)}"
+            there[name] = Told(rng, int(name.split()[1]))
+            live.join(name, facts, now)
+        elif what < 0.42 and there:
+            name = list(there)[rng.integers(len(there))]
+            del there[name]
+            gone = [r for n, r, left in leases.values() if n == name for r in left]
+            for one in live.lose(name):
+                blamed.append(one.number)
+                assert one.number in gone
+        elif what < 0.75 and leases:
+            number = list(leases)[rng.integers(len(leases))]
+            name, requests, _ = leases[number]
+            some = {r.number: answer_of(r, kind) for r in requests if rng.random() < 0.6}
+            fresh = [one.number for one, _ in live.commit(name, number, some, now)]
+            assert name in there or not fresh, "an answer of a replica that is gone"
+            answered += fresh
+        elif there:
+            name = list(there)[rng.integers(len(there))]
+            told = there[name]
+            events = told.change(prompt_of(rng), (None, ""))
+            fate = rng.random()
+            if fate < 0.1:
+                continue  # lost
+            events = told.sent[-2] if fate < 0.2 and len(told.sent) > 1 else events  # late, or once more
+            for _ in range(2 if fate > 0.9 else 1):
+                if not live.router.take(name, events):
+                    assert live.router.take(name, told.snapshot())
+        for lease in live.dispatch(now):
+            leases[lease.number] = (lease.replica, lease.requests, {r.number for r in lease.requests})
+            assert lease.replica in there
+            if lease.suspect:
+                for request in lease.requests:
+                    died_with[request.number] = 1
+        live.check()
+    assert len(answered) == len(set(answered)) and not set(answered) & set(blamed)
+    assert set(blamed) <= set(died_with), "only what was under suspicion is given up"
+    # To the end: everything that came is answered or given up.
+    live.close()
+    if not there:
+        live.join("last", facts, now)
+        there["last"] = Told(rng, 10**6)
+    for _ in range(1000):
+        now += 1.0
+        for lease in live.dispatch(now):
+            leases[lease.number] = (lease.replica, lease.requests, set())
+        for number, (name, requests, _) in list(leases.items()):
+            fresh = live.commit(name, number, {r.number: answer_of(r, kind) for r in requests}, now)
+            answered += [one.number for one, _ in fresh]
+            del leases[number]
+        live.check()
+        if not live.num_left:
+            break
+    assert sorted(answered + blamed) == sorted(given)
+
+
+def answer_of(request, kind):
+    return [Generated((1, 2), "x", "length", None, 3)] if kind == "tokens" else Result(np.zeros(1))
+
+
+# ----------------------------------------------------------------------------------------------- on threads
+
+
+def feed_of(texts, *, sampling=None, pause=0.0):
+    """A feed into which a thread puts a request for each text."""
+    feed = Feed()
+
+    def put():
+        for number, text in enumerate(texts):
+            while not feed.has_room:
+                time.sleep(0.001)
+            tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+            feed.put([(Request(tokens, sampling=sampling), number.to_bytes(4, "little"))])
+            time.sleep(pause)
+        feed.end()
+
+    threading.Thread(target=put, daemon=True).start()
+    return feed
+
+
+def texts_of(count):
+    rng = np.random.default_rng(0)
+    return [f"prefix {rng.integers(6)} and more, {rng.integers(10**6)}" for _ in range(count)]
+
+
+def run_all(fleet, feed, kind="last", window=4000, **options):
+    some = LiveInput(feed, window, **options)
+    found = fleet.generate(some, None) if kind == "tokens" else fleet.run(some, Readout(kind))
+    results = list(found)
+    assert len({tag for tag, _ in results}) == len(results), "an answer came twice"
+    return {int.from_bytes(tag, "little"): answer for tag, answer in results}
+
+
+@pytest.mark.parametrize("kind", ["last", "mean", "tokens"])
+def test_every_request_of_a_stream_is_answered_once(kind):
+    texts = texts_of(400)
+    replicas = ThreadReplicas("abc", loads={"c": 0.3})
+    fleet = Fleet(replicas)
+    seen = []
+    sampling = Sampling(max_tokens=4) if kind == "tokens" else None
+    found = run_all(fleet, feed_of(texts, sampling=sampling), kind, see=seen.append)
+    fleet.close()
+    for number, text in enumerate(texts):
+        answer = found[number]
+        assert answer[0].text.startswith(text) if kind == "tokens" else answer.values[0] == digest(text.encode())
+    assert len(found) == 400 and sum(window.num_requests for window in seen) == 400
+    assert fleet.stats.requests == 400 and fleet.stats.tokens == sum(map(len, texts))
+    assert sum(one > 0 for one in replicas.given.values()) >= 2
+
+
+def test_what_a_lost_replica_had_goes_to_others_and_counts_once():
+    texts, replicas, lost = texts_of(300), ThreadReplicas("ab"), threading.Event()
+
+    def before(name, tokens):
+        if name == "a" and not lost.is_set() and replicas.given["a"] > 20:
+            lost.set()
+            replicas.lose("a", "killed")
+            time.sleep(0.2)
+
+    replicas.before = before
+    fleet = Fleet(replicas, patience=30)
+    found = run_all(fleet, feed_of(texts, sampling=Sampling(max_tokens=2)), "tokens")
+    fleet.close()
+    assert len(found) == 300 and lost.is_set() and fleet.losses == 1 and fleet.moved > 0
+    assert fleet.stats.requests == 300 and fleet.stats.tokens == sum(map(len, texts))
+
+
+def test_a_request_that_two_replicas_die_of_is_an_error_and_the_stream_goes_on():
+    texts = [*texts_of(60), "the poison", *texts_of(60)]
+    replicas = ThreadReplicas("abcd")
+
+    def before(name, tokens):
+        if bytes(tokens.astype(np.uint8)) == b"the poison":
+            replicas.lose(name, "it died")
+            time.sleep(0.5)
+
+    replicas.before = before
+    found = run_all(Fleet(replicas), feed_of(texts))
+    errors = {number: one for number, one in found.items() if isinstance(one, InputError)}
+    assert len(found) == 121 and [*errors] == [60] and errors[60].code == "replicas_lost"
+    assert len(replicas.killed) == 2
+
+
+def test_the_first_answers_come_before_the_last_requests():
+    fleet = Fleet(ThreadReplicas("a"))
+    feed = feed_of(texts_of(30), pause=0.05)
+    began, first = time.monotonic(), None
+    for _ in fleet.run(LiveInput(feed, 4000), Readout("last")):
+        first = first or time.monotonic() - began
+    fleet.close()
+    assert first < 0.5 and time.monotonic() - began > 1.4
+
+
+def test_a_job_begins_before_it_is_read_and_the_rest_is_divided():
+    texts, spool, feed = texts_of(500), Spool(), Feed(0)
+    early = []
+
+    def put():
+        for number, text in enumerate(texts):
+            request = Request(np.frombuffer(text.encode(), np.uint8).astype(np.int32))
+            tag = number.to_bytes(4, "little")
+            if feed.has_room:
+                early.append(number)
+                feed.put([(request, tag)])
+            else:
+                spool.add(request, tag)
+            time.sleep(0.001)
+        spool.order()
+        feed.end()
+
+    threading.Thread(target=put, daemon=True).start()
+    replicas = ThreadReplicas("ab")
+    fleet = Fleet(replicas)
+    found = run_all(fleet, feed, rest=lambda: spool.windows(max_tokens=4000))
+    fleet.close()
+    assert found.keys() == set(range(500))
+    assert all(found[number].values[0] == digest(text.encode()) for number, text in enumerate(texts))
+    assert 20 < len(early) < 500 and spool.num_requests == 500 - len(early)
+    # Beside what is counted there is the path above each cut.
+    assert 0 < fleet.stats.rows_computed < fleet.stats.unique_tokens + 200 and fleet.stats.requests == 500
+
+
+def test_without_replicas_a_stream_ends_with_their_reasons():
+    replicas = ThreadReplicas("a", loads={"a": "it has no memory"})
+    with pytest.raises(FleetError, match="no memory"):
+        run_all(Fleet(replicas), feed_of(texts_of(5)))
+
+
+@pytest.mark.parametrize("lose", [0, 3])
+@pytest.mark.parametrize("kind", ["tokens", "last", "mean"])
+def test_streams_on_real_engines(tmp_path, kind, lose):
+    """Results of one engine; the router knows from the caches' events what is where, also where some are lost."""
+    folder = str(tiny_checkpoint(tmp_path, "llama"))
+    place = {"threads": 1, "dtype": "float32", "kv_memory": 1 << 20, "cache": CacheOptions(min_overlap=0)}
+    llms = {name: LLM(folder, **place) for name in "abc"}
+    alone = llms.pop("c").engine
+    facts = {name: replace(facts_of(llm), max_rows=64, max_running=8) for name, llm in llms.items()}
+    replicas = ThreadReplicas("ab", llms=llms, facts=facts)
+    fleet, texts = Fleet(replicas), [text * 2 for text in texts_of(160)]
+    sampling = Sampling(max_tokens=5, ignore_eos=True) if kind == "tokens" else None
+    held, number, next_event = [], itertools.count(1), fleet.next_event
+
+    def losing(timeout):
+        event = next_event(timeout)
+        if event is not None and getattr(event[1], "events", None) is not None:
+            held.append(event[1].events)
+            if lose and next(number) % lose == 0:
+                event[1].events = None
+        return event
+
+    fleet.next_event = losing
+    feed = feed_of(texts, sampling=sampling)
+    run = (
+        fleet.generate(LiveInput(feed, 4000), None)
+        if kind == "tokens"
+        else fleet.run(LiveInput(feed, 4000), Readout(kind))
+    )
+    found = {int.from_bytes(tag, "little"): answer for tag, answer in run}
+    fleet.close()
+    assert bool(held) == (kind != "mean") and bool(fleet.retold) == bool(lose and held)
+    with Spool() as spool:
+        for place_, text in enumerate(texts):
+            tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+            spool.add(Request(tokens, sampling=sampling), place_.to_bytes(4, "little"))
+        windows = spool.windows(max_tokens=4000)
+        wanted = alone.generate(windows, None) if kind == "tokens" else alone.run(windows, Readout(kind))
+        for tag, answer in wanted:
+            mine = found.pop(int.from_bytes(tag, "little"))
+            if kind == "tokens":
+                assert mine[0].tokens == answer[0].tokens
+            else:
+                np.testing.assert_allclose(mine.values, answer.values, atol=1e-4)
+    assert not found and fleet.stats.requests == 160
+    assert fleet.stats.rows_computed < (1.0 if kind == "mean" else 0.8) * fleet.stats.tokens
