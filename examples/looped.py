@@ -5,9 +5,10 @@
 A prompt is a graph, as its edges in any order, and a query; the answer is the end of the query's chain. The chains are
 cut out of a random permutation of the nodes, the end of a chain points to itself, and every node of 1 to `--hops` hops
 from its end is asked for. After each visit t the model is read, and should say the node t hops on: so the model learns
-a hop, and not the way to an answer. Which block a visit goes through is drawn anew in each step: so either learns every
-hop, and not which hops are left when its turn comes. A pass makes 6 visits in training and 8 in what is saved; in the
-end the model is also asked for what is a hop further than in the training. All queries of a graph share its rows.
+a hop, and not the way to an answer. At first one block makes all visits; then the other goes on from its weights, and
+which of them a visit goes through is drawn anew in each step. So either learns every hop, and not which hops are left
+when its turn comes. A pass makes 6 visits in training and 8 in what is saved; in the end the model is also asked for
+what is a hop further than in the training. All queries of a graph share its rows.
 
 The gate learns whether a query had been answered a visit before: that the end of a chain points to itself shows when
 one has gone there. It reads four features of what the model says (`"gate_reads": "features"`), which do not tell it how
@@ -38,6 +39,8 @@ from prefold.model.exits import RowExits, exit_visits
 from prefold.train import TrainBatch, save_model, visit_logprobs
 
 TRAINED_VISITS, VISITS = 6, 8
+# The share of the steps in which the first block learns alone; the second goes on from its weights.
+ALONE = 0.5
 WARM_UP = 50
 GATE_WEIGHT = 0.1
 # The gate has five weights, which have far to go until it is sure.
@@ -173,6 +176,15 @@ def initialise(model: LoopedLM, task: Task, seed: int) -> None:
 
 
 @torch.no_grad()
+def copy_block(model: LoopedLM) -> None:
+    """Gives the second block, of a layer, the weights of the first. Its q is a linear by itself."""
+    first, second = (dict(layer.named_parameters()) for layer in model.layers)
+    parts = first["qkv.weight"].split([model.config.q_size, 2 * model.config.kv_size])
+    for name, parameter in second.items():
+        parameter.copy_((dict(zip(("q.weight", "kv.weight"), parts, strict=True)) | first)[name])
+
+
+@torch.no_grad()
 def evaluate(model: LoopedLM, task: Task, most: int, graphs: int) -> dict[str, Any]:
     """Returns the share of right answers after the last visit by hops, and with exits at THRESHOLD, with the visits
     made until then."""
@@ -299,7 +311,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     def loss() -> tuple[torch.Tensor, float]:
         queries = Queries.make(task, options.graphs, options.hops, TRAINED_VISITS, run.rng)
-        order = run.rng.integers(0, model.loop.blocks, TRAINED_VISITS).tolist()
+        alone = int(ALONE * options.steps)
+        if run.step == alone:
+            copy_block(model)
+        order = run.rng.integers(0, model.loop.blocks if run.step >= alone else 1, TRAINED_VISITS).tolist()
         logprobs, gate = visit_logprobs(model, queries.batch(model), queries.wanted, order)
         assert gate is not None
         settled = torch.from_numpy(queries.settled).float()

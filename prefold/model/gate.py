@@ -50,7 +50,10 @@ class Gate(Linear):
 
         hidden  [rows, hidden] as it is read after the visit; logits: float32 [rows, vocabulary] of it
         before  that of the visit before; None after the first
+
+        They have no gradients: a gate learns what the model says, and not the model to please its gate.
         """
+        hidden, logits = hidden.detach(), logits.detach()
         scores = torch.log_softmax(logits, -1)
         shares = scores.exp()
         largest, likely = shares.max(-1)

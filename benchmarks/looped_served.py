@@ -1,0 +1,248 @@
+"""What an LLM makes of looped models: cells of benchmarks/looped.py."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import median
+from looped_tasks import TASKS, example, held_out
+
+from prefold import LLM
+from prefold.checkpoint import Checkpoint
+from prefold.model.exits import RowExits, exit_visits
+from prefold.stream import Spool
+from prefold.train import TrainBatch, visit_logprobs
+from prefold.types import Request, Sampling
+from prefold.worker.attend import Path as KVPath
+from prefold.worker.attend import StepAttend
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+THRESHOLDS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.9, 0.98)
+
+
+def rows_leave() -> bool:
+    """Returns whether the engine knows rows that leave, and routes of requests."""
+    return "exits" in inspect.signature(LLM.__init__).parameters
+
+
+def not_there(what: str) -> dict[str, Any]:
+    return {"not there": what}
+
+
+def accuracy(folder: Path, nodes: int, device: str) -> dict[str, Any]:
+    """Returns the share of right answers by hops, and the visits that a query's row makes, for each way to leave."""
+    task, hops = example.Task(nodes, TASKS[nodes][0]), TASKS[nodes][1]
+    llm = LLM(str(folder), dtype="float32", device=device, kv_memory=1 << 28)
+    visits = len(llm.config.loop.order)
+    queries = held_out(nodes)
+    with torch.no_grad():
+        gate = visit_logprobs(llm.model, queries.batch(llm.model))[1]
+    found: dict[str, Any] = {}
+
+    def ask(name: str, one: LLM, threshold: float) -> None:
+        answers = tokens_of(one, requests(queries.prompts, max_tokens=1, exit_threshold=threshold))
+        right = np.array(answers)[:, 0] == queries.wanted[-1]
+        made = exit_visits(gate, RowExits(threshold)).cpu().numpy() + 1
+        found[name] = {
+            "by hops": {str(far): float(right[queries.hops == far].mean()) for far in range(1, hops + 2)},
+            "seen": float(right[queries.hops <= hops].mean()),
+            "one more": float(right[queries.hops == hops + 1].mean()),
+            "all": float(right.mean()),
+            "visits": float(made.mean()),
+        }
+
+    ask("fixed", llm, 1.0)
+    for threshold in THRESHOLDS:
+        ask(f"read at {threshold:.2f}", llm, threshold)
+    stats = llm.stats
+    found["prompt"] = {"tokens": stats.tokens, "rows": stats.rows_computed, "visits of each": visits}
+    llm.close()
+    if rows_leave():
+        llm = LLM(str(folder), dtype="float32", device=device, kv_memory=1 << 28, exits="save")
+        for threshold in THRESHOLDS:
+            ask(f"save at {threshold:.2f}", llm, threshold)
+        llm.close()
+    found["guess"] = 1 / task.chains
+    return found
+
+
+def requests(prompts: Sequence[Sequence[int]], each: Sequence[dict[str, Any]] = (), **sampling: Any) -> list[Request]:
+    """Returns a request for each prompt, which takes the most likely tokens; each: options of one request."""
+    options: list[dict[str, Any]] = [{**GREEDY, **sampling, **one} for one in (each or [{}] * len(prompts))]
+    pairs = zip(prompts, options, strict=True)
+    return [Request(np.array(prompt, np.int32), sampling=Sampling(**one)) for prompt, one in pairs]
+
+
+def tokens_of(llm: LLM, asked: Sequence[Request]) -> list[list[int]]:
+    """Returns the tokens that requests get, in their order. Raises the error of one that cannot run."""
+    found: list[Any] = [None] * len(asked)
+    with Spool() as spool:
+        for number, request in enumerate(asked):
+            spool.add(request, number.to_bytes(8, "little"))
+        for tag, answer in llm.engine.generate(spool.windows(max_tokens=1 << 20, share=True), None):
+            if isinstance(answer, Exception):
+                raise answer
+            found[int.from_bytes(tag, "little")] = list(answer[0].tokens)
+    return found
+
+
+def without_kv(llm: LLM, prompts: Sequence[Sequence[int]], out: int) -> list[list[int]]:
+    """Returns what greedily follows prompts of one length, each token computed from the whole text before it: one pass
+    over all texts a token, without the engine around it."""
+    texts, model, config = [list(text) for text in prompts], llm.model, llm.config
+    with torch.inference_mode():
+        for _ in range(out):
+            # The last token is a place for the one to come.
+            given = {"prompt_lengths": [len(texts[0])] * len(texts), "sharing": "off"}
+            batch = TrainBatch.build(config, [[*text, 0] for text in texts], **given)
+            rows = batch.prepared(model.device, model.dtype)
+            attend = StepAttend(rows, KVPath(), config.planes, config.scale)
+            hidden = model(rows.tokens, rows.positions, attend, rows.read_rows)
+            for text, token in zip(texts, model.logits(hidden)[batch.target_reads].argmax(-1).tolist(), strict=True):
+                text.append(token)
+    return [text[len(prompts[0]) :] for text in texts]
+
+
+def in_turn(ways: dict[Any, Callable[[], Any]], repeats: int) -> tuple[dict[Any, list[float]], dict[Any, Any]]:
+    """Returns the seconds of each way, run round by round after one that does not count, and what each gave last."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    given: dict[str, Any] = {}
+    for number in range(repeats + 1):
+        for name, run in ways.items():
+            began = time.perf_counter()
+            given[name] = run()
+            if number:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds, given
+
+
+def random_llm(hidden: int, visits: int, device: str, **options: Any) -> LLM:
+    """Returns an LLM of random weights, two blocks of a layer, visited in turn, with a gate."""
+    config = example.hf_config(example.Task(24, 4), hidden, 4 if hidden < 256 else 8, visits)
+    config |= {"max_position_embeddings": 1024}
+    return LLM(Checkpoint.dummy(config), dtype="float32", device=device, kv_memory=1 << 30, **options)
+
+
+def kv(batch: int, prompt: int, out: int, visits: int, repeats: int, device: str) -> dict[str, Any]:
+    """Measures generating with K/V and without, and checks that they generate the same."""
+    llm = random_llm(64, visits, device)
+    prompts = np.random.default_rng(prompt).integers(0, llm.config.vocab_size, (batch, prompt)).tolist()
+    ways = {
+        "with": lambda: tokens_of(llm, requests(prompts, max_tokens=out)),
+        "without": lambda: without_kv(llm, prompts, out),
+    }
+    seconds, given = in_turn(ways, repeats)
+    row_bytes = 2 * llm.config.kv_size * len(llm.config.planes) * 4
+    llm.close()
+    return {
+        "seconds": seconds,
+        "ratio": median(seconds["without"]) / median(seconds["with"]),
+        "equal tokens": given["with"] == given["without"],
+        "kv bytes": batch * (prompt + out - 1) * row_bytes,
+    }
+
+
+def kv_of(llm: LLM, whole: Callable[[int], Any], leaving: Callable[[int], Any], out: int) -> dict[str, int]:
+    """Returns how many block calls a run makes with all visits and with exits, and the bytes of K/V not held."""
+    counts = []
+    for run in (whole, leaving):
+        llm.engine.reset_stats()
+        run(out)
+        counts.append(llm.engine.reset_stats().generation)
+    return {
+        "block calls": counts[0].block_calls,
+        "block calls with exits": counts[1].block_calls,
+        "kv bytes freed": counts[1].kv_bytes_freed,
+    }
+
+
+def once(device: str) -> dict[str, Any]:
+    """Counts the block calls of 16 queries of one graph: each row once for each beginning of a route."""
+    if not rows_leave():
+        return not_there("routes of requests")
+    task, visits = example.Task(24, 4), 8
+    rng = np.random.default_rng(0)
+    points, _ = task.graph(rng)
+    edges = task.edges(points, rng)
+    prompts = [[*edges, task.query(node)] for node in range(16)]
+    found: dict[str, Any] = {}
+    one, other = (0, 1) * 4, (0, 1, 0, 0, 1, 1, 0, 1)
+    cases = {
+        "one route": [one] * 16,
+        "two routes": [one, other] * 8,
+        "a route each": [tuple(number >> bit & 1 for bit in range(4)) * 2 for number in range(16)],
+    }
+    for name, routes in cases.items():
+        llm = random_llm(64, visits, device, exits="save")
+        tokens_of(llm, requests(prompts, [{"route": route} for route in routes], max_tokens=1))
+        pairs = {
+            (tuple(prompt[: at + 1]), route[: visit + 1])
+            for prompt, route in zip(prompts, routes, strict=True)
+            for at in range(len(prompt))
+            for visit in range(visits)
+        }
+        found[name] = {"block calls": llm.stats.generation.block_calls, "pairs": len(pairs)}
+        llm.close()
+    return found
+
+
+def decode(
+    folder: Path | None, nodes: int, hidden: int, batch: int, prompt: int, out: int, repeats: int, device: str
+) -> dict[str, Any]:
+    """Measures the paths of generation: all visits; visit by visit on a given template; with exits; without refill.
+
+    folder  of a trained model, which is asked real queries, whose tokens are scored; None: random weights of the width
+            `hidden`, whose rows leave after as many visits as those of a trained model do (a hop more than they ask)
+    """
+    if not rows_leave():
+        return not_there("rows that leave")
+
+    def make(**options: Any) -> LLM:
+        if folder is None:
+            return random_llm(hidden, 8, device, **options)
+        return LLM(str(folder), dtype="float32", device=device, kv_memory=1 << 30, **options)
+
+    read, save, no_refill = make(), make(exits="save"), make(exits="save", refill=False)
+    order = tuple(read.config.loop.order)
+    rng = np.random.default_rng(batch)
+    if folder:
+        queries = held_out(nodes)
+        some = rng.permutation(len(queries.prompts))[:batch]
+        prompts = [queries.prompts[n] for n in some]
+        wanted = queries.wanted[-1][some]
+    else:
+        prompts = rng.integers(0, read.config.vocab_size, (batch, prompt)).tolist()
+    each: list[dict[str, Any]] = [{"exit_threshold": 0.7}] * batch
+    if not folder:  # 1 to 4 hops, and the visit at which it shows
+        each = [{"min_visits": most, "max_visits": most} for most in rng.integers(2, 6, batch).tolist()]
+    paths: dict[str, Callable[[int], list[list[int]]]] = {
+        "fixed": lambda many: tokens_of(read, requests(prompts, max_tokens=many)),
+        "template + KV": lambda many: tokens_of(save, requests(prompts, max_tokens=many, route=order)),
+        "+ exits": lambda many: tokens_of(save, requests(prompts, each, max_tokens=many)),
+        "+ exits, no refill": lambda many: tokens_of(no_refill, requests(prompts, each, max_tokens=many)),
+    }
+    ways = {(name, many): partial(path, many) for name, path in paths.items() for many in (1, out)}
+    seconds, given = in_turn(ways, repeats)
+    found: dict[str, Any] = {"counts": kv_of(save, paths["template + KV"], paths["+ exits"], out)}
+    for name in paths:
+        first, whole = median(seconds[name, 1]), median(seconds[name, out])
+        found[name] = {
+            "ttft": first,
+            "tpot": (whole - first) / max(1, out - 1),
+            "seconds": seconds[name, out],
+            "tokens/s": batch * out / whole,
+            "as fixed": float(np.mean([a == b for a, b in zip(given[name, out], given["fixed", out], strict=True)])),
+        }
+        if folder:
+            found[name]["right"] = float((np.array(given[name, out]) == wanted[:, None]).mean())
+            found[name]["first right"] = float((np.array(given[name, out])[:, 0] == wanted).mean())
+    for llm in (read, save, no_refill):
+        llm.close()
+    return found

@@ -1,0 +1,102 @@
+"""benchmarks/looped.py: cells that fail or are late, what is there already, its stopping rules, and its report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The module benchmarks/looped.py; those it imports go again with it, since an example has its name."""
+    before = dict(sys.modules)
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import looped_tasks
+
+        sys.modules.pop("looped")
+        del looped_tasks
+        import looped
+
+        yield looped
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        for name in [name for name in sys.modules if name.startswith("looped") or name == "common"]:
+            if name not in before:
+                del sys.modules[name]
+        if "looped" in before:
+            sys.modules["looped"] = before["looped"]
+        else:
+            sys.modules.pop("looped", None)
+
+
+def given(out, *more):
+    return [f"--out={out}", "--smoke", *more]
+
+
+def test_cells_that_fail_or_are_late_are_written_down(bench, tmp_path):
+    arguments = given(tmp_path)
+    options = bench.parse(arguments)
+    assert bench.compute("no-cell", options, arguments)["failed"] == "its process ended with 1"
+    options = bench.parse(given(tmp_path, "--limit=0.05"))
+    assert "longer than 0.05 s" in bench.compute("once", options, given(tmp_path))["failed"]
+    (tmp_path / "kv-4-2-16-4.json").write_text(json.dumps({"ratio": 7}))
+    assert bench.compute("kv-4-2-16-4", options, arguments)["ratio"] == 7  # it is there, and not computed
+    (tmp_path / "half.json").write_text('{"ratio": ')
+    cells = bench.looped_report.read(tmp_path)
+    assert sorted(cells) == ["kv-4-2-16-4", "no-cell", "once"]
+    assert not list(tmp_path.glob("*.part"))
+    text = bench.looped_report.write(tmp_path, list(bench.SECTIONS))
+    assert "longer than 0.05 s" in text
+    page = (tmp_path / "report.html").read_text()
+    assert "<table>" in page and "No GPU cell" in page
+
+
+def test_stopping_rules(bench):
+    def accuracy(*pairs):
+        return {
+            f"accuracy-16-{seed}": {"result": {"fixed": {"all": fixed}, "read at 0.50": {"all": exits}}}
+            for seed, (fixed, exits) in enumerate(pairs)
+        }
+
+    fast = {"replay-8-16-128": {"seconds": {}, "gain of templates": 1.3}}
+    slow = {"replay-8-16-128": {"seconds": {}, "gain of templates": 1.1}}
+    assert bench.stops(fast | accuracy((0.9, 0.9), (0.98, 0.89))) == []
+    assert "1.10 times" in bench.stops(slow)[0]
+    assert bench.stops({"kv-8-16-64-16": {"ratio": 0.9}, "kv-8-16-128-16": {"ratio": 1.1}}) == []
+    assert "no cache in kv-8-16-128-16" in bench.stops({"kv-8-16-128-16": {"ratio": 0.9}})[0]
+    assert "0.800" in bench.stops(accuracy((0.9, 0.8), (0.92, 0.8)))[0]
+    assert bench.stops({"replay-8-16-128": {"failed": "late"}, "kv-8-16-128-16": {"failed": "late"}}) == []
+
+
+@torch.inference_mode()
+def test_ways_through_a_routed_model_give_the_same(bench):
+    """However requests are put together, their logits are those that they have alone; and softly those of `routed`."""
+    replay = bench.looped_replay
+    model = replay.random_model(16, 2, 2, 4, "cpu")
+    model.router.step.copy_(3 * torch.randn(model.router.step.shape))
+    prompts = replay.Prompts.draw(model, 5, 6)
+    plans = [(0, 1, 0, 1), (1, 1), (0,), (1, 0, 1), (0, 1, 0, 1)]
+    alone = torch.cat([replay.template_replay(prompts.of([n]), [plan]) for n, plan in enumerate(plans)])
+    for way in (replay.plan_replay, replay.template_replay):
+        torch.testing.assert_close(way(prompts, plans), alone, rtol=1e-4, atol=1e-4)
+    hard, routes = replay.generic_hard(prompts)
+    assert all(len(route) == 4 for route in routes)
+    assert torch.equal(replay.plan_replay(prompts, routes), hard)
+    from prefold.model.routed import routed
+    from prefold.model.routing import Routing
+    from prefold.train import TrainBatch, whole_sequences
+
+    batch = TrainBatch.build(model.config, [[*one, 1] for one in prompts.tokens.tolist()], sharing="off")
+    visits = list(routed(model, *whole_sequences(model, batch), routing=Routing("soft")))
+    expected = model.logits(visits[-1].state[np.arange(5) * 6 + 5])
+    torch.testing.assert_close(replay.soft(prompts), expected, rtol=1e-4, atol=1e-4)
+    picked = [tuple(int(visit.weights[n].argmax()) for visit in visits) for n in range(5)]
+    assert picked == routes
