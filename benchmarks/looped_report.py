@@ -54,7 +54,8 @@ def accuracy(cells: Cells) -> str:
     some = of(cells, "accuracy")
     for nodes in sorted({parts[0] for parts, _ in some}, key=int):
         done = [one["result"] for parts, one in some if parts[0] == nodes and "result" in one]
-        took = [one["training processor seconds"] for parts, one in some if parts[0] == nodes and "result" in one]
+        key = "training processor seconds"
+        took = [one[key] for parts, one in some if parts[0] == nodes and key in one]
         lines += [[nodes, f"seed {parts[1]}: {missing(one)}"] + [""] * 4 for parts, one in some if missing(one)]
         if not done:
             continue
@@ -62,9 +63,9 @@ def accuracy(cells: Cells) -> str:
             shown = [plus_minus([one[way][key] for one in done]) for key in ("seen", "one more", "all", "visits")]
             lines.append([nodes, way, *shown])
         lines.append([nodes, "an end by guessing", *[f"{done[0]['guess']:.3f}"] * 3, ""])
-        lines.append(
-            [nodes, f"training of {len(done)} seeds, processor s", f"{min(took):.0f}-{max(took):.0f}", "", "", ""]
-        )
+        if took:
+            span = f"{min(took):.0f}-{max(took):.0f}"
+            lines.append([nodes, f"training of {len(took)} seeds, processor s", span, "", "", ""])
     return table(["nodes", "way", "hops of training", "one hop more", "all", "visits of a query's row"], lines)
 
 
@@ -138,7 +139,7 @@ def decode(cells: Cells) -> str:
 
 def entropy(counts: Sequence[int]) -> float:
     shares = np.array(counts) / sum(counts)
-    return float(-(shares * np.log2(shares)).sum())
+    return max(0.0, float(-(shares * np.log2(shares)).sum()))
 
 
 def routes(cells: Cells) -> str:

@@ -7,8 +7,9 @@ cut out of a random permutation of the nodes, the end of a chain points to itsel
 from its end is asked for. After each visit t the model is read, and should say the node t hops on: so the model learns
 a hop, and not the way to an answer. At first one block makes all visits; then the other goes on from its weights, and
 which of them a visit goes through is drawn anew in each step. So either learns every hop, and not which hops are left
-when its turn comes. A pass makes 6 visits in training and 8 in what is saved; in the end the model is also asked for
-what is a hop further than in the training. All queries of a graph share its rows.
+when its turn comes. Each visit ends with the final norm, so that a state does not tell how many visits made it. A pass
+makes 6 visits in training and 8 in what is saved; in the end the model is also asked for what is a hop further than in
+the training. All queries of a graph share its rows.
 
 The gate learns whether a query had been answered a visit before: that the end of a chain points to itself shows when
 one has gone there. It reads four features of what the model says (`"gate_reads": "features"`), which do not tell it how
@@ -144,7 +145,7 @@ def hf_config(task: Task, hidden: int, heads: int, visits: int) -> dict[str, Any
         "rope_theta": 10000.0,
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
-        "loop": {"blocks": 2, "visits": visits, "gate": True, "gate_reads": "features"},
+        "loop": {"blocks": 2, "visits": visits, "gate": True, "gate_reads": "features", "between": "norm"},
     }
 
 
