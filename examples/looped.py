@@ -57,16 +57,17 @@ class Task:
     """A Task makes graphs of so many nodes in so many chains, and queries about them.
 
     The token u * nodes + v is an edge from u to v; nodes * nodes + s asks for the end of the chain of s, and is the
-    answer s.
+    answer s. Where there are `marks`, one stands before each query, and says how many hops it asks for, up to so many.
     """
 
     nodes: int
     chains: int
+    marks: int = 0
 
     @property
     def vocab_size(self) -> int:
         """Returns the number of tokens."""
-        return self.nodes * (self.nodes + 1)
+        return self.nodes * (self.nodes + 1) + self.marks
 
     @property
     def longest(self) -> int:
@@ -88,6 +89,10 @@ class Task:
     def query(self, node: int) -> int:
         """Returns the token that asks for the end of a node's chain, which is also the answer that names the node."""
         return self.nodes * self.nodes + int(node)
+
+    def mark(self, hops: int) -> list[int]:
+        """Returns what stands before queries of so many hops: a token, or none."""
+        return [self.nodes * (self.nodes + 1) + hops - 1] if self.marks else []
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +119,7 @@ class Queries:
                 way = [node]
                 for _ in range(visits):
                     way.append(int(points[way[-1]]))
-                prompts.append([*edges, task.query(node)])
+                prompts.append([*edges, *task.mark(far[node]), task.query(node)])
                 wanted.append([task.query(node) for node in way[1:]])
                 hops.append(far[node])
         return cls(prompts, np.array(wanted, np.int64).T, np.array(hops))
@@ -284,6 +289,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--nodes", type=int, default=24)
     parser.add_argument("--chains", type=int, default=4, help="a guess among their ends is right once in so many")
     parser.add_argument("--hops", type=int, default=4, help="the longest queries of the training")
+    parser.add_argument("--marks", action="store_true", help="say before a query how many hops it asks for")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=1500)
@@ -291,7 +297,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    task = Task(options.nodes, options.chains)
+    task = Task(options.nodes, options.chains, options.hops if options.marks else 0)
     if options.hops > task.longest:
         parser.error(f"--hops is {options.hops}; chains of {task.nodes // task.chains} nodes have {task.longest}")
     if (options.out / "model.safetensors").exists():
@@ -328,7 +334,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     final.load_state_dict(model.state_dict())
     save_model(final, Checkpoint.dummy(config), options.out)
     written.unlink(missing_ok=True)
-    found = evaluate(final, task, min(options.hops + 1, task.longest), 2 * options.graphs)
+    found = evaluate(final, task, task.marks or min(options.hops + 1, task.longest), 2 * options.graphs)
     shares = ", ".join(f"{hops}: {share:.3f}" for hops, share in found["by hops"].items())
     print(f"right after {VISITS} visits, by hops: {shares}; by guessing an end: {1 / task.chains:.3f}")
     print(f"right at exits: {found['at exit']:.3f}, after {found['visits']:.2f} visits")

@@ -10,7 +10,8 @@ the gradients (straight through). The model's own weights stay as they are.
 
 A router that reads requests reads whole sequences. So queries that are asked together, behind one graph, are as many
 hops from their ends; a router that reads rows may be asked anything. The planner learns the routes of the hard router
-from the embeddings of a prompt alone, before anything is attended to.
+from the embeddings of a prompt alone, before anything is attended to. How many hops a query asks for does not show
+there, unless `--marks` say it.
 
 An interrupted run goes on when the same command is given again.
 """
@@ -65,7 +66,8 @@ class Packs:
             points, far = task.graph(rng)
             edges = task.edges(points, rng)
             nodes = rng.permutation(np.flatnonzero(np.isin(far, among)))[:together].tolist()
-            prompts.append([*edges, *map(task.query, nodes)])
+            marks = task.mark(among[0]) if len(among) == 1 else []
+            prompts.append([*edges, *marks, *map(task.query, nodes)])
             asked.append(len(nodes))
             for node in nodes:
                 far_of.append(int(far[node]))
@@ -198,6 +200,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--reads", choices=("request", "row"), default="request")
     parser.add_argument("--hops", type=int, default=4, help="the longest queries of the training")
     parser.add_argument("--chains", type=int, default=4)
+    parser.add_argument("--marks", action="store_true", help="as the model was trained")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--soft", type=float, default=0.6, help="the share of the steps that is soft")
     parser.add_argument("--sequences", type=int, default=48, help="of a step")
@@ -208,13 +211,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--planner-steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    if options.marks and options.reads == "row":
+        parser.error("--marks is given, and rows that are read by themselves are asked together for any number of hops")
     if (options.out / "model.safetensors").exists():
         parser.error(f"{options.out} holds a trained model already; give another --out")
     checkpoint = resolve(str(options.model))
     base = load_model(checkpoint, dtype=torch.float32, device="cpu", pack=False)
     assert isinstance(base, LoopedLM)
-    nodes = round((base.config.vocab_size + 0.25) ** 0.5 - 0.5)
-    task = Task(nodes, options.chains)
+    marks = options.hops if options.marks else 0
+    task = Task(round((base.config.vocab_size - marks + 0.25) ** 0.5 - 0.5), options.chains, marks)
     options.out.mkdir(parents=True, exist_ok=True)
 
     routing = {"kind": "hard", "reads": options.reads, "planner": options.reads == "request"}
@@ -253,7 +258,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         )
     save_model(model, Checkpoint.dummy(config), options.out)
     written.unlink(missing_ok=True)
-    most = min(options.hops + 1, task.longest)
+    most = task.marks or min(options.hops + 1, task.longest)
     ways = {"fixed": replace(hard, kind="fixed"), "soft": replace(hard, kind="soft")}
     ways |= {f"hard at {threshold:.2f}": replace(hard, threshold=threshold) for threshold in THRESHOLDS}
     if model.planner is not None:

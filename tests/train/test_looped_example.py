@@ -100,6 +100,15 @@ def trained(example, tmp_path_factory):
 ROUTER = ["--chains=3", "--hops=2", "--steps=6", "--sequences=6", "--planner-prompts=64", "--planner-steps=5"]
 
 
+def test_marks_say_how_many_hops_are_asked_for(router_example, example):
+    task = example.Task(16, 3, 3)
+    queries = example.Queries.make(task, 2, 3, 8, np.random.default_rng(0))
+    assert [prompt[-2] - 16 * 17 + 1 for prompt in queries.prompts] == queries.hops.tolist()
+    packs = router_example.Packs.make(task, [range(2, 3), range(3, 4)], 2, np.random.default_rng(1))
+    assert [prompt[16] - 16 * 17 + 1 for prompt in packs.prompts] == [2, 3]
+    assert task.vocab_size == 16 * 17 + 3 > max(max(prompt) for prompt in queries.prompts)
+
+
 def test_packs_ask_what_they_say(router_example, example):
     task, hops = example.Task(16, 3), [range(2, 3), range(1, 4), range(3, 4)]
     packs = router_example.Packs.make(task, hops, 3, np.random.default_rng(1))
