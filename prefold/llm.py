@@ -11,16 +11,17 @@ import torch
 from numpy.typing import NDArray
 
 from .cache import CacheOptions, RadixCache
+from .cache.media import MediaTable
 from .checkpoint import Checkpoint, resolve
 from .device import choose_device, choose_dtype
-from .engine import Engine, EngineOptions, GenerateOptions
+from .engine import MEDIA_MEMORY, Engine, EngineOptions, GenerateOptions
 from .errors import InputError
 from .face.arguments import Prompt
 from .face.keywords import GenerationKeywords
 from .face.numbers import NumericTasks
 from .face.running import check_process
 from .face.texts import Texts
-from .model import config_from, load_adapter, load_model
+from .model import config_from, load_adapter, load_model, load_tower
 from .model.parallel import ALONE
 from .tasks.facts import generation_settings
 from .text import Tokenizer, tokenizer_or_none
@@ -51,6 +52,9 @@ class LLM(NumericTasks, Texts):
     cache_prefill   whether `embed` (of last tokens), `rerank` and `classify` (with labels of one token, or a head) use
                     and fill the cache of `generate` too, which pays where later calls begin as earlier ones did
     adapters        LoRA adapters that calls may name, {name: PEFT folder}
+    media_memory    bytes of the rows of images that are kept for others who ask about the same image, once the model's
+                    tower has made them
+    media           gives the rows of images their ids, where prompts are made before the LLM; None: a table of its own
     tensor_parallel how many ranks the model is split over: processes of this machine, on GPUs one each. `close` ends
                     them
     decode_graphs   whether steps that only decode are replayed as captured CUDA graphs, which saves launching their
@@ -80,6 +84,8 @@ class LLM(NumericTasks, Texts):
         cache: CacheOptions | str = "lru",
         cache_prefill: bool = False,
         adapters: Mapping[str, str] | None = None,
+        media_memory: int = MEDIA_MEMORY,
+        media: MediaTable | None = None,
         tensor_parallel: int = 1,
         decode_graphs: bool = False,
         load_format: Literal["auto", "dummy"] = "auto",
@@ -96,6 +102,8 @@ class LLM(NumericTasks, Texts):
             if threads < 1:
                 raise InputError(f"threads is {threads}", field="threads", remedy="use 1 or more")
             torch.set_num_threads(threads)
+        if media_memory < 0:
+            raise InputError(f"media_memory is {media_memory}", field="media_memory", remedy="use 0 or more")
         if tensor_parallel < 1:
             raise InputError(f"tensor_parallel is {tensor_parallel}", field="tensor_parallel", remedy="use 1 or more")
         if not isinstance(model, Checkpoint):
@@ -113,10 +121,13 @@ class LLM(NumericTasks, Texts):
             place: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "ranks": ranks}
             self.model = load_model(self.checkpoint, **place, seed=seed)
             self.config = self.model.config
+            self.tower = None
+            if self.config.tower is not None:
+                self.tower = load_tower(self.checkpoint, self.config, dtype=self.dtype, device=self.device, seed=seed)
             loaded = {
                 name: load_adapter(folder, self.config, **place, name=name) for name, folder in (adapters or {}).items()
             }
-            worker = LocalWorker(self.model, loaded, graphs=decode_graphs)
+            worker = LocalWorker(self.model, loaded, graphs=decode_graphs, tower=self.tower)
             if self._team is not None:
                 self._team.join(worker)
         except BaseException:
@@ -132,8 +143,9 @@ class LLM(NumericTasks, Texts):
             generation=generation,
             eos_ids=generation_settings(self.checkpoint, self.tokenizer, self.config.vocab_size)[0],
             cache_prefill=cache_prefill,
+            media_memory=media_memory,
         )
-        self.engine = Engine(self._team or worker, options)
+        self.engine = Engine(self._team or worker, options, media=media)
 
     def _start_ranks(self, size: int, threads: int | None, seed: int, adapters: Mapping[str, str]) -> Team | None:
         """Starts the processes of the other ranks and returns them as a team; None where one process has the model."""
@@ -182,6 +194,11 @@ class LLM(NumericTasks, Texts):
     def stats(self) -> Stats:
         """Returns the counters of all calls so far: what was asked for, and what was computed."""
         return self.engine.stats
+
+    @property
+    def media(self) -> MediaTable:
+        """Returns the table that gives the rows of images their ids."""
+        return self.engine.media
 
     @property
     def cache(self) -> RadixCache | None:

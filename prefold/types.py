@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Literal
 
@@ -15,6 +15,7 @@ __all__ = [
     "GenerationStats",
     "Grammar",
     "Jsonable",
+    "Medium",
     "Owner",
     "Readout",
     "Request",
@@ -167,11 +168,28 @@ class Sampling:
         return None if exits == Exits() else exits
 
 
+@dataclass(frozen=True, eq=False)
+class Medium:
+    """A Medium is an image in prompts. Its rows have ids of their own, above the vocabulary, as long as it is held
+    (`cache.media` gives them).
+
+    key   what tells it from other images: a digest of its pixels and of all that is done to them
+    salt  of the requests that may share its rows
+    ids   int32 [rows]: in prompts they stand for the image, in this order; between them there may be tokens
+    load  returns its tiles as the tower reads them, float32 [tiles, 3, height, width]
+    """
+
+    key: bytes
+    salt: str
+    ids: np.ndarray
+    load: Callable[[], np.ndarray]
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A Request is one prompt, as token ids, and what is wanted of it.
 
-    tokens    int32 [n], n >= 1: the rows of the prompt
+    tokens    int32 [n], n >= 1: the rows of the prompt; those from MEDIA_BASE on are rows of images
     targets   int32 [m], m <= n, for readout "logprobs" only: targets[t] is the token whose log-probability is wanted
               at the row of position n - m + t. A continuation's last token is a target and no row: score(P, C) is
               tokens = P + C[:-1], targets = C
@@ -180,6 +198,7 @@ class Request:
               read as the run's Readout says
     salt      requests share a prefix only where adapter and salt are equal
     priority  what a request of larger priority computed is kept longer, in a cache with the "priority" policy
+    media     the images that have rows among `tokens`, of the request's salt
     """
 
     tokens: np.ndarray
@@ -188,6 +207,7 @@ class Request:
     sampling: Sampling | None = None
     salt: str = ""
     priority: int = 0
+    media: tuple[Medium, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +324,7 @@ class Stats(Jsonable):
     requests        prompts
     steps           forward passes
     path_rows_peak  most rows whose K/V was held between two steps
+    tower_runs      images that were encoded
     seconds         by part: "plan" (host), "model" (device), "compile" (of kernels for a GPU), ...; parts may overlap
     generation      what generation did, None without any
     """
@@ -314,6 +335,7 @@ class Stats(Jsonable):
     requests: int = 0
     steps: int = 0
     path_rows_peak: int = 0
+    tower_runs: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     generation: GenerationStats | None = None
 
@@ -341,6 +363,8 @@ class Stats(Jsonable):
             f"{self.requests:,} prompts, {self.tokens:,} tokens",
             f"{self.rows_computed:,} rows computed ({self.saved:.1%} saved) in {self.steps:,} steps",
         ]
+        if self.tower_runs:
+            parts.append(f"{self.tower_runs:,} images encoded")
         if self.generation is not None:
             parts.append(f"{self.generation.generated_tokens:,} tokens generated")
         spent = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())

@@ -18,7 +18,7 @@ def engine_of(llm: LLM, *, rows: int = 4096, sharing: str = "full", slots: int |
         options["kv_memory"] = (slots + 1) * llm.engine.worker.facts.slot_bytes
     generation, eos_ids = GenerateOptions(**options), llm.engine.options.eos_ids
     return Engine(
-        LocalWorker(llm.model),
+        LocalWorker(llm.model, tower=llm.tower),
         EngineOptions(sharing=sharing, max_batch_rows=rows, generation=generation, eos_ids=eos_ids),
     )
 

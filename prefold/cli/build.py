@@ -61,7 +61,7 @@ def load_llm(o: Options, checkpoint: Any, tokenizer: Any) -> Any:
 def llm_options(o: Options) -> dict[str, Any]:
     """Returns the keywords for `LLM`, but its checkpoint and tokenizer, out of the options that were given."""
     names = ("dtype", "device", "threads", "sharing", "max_batch_rows")
-    given = {n: o[n] for n in ("kv_memory", "max_running", "tensor_parallel") if o.get(n) is not None}
+    given = {n: o[n] for n in ("kv_memory", "max_running", "media_memory", "tensor_parallel") if o.get(n) is not None}
     if o.get("adapter"):
         given["adapters"] = adapter_folders(o)
     if o.get("cache_prefill"):

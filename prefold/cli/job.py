@@ -252,6 +252,7 @@ def report(summary: Any, task: str | None, input: Input, o: dict[str, Any]) -> N
     """Writes the page of --report."""
     from ..report import Report, write_report
     from ..report.progress import format_seconds
+    from ..text.readable import readable
 
     stats, source, checkpoint, tokenizer = summary.stats, input.source, input.checkpoint, input.tokenizer
     generation = stats.generation
@@ -287,7 +288,7 @@ def report(summary: Any, task: str | None, input: Input, o: dict[str, Any]) -> N
         trie_note=note,
         steps=summary.steps,
         generation=[] if generation is None else _generation_table(generation),
-        decode=None if tokenizer is None else tokenizer.decode,
+        decode=None if tokenizer is None else readable(tokenizer.decode),
     )
     write_report(page, Path(o["report"]))
     if not o["quiet"]:

@@ -85,6 +85,8 @@ engine_options = _all(
     click.option("--max-batch-rows", type=click.IntRange(1), metavar="N", help="Rows of a step."),
     click.option("--tensor-parallel", type=click.IntRange(1), default=1, show_default=True, metavar="N",
                  help="Processes the model is split over; GPUs, where they are used."),
+    click.option("--media-memory", type=Bytes(), metavar="BYTES",
+                 help="Memory for what a model's tower made of images, kept for others that ask.  [default: 256MiB]"),
 )  # fmt: skip
 
 generation_options = _all(

@@ -59,6 +59,7 @@ def plan(**o: Any) -> None:  # fmt: skip
     from ..job.plan import cost_of, kv_row_bytes, place
     from ..model import config_from
     from ..report import open_progress
+    from ..text.readable import readable
     from .input import open_input
 
     input = open_input(o["task"], o["input"], o)
@@ -70,7 +71,7 @@ def plan(**o: Any) -> None:  # fmt: skip
     seconds = time.perf_counter() - started
     config = config_from(input.checkpoint.config)
     costs, row_bytes = cost_of(counted.shape, config), kv_row_bytes(config)
-    decode = None if input.tokenizer is None else input.tokenizer.decode
+    decode = None if input.tokenizer is None else readable(input.tokenizer.decode)
     segments = place(counted, config, o["replicas"]) if o["replicas"] and counted.tokens else []
     if o["as_json"]:
         found = _as_json(counted, costs, row_bytes, seconds)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..cache.media import MediaTable
 from ..errors import InputError
 from ..stream import Window
 from ..text import Tokenizer
@@ -19,6 +20,7 @@ from ..types import Readout, Request, Result, Sharing, Stats
 from ..worker.protocol import Worker
 from .calls import serve
 from .generate import Generator
+from .images import ImageDesk
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .probes import ProbeWindows
@@ -36,11 +38,32 @@ class Engine:
     Several threads may run requests at once; their steps take turns.
     """
 
-    def __init__(self, worker: Worker, options: EngineOptions = EngineOptions()):  # noqa: B008
+    def __init__(
+        self,
+        worker: Worker,
+        options: EngineOptions = EngineOptions(),  # noqa: B008
+        *,
+        media: MediaTable | None = None,
+    ):
+        """media: what gives the rows of images their ids, where requests are made before the engine."""
         self.worker = worker
         self.options = options
         self.meter = Meter()
-        self._budget = StepBudget(options.max_batch_rows or worker.facts.max_rows)
+        self.media = MediaTable() if media is None else media
+        takes_images = worker.facts.tower_layers > 0
+        self.images = ImageDesk(worker, self.media, options.media_memory, self.meter) if takes_images else None
+        self._budget = self._budget_of(options.max_batch_rows or worker.facts.max_rows)
+
+    def _budget_of(self, rows: int) -> StepBudget:
+        """Returns the budget of steps of at most so many rows. Raises InputError where an image has no room in one."""
+        span = self.worker.facts.span_rows
+        if rows < span:
+            raise InputError(
+                f"max_batch_rows is {rows}, and the {span} rows of an image are computed in one step",
+                field="max_batch_rows",
+                remedy=f"give {span} or more",
+            )
+        return StepBudget(rows, least=max(1, span))
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -91,8 +114,8 @@ class Engine:
         Raises InputError for an adapter that the worker has not, OutOfMemoryError where not even one row fits.
         """
         sharing = sharing or self.sharing
-        how: dict[str, Any] = {"sharing": sharing, "meter": self.meter, "stopping": stopping}
-        how["budget"] = budget or (self._budget if max_batch_rows is None else StepBudget(max_batch_rows))
+        how: dict[str, Any] = {"sharing": sharing, "meter": self.meter, "stopping": stopping, "images": self.images}
+        how["budget"] = budget or (self._budget if max_batch_rows is None else self._budget_of(max_batch_rows))
         with self.meter.heard_by(on_step):
             if sharing != "full" or not (self.options.cache_prefill if cache_prefill is None else cache_prefill):
                 yield from run_stream(self.worker, windows, readout, **how)  # type: ignore[arg-type]
@@ -126,7 +149,7 @@ class Engine:
     def generator(self) -> Generator:
         """Returns what generates text. It holds the KV store, and is made when first asked for."""
         _check_sharing(self.sharing)
-        return Generator(self.worker, self.options, self._budget, self.meter)
+        return Generator(self.worker, self.options, self._budget, self.meter, self.images)
 
     def held_rows(self, tokens: np.ndarray, adapter: str | None = None, salt: str = "") -> int:
         """Returns how many leading rows of a prompt, int32 [n], the KV store holds, or will hold. It is asked by the

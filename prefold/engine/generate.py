@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,13 +24,15 @@ import numpy as np
 from ..cache import SlotPool
 from ..cache.tree import BrokenOff
 from ..errors import InputError
+from ..prefix import MEDIA_BASE
 from ..schedule.admission import InOrder
 from ..schedule.generate import GenerateScheduler
-from ..schedule.generate_step import NOBODY, GenerateStep
+from ..schedule.generate_step import NOBODY, GenerateStep, Running
 from ..schedule.steps import MakeStore, Numbers, SlotResult, SlotStep
 from ..text import Tokenizer
-from ..types import Exits, GenerationStats, Owner, Readout, Request, Result
+from ..types import Exits, GenerationStats, Medium, Owner, Readout, Request, Result
 from ..worker.protocol import Ticket, Worker
+from .images import ImageDesk
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .pace import Pace
@@ -39,6 +41,9 @@ from .samples import OnText
 from .sampling import drawing_of
 
 __all__ = ["Generator"]
+
+# How long the tower runs at a time where nobody else could.
+IDLE_SECONDS = 0.25
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,21 +63,33 @@ class Generator:
     worker   computes the steps, and holds the KV store
     budget   the most rows of a step
     meter    counts what is done
+    images   sees to it that the worker has the rows of images; None: it takes none
     turn     held by the thread that makes a step
     inboxes  of the callers that wait for answers
     pace     says how many rows a step may have; None: as many as there are, within the budget
     """
 
-    def __init__(self, worker: Worker, engine: EngineOptions, budget: StepBudget, meter: Meter):
-        self.worker = worker
+    def __init__(
+        self,
+        worker: Worker,
+        engine: EngineOptions,
+        budget: StepBudget,
+        meter: Meter,
+        images: ImageDesk | None = None,
+    ):
+        self.worker, self.images = worker, images
         self.options = options = engine.generation
         self.sharing = engine.sharing == "full"
         slots = worker.kv_slots(options.kv_memory)
         worker.start(MakeStore(slots + 1)).result()
         self.scheduler = GenerateScheduler(
             SlotPool(slots), max_batch_rows=budget.rows, max_running=options.max_running, cache=options.cache,
-            slot_bytes=worker.facts.slot_bytes,
+            slot_bytes=worker.facts.slot_bytes, held=None if images is None else images.held,
         )  # fmt: skip
+        if images is not None:
+            images.media.watch(self.scheduler.tree)
+        self._with_images: set[Hashable] = set()  # requests that have rows of images
+        self._waiting_for: dict[int, list[Hashable]] = {}  # requests that an image holds up, by its first id
         self.depth = worker.facts.slot_depth
         self._change = self.scheduler.tree.change
         self._budget, self._meter = budget, meter
@@ -232,10 +249,13 @@ class Generator:
                     self._tell(one, one.answer())
                 self._open.pop(key, None)
             self._held.pop(key, None)
+            self._with_images.discard(key)
             self._left.popleft()
 
     def _submit(self, one: OpenRequest) -> None:
         request = one.request
+        if self.images is not None and request.tokens.max() >= MEDIA_BASE:
+            self._with_images.add(one.key)
         try:
             self.scheduler.submit(
                 one.key,
@@ -257,6 +277,7 @@ class Generator:
         except Exception as error:
             self._failure = error
         self._open.pop(one.key, None)
+        self._with_images.discard(one.key)
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -311,13 +332,57 @@ class Generator:
                     self._tell(self._open[key], error)  # type: ignore[index]
             if self.pace is not None:
                 self.pace.settle(self.scheduler, self._budget.rows)
+            waits = bool(self._with_images or self._waiting_for) and self._want_images()
             step = self.scheduler.plan()
-        moved = bool(self._flights) or step is not None
+        moved = bool(self._flights) or step is not None or waits
         if self._flights and (step is None or not _is_known(step, self._readers(step))):
             self._land()  # to be planned anew, with the tokens that it cannot do without
         elif step is not None:
             self._start(step, started)
+        if waits:
+            self._encode(IDLE_SECONDS if step is None else time.perf_counter() - started)
         return moved
+
+    # ------------------------------------------------------------------------------------------------- images
+
+    def _want_images(self) -> bool:
+        """Notes which images have rows that running sequences need next; returns whether one has to be encoded."""
+        assert self.images is not None
+        waiting: dict[int, list[Hashable]] = {}
+        media: list[Medium] = []
+        for sequence in list(self.scheduler.running):
+            if sequence.ready or sequence.key not in self._with_images:
+                continue
+            try:
+                found = self.images.media.find(_image_rows(sequence))
+            except LookupError:
+                self._fail_images([sequence.key], "nobody holds it any more")
+                continue
+            for medium in found:
+                first = int(medium.ids[0])
+                if first not in waiting:
+                    media.append(medium)
+                waiting.setdefault(first, []).append(sequence.key)
+        self._waiting_for = waiting
+        self.images.want(self, media)
+        return not self.images.held(np.array(list(waiting), np.int64)).all()
+
+    def _encode(self, seconds: float) -> None:
+        """Runs the tower for about so many seconds. Where it fails for an image, the requests end that need it now."""
+        assert self.images is not None
+        failed = self.images.advance(self, seconds)
+        if failed is None:
+            return
+        medium, why = failed
+        with self._change():
+            self._fail_images(self._waiting_for.get(int(medium.ids[0]), ()), why)
+
+    def _fail_images(self, keys: Iterable[Hashable], why: str) -> None:
+        error = InputError(f"an image cannot be encoded: {why}", field="image", code="image_failed")
+        for key in dict.fromkeys(keys):
+            self.scheduler.cancel(key)
+            if key in self._open:
+                self._tell(self._open[key], error)  # type: ignore[index]
 
     def _start(self, step: GenerateStep, started: float) -> None:
         readers = self._readers(step)
@@ -438,6 +503,15 @@ class Generator:
             path_rows = int(step.message.run_count.sum()) - step.num_rows
             info = StepInfo(step.num_rows, path_rows, requests, tokens, started, seconds, step.decode_rows)
             self._meter.tell(info)
+
+
+def _image_rows(sequence: Running) -> np.ndarray:
+    """Returns the ids of the rows of images that have to be computed for a sequence's prompt: where none of its rows
+    is missing, of the last one, which runs again."""
+    path = sequence.leaf.path()
+    pending = [np.asarray(node.tokens[node.computed :]) for node in path if node.pending]
+    ids = np.concatenate(pending) if pending else np.asarray(path[-1].tokens[-1:])
+    return ids[ids >= MEDIA_BASE]
 
 
 def _is_known(step: GenerateStep, readers: Sequence[Reader]) -> bool:

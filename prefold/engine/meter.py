@@ -97,10 +97,11 @@ class StepBudget:
     """A StepBudget is the most rows that a step may have: what was asked for, until memory is too small for it.
 
     limit  given that, returns how many a step may have at this moment, at most that
+    least  it never falls below that
     """
 
-    def __init__(self, rows: int, limit: Callable[[int], int] | None = None):
-        self._rows, self._limit = rows, limit
+    def __init__(self, rows: int, limit: Callable[[int], int] | None = None, *, least: int = 1):
+        self._rows, self._limit, self.least = rows, limit, least
 
     @property
     def rows(self) -> int:
@@ -112,12 +113,12 @@ class StepBudget:
 
         Returns None where memory is too small for the step; `rows` is then at most half of the step's.
 
-        Raises OutOfMemoryError where memory is too small for one row.
+        Raises OutOfMemoryError where memory is too small for the least of steps.
         """
         try:
             return worker.start(message, prepared)
         except OutOfMemoryError:
-            if rows < 2:
+            if rows <= self.least:
                 raise
-            self._rows = max(1, min(self._rows, rows // 2))
+            self._rows = max(self.least, min(self._rows, rows // 2))
             return None

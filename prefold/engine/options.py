@@ -8,7 +8,9 @@ from ..cache import CacheOptions
 from ..errors import InputError
 from ..types import Sharing
 
-__all__ = ["EngineOptions", "GenerateOptions"]
+__all__ = ["MEDIA_MEMORY", "EngineOptions", "GenerateOptions"]
+
+MEDIA_MEMORY = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class EngineOptions:
     generation      how K/V is held for what is generated
     eos_ids         the tokens that end a text
     cache_prefill   whether numeric runs that read only last rows use and fill the cache of `generation` too
+    media_memory    bytes of the rows of images that are kept once the tower has made them
 
     Raises ValueError for max_batch_rows below 1.
     """
@@ -52,6 +55,7 @@ class EngineOptions:
     generation: GenerateOptions = GenerateOptions()
     eos_ids: tuple[int, ...] = ()
     cache_prefill: bool = False
+    media_memory: int = MEDIA_MEMORY
 
     def __post_init__(self) -> None:
         if self.max_batch_rows is not None and self.max_batch_rows < 1:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from ..prefix import MEDIA_BASE
 from ..schedule.steps import Drawing, Ragged
 from ..text.grammar import Matcher
 from ..types import Sampling
@@ -36,7 +37,8 @@ class SamplerState:
         end_ids: Iterable[int] = (),
         matcher: Matcher | None = None,
     ):
-        """prompt: token ids, read only for a repetition penalty. matcher: from now on the state advances it."""
+        """prompt: token ids, read only for a repetition penalty, which concerns no rows of images. matcher: from now on
+        the state advances it."""
         self.sampling = sampling
         self.matcher = matcher
         self.position = 0
@@ -53,6 +55,7 @@ class SamplerState:
         self._stream = make_stream(seed, sample)
         seen = prompt if sampling.repetition_penalty != 1.0 else ()
         self._ids = np.unique(np.asarray(seen, np.int64))
+        self._ids = self._ids[self._ids < MEDIA_BASE]
         self._counts = np.zeros(self._ids.size, np.float32)
         self._place = {token: i for i, token in enumerate(self._ids.tolist())} if self.penalised else {}
 

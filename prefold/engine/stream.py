@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from ..schedule.steps import StepResult
 from ..stream import Window
 from ..types import Readout, Result, Sharing
 from ..worker.protocol import Ticket, Worker
+from .images import ImageDesk
 from .meter import Meter, StepBudget, StepInfo
 from .requests import adapter_number
 
@@ -41,6 +43,7 @@ def run_stream(
     budget: StepBudget,
     meter: Meter,
     stopping: Callable[[], bool] = lambda: False,
+    images: ImageDesk | None = None,
 ) -> Iterator[tuple[bytes, Result]]:
     """Yields (tag, result) of every request when the step that ends it has been computed.
 
@@ -48,8 +51,9 @@ def run_stream(
     prepared by the worker, in a thread while others run.
 
     stopping  called after every step: once it returns True, no more steps are begun
+    images    sees to it that the worker has the rows of images; None: it takes none
     """
-    run = _StreamRun(worker, readout, sharing, budget, meter)
+    run = _StreamRun(worker, readout, sharing, budget, meter, images)
     # Wherever Ctrl-C falls, the worker forgets the stream: at the latest when nobody holds the run any more.
     end = weakref.finalize(run, worker.forget, run.number)
     begun: deque[_Begun] = deque()
@@ -91,7 +95,16 @@ class _Begun:
 class _StreamRun:
     """A _StreamRun is one stream on its way through a worker."""
 
-    def __init__(self, worker: Worker, readout: Readout, sharing: Sharing, budget: StepBudget, meter: Meter):
+    def __init__(
+        self,
+        worker: Worker,
+        readout: Readout,
+        sharing: Sharing,
+        budget: StepBudget,
+        meter: Meter,
+        images: ImageDesk | None,
+    ):
+        self._images = images
         self.number = next(_NUMBERS)
         self._worker, self._readout, self._sharing = worker, readout, sharing
         self._budget, self._meter = budget, meter
@@ -132,7 +145,8 @@ class _StreamRun:
             planned, prepared = left.pop()
             started = time.perf_counter()
             rows = planned.stop - planned.start
-            ticket = self._budget.start(self._worker, planned.message, rows, prepared)
+            with nullcontext() if self._images is None else self._images.using(planned.message.tokens):
+                ticket = self._budget.start(self._worker, planned.message, rows, prepared)
             if ticket is None:
                 left += [(half, None) for half in reversed(work.scheduler.halves(planned))]
             else:

@@ -3,11 +3,12 @@
 Who takes what a step gives stays on the host, beside the message: a message says what is computed, and its size does
 not depend on what else waits, runs or is kept. So it goes to a thread, to another process or to a simulator alike.
 
-There are three:
+There are these:
 
     StreamStep   some rows of a row stream; the worker keeps the K/V of one path a stream between two of its steps
     MakeStore    room for the K/V of so many slots; before the first SlotStep, and once
     SlotStep     rows whose keys lie in the slots of that store: prompts to be continued, and what is generated
+    EncodeImage  more layers of the tower for an image, whose rows the worker keeps until a DropImages
 
 All are started alike: `ticket = worker.start(message)`, `ticket.result()`. What a slot is used for, which rows are
 shared, who waits and who runs, only the host knows.
@@ -24,8 +25,8 @@ from ..prefix import PrefixMap
 from ..types import Readout, TokenLogprobs
 
 __all__ = [
-    "NOT_FINITE", "Drawing", "EndStream", "MakeStore", "Message", "Numbers", "Ragged", "SlotResult", "SlotStep",
-    "StepResult", "StreamStep",
+    "NOT_FINITE", "Drawing", "DropImages", "EncodeImage", "Encoded", "EndStream", "MakeStore", "Message", "Numbers",
+    "Ragged", "SlotResult", "SlotStep", "StepResult", "StreamStep",
 ]  # fmt: skip
 
 # In place of a token: the logits are no finite numbers, so that no token follows from them.
@@ -268,4 +269,38 @@ class SlotResult:
     numbers: tuple[StepResult, ...] = ()
 
 
-Message = StreamStep | SlotStep | MakeStore | EndStream
+@dataclass(frozen=True, eq=False, slots=True)
+class EncodeImage:
+    """An EncodeImage asks that an image is taken through the layers of the tower, up to layer `stop`.
+
+    ids    int32 [rows]: of the image's rows. Once they are made, steps may have rows with these ids
+    tiles  float32 [tiles, 3, height, width], in the first message about an image; None: go on with it
+
+    Its result is an Encoded.
+    """
+
+    ids: np.ndarray
+    tiles: np.ndarray | None
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropImages:
+    """A DropImages says that the rows of images may go, and what was made of them so far. firsts: their first ids."""
+
+    firsts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An Encoded says how far an image is.
+
+    is_done  whether its rows are there
+    error    why the tower failed for it: its rows are then no finite numbers; None: it did not
+    """
+
+    is_done: bool
+    error: str | None = None
+
+
+Message = StreamStep | SlotStep | MakeStore | EndStream | EncodeImage | DropImages

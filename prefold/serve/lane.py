@@ -137,7 +137,7 @@ class _BatchNumbers(Background):
             windows,
             readout,
             cache_prefill=False,
-            budget=StepBudget(engine.max_batch_rows, pace.stream_rows),
+            budget=StepBudget(engine.max_batch_rows, pace.stream_rows, least=max(1, engine.worker.facts.span_rows)),
             on_step=self._between,
             stopping=lambda: self._has_left or stopping(),
         )

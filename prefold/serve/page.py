@@ -20,6 +20,7 @@ from starlette.routing import BaseRoute, Route
 from .. import __version__
 from ..report.live import TreeShape
 from ..report.page import with_drawing
+from ..text.readable import readable
 from .http import json_response
 from .keys import Tenant
 from .openai import OPENAI
@@ -76,7 +77,8 @@ async def data(site: Site, request: Request, tenant: Tenant) -> Response:
     stats, scheduler = desk.llm.stats, desk.llm.engine.generator.scheduler
     generation = stats.generation
     waiting, waiting_tokens = desk.waiting
-    decode = None if desk.llm.tokenizer is None else lambda tokens: desk.llm.tokenizer.decode(tokens.tolist())
+    tokenizer = desk.llm.tokenizer
+    decode = None if tokenizer is None else readable(lambda tokens: tokenizer.decode(tokens.tolist()))
     found: dict[str, Any] = await desk.in_pool(shape.data, decode)
     found |= {
         "model": site.names[0],

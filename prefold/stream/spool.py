@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import InputError
-from ..types import Request
+from ..types import Medium, Request
 from .folder import SpoolFolder
 from .order import FileOrder, HeldOrder, Order, SpooledRequest, encode, read_requests, write_request
 from .window import Windows, cut_into_windows
@@ -50,6 +50,7 @@ class Spool:
         self._folder: SpoolFolder | None = None
         self._held: list[SpooledRequest] = []
         self._held_bytes = 0
+        self._media: dict[int, Medium] = {}  # the images of all requests: their rows' ids are theirs while we hold them
         self._namespaces: set[tuple[str, str]] = set()  # adapters and salts
         self._runs: list[Path] = []  # sorted; each holds a consecutive range of arrivals
         self._merged: list[Path] | None = None  # the same requests in at most _FAN_IN runs
@@ -70,7 +71,7 @@ class Spool:
         """Forgets all requests and removes what is on disk. Closing twice is harmless."""
         with self._lock:
             self._state = "closed"
-            self._held, self._runs, self._merged, self._order = [], [], None, None
+            self._held, self._runs, self._merged, self._order, self._media = [], [], None, None, {}
             if self._folder is not None:
                 self._folder.close()
                 self._folder = None
@@ -89,6 +90,7 @@ class Spool:
                 raise RuntimeError(f"a request was added to a spool that is {self._state}")
             self._held.append(new._replace(number=self.num_requests))
             self._namespaces.add(new.namespace)
+            self._media.update((int(medium.ids[0]), medium) for medium in request.media)
             before, self._last = self._last, new[:3]
             is_new = request.sampling is not None or self._last != before
             self.num_requests += 1

@@ -13,12 +13,23 @@ from torch import Tensor
 from ..attention import KVStore, RowAttention
 from ..device import compile_seconds, free_cached, give_back, keep_freed, on, runs_triton
 from ..errors import OutOfMemoryError, UnsupportedModelError
-from ..model import Adapter, CausalLM
-from ..schedule.steps import EndStream, MakeStore, Message, SlotStep, StepResult, StreamStep
+from ..model import Adapter, CausalLM, Tower
+from ..schedule.steps import (
+    DropImages,
+    Encoded,
+    EncodeImage,
+    EndStream,
+    MakeStore,
+    Message,
+    SlotStep,
+    StepResult,
+    StreamStep,
+)
 from .attend import Path, heads_of
 from .batch import Batch, prepare
 from .budget import batch_rows, kv_bytes, slot_bytes
 from .graphs import DecodeGraphs
+from .images import ImageRows, without_images
 from .protocol import Facts, Ticket, Worker
 from .runner import run
 from .slot_reads import SlotReads
@@ -36,6 +47,7 @@ class LocalWorker(Worker):
     adapters  LoRA adapters by name
     depth     of `Facts`; None: 2 on a GPU, which has the next step to do while the results of one are taken
     graphs    on a GPU: replay steps that only decode as captured CUDA graphs (experimental)
+    tower     makes the rows of images; None: the model takes none
     """
 
     def __init__(
@@ -45,6 +57,7 @@ class LocalWorker(Worker):
         *,
         depth: int | None = None,
         graphs: bool = False,
+        tower: Tower | None = None,
     ):
         routing = None if model.config.loop is None else model.config.loop.router
         if routing is not None and routing.kind != "fixed":
@@ -52,6 +65,7 @@ class LocalWorker(Worker):
                 f'loop.router.kind is {routing.kind!r}; steps go through the blocks in their order only: give "fixed"'
             )
         self.model = model
+        self._images = None if tower is None else ImageRows(tower)
         self.adapters = dict(adapters or {})
         depth = depth or (2 if model.device.type == "cuda" else 1)
         self.facts = Facts(
@@ -62,6 +76,7 @@ class LocalWorker(Worker):
             vocab_size=model.config.vocab_size,
             adapters=tuple(self.adapters),
             slot_bytes=slot_bytes(model),
+            **({} if tower is None else tower_facts(tower)),
         )
         self.store: KVStore | None = None
         self._with_graphs, self._graphs = graphs, None
@@ -78,6 +93,8 @@ class LocalWorker(Worker):
     def prepare(self, message: Message) -> Batch | None:
         if not isinstance(message, StreamStep):
             return None
+        if self._images is not None:
+            message = replace(message, tokens=without_images(message.tokens))
         return prepare(message, self.model.config.planes, self._attention, tuple(self.adapters.values()))
 
     def start(self, message: Message, prepared: Batch | None = None) -> Ticket:
@@ -107,7 +124,8 @@ class LocalWorker(Worker):
             path = self._paths.get(message.stream, NO_PATH)
             if path.rows < message.path:
                 raise ValueError(f"the step goes on with {message.path} rows, its stream left {path.rows}")
-            reads, self._paths[message.stream] = run(self.model, batch, path.truncate(message.path))
+            media = None if self._images is None else self._images.rows(message.tokens)
+            reads, self._paths[message.stream] = run(self.model, batch, path.truncate(message.path), media)
             return reads
         if isinstance(message, SlotStep):
             return self._start_slots(message)
@@ -117,22 +135,48 @@ class LocalWorker(Worker):
             self._graphs = DecodeGraphs(self.model, self.store) if self._with_graphs and alone_on_gpu else None
         elif isinstance(message, EndStream):
             self.forget(message.stream)
+        elif isinstance(message, EncodeImage):
+            return self._encode(message)
+        elif isinstance(message, DropImages):
+            if self._images is not None:
+                self._images.drop(message.firsts)
         else:
             raise TypeError(f"{type(message).__name__} is no message to a worker")
         return Nothing()
 
+    def _encode(self, message: EncodeImage) -> Ticket:
+        if self._images is None:
+            return Told(Encoded(True, "the model takes no images"))
+        found = self._images.encode(message)
+        if self.model.device.type == "cuda":  # the host reckons with the time that layers take
+            torch.cuda.synchronize(self.model.device)
+        return Told(found)
+
     def _start_slots(self, step: SlotStep) -> Ticket:
         assert self.store is not None
+        media = None
+        if self._images is not None and (media := self._images.rows(step.tokens)) is not None:
+            step = replace(step, tokens=without_images(step.tokens))
         if self._graphs is not None and self._graphs.takes(step):
             hidden = self._graphs.run(step, self._given)
         else:
             batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._given)
-            hidden = forward(self.model, self.store, batch)
+            hidden = forward(self.model, self.store, batch, media)
             if step.exits is not None:  # there is a hidden state a read
                 step = replace(step, reads=np.arange(len(step.reads)))
         reads = SlotReads(self.model, hidden, step)
         self._given = reads.ids if self.facts.slot_depth > 1 else None
         return reads
+
+
+def tower_facts(tower: Tower) -> dict[str, int]:
+    """Returns the Facts about a tower."""
+    config = tower.config
+    return {
+        "tower_layers": config.layers,
+        "span_rows": config.rows if config.span else 0,
+        "image_row_bytes": config.output * tower.dtype.itemsize,
+    }
 
 
 class _Last:
@@ -141,6 +185,16 @@ class _Last:
     def __del__(self) -> None:
         if give_back is not None:  # as names are when Python ends
             give_back()
+
+
+class Told:
+    """A ticket of a message whose result is known."""
+
+    def __init__(self, what: Encoded):
+        self._what = what
+
+    def result(self) -> Encoded:
+        return self._what
 
 
 class Nothing:

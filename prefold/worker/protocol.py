@@ -38,6 +38,9 @@ class Facts:
     vocab_size     of the model
     adapters       names of the LoRA adapters; in messages they are numbers, in this order
     slot_bytes     bytes of one slot's K/V, in all planes and on all ranks
+    tower_layers   layers of the tower; 0: the model takes no images
+    span_rows      rows of an image that see each other both ways, and are computed in one step; 0: there are none
+    image_row_bytes  bytes of one row of an image as the tower makes it
     """
 
     depth: int = 1
@@ -47,6 +50,9 @@ class Facts:
     vocab_size: int = 1 << 30
     adapters: tuple[str, ...] = ()
     slot_bytes: int = 1
+    tower_layers: int = 0
+    span_rows: int = 0
+    image_row_bytes: int = 1
 
 
 class Ticket(Protocol):

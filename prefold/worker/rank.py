@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from ..errors import PrefoldError
-from ..model import load_adapter, load_model
+from ..model import load_adapter, load_model, load_tower
 from ..model.parallel import CollectiveError
 from .local import LocalWorker
 from .meeting import LEFT_ALONE, Start
@@ -51,7 +51,10 @@ def _follow(pipe: Connection, start: Start) -> None:
         name: load_adapter(folder, start.config, **place, name=name, ranks=ranks)
         for name, folder in start.adapters.items()
     }
-    worker = LocalWorker(model, adapters)
+    tower = None
+    if start.config.tower is not None:  # each rank encodes whole images: their rows are wanted whole on all
+        tower = load_tower(start.checkpoint, start.config, **place, seed=start.seed)
+    worker = LocalWorker(model, adapters, tower=tower)
     pipe.send("ready")
     while True:
         worker.start(pipe.recv())

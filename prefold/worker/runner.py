@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..model import CausalLM
+from ..model import CausalLM, MediaRows
 from ..model.exits import RowExits
 from ..model.ops import log_sum_exp
 from ..schedule.steps import StepResult
@@ -54,15 +55,17 @@ def _fetch(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def run(model: CausalLM, batch: Batch, path: Path) -> tuple[Reads, Path]:
+def run(model: CausalLM, batch: Batch, path: Path, media: MediaRows | None = None) -> tuple[Reads, Path]:
     """Runs the forward pass of a step, and returns its read-out, not waited for, and the path above the next step.
 
     On a rank other than 0 what is read of the whole vocabulary is empty.
     """
     config, readout = model.config, batch.step.readout
     attend = StepAttend(batch, path, config.planes, config.scale)
-    exits = {} if readout.exits is None else {"exits": RowExits.of(readout.exits)}
-    hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **exits)
+    more: dict[str, Any] = {} if readout.exits is None else {"exits": RowExits.of(readout.exits)}
+    if media is not None:
+        more["media"] = media
+    hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **more)
     if readout.kind == "mean":
         values, kept = mean_pool(hidden, batch, path)
         return Reads(values), attend.next_path(kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..attention import KeyRuns, KVStore, SlotPlan
 from ..device import send
-from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
+from ..model import NO_ADAPTERS, Adapter, CausalLM, MediaRows, RowAdapters
 from ..model.config import Plane
 from ..model.exits import RowExits
 from ..schedule.steps import SlotStep
@@ -113,11 +114,13 @@ class SlotAttend:
         return self.store.attend(plane, q, plans[self.planes[plane].window], self.scale)
 
 
-def forward(model: CausalLM, store: KVStore, batch: SlotBatch) -> Tensor:
+def forward(model: CausalLM, store: KVStore, batch: SlotBatch, media: MediaRows | None = None) -> Tensor:
     """Returns the hidden states of the rows of a step that are read, [rows, hidden]; its K/V is then in the store.
 
     Where the batch has exits there is a hidden state a read instead, [reads, hidden].
     """
     attend = SlotAttend(store, batch, model.config.planes, model.config.scale)
-    exits = {} if batch.exits is None else {"exits": batch.exits}
-    return model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **exits)
+    more: dict[str, Any] = {} if batch.exits is None else {"exits": batch.exits}
+    if media is not None:
+        more["media"] = media
+    return model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **more)

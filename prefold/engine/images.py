@@ -1,0 +1,225 @@
+"""When the tower runs, and what of its results is kept: each image is encoded once, however many wait for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..cache.media import MediaTable
+from ..prefix import MEDIA_BASE
+from ..schedule.steps import DropImages, EncodeImage
+from ..types import Medium
+from ..worker.protocol import Worker
+from .meter import Meter
+
+__all__ = ["ImageDesk"]
+
+# In place of the tiles of an image that cannot be read.
+NO_TILES = np.empty((0, 0, 0, 0), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A _Rows is what is held of an image. salt: its tenant's; last: the id of its last row; size: bytes."""
+
+    salt: str
+    last: int
+    size: int
+
+
+@dataclass(slots=True)
+class _Current:
+    """A _Current is the image that the tower works at. layers: those it has gone through."""
+
+    medium: Medium
+    layers: int = 0
+
+
+class ImageDesk:
+    """An ImageDesk sees to it that a worker has the rows of images when steps need them.
+
+    Rows are kept after their use, up to `memory` bytes, for others who ask for the same image. When room is needed, the
+    tenant that has most of it loses what it used least recently: a flood of images is at the cost of who sends it. Rows
+    that somebody waits for stay.
+
+    media  knows the images by the ids of their rows
+    meter  counts runs of the tower
+    """
+
+    def __init__(self, worker: Worker, media: MediaTable, memory: int, meter: Meter):
+        self.media = media
+        media.keep_for(self)
+        self._worker, self._memory, self._meter = worker, memory, meter
+        self._layers, self._row_bytes = worker.facts.tower_layers, worker.facts.image_row_bytes
+        self._lock = threading.RLock()
+        self._held: OrderedDict[int, _Rows] = OrderedDict()  # by first id, the least recently used one first
+        self._wanted: dict[Hashable, list[Medium]] = {}
+        self._current: _Current | None = None
+        self._layer_seconds = 0.0
+        self._bounds: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
+
+    @property
+    def bytes_held(self) -> int:
+        """Returns the bytes of the rows that are kept."""
+        return sum(rows.size for rows in self._held.values())
+
+    def firsts(self) -> list[int]:
+        """Returns the first ids of the images that the worker has something of."""
+        current = self._current
+        return [*self._held, *([] if current is None else [_first(current.medium)])]
+
+    def held(self, ids: np.ndarray) -> np.ndarray:
+        """Returns which rows of images, by their ids, the worker has: bool [n]."""
+        firsts, lasts = self._bounds
+        if not len(firsts):
+            return np.zeros(len(ids), bool)
+        place = np.searchsorted(firsts, ids, side="right") - 1
+        return (place >= 0) & (ids <= lasts[place])
+
+    def want(self, who: Hashable, media: Sequence[Medium]) -> None:
+        """Notes whose rows `who` needs next, in place of what was noted before. They stay while they are noted."""
+        with self._lock:
+            if media:
+                self._wanted[who] = list(media)
+            else:
+                self._wanted.pop(who, None)
+
+    def advance(self, who: Hashable, seconds: float) -> tuple[Medium, str] | None:
+        """Runs the tower for about so many seconds, at least one layer, for the first image that `who` wants and that
+        is not there. Returns the image that it failed for, and why; None: it did not fail."""
+        with self._lock:
+            medium = next((one for one in self._wanted.get(who, ()) if not self._has(one)), None)
+            if medium is None or not self._may_begin(medium):
+                return None
+            error = self._encode(medium, seconds)
+            if error is None:
+                return None
+            self._drop(medium)
+            return medium, error
+
+    @contextmanager
+    def using(self, tokens: np.ndarray) -> Iterator[None]:
+        """Returns a context in which the worker has the rows of all images among these ids; they are made before it
+        begins. Where the tower fails for one, its rows are no numbers."""
+        ids = tokens[tokens >= MEDIA_BASE]
+        if not len(ids):
+            yield
+            return
+        media = self.media.find(ids)
+        with self._lock:
+            self._wanted[self] = media
+            try:
+                for medium in media:
+                    while not self._has(medium):
+                        self._encode(medium, None)
+                yield
+            finally:
+                del self._wanted[self]
+
+    def clear(self) -> None:
+        """Drops all rows that nobody waits for."""
+        with self._lock:
+            self._make_room(self._memory + 1)
+
+    # ----------------------------------------------------------------------------------------------- the tower
+
+    def _encode(self, medium: Medium, seconds: float | None) -> str | None:
+        """Takes an image through as many layers as about so many seconds allow (None: all), at least one; another that
+        was on its way is given up. Returns why the tower fails for it, None: it does not."""
+        started = time.perf_counter()
+        current = self._current
+        if current is not None and _first(current.medium) != _first(medium):
+            self._worker.start(DropImages((_first(current.medium),))).result()
+            current = None
+        if current is None:
+            current = self._current = _Current(medium)
+        layers = self._layers - current.layers
+        if seconds is not None:
+            layers = min(layers, max(1, int(seconds / self._layer_seconds) if self._layer_seconds else 1))
+        stop = current.layers + layers
+        tiles = unread = None
+        if current.layers == 0:
+            try:
+                tiles = medium.load()
+            except Exception as error:  # the worker is told all the same: its rows are then no numbers
+                tiles, unread, stop = NO_TILES, str(error), self._layers
+            self._make_room(self._bytes(medium))
+        result = self._worker.start(EncodeImage(medium.ids, tiles, stop)).result()
+        spent = time.perf_counter() - started
+        self._note_layers(spent, layers)
+        current.layers = stop
+        self._meter.add(seconds={"tower": spent})
+        if result.is_done:
+            self._current = None
+            self._enter(medium)
+            self._meter.add(tower_runs=int(result.error is None))
+        return unread or result.error
+
+    def _note_layers(self, seconds: float, layers: int) -> None:
+        self._layer_seconds = seconds / layers
+
+    def _may_begin(self, medium: Medium) -> bool:
+        """Returns whether there is memory for the rows of an image, now or once those are used that wait to be."""
+        if self._current is not None and _first(self._current.medium) == _first(medium):
+            return True
+        wanted = self._all_wanted()
+        waiting = sum(rows.size for first, rows in self._held.items() if first in wanted)
+        return not waiting or waiting + self._bytes(medium) <= self._memory
+
+    # ------------------------------------------------------------------------------------------------ the store
+
+    def _has(self, medium: Medium) -> bool:
+        first = _first(medium)
+        if first not in self._held:
+            return False
+        self._held.move_to_end(first)
+        return True
+
+    def _make_room(self, size: int) -> None:
+        """Drops rows that nobody waits for until there is room for so many bytes more, as far as that goes."""
+        wanted = self._all_wanted()
+        by_tenant: Counter[str] = Counter()
+        for rows in self._held.values():
+            by_tenant[rows.salt] += rows.size
+        gone: list[int] = []
+        while by_tenant.total() + size > self._memory:
+            free = [(first, rows) for first, rows in self._held.items() if first not in wanted]
+            if not free:
+                break
+            most = max(by_tenant[rows.salt] for _, rows in free)
+            victim, rows = next(one for one in free if by_tenant[one[1].salt] == most)
+            by_tenant[rows.salt] -= rows.size
+            del self._held[victim]
+            gone.append(victim)
+        if gone:
+            self._worker.start(DropImages(tuple(gone))).result()
+            self._note()
+
+    def _enter(self, medium: Medium) -> None:
+        self._held[_first(medium)] = _Rows(medium.salt, int(medium.ids[-1]), self._bytes(medium))
+        self._note()
+
+    def _drop(self, medium: Medium) -> None:
+        if self._held.pop(_first(medium), None) is not None:
+            self._worker.start(DropImages((_first(medium),))).result()
+            self._note()
+
+    def _note(self) -> None:
+        firsts = sorted(self._held)
+        self._bounds = np.array(firsts, np.int64), np.array([self._held[first].last for first in firsts], np.int64)
+
+    def _all_wanted(self) -> set[int]:
+        return {_first(medium) for media in self._wanted.values() for medium in media}
+
+    def _bytes(self, medium: Medium) -> int:
+        return len(medium.ids) * self._row_bytes
+
+
+def _first(medium: Medium) -> int:
+    return int(medium.ids[0])

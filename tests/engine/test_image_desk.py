@@ -1,0 +1,262 @@
+"""When the tower runs, in what parts, and whose results are kept, over a worker that only notes what it is told."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from prefold.cache import CacheOptions
+from prefold.cache.media import MediaTable
+from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine.images import ImageDesk
+from prefold.engine.meter import Meter
+from prefold.errors import InputError
+from prefold.prefix import MEDIA_BASE
+from prefold.schedule.steps import DropImages, Encoded, EncodeImage, SlotResult, SlotStep
+from prefold.types import Request, Sampling
+from prefold.worker.protocol import Facts, Worker
+
+LAYERS, ROWS = 6, 4
+
+
+class Noting(Worker):
+    """Has the rows that it was told to make, and complains of a step with others."""
+
+    facts = Facts(tower_layers=LAYERS, image_row_bytes=10, vocab_size=8, max_positions=200)
+
+    def __init__(self) -> None:
+        self.layers: dict[int, int] = {}  # that images have gone through
+        self.made: dict[int, np.ndarray] = {}
+        self.told: list[tuple[int, int]] = []
+        self.fails: set[int] = set()
+        self.steps: list[SlotStep] = []
+
+    def start(self, message, prepared=None):
+        if isinstance(message, EncodeImage):
+            return Ticket(self.encode(message))
+        if isinstance(message, DropImages):
+            for first in message.firsts:
+                assert first in self.layers or first in self.made
+                self.layers.pop(first, None)
+                self.made.pop(first, None)
+        if isinstance(message, SlotStep):
+            there = {i for ids in self.made.values() for i in ids.tolist()}
+            assert {i for i in message.tokens.tolist() if i >= MEDIA_BASE} <= there
+            self.steps.append(message)
+            return Ticket(SlotResult(np.ones(len(message.reads), np.int64)))
+        return Ticket(None)
+
+    def encode(self, message: EncodeImage) -> Encoded:
+        first = int(message.ids[0])
+        assert (message.tiles is not None) == (first not in self.layers)
+        assert self.layers.get(first, 0) < message.stop <= LAYERS
+        self.told.append((first, message.stop - self.layers.get(first, 0)))
+        self.layers[first] = message.stop
+        if message.stop < LAYERS:
+            return Encoded(False)
+        del self.layers[first]
+        self.made[first] = message.ids
+        return Encoded(True, "made up" if first in self.fails else None)
+
+
+class Ticket:
+    def __init__(self, result):
+        self.result = lambda: result
+
+
+def desk_of(memory: int = 1000) -> tuple[ImageDesk, Noting, MediaTable, Meter]:
+    worker, table, meter = Noting(), MediaTable(), Meter()
+    return ImageDesk(worker, table, memory, meter), worker, table, meter
+
+
+def finish(desk: ImageDesk):
+    """Runs the tower for all that I want, or until it fails."""
+    for _ in range(4 * LAYERS):
+        failed = desk.advance("me", 100.0)
+        if failed is not None:
+            return failed
+    return None
+
+
+def take(table: MediaTable, key: str, salt: str = "", load=lambda: np.zeros((1, 3, 2, 2), np.float32)):
+    return table.medium(key.encode(), tiles=1, rows_per_tile=ROWS, span=True, load=load, salt=salt)
+
+
+def test_a_layer_at_a_time():
+    desk, worker, table, meter = desk_of()
+    one, other = take(table, "one"), take(table, "other")
+    desk.want("me", [one, other])
+    assert not desk.held(np.concatenate((one.ids, other.ids))).any()
+    for layer in range(LAYERS):
+        assert desk.advance("me", 0.0) is None
+        assert worker.told[-1] == (one.ids[0], 1) and len(worker.told) == layer + 1
+    assert desk.held(one.ids).all() and not desk.held(other.ids).any() and not desk.held(one.ids + ROWS).any()
+    assert meter.stats.tower_runs == 1 and "tower" in meter.stats.seconds
+    assert finish(desk) is None
+    assert meter.stats.tower_runs == 2 and desk.bytes_held == 80
+    assert worker.told[LAYERS:] == [(other.ids[0], LAYERS)], "all at once, where there is time"
+
+
+def test_as_many_layers_as_the_time_allows():
+    desk, worker, table, _ = desk_of()
+    desk._layer_seconds = 0.5
+    desk._note_layers = lambda seconds, layers: None
+    desk.want("me", [one := take(table, "one")])
+    desk.advance("me", 1.2)
+    assert worker.told[0] == (one.ids[0], 2)
+
+
+def test_an_image_that_nobody_wants_any_more_is_given_up():
+    desk, worker, table, _ = desk_of()
+    one, other = take(table, "one"), take(table, "other")
+    desk.want("me", [one])
+    desk.advance("me", 0.0)
+    desk.want("me", [other])
+    finish(desk)
+    assert not worker.layers and list(worker.made) == [other.ids[0]]
+    desk.want("me", [one])
+    finish(desk)
+    assert set(worker.made) == {one.ids[0], other.ids[0]}
+
+
+def test_memory_and_shares_of_tenants():
+    """Room for five images. A tenant's flood is at its own cost: those of others stay."""
+    desk, worker, table, meter = desk_of(memory=5 * ROWS * 10)
+    quiet = [take(table, f"quiet {i}", "quiet") for i in range(2)]
+    flood = [take(table, f"flood {i}", "flood") for i in range(20)]
+    for medium in (*quiet, *flood):
+        desk.want("me", [medium])
+        finish(desk)
+        assert desk.bytes_held <= 5 * ROWS * 10
+        assert desk.bytes_held == sum(len(ids) * 10 for ids in worker.made.values())
+    assert all(desk.held(medium.ids).all() for medium in (*quiet, *flood[-3:]))
+    assert meter.stats.tower_runs == 22
+    # Of one tenant's what was used last stays.
+    desk.want("me", [flood[-3]])
+    desk.advance("me", 1.0)
+    desk.want("me", [flood[0]])
+    finish(desk)
+    assert desk.held(flood[-3].ids).all() and not desk.held(flood[-2].ids).any()
+
+
+def test_rows_that_somebody_waits_for_stay():
+    desk, _, table, _ = desk_of(memory=2 * ROWS * 10)
+    waiting = [take(table, f"waiting {i}") for i in range(3)]
+    desk.want("me", waiting)
+    finish(desk)
+    assert [desk.held(medium.ids).all() for medium in waiting] == [True, True, False], "no more than there is room for"
+    with desk.using(waiting[2].ids):
+        assert all(desk.held(medium.ids).all() for medium in waiting), "who needs it now has it, in any case"
+    desk.want("me", waiting[2:])
+    others = [take(table, f"other {i}") for i in range(3)]
+    for medium in others:
+        with desk.using(medium.ids):
+            assert desk.held(medium.ids).all()
+    assert desk.held(waiting[2].ids).all() and not desk.held(waiting[0].ids).any()
+    assert desk.bytes_held <= 3 * ROWS * 10
+
+
+def test_ids_of_what_is_kept_are_not_given_to_another():
+    desk, _, table, _ = desk_of()
+    medium = take(table, "one")
+    ids = medium.ids
+    desk.want("me", [medium])
+    desk.advance("me", 0.0)
+    desk.want("me", [])
+    del medium
+    table.sweep()
+    assert not set(take(table, "other").ids.tolist()) & set(ids.tolist()), "it is on its way through the tower"
+
+
+@pytest.mark.parametrize("kind", ["load", "tower"])
+def test_failures(kind):
+    desk, worker, table, _ = desk_of()
+
+    def fail():
+        raise OSError("gone")
+
+    medium = take(table, "one", load=fail) if kind == "load" else take(table, "one")
+    worker.fails = {int(medium.ids[0])}
+    desk.want("me", [medium, other := take(table, "other")])
+    assert finish(desk) == (medium, "gone" if kind == "load" else "made up")
+    assert not worker.made and not worker.layers and not desk.held(medium.ids).any()
+    desk.want("me", [other])
+    assert finish(desk) is None
+    assert desk.held(other.ids).all()
+
+
+def engine_of(worker: Noting) -> Engine:
+    generation = GenerateOptions(kv_memory=100)
+    return Engine(worker, EngineOptions(max_batch_rows=20, generation=generation))
+
+
+def test_text_goes_on_while_images_wait():
+    worker = Noting()
+    engine = engine_of(worker)
+    desk, generator = engine.images, engine.generator
+    desk._layer_seconds, desk._note_layers = 1.0, lambda seconds, layers: None
+    image, told = take(engine.media, "one"), {}
+    text = Request(np.array([1, 2, 3], np.int32), sampling=Sampling(max_tokens=30))
+    generator.add(text, None, lambda answer: told.__setitem__("text", answer))
+    generator.step()
+    for name in ("first", "second"):
+        tokens = np.concatenate(([4], image.ids, [5, 6][: 1 + (name == "second")])).astype(np.int32)
+        request = Request(tokens, sampling=Sampling(max_tokens=2), media=(image,))
+        generator.add(request, None, lambda answer, name=name: told.__setitem__(name, answer))
+    del image, request
+    while "first" not in told:
+        before = len(worker.told)
+        assert generator.step()
+        assert len(worker.told) <= before + 1, "one layer between two steps"
+    assert [layers for _, layers in worker.told] == [1] * LAYERS
+    assert all(len(step.reads) for step in worker.steps), "the text gets a token in every step"
+    while generator.has_work:
+        generator.step()
+    assert len(told["text"][0].tokens) == 30 and engine.stats.tower_runs == 1
+
+
+def test_who_waits_is_told_when_the_tower_fails():
+    worker = Noting()
+    engine = engine_of(worker)
+    generator, told = engine.generator, {}
+    bad, good = take(engine.media, "bad"), take(engine.media, "good")
+    worker.fails = {int(bad.ids[0])}
+    for name, images in {"bad": (bad,), "both": (good, bad), "good": (good,), "text": ()}.items():
+        tokens = np.concatenate(([1], *(image.ids for image in images), [2])).astype(np.int32)
+        request = Request(tokens, sampling=Sampling(max_tokens=2), media=images)
+        generator.add(request, None, lambda answer, name=name: told.__setitem__(name, answer))
+    while generator.has_work:
+        generator.step()
+        generator.scheduler.check()
+    assert {name for name, answer in told.items() if isinstance(answer, InputError)} == {"bad", "both"}
+    assert told["bad"].code == "image_failed" and "made up" in str(told["bad"])
+
+
+def test_requests_that_are_cancelled_stop_the_tower():
+    worker = Noting()
+    engine = engine_of(worker)
+    generator, image = engine.generator, take(engine.media, "one")
+    engine.images._layer_seconds, engine.images._note_layers = 1.0, lambda seconds, layers: None
+    tokens = np.concatenate(([1], image.ids, [2])).astype(np.int32)
+    key = generator.add(Request(tokens, sampling=Sampling(max_tokens=2), media=(image,)), None, lambda answer: None)
+    generator.step()
+    generator.cancel(key)
+    before = len(worker.told)
+    assert not generator.step()
+    assert len(worker.told) == before and not engine.images._wanted
+
+
+def test_an_image_whose_rows_are_cached_is_not_encoded():
+    worker = Noting()
+    generation = GenerateOptions(kv_memory=100, cache=CacheOptions(min_overlap=0))
+    engine = Engine(worker, EngineOptions(max_batch_rows=20, generation=generation))
+    generator = engine.generator
+    for number in range(2):
+        image = take(engine.media, "one")
+        tokens = np.concatenate(([1], image.ids, [2 + number])).astype(np.int32)
+        generator.add(Request(tokens, sampling=Sampling(max_tokens=2), media=(image,)), None, lambda answer: None)
+        while generator.has_work:
+            generator.step()
+        engine.images._drop(image)
+        assert not worker.made
+    assert engine.stats.tower_runs == 1
