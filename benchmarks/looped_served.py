@@ -127,6 +127,7 @@ def random_llm(hidden: int, visits: int, device: str, **options: Any) -> LLM:
     """Returns an LLM of random weights, two blocks of a layer, visited in turn, with a gate."""
     config = example.hf_config(example.Task(24, 4), hidden, 4 if hidden < 256 else 8, visits)
     config |= {"max_position_embeddings": 1024}
+    options |= {"cache": "off"}  # a round is not to find what the one before has computed
     return LLM(Checkpoint.dummy(config), dtype="float32", device=device, kv_memory=1 << 30, **options)
 
 
@@ -207,7 +208,7 @@ def decode(
     def make(**options: Any) -> LLM:
         if folder is None:
             return random_llm(hidden, 8, device, **options)
-        return LLM(str(folder), dtype="float32", device=device, kv_memory=1 << 30, **options)
+        return LLM(str(folder), dtype="float32", device=device, kv_memory=1 << 30, cache="off", **options)
 
     read, save, no_refill = make(), make(exits="save"), make(exits="save", refill=False)
     order = tuple(read.config.loop.order)
