@@ -80,7 +80,7 @@ class VllmHost:
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         identity = {"vllm": vllm.__version__, "weights": _digest(model), "dtype": dtype}
         rows = config.scheduler_config.max_num_batched_tokens
-        cache = config.cache_config
+        cache = getattr(config, "cache_config", None)
         slots = (getattr(cache, "num_gpu_blocks", 0) or 0) * (getattr(cache, "block_size", 0) or 0)
         self.facts = ReplicaFacts(
             identity, rows, running, dtype=dtype, cache_rows=slots, reports_cache=caching, steps_overlap=True

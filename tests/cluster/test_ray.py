@@ -82,10 +82,11 @@ def alone(folder):
     return folder
 
 
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
 @pytest.mark.parametrize("task, options", [("embed", EMBED), ("generate", GENERATE)])
-def test_two_replicas_give_what_one_process_gives(alone, task, options):
-    said = run(alone, f"two-{task}.jsonl", *options)
-    assert "replicas  2 of 2 at the end" in said
+def test_two_replicas_give_what_one_process_gives(alone, task, options, stream):
+    said = run(alone, f"two-{task}.jsonl", *options, *stream, "--overwrite")
+    assert "of 2 at the end" in said and "were missing" not in said
     assert_same(alone, f"{task}.jsonl", f"two-{task}.jsonl")
 
 
@@ -113,8 +114,10 @@ def long(alone):
     return alone
 
 
-def test_a_replica_that_is_killed_loses_nothing_and_comes_back(long):
-    with subprocess.Popen(command(long, "killed.jsonl", *LONG), cwd=long, env=environment(), stderr=-1) as job:
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+def test_a_replica_that_is_killed_loses_nothing_and_comes_back(long, stream):
+    options = (*LONG, *stream, "--overwrite")
+    with subprocess.Popen(command(long, "killed.jsonl", *options), cwd=long, env=environment(), stderr=-1) as job:
         wait_for_output(long / "killed.jsonl", 30)
         actors(job)[0].kill()
         said = job.communicate(timeout=400)[1].decode()
