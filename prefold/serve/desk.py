@@ -142,7 +142,11 @@ class Desk:
         else:
             left = iter(answers[0])
             results = [[next(left) for _ in work.requests] for work in works]
-        return [raised(one) for one in await self.in_pool(finish_items, task, works, results)]
+        found = [raised(one) for one in await self.in_pool(finish_items, task, works, results)]
+        if task.readout.kind == "tokens":
+            for result in found:
+                self._metrics.prompt(order.owner.tenant, result)
+        return found
 
     async def requests(self, order: TaskOrder) -> list[Request]:
         """Returns the requests that an order makes; computes nothing. Raises InputError."""
@@ -193,7 +197,8 @@ class Desk:
                     else:
                         (result,) = finish_items(task, [works[number]], [[what]])
                         left -= 1
-                        yield number, raised(result)
+                        self._metrics.prompt(order.owner.tenant, raised(result))
+                        yield number, result
             finally:
                 for reader in readers:
                     reader.cancel()

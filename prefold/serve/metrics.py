@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,12 @@ class Metrics:
         self.queue = Histogram(
             "prefold:request_queue_time_seconds", "From a request to its first step.", buckets=_SECONDS, **place
         )
+        self.prefix_queries = Counter(
+            "prefold:prefix_cache_queries", "Tokens of prompts that were continued, by tenant.", ["tenant"], **place
+        )
+        self.prefix_hits = Counter(
+            "prefold:prefix_cache_hits", "Those of them that were there already, by tenant.", ["tenant"], **place
+        )
         self.lag = Histogram(
             "prefold:event_loop_lag_seconds", "By how much the event loop is late.", buckets=_SECONDS, **place
         )
@@ -68,6 +74,11 @@ class Metrics:
             return response
 
         yield told
+
+    def prompt(self, tenant: str | None, result: Mapping[str, Any]) -> None:
+        """Counts the tokens of a prompt that was continued, by the result of its item."""
+        self.prefix_queries.labels(tenant or "").inc(result["num_tokens"])
+        self.prefix_hits.labels(tenant or "").inc(result["cached_tokens"])
 
     def log(self, error: Exception) -> None:
         """Writes an error of the server to its log, without anything of the request."""
@@ -99,7 +110,6 @@ class Metrics:
             found = stats.generation
             counts |= {
                 "generation_tokens": ("Tokens generated.", found.generated_tokens),
-                "prefix_cache_hits": ("Tokens of prompts that were there.", hits_of(found)),
                 "num_preemptions": ("Sequences taken out because memory was full.", found.preemptions),
             }
             scheduler = desk.llm.engine.generator.scheduler

@@ -221,6 +221,29 @@ def test_metrics(server, llm):
     assert any(name.startswith("prefold:http_requests_total{") for name in values)
 
 
+def test_metrics_say_whose_prompts_were_there(llm, tmp_path):
+    """For answers that are whole and for those that are streamed."""
+    path = tmp_path / "keys.toml"
+    path.write_text(KEYS)
+    with serving(llm, api_keys=str(path)) as server, httpx.Client(base_url=server.url) as client:
+        expected = {"first": [0, 0], "second": [0, 0]}
+        for key, tenant in (("one", "first"), ("two", "second"), ("one", "first"), ("one", "first")):
+            body = {"prompt": "whose is it: the yes no", "max_tokens": 1, "temperature": 0}
+            if expected["second"][0]:
+                body |= {"stream": True, "stream_options": {"include_usage": True}}
+            text = client.post("/v1/completions", json=body, headers={"x-api-key": key}).text
+            last = [line[6:] for line in text.splitlines() if line.startswith("data: {")][-1:] or [text]
+            usage = json.loads(last[0])["usage"]
+            expected[tenant][0] += usage["prompt_tokens"]
+            expected[tenant][1] += usage["prompt_tokens_details"]["cached_tokens"]
+        lines = client.get("/metrics", headers={"x-api-key": "one"}).text.splitlines()
+    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+    for tenant, counts in expected.items():
+        names = (f'prefold:prefix_cache_{what}_total{{tenant="{tenant}"}}' for what in ("queries", "hits"))
+        assert [values[name] for name in names] == counts
+    assert expected["first"][1] > 0 == expected["second"][1]
+
+
 @pytest.fixture
 def poisoned(llm, monkeypatch):
     """Steps fail that have the first row of a prompt beginning with Q, or for the reasons in the list that this is."""
