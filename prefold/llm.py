@@ -57,6 +57,11 @@ class LLM(NumericTasks, Texts):
     media           gives the rows of images their ids, where prompts are made before the LLM; None: a table of its own
     tensor_parallel how many ranks the model is split over: processes of this machine, on GPUs one each. `close` ends
                     them
+    exits           of a looped model. "read": its rows make all visits, whichever they are read after. "save": they
+                    leave, and compute and store no more; deeper visits see the K/V of their last visit to a block.
+                    "project": they see K/V made of the state that it left with. Requests may then give routes
+    refill          where rows leave, whether others come into their places at once
+    group           which rows make a step together then: those whose next "block" is the same, or whose "template" is
     decode_graphs   whether steps that only decode are replayed as captured CUDA graphs, which saves launching their
                     kernels one by one. Experimental; on one GPU, without adapters
     load_format     "auto", or "dummy" for random weights of the model's shapes
@@ -87,6 +92,9 @@ class LLM(NumericTasks, Texts):
         media_memory: int = MEDIA_MEMORY,
         media: MediaTable | None = None,
         tensor_parallel: int = 1,
+        exits: Literal["read", "save", "project"] = "read",
+        refill: bool = True,
+        group: Literal["block", "template"] = "block",
         decode_graphs: bool = False,
         load_format: Literal["auto", "dummy"] = "auto",
         revision: str | None = None,
@@ -135,7 +143,13 @@ class LLM(NumericTasks, Texts):
                 self._team.close()
             raise
         generation = GenerateOptions(
-            kv_memory=kv_memory, max_running=max_running, reserve_output=reserve_output, cache=cache_options(cache)
+            kv_memory=kv_memory,
+            max_running=max_running,
+            reserve_output=reserve_output,
+            cache=cache_options(cache),
+            exits=exits,
+            refill=refill,
+            group=group,
         )
         options = EngineOptions(
             sharing="full" if sharing == "auto" else sharing,
@@ -203,7 +217,8 @@ class LLM(NumericTasks, Texts):
     @property
     def cache(self) -> RadixCache | None:
         """Returns the cache of earlier calls, None when nothing is kept. Its `clear` forgets all that is not pinned."""
-        return self.engine.generator.scheduler.cache
+        cache: RadixCache | None = self.engine.generator.scheduler.cache
+        return cache
 
     def pin(self, prompt: Prompt, *, adapter: str | None = None, **options: Unpack[GenerationKeywords]) -> int:
         """Keeps what has been computed of a prompt until `unpin`, and returns how many of its tokens that is.

@@ -89,6 +89,19 @@ class TaskOptions:
     max_visits: int | None = _option(
         None, "Of a looped model with a gate: read no row after more visits; by default all it makes.", kind=int
     )
+    exit_change: float | None = _option(
+        None,
+        "Of a looped model whose rows leave: a row leaves after the first visit that changes its state by at most this"
+        " part of it.",
+    )
+    exit_prompts: bool = _option(
+        False, "Of a looped model whose rows leave: rows of prompts leave too, by the same rules.", kind=bool
+    )
+    route: Sequence[int] | None = _option(
+        None,
+        "Of a looped model whose rows leave or take routes: the numbers of the blocks that rows visit, from 0; by"
+        " default as the checkpoint says.",
+    )
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -245,6 +258,12 @@ class GenerationOptions(TaskOptions):
     max_n: int = _option(128, "The most answers that a prompt's own options may ask for, unless n is larger.", kind=int)
     max_logprobs: int = _option(
         20, "The most log-probabilities that a prompt's own options may ask for, unless logprobs is larger.", kind=int
+    )
+    exit_visits: Sequence[int] = _option(
+        (),
+        "Of a looped model whose rows leave: after how many visits the row of each token of the answer leaves, in place"
+        " of other rules as far as the list goes.",
+        None,
     )
     grammar: Grammar | Mapping[str, object] | None = _option(
         None, 'What the text must look like: {"json_schema": ...}, {"json": True}, {"regex": ...}, {"choice": [...]} or'

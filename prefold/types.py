@@ -55,17 +55,29 @@ def _plain(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Exits:
-    """An Exits says after which of a looped model's visits its rows are read, where the model has a gate.
+    """An Exits says which blocks a looped model's rows visit, and after which visit they are read, or leave.
 
-    threshold   a row is read after the first visit at which its probability of having left is at least this, in (0, 1];
-                1: after its last visit; None: the checkpoint's own
+    threshold   of a model with a gate: a row is read after the first visit at which its probability of having left is
+                at least this, in (0, 1]; 1: after its last visit; None: the checkpoint's own
     min_visits  no row is read after fewer visits
     max_visits  no row is read after more visits; None: it may make all of the model's
+
+    where rows leave for good (`GenerateOptions.exits`):
+
+    change      a row leaves after the first visit that changes its state by at most this part of it (the norm of the
+                difference over that of the state before); None: however little it changes
+    prompts     whether rows of prompts leave by these rules too; otherwise they make all visits
+    route       the blocks visited, from 0; None: as the model's order or its router says
+    visits      after how many visits the row of each generated token leaves, as far as it goes, whatever else is said
     """
 
     threshold: float | None = None
     min_visits: int = 1
     max_visits: int | None = None
+    change: float | None = None
+    prompts: bool = False
+    route: tuple[int, ...] | None = None
+    visits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +150,7 @@ class Sampling:
     logprobs             None: none; k: the chosen token's, and those of the k most likely tokens
     grammar              what the text must look like
     exit_threshold, min_visits, max_visits   after which visit of a looped model a row is read, as of Exits
+    exit_change, exit_prompts, exit_visits, route   change, prompts, visits and route, as of Exits
     """
 
     max_tokens: int | None = None
@@ -160,11 +173,19 @@ class Sampling:
     exit_threshold: float | None = None
     min_visits: int = 1
     max_visits: int | None = None
+    exit_change: float | None = None
+    exit_prompts: bool = False
+    exit_visits: tuple[int, ...] = ()
+    route: tuple[int, ...] | None = None
 
     @property
     def exits(self) -> Exits | None:
         """Returns after which visits rows are read; None: as the checkpoint says."""
-        exits = Exits(self.exit_threshold, self.min_visits, self.max_visits)
+        route = None if self.route is None else tuple(self.route)
+        exits = Exits(
+            self.exit_threshold, self.min_visits, self.max_visits, self.exit_change, self.exit_prompts, route,
+            tuple(self.exit_visits),
+        )  # fmt: skip
         return None if exits == Exits() else exits
 
 
@@ -290,6 +311,12 @@ class GenerationStats(Jsonable):
     kv_bytes_unshared_peak  most bytes of K/V held at once, had every sequence K/V of its own
     steps                   forward passes
     running_peak            most sequences running in one step
+
+    of a looped model that is gone through a visit at a time:
+
+    block_calls             rows that went through a block, summed over visits
+    block_calls_saved       visits that rows did not make because they had left
+    kv_bytes_freed          bytes of K/V that these visits would have held
     """
 
     generated_tokens: int = 0
@@ -306,6 +333,9 @@ class GenerationStats(Jsonable):
     kv_bytes_unshared_peak: int = 0
     steps: int = 0
     running_peak: int = 0
+    block_calls: int = 0
+    block_calls_saved: int = 0
+    kv_bytes_freed: int = 0
 
     def __add__(self, other: GenerationStats) -> GenerationStats:
         """Returns the counts of both: the larger one of each peak, the sum of all else."""

@@ -36,7 +36,7 @@ _SAMPLING = {
     "repetition_penalty": "repetition_penalty", "logit_bias": "logit_bias", "min_tokens": "min_tokens",
     "max_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "stop": "stop", "stop_token_ids": "stop_ids",
     "ignore_eos": "ignore_eos", "exit_threshold": "exit_threshold", "min_visits": "min_visits",
-    "max_visits": "max_visits",
+    "max_visits": "max_visits", "exit_change": "exit_change", "exit_prompts": "exit_prompts", "route": "route",
 }  # fmt: skip
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 # {vLLM's name: the name that `grammar_from` knows}

@@ -5,5 +5,9 @@ from __future__ import annotations
 from .events import CacheEvents, CacheReporter
 from .radix import POLICIES, CacheOptions, RadixCache
 from .slots import SCRATCH, SlotPool
+from .visits import VisitCache, VisitNode
 
-__all__ = ["POLICIES", "SCRATCH", "CacheEvents", "CacheOptions", "CacheReporter", "RadixCache", "SlotPool"]
+__all__ = [
+    "POLICIES", "SCRATCH", "CacheEvents", "CacheOptions", "CacheReporter", "RadixCache", "SlotPool", "VisitCache",
+    "VisitNode",
+]  # fmt: skip

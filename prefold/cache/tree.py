@@ -128,7 +128,7 @@ class Node:
         Whoever refers to this node means its last row, which stays in it.
         """
         assert 0 < size < len(self.tokens) and self.parent is not None
-        upper = Node(self.parent, self.tokens[:size], self.start)
+        upper = type(self)(self.parent, self.tokens[:size], self.start)
         upper.slots, self.slots = self.slots[:size], self.slots[size:]
         upper.computed, self.computed = min(self.computed, size), max(0, self.computed - size)
         for name in ("users", "lost", "kept", "pins", "used", "uses", "priority"):
@@ -147,6 +147,7 @@ class BrokenOff(Exception):
 class RadixTree:
     """A RadixTree holds one trie for each namespace (adapter and salt); two namespaces share nothing.
 
+    kind       the class of its nodes
     roots      the root of each trie, by namespace
     on_split   functions that are called with (upper, lower) when a node has been cut in two
     on_store   functions that are called with a node of which more rows have been computed
@@ -156,7 +157,8 @@ class RadixTree:
     is_broken  whether a change is being made, or was broken off by an exception
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Node] = Node) -> None:
+        self.kind = kind
         self.roots: dict[Hashable, Node] = {}
         self.on_split: list[Callable[[Node, Node], None]] = []
         self.on_store: list[Callable[[Node], None]] = []
@@ -187,13 +189,13 @@ class RadixTree:
         """
         node = self.roots.get(namespace)
         if node is None:
-            node = self.roots[namespace] = Node(None, np.empty(0, np.int32), 0)
+            node = self.roots[namespace] = self.kind(None, np.empty(0, np.int32), 0)
             node.namespace = namespace
         at = 0
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))
             if child is None:
-                child = Node(node, tokens[at:], node.stop)
+                child = self.kind(node, tokens[at:], node.stop)
                 node.children[int(tokens[at])] = child
                 return child
             same = common_prefix(child.tokens, tokens[at:])

@@ -61,7 +61,8 @@ def load_llm(o: Options, checkpoint: Any, tokenizer: Any) -> Any:
 def llm_options(o: Options) -> dict[str, Any]:
     """Returns the keywords for `LLM`, but its checkpoint and tokenizer, out of the options that were given."""
     names = ("dtype", "device", "threads", "sharing", "max_batch_rows")
-    given = {n: o[n] for n in ("kv_memory", "max_running", "media_memory", "tensor_parallel") if o.get(n) is not None}
+    names_given = ("kv_memory", "max_running", "media_memory", "tensor_parallel", "exits")
+    given = {n: o[n] for n in names_given if o.get(n) is not None}
     if o.get("adapter"):
         given["adapters"] = adapter_folders(o)
     if o.get("cache_prefill"):
@@ -103,7 +104,7 @@ class LazyTasks(Mapping[str, Any]):
         return len(self._names)
 
 
-EXITS = ("exit_threshold", "min_visits", "max_visits")
+EXITS = ("exit_threshold", "min_visits", "max_visits", "exit_change", "exit_prompts", "route")
 
 
 def task_settings(task: str, o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def task_settings(task: str, o: Options, checkpoint: Any, tokenizer: Any) -> dic
     limits = {"max_length": o["max_length"]} if o.get("max_length") else {}
     if o.get("truncate_side") or o.get("truncate"):
         limits["truncate"] = o.get("truncate_side") or True
-    limits |= {name: o[name] for name in EXITS if o.get(name) is not None}
+    limits |= {name: o[name] for name in EXITS if o.get(name) not in (None, False)}
     folders = adapter_folders(o)
     if len(folders) == 1 and not o.get("adapter_column"):
         limits["adapter"] = next(iter(folders))

@@ -45,4 +45,13 @@ def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) ->
 
 # What the options of the tasks are made of, and what chooses between them; then how the input is read. Of adapters
 # a digest is kept, and the seed has a place of its own.
-RESULT_OPTIONS = (*journal_names(), "chat", "recommended", "tokenizer", "json_columns", "delimiter", "max_cell_lines")
+RESULT_OPTIONS = (
+    *journal_names(),
+    "exits",
+    "chat",
+    "recommended",
+    "tokenizer",
+    "json_columns",
+    "delimiter",
+    "max_cell_lines",
+)

@@ -49,6 +49,19 @@ class Device(click.ParamType):
         return str(value)
 
 
+class Blocks(click.ParamType):
+    """Reads the blocks of a route: 0,1,0."""
+
+    name = "blocks"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, (list, tuple)):
+            return tuple(value)
+        if re.fullmatch(r"\d+(\s*,\s*\d+)*", str(value).strip()) is None:
+            self.fail(f"{value!r} is not a route; write the numbers of blocks: 0,1,0", param, ctx)
+        return tuple(int(block) for block in str(value).split(","))
+
+
 def _of(task: str, option: str, *flags: str, **settings: Any) -> Decorator:
     """Returns the command line's option for one of a task's options, with the help of `prefold.options`."""
     return click.option(*flags, help=doc_of(task, option), **settings)
@@ -83,6 +96,9 @@ engine_options = _all(
     click.option("--sharing", type=click.Choice(["auto", "full", "mlp", "off"]), default="auto", show_default=True,
                  help="What is computed once for a shared prefix: everything, all but attention, nothing."),
     click.option("--max-batch-rows", type=click.IntRange(1), metavar="N", help="Rows of a step."),
+    click.option("--exits", type=click.Choice(["read", "save", "project"]), default="read", show_default=True,
+                 help="Of a looped model: rows make all visits, or leave, so that later visits see what they saved or "
+                      "what is projected from their state."),
     click.option("--tensor-parallel", type=click.IntRange(1), default=1, show_default=True, metavar="N",
                  help="Processes the model is split over; GPUs, where they are used."),
     click.option("--media-memory", type=Bytes(), metavar="BYTES",
@@ -254,6 +270,9 @@ _EXITS = (
     _of("embed", "exit_threshold", "--exit-threshold", type=click.FloatRange(0, 1, min_open=True), metavar="X"),
     _of("embed", "min_visits", "--min-visits", type=click.IntRange(1), metavar="N"),
     _of("embed", "max_visits", "--max-visits", type=click.IntRange(1), metavar="N"),
+    _of("embed", "exit_change", "--exit-change", type=click.FloatRange(0, min_open=True), metavar="X"),
+    _of("embed", "exit_prompts", "--exit-prompts", is_flag=True),
+    _of("embed", "route", "--route", type=Blocks(), metavar="0,1,..."),
 )
 
 

@@ -23,17 +23,19 @@ from .generate import Generator
 from .images import ImageDesk
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
-from .probes import ProbeWindows
+from .probes import Probes, ProbeWindows, last_rows
 from .requests import Answer
 from .samples import TextPiece
 from .service import Service
 from .stream import run_stream
+from .visits import check_visits, visits_of
 
 __all__ = ["Engine"]
 
 
 class Engine:
-    """An Engine runs requests on a worker: numeric runs, and text that is generated.
+    """An Engine runs requests on a worker: numeric runs, and text that is generated. Raises InputError for options that
+    the worker's model cannot follow.
 
     Several threads may run requests at once; their steps take turns.
     """
@@ -49,6 +51,7 @@ class Engine:
         self.worker = worker
         self.options = options
         self.meter = Meter()
+        self._visits = visits_of(worker.facts, options.generation)
         self.media = MediaTable() if media is None else media
         takes_images = worker.facts.tower_layers > 0
         self.images = ImageDesk(worker, self.media, options.media_memory, self.meter) if takes_images else None
@@ -114,6 +117,10 @@ class Engine:
         Raises InputError for an adapter that the worker has not, OutOfMemoryError where not even one row fits.
         """
         sharing = sharing or self.sharing
+        if self._visits is not None:
+            yield from self._run_visits(windows, readout, sharing, on_step, stopping)
+            return
+        check_visits(readout.exits, self.worker.facts, None)
         how: dict[str, Any] = {"sharing": sharing, "meter": self.meter, "stopping": stopping, "images": self.images}
         how["budget"] = budget or (self._budget if max_batch_rows is None else self._budget_of(max_batch_rows))
         with self.meter.heard_by(on_step):
@@ -129,11 +136,27 @@ class Engine:
                 if stopping():
                     return
 
+    def _run_visits(
+        self,
+        windows: Iterable[Window | None],
+        readout: Readout,
+        sharing: Sharing,
+        on_step: Callable[[StepInfo], None] | None,
+        stopping: Callable[[], bool],
+    ) -> Iterator[tuple[bytes, Result]]:
+        """Runs windows whose rows leave, or take routes: in the slots of the KV store, so that last rows are read."""
+        if sharing == "mlp":
+            remedy = 'use full or off, or give the LLM exits="read"'
+            raise InputError("rows that leave share all or nothing", field="sharing", remedy=remedy)
+        how: dict[str, Any] = {"stopping": stopping}
+        with self.meter.heard_by(on_step):
+            yield from self._run_probes(last_rows(windows, readout), readout, how, shares=sharing == "full")
+
     def _run_probes(
-        self, windows: ProbeWindows, readout: Readout, how: dict[str, Any]
+        self, windows: Probes, readout: Readout, how: dict[str, Any], *, shares: bool = True
     ) -> Iterator[tuple[bytes, Result]]:
         """Runs windows in the slots of the KV store, in one loop with what is generated."""
-        probes = serve(self.generator, windows, stopping=how["stopping"], readout=readout, sharing=True)
+        probes = serve(self.generator, windows, stopping=how["stopping"], readout=readout, sharing=shares)
         with closing(probes) as answers:
             for (window, number), result in answers:
                 if isinstance(result, Result):

@@ -21,14 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from ..cache import SlotPool
 from ..cache.tree import BrokenOff
 from ..errors import InputError
 from ..prefix import MEDIA_BASE
 from ..schedule.admission import InOrder
-from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import NOBODY, GenerateStep, Running
-from ..schedule.steps import MakeStore, Numbers, SlotResult, SlotStep
+from ..schedule.steps import Numbers, SlotResult, SlotStep
+from ..schedule.visit_steps import VisitResult, VisitStep
 from ..text import Tokenizer
 from ..types import Exits, GenerationStats, Medium, Owner, Readout, Request, Result
 from ..worker.protocol import Ticket, Worker
@@ -39,6 +38,7 @@ from .pace import Pace
 from .requests import Answer, Maker, NumberReader, OpenRequest, Reader, adapter_number
 from .samples import OnText
 from .sampling import drawing_of
+from .visits import make_scheduler, visit_message, visits_of
 
 __all__ = ["Generator"]
 
@@ -80,20 +80,16 @@ class Generator:
         self.worker, self.images = worker, images
         self.options = options = engine.generation
         self.sharing = engine.sharing == "full"
-        slots = worker.kv_slots(options.kv_memory)
-        worker.start(MakeStore(slots + 1)).result()
-        self.scheduler = GenerateScheduler(
-            SlotPool(slots), max_batch_rows=budget.rows, max_running=options.max_running, cache=options.cache,
-            slot_bytes=worker.facts.slot_bytes, held=None if images is None else images.held,
-        )  # fmt: skip
+        self.visits = visits_of(worker.facts, options)
+        self.scheduler: Any = make_scheduler(worker, options, budget.rows, None if images is None else images.held)
         if images is not None:
             images.media.watch(self.scheduler.tree)
         self._with_images: set[Hashable] = set()  # requests that have rows of images
         self._waiting_for: dict[int, list[Hashable]] = {}  # requests that an image holds up, by its first id
-        self.depth = worker.facts.slot_depth
+        self.depth = worker.facts.slot_depth if self.visits is None else 1
         self._change = self.scheduler.tree.change
         self._budget, self._meter = budget, meter
-        self._maker = Maker(worker.facts, engine.eos_ids, reserve=options.reserve_output)
+        self._maker = Maker(worker.facts, engine.eos_ids, reserve=options.reserve_output, visits=self.visits)
         self._keys = itertools.count()
         self._new: deque[OpenRequest] = deque()
         self._left: deque[int] = deque()
@@ -256,6 +252,11 @@ class Generator:
         request = one.request
         if self.images is not None and request.tokens.max() >= MEDIA_BASE:
             self._with_images.add(one.key)
+        exits, how = one.readers[0].exits, {}
+        if self.visits is not None:
+            how = {"exits": exits, "decided": one.decided}
+        elif exits is not None and exits.route is not None:
+            how = {"route": exits.route}
         try:
             self.scheduler.submit(
                 one.key,
@@ -266,6 +267,7 @@ class Generator:
                 priority=request.priority,
                 made={reader.number: reader.tokens for reader in one.readers if not reader.is_done},
                 owner=one.owner,
+                **how,
             )
         except InputError as error:
             self._tell(one, error)
@@ -412,9 +414,11 @@ class Generator:
             for namespace, first, stop in step.spans:
                 number = adapter_number(self.worker.facts, namespace[0])  # type: ignore[arg-type]
                 adapters[first:stop] = -1 if number is None else number
-        exits = _exits_of(readers)
+        exits = _exits_of(readers) if self.visits is None else None
         if drawing is None and not numbers and adapters is None and exits is None:
             return step.message
+        if isinstance(step.message, VisitStep):
+            return visit_message(self.worker.facts, step, drawing, numbers, adapters)
         return replace(step.message, drawing=drawing, numbers=numbers, adapters=adapters, exits=exits)
 
     # ------------------------------------------------------------------------------------------- what it brings
@@ -434,7 +438,11 @@ class Generator:
         with self._change():
             self._flights.popleft()
             ended = self._take(flight, result)
-            self.scheduler.commit(flight.step, np.maximum(result.ids, 0).tolist(), ended)
+            ids = np.maximum(result.ids, 0).tolist()
+            if isinstance(result, VisitResult):
+                self.scheduler.commit(flight.step, result, ids, ended)
+            else:
+                self.scheduler.commit(flight.step, ids, ended)
             requests, tokens = self._tell_ended(flight, ended)
         again = stats.recomputed_rows + stats.discarded_rows - before
         self._account(flight, requests, tokens, again)
@@ -455,7 +463,9 @@ class Generator:
             zip(flight.step.takers, flight.readers, result.ids.tolist(), strict=True)
         ):
             ends = True
-            if running.state != "ended":
+            if isinstance(result, VisitResult) and not result.taken[i]:
+                ends = False  # its row has not left
+            elif running.state != "ended":
                 had = len(reader.tokens)
                 try:
                     ends = reader.take(None if token == -1 else token, result.logprobs.get(i))
@@ -487,11 +497,13 @@ class Generator:
 
     def _account(self, flight: _Flight, requests: int, tokens: int, again: int) -> None:
         step = flight.step
+        # Where a step is a visit, a row counts at its first.
+        rows = step.num_rows if self.visits is None else step.first_rows
         self._meter.add(
             seconds={"compile": self.worker.compile_seconds()},
             steps=1,
-            rows_computed=step.num_rows,
-            unique_tokens=step.num_rows - again,
+            rows_computed=rows,
+            unique_tokens=rows - again,
             tokens=tokens,
         )
         # It counts from the end of the one before, if that came later than its start.
@@ -524,7 +536,7 @@ def _is_known(step: GenerateStep, readers: Sequence[Reader]) -> bool:
 
 def _exits_of(readers: Sequence[Reader]) -> np.ndarray | None:
     """Returns when the rows of a step's reads leave, as of SlotStep; None: all as the checkpoint says."""
-    if not any(reader.exits for reader in readers):
+    if all(reader.exits is None or replace(reader.exits, route=None) == Exits() for reader in readers):
         return None
     asked = [reader.exits or Exits() for reader in readers]
     rows = [(one.threshold, one.min_visits, one.max_visits or np.inf) for one in asked]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..cache import CacheOptions
 from ..errors import InputError
@@ -22,18 +23,29 @@ class GenerateOptions:
     reserve_output  whether room for a whole output is set aside where its length was given; otherwise outputs take
                     room as they grow, and the sequence that was admitted last makes room when memory runs out
     cache           the options by which K/V of ended requests is kept; None: it is not kept
+    exits           of a looped model. "read": rows make all visits, whichever they are read after. "save": they leave,
+                    and deeper visits see the K/V of their last visit to a block; "project": K/V made of their state.
+                    Requests may then give routes, too
+    refill          where rows leave, others come into their places at once; else when all have left
+    group           which rows make a step together then: those whose next "block" is the same, or whose "template"
     """
 
     kv_memory: int | None = None
     max_running: int = 256
     reserve_output: bool = True
     cache: CacheOptions | None = None
+    exits: Literal["read", "save", "project"] = "read"
+    refill: bool = True
+    group: Literal["block", "template"] = "block"
 
     def __post_init__(self) -> None:
         for name in ("kv_memory", "max_running"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}", field=name, remedy="give 1 or more")
+        for name, allowed in (("exits", ("read", "save", "project")), ("group", ("block", "template"))):
+            if (value := getattr(self, name)) not in allowed:
+                raise InputError(f"{name} is {value!r}", field=name, remedy=f"use {', '.join(allowed)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from ..errors import InputError
 from ..stream import Window
 from ..types import Readout, Request
 from .requests import can_probe
 
-__all__ = ["ProbeWindows", "Probes"]
+__all__ = ["ProbeWindows", "Probes", "last_rows"]
 
 Probes = Iterator[list[tuple[tuple[Window, int], Request]] | None]
 
@@ -63,3 +64,20 @@ class ProbeWindows:
 
     def _can_probe(self, window: Window) -> bool:
         return can_probe(self._readout, np.diff(window.target_offsets))
+
+
+def last_rows(windows: Iterable[Window | None], readout: Readout) -> Probes:
+    """Yields what ProbeWindows yields, of windows of which all are read at last rows.
+
+    Raises InputError for a read-out of other rows: where rows leave, there are none of these.
+    """
+    for window in windows:
+        if window is None:
+            yield None
+            continue
+        if not can_probe(readout, np.diff(window.target_offsets)):
+            what = "several targets of a prompt" if readout.kind == "logprobs" else f"{readout.kind!r}"
+            message = f"{what} is read at rows that are not last, and only last rows are read where rows leave"
+            remedy = 'ask for one target or the last row, or give the LLM exits="read"'
+            raise InputError(message, field="readout", remedy=remedy, code="no_readout")
+        yield [((window, number), window.request(number)) for number in range(window.num_requests)]

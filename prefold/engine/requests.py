@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..errors import InputError
+from ..schedule.routed import Decided
+from ..schedule.visits import VisitOptions
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
 from ..types import Generated, Owner, Readout, Request, Result, TokenLogprobs
 from ..worker.protocol import Facts
 from .samples import OnText, Sample
+from .visits import check_visits
 
 __all__ = ["Answer", "Maker", "NumberReader", "OpenRequest", "Reader", "adapter_number", "can_probe"]
 
@@ -62,6 +65,7 @@ class OpenRequest:
     namespace      rows are shared only between requests of one namespace
     owner          for whom it runs
     cached_tokens  how many of the prompt's rows the first sample found in place
+    decided        which blocks its rows visit, and after which visits they left, as far as that was decided
     """
 
     key: int
@@ -73,6 +77,7 @@ class OpenRequest:
     namespace: tuple[Hashable, ...]
     owner: Owner
     cached_tokens: int = 0
+    decided: Decided = field(default_factory=Decided)
 
     @property
     def is_done(self) -> bool:
@@ -113,10 +118,11 @@ class Maker:
     """A Maker makes an OpenRequest of what is asked, in any thread.
 
     reserve  whether room for the whole output is set aside where its length is given
+    visits   how rows go through the model a visit at a time; None: a step is a whole pass
     """
 
-    def __init__(self, facts: Facts, eos_ids: Sequence[int], *, reserve: bool):
-        self.facts, self.eos_ids, self._reserve = facts, tuple(eos_ids), reserve
+    def __init__(self, facts: Facts, eos_ids: Sequence[int], *, reserve: bool, visits: VisitOptions | None = None):
+        self.facts, self.eos_ids, self._reserve, self._visits = facts, tuple(eos_ids), reserve, visits
         self._texts: _TextMakers | None = None
 
     def make(
@@ -138,6 +144,8 @@ class Maker:
         owner    for whom it runs
         """
         adapter_number(self.facts, request.adapter)
+        exits = readout.exits if request.sampling is None and readout is not None else None
+        check_visits(request.sampling.exits if request.sampling is not None else exits, self.facts, self._visits)
         # What does not share is in a namespace of its own.
         namespace = (request.adapter, request.salt, *(() if sharing else (key,)))
         if request.sampling is None:

@@ -19,6 +19,9 @@ class TaskKeywords(TypedDict, total=False):
     exit_threshold: float | None
     min_visits: int
     max_visits: int | None
+    exit_change: float | None
+    exit_prompts: bool
+    route: Sequence[int] | None
 
 
 class NumberKeywords(TaskKeywords, total=False):
@@ -91,6 +94,7 @@ class GenerationKeywords(TaskKeywords, total=False):
     logprobs: int | None
     max_n: int
     max_logprobs: int
+    exit_visits: Sequence[int]
     grammar: Grammar | Mapping[str, object] | None
     json_space: JsonSpace
     response_format: type | Mapping[str, object] | None

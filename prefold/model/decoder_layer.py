@@ -84,10 +84,12 @@ class Layer(nn.Module):
         del q, k, v, delta  # so that the MLP, where most memory is held, does not run beside them
         return self._finish(x, o, adapters if read is None else adapters.read, ops)
 
-    def keys_values(self, x: Tensor, cos_sin: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+    def keys_values(
+        self, x: Tensor, cos_sin: Tensor, ops: Ops, adapters: RowAdapters = NO_ADAPTERS
+    ) -> tuple[Tensor, Tensor]:
         """Returns the keys and values [rows, kv_heads, dim] that this layer makes of the residual stream x [rows,
-        hidden], without adapters; may write into x."""
-        return self._project(x, None, cos_sin, None, NO_ADAPTERS, ops)[2:]
+        hidden]; may write into x."""
+        return self._project(x, None, cos_sin, None, adapters, ops)[2:]
 
     def _project(
         self, x: Tensor, delta: Tensor | None, cos_sin: Tensor, read: Tensor | None, adapters: RowAdapters, ops: Ops

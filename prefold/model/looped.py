@@ -54,20 +54,22 @@ class LoopedLM(CausalLM):
         read_rows: Tensor | None = None,
         adapters: RowAdapters = NO_ADAPTERS,
         exits: RowExits | None = None,
+        route: Sequence[int] | None = None,
     ) -> Tensor:
         """Returns hidden states as a CausalLM does: of each row those after the visit that it leaves after.
 
         exits  when rows may leave, and which are read: there is a hidden state a read, [reads, hidden]; None: each row
                once, as `config.loop` says
+        route  the blocks that all rows visit, at most as many as the order has; None: those of the order
         """
         if exits is None and self.loop.threshold < 1:
             exits = RowExits()
         if exits is not None:
-            states = torch.stack(self.after_each_visit(tokens, positions, attend, read_rows, adapters))
+            states = torch.stack(self.after_each_visit(tokens, positions, attend, read_rows, adapters, route))
             rows = torch.arange(states.shape[1], device=states.device) if exits.rows is None else exits.rows
             return states[exit_visits(self.leaving(states)[:, rows], exits, self.loop.threshold), rows]
         rows = self.start(tokens, positions, attend, read_rows, adapters)
-        for block in self.loop.order:
+        for block in self.loop.order if route is None else route:
             self.visit(rows, block)
         return self.finish(rows)
 
@@ -81,15 +83,16 @@ class LoopedLM(CausalLM):
         order: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """Returns hidden states as they are read after each visit, each [rows read, hidden]; the arguments are those of
-        a call of the model. order: the blocks in place of the config's, as many. Raises InputError for a model with a
-        coda, which is gone through once."""
+        a call of the model. order: the blocks in place of the config's, at most as many. Raises InputError for a model
+        with a coda, which is gone through once."""
         if self.loop.coda:
             raise InputError("the model has a coda, so it is read after its last visit only", field="model")
         rows = self.start(tokens, positions, attend, read_rows, adapters)
         found = []
-        for number, block in enumerate(order or self.loop.order, 1):
+        order = self.loop.order if order is None else order
+        for number, block in enumerate(order, 1):
             self.visit(rows, block)
-            if number == len(self.loop.order):
+            if number == len(order):
                 found.append(self.finish(rows))
                 continue
             state = rows.x if rows.delta is None else rows.x + rows.delta
@@ -173,6 +176,12 @@ class LoopedLM(CausalLM):
     def finish(self, rows: Pass) -> Tensor:
         """Returns hidden states after the coda and the final norm, [rows read, hidden], of rows after their visits."""
         coda = range(self.config.layers - self.loop.coda, self.config.layers)
+        planes = len(self.config.planes)
+        if rows.plane < planes - len(coda):  # a route that is shorter than the order
+            rows.plane = planes - len(coda)
+            if not coda and rows.read_rows is not None:
+                rows.x = rows.x[rows.read_rows]
+                rows.delta = None if rows.delta is None else rows.delta[rows.read_rows]
         if self.loop.between == "norm" and not coda:
             return rows.x
         if self.inject is not None:

@@ -17,9 +17,11 @@ submitted again with the tokens they have made.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -71,6 +73,9 @@ class GenerateScheduler:
         self._ending: dict[Running, None] = {}  # whose last token is on its way
         self._requests: dict[Hashable, dict[Running, None]] = {}  # the sequences of each that have not ended
         self._begun: deque[GenerateStep] = deque()
+        self._has_routes = False  # some request came with a route
+        self._last_steps: dict[tuple[int, ...] | None, int] = {}  # when each route had its last step
+        self._numbers = itertools.count()
         self._slot_bytes = slot_bytes
         self._held = held
 
@@ -88,6 +93,7 @@ class GenerateScheduler:
         priority: int = 0,
         made: Mapping[int, Sequence[int]] | None = None,
         owner: Owner = NOBODY,
+        route: tuple[int, ...] | None = None,
     ) -> None:
         """Takes a prompt, int32 [n], n >= 1, that is continued `samples` times by at most `limit` >= 1 tokens.
 
@@ -97,6 +103,8 @@ class GenerateScheduler:
         priority   for the cache
         made       of a request that was submitted before: the tokens of each sample that has not ended, by its number
         owner      for whom it runs
+        route      the blocks of a looped model that its rows visit, which they share with those of the same route; a
+                   step has rows of one route. None: as the model's order says
 
         Raises InputError where the KV store could not hold this request even alone.
         """
@@ -108,13 +116,16 @@ class GenerateScheduler:
                 remedy="give a larger kv_memory, or ask for fewer tokens",
                 code="kv_memory",
             )
+        if route is not None:
+            namespace, self._has_routes = (*namespace, "route", route), True
         leaf = self.tree.insert(namespace, tokens)
         path = leaf.path()
         if self.cache is not None:
             self.cache.take(path)
         made = dict.fromkeys(range(samples), ()) if made is None else made
         sequences = [
-            Running(key, sample, leaf, list(had), limit, reserve, priority, owner) for sample, had in made.items()
+            Running(key, sample, leaf, list(had), limit, reserve, priority, owner, route)
+            for sample, had in made.items()
         ]
         for node in path:
             node.users += len(sequences)
@@ -181,12 +192,20 @@ class GenerateScheduler:
         """
         if not self.running or not self._has_room():
             return None
-        draft = self.waiting.draft(self.running, Draft(self.max_batch_rows, self._held))
-        return lay_out(draft) if draft.takes or draft.again else None
+        running: Collection[Running] = self.running
+        if self._has_routes:
+            running = self._of_one_route()
+        draft = self.waiting.draft(running, Draft(self.max_batch_rows, self._held))
+        if not (draft.takes or draft.again):
+            return None
+        step, route = lay_out(draft), next(iter(running)).route
+        return step if route is None else replace(step, message=replace(step.message, route=route))
 
     def begin(self, step: GenerateStep) -> None:
         """Books a step as being run: the next one may be planned before the tokens of this one are there."""
         self._begun.append(step)
+        if self._has_routes:
+            self._last_steps[step.message.route] = next(self._numbers)
         stats = self.stats
         stats.running_peak = max(stats.running_peak, len(self.running))
         held = self.pool.used_slots - (self.cache.rows if self.cache else 0)
@@ -240,6 +259,13 @@ class GenerateScheduler:
         return done
 
     # ------------------------------------------------------------------------------------------------ who runs
+
+    def _of_one_route(self) -> list[Running]:
+        """Returns those who run of the route that had no step for the longest time."""
+        routes: dict[tuple[int, ...] | None, list[Running]] = {}
+        for sequence in self.running:
+            routes.setdefault(sequence.route, []).append(sequence)
+        return routes[min(routes, key=lambda route: self._last_steps.get(route, -1))]
 
     def _has_room(self) -> bool:
         """Returns whether there is a slot for the next row of every running sequence."""

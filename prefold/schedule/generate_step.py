@@ -17,7 +17,7 @@ from ..prefix import MEDIA_BASE, SPAN_BASE, clear_of_span, span_starts
 from ..types import Owner
 from .steps import SlotStep
 
-__all__ = ["NOBODY", "Draft", "GenerateStep", "Held", "Running", "lay_out"]
+__all__ = ["NOBODY", "Draft", "GenerateStep", "Held", "Running", "joined", "lay_out"]
 
 # Returns which rows of images, by their ids int32 [n], the worker holds and can put into a step: bool [n].
 Held = Callable[[np.ndarray], np.ndarray]
@@ -31,6 +31,7 @@ class Running:
     limit          how many tokens it may make
     reserve        whether room for all of these is set aside when it is admitted
     owner          for whom it runs
+    route          the blocks of a looped model that its rows visit; None: as the model's order says
     leaf           the node that ends with the prompt
     tail           the node of the tokens that it makes
     cached_tokens  how many of the prompt's rows were there when it was admitted; None before
@@ -40,8 +41,8 @@ class Running:
     """
 
     __slots__ = (
-        "cached_tokens", "key", "known", "leaf", "limit", "owner", "priority", "ready", "reserve", "sample", "state",
-        "tail",
+        "cached_tokens", "key", "known", "leaf", "limit", "owner", "priority", "ready", "reserve", "route", "sample",
+        "state", "tail",
     )  # fmt: skip
 
     def __init__(
@@ -54,6 +55,7 @@ class Running:
         reserve: bool,
         priority: int,
         owner: Owner = NOBODY,
+        route: tuple[int, ...] | None = None,
     ):
         self.key = key
         self.sample = sample
@@ -62,6 +64,7 @@ class Running:
         self.reserve = reserve
         self.priority = priority
         self.owner = owner
+        self.route = route
         self.state: Literal["waiting", "running", "ending", "ended"] = "waiting"
         self.cached_tokens: int | None = None
         self.ready = False
@@ -288,9 +291,9 @@ def lay_out(draft: Draft) -> GenerateStep:
     read_rows, index = np.unique(rows_read, return_inverse=True)
     index = index.reshape(-1)
     order = np.argsort(index, kind="stable")
-    joined = _joined(*(np.array(numbers, np.int64) for numbers in (start, count, position, first, last)))
+    runs = joined(*(np.array(numbers, np.int64) for numbers in (start, count, position, first, last)))
     message = SlotStep(
-        np.array(tokens, np.int32), np.array(positions, np.int32), np.array(slots, np.int64), *joined, read_rows,
+        np.array(tokens, np.int32), np.array(positions, np.int32), np.array(slots, np.int64), *runs, read_rows,
         index[order],
     )  # fmt: skip
     return GenerateStep(
@@ -303,7 +306,7 @@ def lay_out(draft: Draft) -> GenerateStep:
     )
 
 
-def _joined(
+def joined(
     start: np.ndarray, count: np.ndarray, position: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, ...]:
     """Returns the runs, where neighbours that lie side by side and are seen by the same queries are one.

@@ -10,19 +10,24 @@ There are these:
     SlotStep     rows whose keys lie in the slots of that store: prompts to be continued, and what is generated
     EncodeImage  more layers of the tower for an image, whose rows the worker keeps until a DropImages
 
-All are started alike: `ticket = worker.start(message)`, `ticket.result()`. What a slot is used for, which rows are
-shared, who waits and who runs, only the host knows.
+Where a looped model is gone through a visit at a time, `visit_steps` has two more. All are started alike:
+`ticket = worker.start(message)`, `ticket.result()`. What a slot is used for, which rows are shared, who waits and who
+runs, only the host knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from ..prefix import PrefixMap
 from ..types import Readout, TokenLogprobs
+
+if TYPE_CHECKING:
+    from .visit_steps import MakeVisitStore, VisitStep
 
 __all__ = [
     "NOT_FINITE", "Drawing", "DropImages", "EncodeImage", "Encoded", "EndStream", "MakeStore", "Message", "Numbers",
@@ -212,6 +217,7 @@ class SlotStep:
     exits              float64 [p, 3]: of a looped model, for each of `reads` the threshold at which its row leaves (nan
                        for that of the checkpoint), and the fewest and the most visits that it makes; None: as the
                        checkpoint says
+    route              the blocks of a looped model that all rows visit; None: as the model's order says
 
     Its result is a SlotResult.
     """
@@ -230,6 +236,7 @@ class SlotStep:
     numbers: tuple[Numbers, ...] = ()
     adapters: np.ndarray | None = None
     exits: np.ndarray | None = None
+    route: tuple[int, ...] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -303,4 +310,6 @@ class Encoded:
     error: str | None = None
 
 
-Message = StreamStep | SlotStep | MakeStore | EndStream | EncodeImage | DropImages
+Message: TypeAlias = (
+    "StreamStep | SlotStep | MakeStore | EndStream | EncodeImage | DropImages | MakeVisitStore | VisitStep"
+)

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ..errors import InputError, record_error
+from ..model.loop import Loop
 from ..options import Truncate
 from ..text import Filled, Tokenizer
 from ..text.tokenizer import valid_text
@@ -148,7 +149,7 @@ class Inputs:
     vocab_size  the size of the model's vocabulary, None when unknown
     adapter     the LoRA adapter of items that name none
     adapters    the names of the LoRA adapters that are loaded
-    visits      visits of a looped model that has a gate; None: rows of the model leave after the last visit only
+    loop        how a looped model's layers are visited; None: the model is not looped
     """
 
     tokenizer: Tokenizer | None
@@ -156,7 +157,7 @@ class Inputs:
     vocab_size: int | None = None
     adapter: str | None = None
     adapters: Collection[str] = ()
-    visits: int | None = None
+    loop: Loop | None = None
 
     def __post_init__(self) -> None:
         self.check_adapter(self.adapter)

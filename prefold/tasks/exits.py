@@ -1,4 +1,4 @@
-"""Checks after which visits a looped model's rows may be read."""
+"""Checks which blocks a looped model's rows visit, and after which visits they may be read."""
 
 from __future__ import annotations
 
@@ -6,34 +6,49 @@ import math
 from numbers import Real
 
 from ..errors import InputError
+from ..model.loop import Loop
 from ..types import Exits
 
 __all__ = ["check_exits"]
 
 
-def check_exits(exits: Exits | None, visits: int | None) -> Exits | None:
-    """Returns `exits`. Raises InputError for values that cannot be, and for a model that has no gate.
+def check_exits(exits: Exits | None, loop: Loop | None) -> Exits | None:
+    """Returns `exits`. Raises InputError for values that cannot be, and for what the model has not: a gate, or visits.
 
-    visits: those of a pass of the model; None: it has no gate, so that all rows are read after the last visit
+    loop: how the model's layers are visited; None: it is not looped
     """
     if exits is None:
         return None
     threshold = exits.threshold
-    if threshold is not None and not (
-        isinstance(threshold, Real)
-        and not isinstance(threshold, bool)
-        and math.isfinite(threshold)
-        and 0 < threshold <= 1
-    ):
+    if threshold is not None and not (_is_number(threshold) and 0 < threshold <= 1):
         message = f"exit_threshold is {threshold!r:.80}"
         raise InputError(
             message, field="exit_threshold", remedy="give a number above 0, at most 1", code="out_of_range"
         )
+    if exits.change is not None and not (_is_number(exits.change) and exits.change > 0):
+        message = f"exit_change is {exits.change!r:.80}"
+        raise InputError(message, field="exit_change", remedy="give a number above 0", code="out_of_range")
     given = {"exit_threshold": threshold, "min_visits": exits.min_visits, "max_visits": exits.max_visits}
-    if visits is None:
-        name = next(name for name, value in given.items() if value not in (None, 1) or name == "max_visits")
-        message = f"{name} is {given[name]!r}, and the model has no gate: its rows are read after the last visit"
-        raise InputError(message, field=name, remedy="leave it out", code="no_gate")
+    if loop is None:
+        given |= {
+            "exit_visits": exits.visits or None,
+            "exit_change": exits.change,
+            "exit_prompts": exits.prompts or None,
+            "route": exits.route,
+        }
+    if loop is None or not (
+        loop.gate or (threshold is None and (exits.change is not None or exits.route is not None or exits.visits))
+    ):
+        for name, value in given.items():
+            if value is not None and (name != "min_visits" or value != 1):
+                message = f"{name} is {value!r}, and the model has no gate: its rows are read after the last visit"
+                raise InputError(message, field=name, remedy="leave it out", code="no_gate")
+    assert loop is not None
+    if exits.route is not None:
+        loop.check_route(exits.route)
+    if any(visits < 1 for visits in exits.visits):
+        raise InputError("exit_visits names fewer visits than one", field="exit_visits", remedy="give 1 or more")
+    visits = len(loop.order if exits.route is None else exits.route)
     for name in ("min_visits", "max_visits"):
         value = given[name]
         if value is not None and not 1 <= value <= visits:
@@ -43,3 +58,7 @@ def check_exits(exits: Exits | None, visits: int | None) -> Exits | None:
         message = f"min_visits is {exits.min_visits}, which is more than max_visits ({exits.max_visits})"
         raise InputError(message, field="min_visits", remedy="give a smaller min_visits", code="out_of_range")
     return exits
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

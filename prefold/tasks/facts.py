@@ -40,8 +40,7 @@ def inputs_of(
     limit = config.max_positions if max_length is None else max_length
     if config.rope is None:
         limit = min(limit, config.max_positions)
-    visits = len(config.loop.order) if config.loop is not None and config.loop.gate else None
-    return Inputs(tokenizer, limit, config.vocab_size, adapter, adapters, visits)
+    return Inputs(tokenizer, limit, config.vocab_size, adapter, adapters, config.loop)
 
 
 def labels_of_head(config: ModelConfig) -> list[str] | None:

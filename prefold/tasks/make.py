@@ -61,8 +61,10 @@ def make_task(
     place = (checkpoint, config_from(checkpoint.config), tokenizer)
     task = TASKS[name](*place, options, adapters)
     if name != "generate":
-        exits = Exits(options.exit_threshold, options.min_visits, options.max_visits)
-        exits = check_exits(None if exits == Exits() else exits, task.inputs.visits)
+        route = None if options.route is None else tuple(options.route)
+        o = options
+        exits = Exits(o.exit_threshold, o.min_visits, o.max_visits, o.exit_change, o.exit_prompts, route)
+        exits = check_exits(None if exits == Exits() else exits, task.inputs.loop)
         task.readout = replace(task.readout, exits=exits)
     return task
 

@@ -26,7 +26,7 @@ __all__ = ["format_grammar", "grammar_from", "sampling_from"]
 NAMES = [field.name for field in fields(Sampling)]
 GRAMMARS = ("json_schema", "json", "regex", "choice", "lark")
 # None is a value of these fields. For all others it means that the default holds.
-NULLABLE = ("max_tokens", "seed", "logprobs", "grammar", "exit_threshold", "max_visits")
+NULLABLE = ("max_tokens", "seed", "logprobs", "grammar", "exit_threshold", "max_visits", "exit_change", "route")
 
 
 def sampling_from(
@@ -225,6 +225,12 @@ def _json(value: Any, field: str) -> str:
     return ""
 
 
+def _route(value: Any, field: str) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise _wrong(value, field, "a list of blocks")
+    return tuple(_whole(block, field, least=0) for block in value)
+
+
 def _choice(value: Any, field: str) -> str:
     if not isinstance(value, (list, tuple)) or not value:
         raise _wrong(value, field, "a list of texts")
@@ -248,6 +254,10 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "exit_threshold": partial(_number, least=0, most=1, above=True),
     "min_visits": partial(_whole, least=1),
     "max_visits": partial(_whole, least=1),
+    "exit_change": partial(_number, least=0, above=True),
+    "exit_prompts": _bool,
+    "exit_visits": _route,
+    "route": _route,
 }
 _GRAMMAR_TEXTS: dict[str, Callable[[Any, str], str]] = {
     "json_schema": _schema,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..attention import KVStore, RowAttention
 from ..device import compile_seconds, free_cached, give_back, keep_freed, on, runs_triton
-from ..errors import OutOfMemoryError, UnsupportedModelError
-from ..model import Adapter, CausalLM, Tower
+from ..errors import OutOfMemoryError
+from ..model import Adapter, CausalLM, LoopedLM, Tower
 from ..schedule.steps import (
     DropImages,
     Encoded,
@@ -25,6 +25,7 @@ from ..schedule.steps import (
     StepResult,
     StreamStep,
 )
+from ..schedule.visit_steps import MakeVisitStore, VisitStep
 from .attend import Path, heads_of
 from .batch import Batch, prepare
 from .budget import batch_rows, kv_bytes, slot_bytes
@@ -34,6 +35,7 @@ from .protocol import Facts, Ticket, Worker
 from .runner import run
 from .slot_reads import SlotReads
 from .slots import forward, make_store, prepare_slots
+from .visits import VisitStore, blocks_alike, visit_options, visit_slot_bytes
 
 __all__ = ["LocalWorker"]
 
@@ -59,11 +61,7 @@ class LocalWorker(Worker):
         graphs: bool = False,
         tower: Tower | None = None,
     ):
-        routing = None if model.config.loop is None else model.config.loop.router
-        if routing is not None and routing.kind != "fixed":
-            raise UnsupportedModelError(
-                f'loop.router.kind is {routing.kind!r}; steps go through the blocks in their order only: give "fixed"'
-            )
+        visits = visit_options(model)
         self.model = model
         self._images = None if tower is None else ImageRows(tower)
         self.adapters = dict(adapters or {})
@@ -77,8 +75,12 @@ class LocalWorker(Worker):
             adapters=tuple(self.adapters),
             slot_bytes=slot_bytes(model),
             **({} if tower is None else tower_facts(tower)),
+            routes=blocks_alike(model.config),
+            visits=visits,
+            visit_bytes=visit_slot_bytes(model) if isinstance(model, LoopedLM) and visits is not None else 1,
         )
         self.store: KVStore | None = None
+        self.visits: VisitStore | None = None
         self._with_graphs, self._graphs = graphs, None
         self._given: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
         self._paths: dict[int, Path] = {}
@@ -111,8 +113,8 @@ class LocalWorker(Worker):
         # Without the lock: the garbage collector may call this within `start`, whose stream is another one.
         self._paths.pop(stream, None)
 
-    def kv_slots(self, kv_memory: int | None) -> int:
-        return max(1, kv_bytes(kv_memory, self.model.device, self.model.ranks.size) // self.facts.slot_bytes - 1)
+    def kv_slots(self, kv_memory: int | None, slot_bytes: int) -> int:
+        return max(1, kv_bytes(kv_memory, self.model.device, self.model.ranks.size) // slot_bytes - 1)
 
     def compile_seconds(self) -> float:
         return compile_seconds() if runs_triton(self.model.device) else 0.0
@@ -129,7 +131,13 @@ class LocalWorker(Worker):
             return reads
         if isinstance(message, SlotStep):
             return self._start_slots(message)
-        if isinstance(message, MakeStore):
+        if isinstance(message, VisitStep):
+            assert self.visits is not None
+            return self.visits.run(message)
+        if isinstance(message, MakeVisitStore):
+            assert isinstance(self.model, LoopedLM)
+            self.visits = VisitStore(self.model, message.slots, self.adapters)
+        elif isinstance(message, MakeStore):
             self.store = make_store(self.model, message.slots)
             alone_on_gpu = self.model.device.type == "cuda" and self.model.ranks.size == 1 and not self.adapters
             self._graphs = DecodeGraphs(self.model, self.store) if self._with_graphs and alone_on_gpu else None

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..schedule.steps import Message
+from ..schedule.visits import VisitOptions
 
 __all__ = ["Facts", "Ticket", "Worker"]
 
@@ -41,6 +42,9 @@ class Facts:
     tower_layers   layers of the tower; 0: the model takes no images
     span_rows      rows of an image that see each other both ways, and are computed in one step; 0: there are none
     image_row_bytes  bytes of one row of an image as the tower makes it
+    routes         whether a step's rows may visit the blocks of a looped model in another order than its own
+    visits         how rows go through a looped model a visit at a time; None: they cannot
+    visit_bytes    bytes of one slot of one row at one visit
     """
 
     depth: int = 1
@@ -53,6 +57,9 @@ class Facts:
     tower_layers: int = 0
     span_rows: int = 0
     image_row_bytes: int = 1
+    routes: bool = False
+    visits: VisitOptions | None = None
+    visit_bytes: int = 1
 
 
 class Ticket(Protocol):
@@ -79,10 +86,10 @@ class Worker(ABC):
         """Returns what `start` can do ahead, in any thread, while another step runs: for instance its tensors."""
         return None
 
-    def kv_slots(self, kv_memory: int | None) -> int:
-        """Returns how many slots there is memory for, beside one that is never read. kv_memory: bytes that they may
-        take; None: what the device affords. Raises InputError where that is more than is free."""
-        return max(1, (kv_memory or 1 << 20) // self.facts.slot_bytes - 1)
+    def kv_slots(self, kv_memory: int | None, slot_bytes: int) -> int:
+        """Returns how many slots of this size there is memory for, beside one that is never read. kv_memory: bytes that
+        they may take; None: what the device affords. Raises InputError where that is more than is free."""
+        return max(1, (kv_memory or 1 << 20) // slot_bytes - 1)
 
     def forget(self, stream: int) -> None:  # noqa: B027
         """Lets go of a stream of which no step follows. It may be called at any time, while a step is being started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from ..model import CausalLM, MediaRows
 from ..model.exits import RowExits
 from ..model.ops import log_sum_exp
 from ..schedule.steps import StepResult
+from ..types import Exits
 from .attend import Path, StepAttend, join
 from .batch import Batch
 from .pool import mean_of_paths
@@ -62,10 +64,14 @@ def run(model: CausalLM, batch: Batch, path: Path, media: MediaRows | None = Non
     """
     config, readout = model.config, batch.step.readout
     attend = StepAttend(batch, path, config.planes, config.scale)
-    more: dict[str, Any] = {} if readout.exits is None else {"exits": RowExits.of(readout.exits)}
+    how: dict[str, Any] = {}
+    if readout.exits is not None:
+        how = {"route": readout.exits.route}
+        if replace(readout.exits, route=None) != Exits():
+            how["exits"] = RowExits.of(readout.exits)
     if media is not None:
-        more["media"] = media
-    hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **more)
+        how["media"] = media
+    hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **how)
     if readout.kind == "mean":
         values, kept = mean_pool(hidden, batch, path)
         return Reads(values), attend.next_path(kept)

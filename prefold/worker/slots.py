@@ -37,6 +37,7 @@ class SlotBatch:
     adapters                  which rows have a LoRA adapter
     exits                     for each of the step's reads when its row of a looped model may leave; None: as its
                               config says
+    route                     the blocks of a looped model that all rows visit; None: as its config says
     """
 
     tokens: Tensor
@@ -47,6 +48,7 @@ class SlotBatch:
     read_plans: dict[int | None, SlotPlan]
     adapters: RowAdapters
     exits: RowExits | None = None
+    route: tuple[int, ...] | None = None
 
 
 def prepare_slots(
@@ -70,7 +72,7 @@ def prepare_slots(
     exits = None
     if step.exits is not None:
         exits = RowExits(*send(step.exits, store.device).T, rows=send(step.reads, store.device))
-    return SlotBatch(fill_in(tokens, given), positions, slots, read, plans, read_plans, row_adapters, exits)
+    return SlotBatch(fill_in(tokens, given), positions, slots, read, plans, read_plans, row_adapters, exits, step.route)
 
 
 def slot_plans(
@@ -120,7 +122,9 @@ def forward(model: CausalLM, store: KVStore, batch: SlotBatch, media: MediaRows 
     Where the batch has exits there is a hidden state a read instead, [reads, hidden].
     """
     attend = SlotAttend(store, batch, model.config.planes, model.config.scale)
-    more: dict[str, Any] = {} if batch.exits is None else {"exits": batch.exits}
+    how: dict[str, Any] = {} if batch.exits is None else {"exits": batch.exits}
+    if batch.route is not None:
+        how["route"] = batch.route
     if media is not None:
-        more["media"] = media
-    return model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **more)
+        how["media"] = media
+    return model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **how)

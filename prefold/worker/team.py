@@ -132,8 +132,8 @@ class Team(Worker):
         self._forgotten.append(stream)
         self.local.forget(stream)
 
-    def kv_slots(self, kv_memory: int | None) -> int:
-        return self.local.kv_slots(kv_memory)
+    def kv_slots(self, kv_memory: int | None, slot_bytes: int) -> int:
+        return self.local.kv_slots(kv_memory, slot_bytes)
 
     def compile_seconds(self) -> float:
         return self.local.compile_seconds()

@@ -58,9 +58,14 @@ def test_every_option_is_taken():
         "exit_threshold": 0.5,
         "min_visits": 2,
         "max_visits": 3,
+        "exit_change": 0.5,
+        "exit_prompts": True,
+        "exit_visits": [3, 1],
+        "route": [0, 1, 1],
     }
     assert list(values) == [field.name for field in fields(Sampling)]
     expected = values | {"logit_bias": ((3, 1.5), (4, -100.0)), "stop": ("\n", "é"), "stop_ids": (5, 6)}
+    expected |= {"exit_visits": (3, 1), "route": (0, 1, 1)}
     sampling = made(**values)
     assert sampling == Sampling(**expected | {"grammar": Grammar("choice", '["a"]')})
     assert made(sampling) == sampling
@@ -97,6 +102,9 @@ def test_other_ways_to_write_them():
         ("exit_threshold", [0, 1.01, float("nan")]),
         ("min_visits", [0]),
         ("max_visits", [0]),
+        ("exit_change", [0, float("nan")]),
+        ("route", [[0, -1]]),
+        ("exit_visits", [[-1]]),
         ("stop_ids", [VOCAB, -1, [3, VOCAB]]),
         ("logit_bias", [{VOCAB: 1}, {"-1": 1}, {3: 101}, {3: float("nan")}]),
     ],
@@ -113,6 +121,8 @@ def test_out_of_range(name, values):
         *[(name, ["1", True, [1]]) for name in ("temperature", "top_p", "repetition_penalty", "presence_penalty")],
         ("ignore_eos", [1, "true"]),
         ("stop", [3, [3], {"a": 1}]),
+        ("route", ["0,1", 0, [0.5]]),
+        ("exit_visits", [["3"]]),
         ("stop_ids", ["a", [True], [1.5]]),
         ("logit_bias", [3, "ab", [1, 2], {"a": 1}, {3: "1"}, {3: None}]),
         ("grammar", [3, "x", {}, {"regex": "a", "json": True}, {"xml": "a"}]),

@@ -1,0 +1,87 @@
+"""How a generator goes through its model: in one pass a step, or a visit a step where rows leave or take routes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ..cache import SlotPool
+from ..errors import InputError
+from ..schedule.generate import GenerateScheduler
+from ..schedule.generate_step import Held
+from ..schedule.steps import Drawing, MakeStore, Numbers
+from ..schedule.visit_draft import RoutedStep
+from ..schedule.visit_steps import MakeVisitStore, VisitStep
+from ..schedule.visits import VisitOptions, VisitScheduler
+from ..types import Exits
+from ..worker.protocol import Facts, Worker
+from .options import GenerateOptions
+
+__all__ = ["check_visits", "make_scheduler", "visit_message", "visits_of"]
+
+
+def visits_of(facts: Facts, options: GenerateOptions) -> VisitOptions | None:
+    """Returns how rows go through the model a visit at a time; None where a step is a whole pass.
+
+    Raises InputError where rows should leave, and the model is not looped or split over ranks.
+    """
+    visits = facts.visits
+    if visits is None and options.exits != "read":
+        message = f"exits is {options.exits!r}, which is for looped models in one piece"
+        raise InputError(message, field="exits", remedy='give exits="read", and tensor_parallel=1', code="not_looped")
+    if visits is None or not (visits.routed or options.exits != "read"):
+        return None
+    keys = "project" if options.exits == "project" else "last"
+    return replace(visits, keys=keys, refill=options.refill, group=options.group)  # type: ignore[arg-type]
+
+
+def make_scheduler(
+    worker: Worker, options: GenerateOptions, max_batch_rows: int, held: Held | None = None
+) -> GenerateScheduler | VisitScheduler:
+    """Returns the scheduler of what is generated, and lets the worker make room for as many slots as it has. held: as
+    of GenerateScheduler."""
+    visits, facts = visits_of(worker.facts, options), worker.facts
+    slots = worker.kv_slots(options.kv_memory, facts.slot_bytes if visits is None else facts.visit_bytes)
+    limits = {"max_batch_rows": max_batch_rows, "max_running": options.max_running}
+    if visits is None:
+        worker.start(MakeStore(slots + 1)).result()
+        return GenerateScheduler(SlotPool(slots), **limits, cache=options.cache, slot_bytes=facts.slot_bytes, held=held)
+    worker.start(MakeVisitStore(slots + 1)).result()
+    return VisitScheduler(SlotPool(slots), visits, **limits, cache=options.cache, slot_bytes=facts.visit_bytes)
+
+
+def visit_message(
+    facts: Facts,
+    step: RoutedStep,
+    drawing: Drawing | None,
+    numbers: tuple[Numbers, ...],
+    adapters: np.ndarray | None,
+) -> VisitStep:
+    """Returns the message of a step with how tokens are chosen, what is read as numbers, and the rows' adapters."""
+    projected = None
+    if adapters is not None:
+        names = [namespace[0] for namespace in step.projects]
+        projected = np.array([-1 if name is None else facts.adapters.index(name) for name in names], np.int64)
+    return replace(step.message, drawing=drawing, numbers=numbers, adapters=adapters, project_adapters=projected)
+
+
+def check_visits(exits: Exits | None, facts: Facts, visits: VisitOptions | None) -> None:
+    """Raises InputError for exits and routes of a request that cannot be followed.
+
+    visits: how rows go through the model a visit at a time; None: a step is a whole pass
+    """
+    if exits is None:
+        return
+    if visits is None:
+        asked = {"exit_change": exits.change is not None, "exit_prompts": exits.prompts, "exit_visits": exits.visits}
+        for name, given in asked.items():
+            if given:
+                message = f"{name} is given, and rows make all visits"
+                raise InputError(message, field=name, remedy='give the LLM exits="save"', code="no_exits")
+        if exits.route is not None and not facts.routes:
+            message = "a route is given, and the model's blocks differ in windows or rotary settings"
+            raise InputError(message, field="route", remedy='give the LLM exits="save"', code="no_exits")
+    elif exits.prompts and visits.routed and exits.route is None:
+        message = "exit_prompts is given, and the router reads the prompt's rows after each visit"
+        raise InputError(message, field="exit_prompts", remedy="leave it out, or give a route", code="no_exits")

@@ -1,0 +1,216 @@
+"""A sequence whose rows go through blocks a visit at a time: its route, and what its rows have at each visit."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from ..cache.tree import Node
+from ..cache.visits import NodeVisit, Prefix, VisitNode
+from ..types import Exits, Owner
+from .generate_step import NOBODY, Running
+from .visit_options import VisitOptions
+from .visit_steps import CODA, DECIDES, LEAVES, PRELUDE, STAYS
+
+__all__ = ["Decided", "Routed"]
+
+NAN = float("nan")
+
+
+@dataclass(slots=True)
+class Decided:
+    """A Decided holds what was decided once for a request, with its tokens: its rows take that route and leave after
+    those visits whenever they are computed again.
+
+    route   the blocks visited, prelude and coda included; None: not known yet
+    prompt  int16 [rows of the prompt]: after how many visits each row left; None: not known yet
+    tails   by sample: after how many visits the row of each of its tokens left
+    """
+
+    route: tuple[int, ...] | None = None
+    prompt: np.ndarray | None = None
+    tails: dict[int, list[int]] = field(default_factory=dict)
+
+
+class Routed(Running):
+    """A Routed is a Running whose rows go through blocks a visit at a time.
+
+    namespace of its rows
+    route     the visits that are known: blocks, PRELUDE first and CODA last where the model has them
+    is_open   whether the router has still to say how the route goes on
+    prefixes  the route prefix of each visit
+    exits     when rows leave
+    keys      what deeper visits see of a row that left: the K/V of its "last" visit to that block, or K/V that is made
+              of its state ("project")
+    decided   what was decided once
+    visit     the visit that its rows come to next; as many as the route has: all rows are there
+    waited    for how many steps it has waited
+    most      visits to blocks that any route may make
+    """
+
+    __slots__ = ("decided", "exits", "is_open", "keys", "most", "namespace", "prefixes", "visit", "waited")
+
+    tail: VisitNode
+
+    def __init__(
+        self,
+        key: Hashable,
+        sample: int,
+        leaf: Node,
+        tokens: list[int],
+        limit: int,
+        reserve: bool,
+        priority: int,
+        owner: Owner = NOBODY,
+        *,
+        namespace: tuple[Hashable, ...],
+        exits: Exits,
+        keys: Literal["last", "project"],
+        decided: Decided,
+    ):
+        super().__init__(key, sample, leaf, tokens, limit, reserve, priority, owner)
+        self.tail = VisitNode(leaf, self.tail.tokens, leaf.stop)
+        self.tail.lost = bool(tokens)
+        self.namespace, self.exits, self.keys, self.decided = namespace, exits, keys, decided
+        self.route: list[int] = []  # type: ignore[assignment]
+        self.prefixes: list[Prefix] = []
+        self.is_open = True
+        self.visit = 0
+        self.waited = 0
+        self.most = 1 << 30
+
+    def set_out(self, visits: VisitOptions) -> None:
+        """Enters its rows at as much of its route as is known."""
+        route, self.most = self.decided.route, len(visits.order)
+        if route is None:
+            known = self.exits.route or (() if visits.routed else visits.order)
+            route = (*((PRELUDE,) if visits.prelude else ()), *known)
+            if known:
+                route = self.decided.route = (*route, *((CODA,) if visits.coda else ()))
+        self.is_open = self.decided.route is None
+        for unit in route:
+            self.go_on(unit)
+
+    def nodes(self) -> list[VisitNode]:
+        """Returns the nodes of the prompt and the tail, from the root down."""
+        return [*self.leaf.path(), self.tail]  # type: ignore[list-item]
+
+    def go_on(self, unit: int) -> None:
+        """Adds a visit to the route, and enters its rows there."""
+        self.route.append(unit)
+        self.prefixes.append((*self.prefixes[-1], unit) if self.prefixes else (unit,))
+        for node in self.nodes():
+            node.visit(self.prefixes[-1]).users += 1
+
+    def at(self, visit: int) -> Iterator[NodeVisit]:
+        """Yields what its rows have at a visit, from the root down; those of the tail alone once the prompt is done."""
+        prefix = self.prefixes[visit]
+        if not self.ready:
+            for node in self.leaf.path():
+                yield node.visits[prefix]  # type: ignore[attr-defined]
+        yield self.tail.visits[prefix]
+
+    @property
+    def num_visits(self) -> int:
+        """Returns how many of its visits are to blocks."""
+        return sum(unit >= 0 for unit in self.route)
+
+    def before(self, node: VisitNode, visit: int) -> NodeVisit | None:
+        """Returns what a node's rows have at the visit before; None of the first."""
+        return node.visits[self.prefixes[visit - 1]] if visit else None
+
+    def has_left(self, node: VisitNode, visit: int, rows: slice) -> np.ndarray | None:
+        """Returns which of a node's rows left before a visit, bool; None: none did."""
+        before = self.before(node, visit)
+        if before is None or self.route[visit] == CODA:
+            return None
+        left = before.left[rows]
+        return left if left.any() else None
+
+    def seen_of_left(self, node: VisitNode, visit: int, rows: slice) -> np.ndarray:
+        """Returns the slots that a visit sees of rows that left before it, int64; 0 where K/V has to be projected."""
+        block = self.route[visit]
+        earlier = next((t for t in range(visit - 1, -1, -1) if self.route[t] == block), None)
+        if earlier is None:
+            return np.zeros(rows.stop - rows.start, np.int64)
+        slots = node.visits[self.prefixes[earlier]].slots[rows]
+        if self.keys == "project":
+            before = self.before(node, earlier)
+            return np.where(before.left[rows], slots, 0) if before is not None else np.zeros_like(slots)
+        return slots
+
+    def state_slots(self, node: VisitNode, visit: int, rows: slice) -> np.ndarray:
+        """Returns the slots of the states with which rows come to a visit, int64; 0 before the first."""
+        slots = np.zeros(rows.stop - rows.start, np.int64)
+        for t in range(visit - 1, -1, -1):
+            own = node.visits[self.prefixes[t]]
+            before = self.before(node, t)
+            made = own.owned[rows]
+            if before is not None and self.route[t] != CODA:  # projected for rows that had left
+                made = made & ~before.left[rows]
+            slots = np.where((slots == 0) & made, own.slots[rows], slots)
+            if slots.all():
+                break
+        return slots
+
+    def leaves(self, position: int, visit: int) -> int:
+        """Returns whether its row at a position leaves after a visit by its rule: LEAVES, STAYS or DECIDES.
+
+        A route that ends is no exit: other routes may go on from its rows."""
+        if self.route[visit] < 0:
+            return STAYS
+        number = visit + (self.route[0] != PRELUDE)  # of visits to blocks, this one included
+        in_tail = position - self.leaf.stop
+        if in_tail >= 0:
+            known = self.decided.tails.get(self.sample, ())
+            known = known if in_tail < len(known) else self.exits.visits
+            made = known[in_tail] if in_tail < len(known) else 0
+        else:
+            if not self.exits.prompts:
+                return STAYS
+            made = 0 if self.decided.prompt is None else int(self.decided.prompt[position])
+        ends = not self.is_open and made == self.num_visits
+        if made and (number < made or not ends or in_tail >= 0):
+            return STAYS if number < made or ends else LEAVES
+        if number < self.exits.min_visits or number >= self.most:
+            return STAYS
+        if self.exits.max_visits is not None and number >= self.exits.max_visits:
+            return LEAVES
+        return STAYS if self.exits.threshold in (None, 1) and self.exits.change is None else DECIDES
+
+    def leaving(self, positions: range, visit: int) -> tuple[list[int], tuple[float, float]]:
+        """Returns what `leaves` says of each row, and the threshold and the change of state at which rows leave, nan
+        where they do not."""
+        if positions.start < self.leaf.stop and not self.exits.prompts:
+            return [self.leaves(positions.start, visit)] * len(positions), (NAN, NAN)
+        threshold, change = self.exits.threshold, self.exits.change
+        criteria = NAN if threshold in (None, 1) else float(threshold), NAN if change is None else change  # type: ignore[arg-type]
+        return [self.leaves(position, visit) for position in positions], criteria
+
+    def visits_made(self, node: VisitNode) -> np.ndarray:
+        """Returns after how many visits to blocks each row of a node left, int16, once all have left."""
+        made = np.zeros(len(node), np.int16)
+        number = 0
+        for unit, prefix in zip(self.route, self.prefixes, strict=True):
+            number += unit >= 0
+            if unit >= 0:
+                left = node.visits[prefix].left[: len(node)]  # of a tail perhaps fewer
+                first = made[: len(left)]
+                first[(first == 0) & left] = number
+        made[made == 0] = number
+        return made
+
+    def leave(self, visit: int) -> None:
+        """Books that its last row has left, and gave a token."""
+        decided, tails = self.decided, self.decided.tails.setdefault(self.sample, [])
+        if not self.ready and self.exits.prompts and decided.prompt is None:
+            decided.prompt = np.concatenate([self.visits_made(node) for node in self.nodes()[:-1]])
+        rows = len(self.tail.tokens)
+        if self.ready and rows == len(tails) + 1 and self.route[visit : visit + 1] not in ([], [CODA]):
+            tails.append(visit + (self.route[0] != PRELUDE))
+        elif rows > len(tails):
+            tails.extend(self.visits_made(self.tail)[len(tails) :].tolist())
+        self.ready, self.visit = True, 0

@@ -1,0 +1,72 @@
+"""Whether the books of a VisitScheduler agree; for tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..cache import VisitNode
+from ..cache.tree import Node
+from ..cache.visits import NodeVisit
+from .routed import Routed
+
+if TYPE_CHECKING:
+    from .visits import VisitScheduler
+
+__all__ = ["check_visits"]
+
+
+def check_visits(scheduler: VisitScheduler) -> None:
+    """Raises AssertionError where slots, users of nodes and states of sequences do not agree; for tests."""
+    assert not scheduler.tree.is_broken, "a change was broken off"
+    held = [np.arange(start, start + size) for start, size in scheduler.pool.free_list()]
+    users: dict[Node, int] = {}
+    takes: dict[NodeVisit, int] = {}
+    scheduler.waiting.check(scheduler.running)
+    sequences: list[Routed] = [*scheduler.running, *scheduler.waiting]  # type: ignore[list-item]
+    for sequence in sequences:
+        assert sequence in (scheduler.running if sequence.state == "running" else scheduler.waiting)
+        assert sequence.state == "running" or not sequence.tail.num_slots
+        assert len(sequence.prefixes) == len(sequence.route) >= sequence.visit
+        for node in sequence.nodes():
+            users[node] = users.get(node, 0) + 1
+            for prefix in sequence.prefixes:
+                takes[node.visits[prefix]] = takes.get(node.visits[prefix], 0) + 1
+        _check_deeper(sequence)
+    nodes: list[VisitNode] = [*scheduler.tree.nodes(), *(sequence.tail for sequence in sequences)]  # type: ignore[list-item]
+    for node in nodes:
+        is_tail = node.parent is None or node.parent.children.get(int(node.tokens[0]) if len(node) else -1) is not node
+        assert is_tail or node.users == users.get(node, 0)
+        assert is_tail or node.users or node.kept, "a node that nobody needs"
+        for visit in node.visits.values():
+            assert visit.users == takes.get(visit, 0)
+            assert visit.done <= len(node)
+            held += [visit.slots[visit.owned], np.array(visit.spare, np.int64)]
+            assert sum(visit.counts) == visit.done and visit.slots[: visit.done].all()
+            flat = [
+                slot
+                for start, count in zip(visit.starts, visit.counts, strict=True)
+                for slot in range(start, start + count)
+            ]
+            assert flat == visit.slots[: visit.done].tolist()
+    slots = np.sort(np.concatenate(held)) if held else np.empty(0, np.int64)
+    assert np.array_equal(slots, np.arange(1, scheduler.pool.num_slots + 1)), "slots leak, or are used twice"
+    assert len(scheduler.running) <= scheduler.max_running
+    assert {*sequences} == {sequence for request in scheduler.requests.values() for sequence in request}
+    if scheduler.cache is not None:
+        scheduler.cache.check()
+
+
+def _check_deeper(sequence: Routed) -> None:
+    """A visit has no more rows than the one before, and what it sees of a row that left is a slot of that row."""
+    for node in sequence.nodes():
+        own: set[int] = set()
+        done = len(node)
+        for t, prefix in enumerate(sequence.prefixes):
+            visit = node.visits[prefix]
+            assert visit.done <= done
+            done = visit.done
+            own |= {int(slot) for slot in visit.slots[: visit.done]} if t == 0 else set()
+            own |= {int(slot) for slot in visit.slots[visit.owned]}
+            assert {int(slot) for slot in visit.slots[: visit.done]} <= own
