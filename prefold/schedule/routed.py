@@ -122,6 +122,12 @@ class Routed(Running):
         """Returns what a node's rows have at the visit before; None of the first."""
         return node.visits[self.prefixes[visit - 1]] if visit else None
 
+    def left_before(self, visit: NodeVisit, number: int) -> bool:
+        """Returns whether the next row that is not settled at a visit had left before it."""
+        if not number or self.route[number] == CODA:
+            return False
+        return bool(visit.node.visits[self.prefixes[number - 1]].left[visit.done])
+
     def has_left(self, node: VisitNode, visit: int, rows: slice) -> np.ndarray | None:
         """Returns which of a node's rows left before a visit, bool; None: none did."""
         before = self.before(node, visit)

@@ -96,10 +96,11 @@ class Claims:
         """Settles the next rows that left before and whose K/V is there already; returns whether rows are pending."""
         visit.make_room()
         node, first = visit.node, visit.done
+        if not sequence.left_before(visit, sequence.visit):
+            return True
         rows = slice(first, len(node))
         left = sequence.has_left(node, sequence.visit, rows)
-        if left is None:
-            return True
+        assert left is not None
         seen = sequence.seen_of_left(node, sequence.visit, rows)
         there = left & (seen != 0) & ~visit.owned[rows]
         count = len(there) if there.all() else int(there.argmin())
@@ -156,6 +157,11 @@ class Claims:
         node, first = visit.node, visit.done
         rows = slice(first, len(node))
         pending = rows.stop - first
+        if pending == 1 and draft.left and visit.spare and not sequence.left_before(visit, sequence.visit):
+            if not visit.owned[first]:
+                visit.slots[first], visit.owned[first] = visit.spare.pop(0), True
+            draft.left -= 1
+            return 1
         left = sequence.has_left(node, sequence.visit, rows)
         if left is None:
             count, needs = min(pending, draft.left), None

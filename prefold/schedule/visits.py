@@ -252,8 +252,7 @@ class VisitScheduler:
         """Books the rows that a step brought to a visit."""
         sequence, first, stop = take.sequence, visit.done, visit.done + take.rows
         own = queries >= 0
-        gone = np.ones(take.rows, bool)
-        gone[own] = left[queries[own]]
+        gone = np.where(own, left[queries], True) if len(left) else ~own
         visit.left[first:stop] = gone
         visit.settle(take.rows)
         if take.visit == 0:
