@@ -45,6 +45,9 @@ def read_score(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[
     """
     check_names(body, SCORE_NAMES)
     first, second = required(body, "text_1", "queries"), required(body, "text_2", "documents")
+    for texts, name in ((first, "text_1"), (second, "text_2")):
+        if texts == []:
+            raise InputError(f"{name!r} is empty", field=name, remedy="give at least one text", code="empty")
     first = first if isinstance(first, list) else [first]
     second = second if isinstance(second, list) else [second]
     fixed = {"instruction": body.get("instruction")}

@@ -218,6 +218,8 @@ class Desk:
     def _prepare(self, order: TaskOrder) -> tuple[Any, list[Work]]:
         task = self.task(order.task, order.options)
         works: list[Work] = [raised(work) for work in task.prepare(order.items)]
+        if not any(work.requests for work in works):  # nobody would ever answer
+            raise InputError("the request holds no text", remedy="give at least one", code="empty")
         for work in works:
             apart(work, order.namespace)
         return task, works

@@ -32,6 +32,17 @@ def test_score(post, llm, path):
     assert [one["score"] for one in found] == pytest.approx(list(expected), abs=1e-6)
 
 
+def test_no_texts_are_an_error(post):
+    for path, body in (
+        ("/score", {"text_1": [], "text_2": []}), ("/score", {"text_1": "a", "text_2": []}),
+        ("/rerank", {"query": "a", "documents": []}), ("/v1/embeddings", {"input": []}),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}}), ("/embed_all", {"inputs": []}),
+        ("/v2/embed", {"texts": []}), ("/v1/completions", {"prompt": []}), ("/v1/responses", {"input": []}),
+        ("/v1/messages", {"messages": [], "max_tokens": 1}), ("/predict", {"inputs": []}),
+    ):  # fmt: skip
+        assert post(path, **body).status_code == 400, path
+
+
 def test_errors_name_what_the_request_calls_it(post):
     found = post("/rerank", query=QUERY, documents=["a", 5])
     assert (found.status_code, found.json()["error"]["param"]) == (400, "documents[1]")
