@@ -105,6 +105,7 @@ class Metrics:
             "unique_rows": ("Rows of the streams: unique tokens.", stats.unique_tokens),
             "rows_computed": ("Rows that went through the model.", stats.rows_computed),
             "steps": ("Forward passes.", stats.steps),
+            "tower_runs": ("Images that were encoded.", stats.tower_runs),
         }
         if stats.generation is not None:
             found = stats.generation
