@@ -54,4 +54,6 @@ RESULT_OPTIONS = (
     "json_columns",
     "delimiter",
     "max_cell_lines",
+    "backend",
+    "backend_option",
 )

@@ -10,6 +10,8 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -18,6 +20,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from ..cache import CacheEvents
 from ..engine.meter import StepInfo
@@ -36,6 +40,16 @@ _END_OF_REPLAY = (1 << 64) - 1
 # Fields of Sampling that vLLM calls by the same name.
 _SAME = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
          "min_tokens", "ignore_eos", "logprobs")  # fmt: skip
+# Waits for the end of its input, which ends with the process that writes to it.
+_GUARD = """
+import os, signal, sys
+sys.stdin.read()
+for pid in map(int, sys.argv[1].split()):
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
 _EXITS = ("exit_threshold", "min_visits", "max_visits")
 _GRAMMARS = {"json_schema": "json", "regex": "regex", "choice": "choice"}
 
@@ -68,7 +82,9 @@ class VllmHost:
         try:
             arguments = self._engine_arguments(model, options, caching)
             self._thread.start()
+            before = {child.pid for child in psutil.Process().children(recursive=True)}
             self._engine = asyncio.run_coroutine_threadsafe(self._open(arguments), self._loop).result()
+            self._guard = _guarded([c.pid for c in psutil.Process().children(recursive=True) if c.pid not in before])
         except BaseException:
             self._stop()
             raise
@@ -134,6 +150,8 @@ class VllmHost:
     def close(self) -> None:
         """Ends vLLM."""
         self._engine.shutdown()
+        self._guard.kill()
+        self._guard.wait()
         self._stop()
 
     def _stop(self) -> None:
@@ -359,6 +377,13 @@ def _logprobs(token: int, found: Mapping[int, Any], count: int) -> TokenLogprobs
 def _lacks(what: str) -> InputError:
     remedy = "leave it out, or run the model with prefold (without --backend vllm)"
     return InputError(f"vLLM cannot be asked for {what}", field=what, remedy=remedy, code="unsupported")
+
+
+def _guarded(pids: list[int]) -> subprocess.Popen[bytes]:
+    """Returns a process that kills these when this one has ended: vLLM's do not notice that themselves."""
+    numbers = " ".join(map(str, pids))
+    command = [sys.executable, "-c", _GUARD, numbers]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _vllm() -> Any:

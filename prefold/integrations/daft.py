@@ -13,7 +13,6 @@ or "log" and "ignore" for a null in place of what could not be computed. A null 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -221,7 +220,9 @@ class _Embedder:
         self._model = asked.client()
 
     async def embed_text(self, text: list[str]) -> list[Any]:
-        found = await asyncio.to_thread(_values, self._asked, text, self._asked.options, self._model)
+        items, there = _items(text)
+        answers = await self._model.run_many_async(self._asked.task, self._asked.options, items)
+        found = _in_place(self._asked, len(text), there, answers)
         return [None if one is None else np.asarray(one["embedding"], np.float32) for one in found]
 
 
@@ -232,15 +233,20 @@ class _Classifier:
 
     def classify_text(self, text: list[str], labels: Any) -> list[Any]:
         options = {**self._asked.options, "labels": [labels] if isinstance(labels, str) else list(labels)}
-        found = _values(self._asked, text, options, self._model)
+        items, there = _items(text)
+        found = _in_place(self._asked, len(text), there, self._model.run_many(self._asked.task, options, items))
         return [None if one is None else one["label"] for one in found]
 
 
-def _values(asked: _FunctionCall, texts: list[str], options: Mapping[str, Any], model: Any) -> list[Any]:
-    """Returns a result for each text; null for null, and for what could not be computed."""
+def _items(texts: list[str]) -> tuple[list[Any], list[int]]:
+    """Returns (the items of the texts that are no null, their places)."""
     there = [i for i, text in enumerate(texts) if text is not None]
-    answers = model.run_many(asked.task, options, [{"text": texts[i]} for i in there])
-    out: list[Any] = [None] * len(texts)
+    return [{"text": texts[i]} for i in there], there
+
+
+def _in_place(asked: _FunctionCall, count: int, there: list[int], answers: list[Any]) -> list[Any]:
+    """Returns a result for each of `count` texts; null for null, and for what could not be computed."""
+    out: list[Any] = [None] * count
     for i, answer in zip(there, answers, strict=True):
         out[i] = asked.value(answer)
     return out

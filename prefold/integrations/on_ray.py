@@ -56,6 +56,10 @@ class RayModel:
         """Returns what a task gives for each item, or the item's InputError."""
         return _ray().get(self._actor.run_many.remote(name, dict(options), list(items)))
 
+    async def run_many_async(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
+        """Returns what `run_many` does."""
+        return await self._actor.run_many.remote(name, dict(options), list(items))
+
     def stats(self) -> dict[str, Any]:
         """Returns the counters of all replicas, as a mapping."""
         return _ray().get(self._actor.stats.remote())

@@ -72,6 +72,10 @@ class SharedModel:
 
         return run_items(self._llm.engine, self._task(name, options), items)
 
+    async def run_many_async(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
+        """Returns what `run_many` does, which runs in a thread."""
+        return await asyncio.to_thread(self.run_many, name, options, items)
+
     async def run_one(self, name: str, options: Mapping[str, Any], item: Any) -> Any:
         """Returns what a task gives for an item, or its InputError. Text of all callers is generated together."""
         from ..tasks.run import finish

@@ -140,18 +140,38 @@ def test_a_replica_that_stands_still_is_killed(long):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_driver_that_ends_leaves_no_replica_and_is_resumed(long, number):
     out = long / f"resumed-{number.name}.jsonl"
+    shared = {name for name in os.listdir("/dev/shm") if "plasma" in name}
     with subprocess.Popen(command(long, out.name, *LONG), cwd=long, env=environment(), stderr=-1) as job:
         wait_for_output(out, 30)
         replicas = actors(job)
         assert len(replicas) == 2
+        # Ray's own processes too, but for its agents: of a driver that was killed those end when they notice it.
+        everybody = [one for one in psutil.Process(job.pid).children(recursive=True) if "Agent" not in one.name()]
         job.send_signal(number)
         job.communicate(timeout=60)
-    _, alive = psutil.wait_procs(replicas, timeout=30)
+    _, alive = psutil.wait_procs(everybody, timeout=60)
     assert not alive
+    left = {name for name in os.listdir("/dev/shm") if "plasma" in name} - shared
+    assert not left, "shared memory is left behind"
     # Whatever was computed is kept: the job goes on, on one process this time.
     said = run(long, out.name, *LONG, ray=False)
     assert "of them before" in said
     assert_same(long, "long.jsonl", out.name)
+
+
+def test_what_there_is_no_room_for_is_said_at_once(alone):
+    """More replicas than there is room for: what there is computes."""
+    started = time.monotonic()
+    many = command(alone, "many.jsonl", *EMBED, "--replicas", "99")
+    with subprocess.Popen(many, cwd=alone, env=environment(), stderr=-1, text=True) as job:
+        lines_ = iter(job.stderr.readline, "")
+        said = next(line for line in lines_ if "were asked for" in line)
+        seconds = time.monotonic() - started
+        rest = "".join(lines_)
+    assert "99 replicas of 1 CPU each were asked for, and the cluster has" in said and "start now" in said
+    assert seconds < 30, "10 s on a machine that has nothing else to do"
+    assert job.returncode == 3 and "of 99 at the end" in rest
+    assert_same(alone, "embed.jsonl", "many.jsonl")
 
 
 def test_a_model_that_cannot_be_loaded_is_said(alone):

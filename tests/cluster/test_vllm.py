@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -31,6 +35,7 @@ class FakeEngine:
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(max_model_len=64, dtype="torch.float32"),
             scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
+            cache_config=SimpleNamespace(num_gpu_blocks=8, block_size=16),
         )
         self.arguments, self.errored = arguments, False
         self.prompts, self.now, self.most = [], 0, 0
@@ -320,3 +325,39 @@ def test_a_job_in_vllm_that_is_killed_is_resumed(model, tmp_path, monkeypatch, _
     without = [one for one in given[: given.index("--backend-option")] if one not in ("--backend", "vllm")]
     done = CliRunner().invoke(main, without)
     assert done.exit_code == 1 and "belongs to another job" in done.stderr, "a job of vLLM is no job of prefold"
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=real), pytest.param(signal.SIGKILL, marks=real)])
+def test_a_driver_that_ends_leaves_nothing_of_vllm_behind(model, tmp_path, number):
+    import psutil
+
+    with open(tmp_path / "in.jsonl", "w") as file:
+        file.writelines(json.dumps({"id": i, "text": f"the instruction {i % 5} is {i}"}) + "\n" for i in range(2000))
+    command = [sys.executable, "-m", "prefold", "run", "in.jsonl", "--task", "generate", "--prompt", "text", "--raw"]
+    command += ["--id", "id", "-m", str(model), "-o", "out.jsonl", "--max-tokens", "60", "--ignore-eos"]
+    command += ["--backend", "vllm", "--dtype", "float32", "--max-running", "8"]
+    for name, value in OPTIONS.items():
+        if name not in ("dtype", "max_num_seqs"):
+            command += ["--backend-option", f"{name}={json.dumps(value)}"]
+    out = tmp_path / "out.jsonl"
+    # A test that runs in the background ignores SIGINT, and so would its children.
+    code = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    started = [sys.executable, "-c", code, *command]
+    with subprocess.Popen(started, cwd=tmp_path, env=environment, stderr=-1, start_new_session=True) as job:
+        deadline = time.monotonic() + 200
+        while not (out.exists() and out.read_bytes().count(b"\n") > 20) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        everybody = psutil.Process(job.pid).children(recursive=True)
+        assert everybody, "vLLM's processes are there"
+        if number == signal.SIGINT:
+            os.killpg(job.pid, number)  # as a terminal does it: everybody gets it
+        else:
+            job.kill()
+        said = job.communicate(timeout=120)[1].decode()
+    _, alive = psutil.wait_procs(everybody, timeout=60)
+    assert not alive
+    if number == signal.SIGINT:
+        assert job.returncode == 130 and "interrupted; what is done is written" in said, said[-2000:]
+    done = subprocess.run([*command, "--limit", "60"], cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0 and b"of them before" in done.stderr, done.stderr.decode()[-2000:]
