@@ -1,0 +1,115 @@
+"""What runs in the process that decodes image files, which `decode.Decoder` starts.
+
+It reads requests from its standard input and writes answers to its standard output, one after the other, until its
+input ends. A request is the length of a file (8 bytes), and the file; an answer is the length of a JSON object (8
+bytes), the object, and where it has a height and a width the pixels. Nothing else is believed about a file than what
+Pillow's decoders for four formats say, within limits on pixels and memory.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import warnings
+from typing import Any, BinaryIO
+
+from ..errors import InputError
+from .image import image_of, pillow
+
+__all__ = ["LENGTH", "main"]
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
+LENGTH = struct.Struct("<Q")
+# What files of other kinds begin with.
+OTHERS = (
+    (b"BM", "a BMP"), (b"II*\x00", "a TIFF"), (b"MM\x00*", "a TIFF"), (b"%PDF", "a PDF"), (b"8BPS", "a PSD"),
+    (b"\x00\x00\x01\x00", "an ICO"), (b"\x00\x00\x00\x0cjP  ", "a JPEG 2000"), (b"\x1a\x45\xdf\xa3", "a video"),
+    (b"PK\x03\x04", "a ZIP"),
+)  # fmt: skip
+
+
+def answer(data: bytes, most_pixels: int) -> tuple[dict[str, Any], bytes]:
+    """Returns what is said of a file, and its pixels: {"height", "width", "animated"}, or {"error", "remedy", "code"}
+    and no pixels."""
+    try:
+        picture = pillow().open(io.BytesIO(data), formats=FORMATS)
+    except Exception:  # of many kinds, by what is broken
+        return _refused(f"is {_kind(data)}", "give a JPEG, PNG, WebP or GIF", "image_format")
+    width, height = picture.size
+    if width * height > most_pixels:
+        what = f"has {width} x {height} pixels, more than {most_pixels:,}"
+        return _refused(what, "make it smaller, or allow more with media_pixels (--media-pixels)", "image_too_large")
+    try:
+        image = image_of(picture)
+    except InputError as error:
+        return {"error": error.message.removeprefix("the image "), "remedy": error.remedy, "code": error.code}, b""
+    except MemoryError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        return _refused(f"is a damaged {picture.format}: {reason}", "give the whole file", "image_damaged")
+    said = {"height": image.height, "width": image.width, "animated": _animated(picture)}
+    return said, image.pixels.tobytes()
+
+
+def _refused(error: str, remedy: str, code: str) -> tuple[dict[str, Any], bytes]:
+    return {"error": error, "remedy": remedy, "code": code}, b""
+
+
+def _kind(data: bytes) -> str:
+    """Returns what a file is that no decoder takes, as far as its first bytes say."""
+    start = data[:1024].lstrip()
+    if not data:
+        return "empty"
+    if start.startswith((b"<svg", b"<?xml", b"<!DOCTYPE svg")) or b"<svg" in start:
+        return "an SVG, a drawing without pixels" if b"<svg" in data[:65536] else "XML"
+    if data[4:8] == b"ftyp":
+        return "an AVIF, HEIC or a video"
+    if start[:1] == b"<":
+        return "HTML"
+    known = next((name for first, name in OTHERS if data.startswith(first)), None)
+    return known or "no image, or one whose beginning is damaged"
+
+
+def _animated(picture: Any) -> bool:
+    """Whether a picture has more than one frame. Some phones put a second picture behind a JPEG, which is none."""
+    try:
+        return picture.format in ("GIF", "WEBP", "PNG") and bool(getattr(picture, "is_animated", False))
+    except Exception:  # the second frame is damaged; there is one
+        return True
+
+
+def main(argv: list[str], source: BinaryIO, sink: BinaryIO) -> None:
+    """Answers requests until `source` ends. argv: the most pixels of an image, and bytes of memory."""
+    most_pixels, memory = map(int, argv)
+    library = pillow()
+    library.MAX_IMAGE_PIXELS = None  # the limit here is checked before anything is decoded
+    library.init()
+    warnings.simplefilter("ignore")
+    _limit(memory)
+    while head := source.read(LENGTH.size):
+        data = source.read(LENGTH.unpack(head)[0])
+        try:
+            said, pixels = answer(data, most_pixels)
+        except MemoryError:
+            said, pixels = _refused(
+                f"takes more than {memory / 2**20:.0f} MiB to decode", "make it smaller", "image_too_large"
+            )
+        text = json.dumps(said).encode()
+        sink.write(LENGTH.pack(len(text)) + text)
+        sink.write(pixels)
+        sink.flush()
+        del data, pixels
+
+
+def _limit(memory: int) -> None:
+    """Takes from this process what decoding does not need: memory, files, core dumps."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    for what, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        hard = resource.getrlimit(what)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(what, (most, hard))
