@@ -107,12 +107,18 @@ def _message(message: Any, field: str) -> Iterator[Body]:
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
-    texts, calls = [], []
+    texts: list[str] = []
+    parts: list[Body] = []
+    calls = []
+    kinds = ("text", "tool_use") if role == "assistant" else ("text", "image", "tool_result")
     for i, block in enumerate(_list(content, f"{field}.content")):
         place = f"{field}.content[{i}]"
-        kind, block = _block(block, place, "text", "tool_use" if role == "assistant" else "tool_result")
+        kind, block = _block(block, place, *kinds)
         if kind == "text":
             texts.append(_text(block.get("text"), f"{place}.text"))
+            parts.append({"type": "text", "text": texts[-1]})
+        elif kind == "image":
+            parts.append({"type": "image_url", "image_url": {"url": _image(block.get("source"), f"{place}.source")}})
         elif kind == "tool_use":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             function = {"name": _text(block.get("name"), f"{place}.name"), "arguments": arguments}
@@ -120,8 +126,21 @@ def _message(message: Any, field: str) -> Iterator[Body]:
         else:
             result = "\n".join(_texts(block.get("content") or "", f"{place}.content"))
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
-    if texts or calls or not content:
-        yield {"role": role, "content": "\n".join(texts)} | ({"tool_calls": calls} if calls else {})
+    if parts or calls or not content:
+        joined: Any = "\n".join(texts) if len(texts) == len(parts) else parts
+        yield {"role": role, "content": joined} | ({"tool_calls": calls} if calls else {})
+
+
+def _image(source: Any, field: str) -> str:
+    """Returns the address of an image: a data URL, or where it lies."""
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if kind == "url":
+        return _text(source.get("url"), f"{field}.url")
+    if kind != "base64":
+        remedy = 'give {"type": "base64", "media_type": "image/png", "data": "..."}'
+        raise InputError(f"{field!r} is of type {kind!r:.100}", field=field, remedy=remedy, code="unsupported")
+    data = _text(source.get("data"), f"{field}.data")
+    return f"data:{_text(source.get('media_type', 'image/png'), f'{field}.media_type')};base64,{data}"
 
 
 def _tool(tool: Any, index: int) -> Body:

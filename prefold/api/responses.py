@@ -129,12 +129,35 @@ def _messages(items: list[Body]) -> Iterator[Body]:
             content = _content(item.get("output"), f"{place}.output")
             yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
         elif kind == "message" and item.get("role") in _ROLES:
-            yield {"role": _ROLES[item["role"]], "content": _content(item.get("content"), f"{place}.content")}
+            content = _parts(item.get("content"), f"{place}.content")
+            yield {"role": _ROLES[item["role"]], "content": content}
         else:
             remedy = "give messages of user, assistant, system or developer, function_call, function_call_output"
             raise InputError(f"'{place}' is no item that is known", field=place, remedy=remedy, code="unsupported")
     if calls:
         yield {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _parts(value: Any, field: str) -> Any:
+    """Returns the content of a message: its text, or where it has images its parts, as a chat request has them."""
+    images = [part for part in value if _is_image(part)] if isinstance(value, list) else []
+    if not images:
+        return _content(value, field)
+    found = []
+    for i, part in enumerate(value):
+        text = "" if _is_image(part) else _content([part], field)
+        if not _is_image(part):
+            found.append({"type": "text", "text": text})
+        elif isinstance(part.get("image_url"), str):
+            found.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
+        else:
+            place, remedy = f"{field}[{i}]", 'give {"type": "input_image", "image_url": "data:image/png;base64,..."}'
+            raise InputError(f"{place!r} has no image_url", field=place, remedy=remedy, code="unsupported")
+    return found
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "input_image"
 
 
 def _content(value: Any, field: str) -> str:

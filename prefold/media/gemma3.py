@@ -43,6 +43,10 @@ class Gemma3Processor(Processor):
         self.ratio = self.settings.number("pan_and_scan_min_ratio_to_activate")
 
     @property
+    def special(self) -> frozenset[str]:
+        return frozenset((BEGIN, ROW, END))
+
+    @property
     def tile_size(self) -> tuple[int, int]:
         return self._size
 

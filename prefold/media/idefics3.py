@@ -41,6 +41,12 @@ class Idefics3Processor(Processor):
             self.size.size("height"), self.size.size("width")
 
     @property
+    def special(self) -> frozenset[str]:
+        most = math.ceil(LONGEST / self.tile)
+        places = (f"<row_{i + 1}_col_{j + 1}>" for i in range(most) for j in range(most))
+        return frozenset((ROW, BORDER, WHOLE, *places))
+
+    @property
     def tile_size(self) -> tuple[int, int]:
         return self.tile, self.tile
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..checkpoint.settings import Settings
-from ..errors import UnsupportedModelError
+from ..errors import InputError, UnsupportedModelError
 from .image import Image, pillow
 from .tower_config import TowerConfig
 
@@ -114,6 +114,25 @@ class Processor(ABC):
     @abstractmethod
     def layout(self, height: int, width: int) -> Layout:
         """Returns what a prompt has in place of an image of this size."""
+
+    def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> str:
+        """Returns a text with what stands for an image in place of each placeholder. sizes: (height, width) of each
+        image, in order. Raises InputError where there are not as many placeholders as images."""
+        pieces = text.split(self.placeholder)
+        if len(pieces) - 1 != len(sizes):
+            raise InputError(
+                f"there are {len(sizes)} images for {len(pieces) - 1} places in the text ({self.placeholder})",
+                field="images",
+                remedy="give one image a place",
+                code="image_count",
+            )
+        layouts = [self.layout(*size).text for size in sizes]
+        return pieces[0] + "".join(layout + piece for layout, piece in zip(layouts, pieces[1:], strict=True))
+
+    @property
+    @abstractmethod
+    def special(self) -> frozenset[str]:
+        """Returns the special tokens of images: where a user writes one of them, it is text."""
 
     @abstractmethod
     def cut(self, image: Image) -> list[Any]:

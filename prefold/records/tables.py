@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError, JobError, record_error
+from ..tasks.images import Pictured
 from .adapter import Parsed
 from .fields import Template, as_text, check_utf8, is_empty, lookup, parse_cell
 from .forms import plain
@@ -22,7 +23,17 @@ _RESERVED = {
     "rerank": {"score", "scores", "order", "documents"},
     "classify": {"label", "probabilities", "logprobs", "logits"},
     "score": {"logprob", "logprobs", "greedy", "num_bytes"},
-    "generate": {"text", "tokens", "finish_reason", "stop", "logprobs", "choices", "num_generated", "cached_tokens"},
+    "generate": {
+        "text",
+        "tokens",
+        "finish_reason",
+        "stop",
+        "logprobs",
+        "choices",
+        "num_generated",
+        "cached_tokens",
+        "notes",
+    },
 }
 _USUAL = {
     "embed": {"prompt": ("text", "prompt", "input")},
@@ -46,6 +57,7 @@ class Columns:
     messages   a column of chat messages, in place of prompt
     tools      for generate: a column of the tools that the chat template is told of
     adapter    a column that names the LoRA adapter; null or an empty text for none
+    image      a column of the record's image, or of a list of images: paths, bytes, base64, data URLs
     id         a column whose value the output line repeats; "record", where no column has that name, is the record's
                number
     keep       further columns that the output line repeats: {name in the line: column}
@@ -56,6 +68,7 @@ class Columns:
     messages: str | None = None
     tools: str | None = None
     adapter: str | None = None
+    image: str | None = None
     query: Template | None = None
     document: Template | None = None
     continuation: Template | None = None
@@ -71,7 +84,7 @@ class Columns:
         """Returns the paths of all columns that are named here."""
         templates = [t for t in (self.prompt, self.query, self.document, self.continuation) if t is not None]
         names = [path for template in templates for path in template.paths]
-        single = (self.messages, self.tools, self.adapter, self.id)
+        single = (self.messages, self.tools, self.adapter, self.image, self.id)
         return [*names, *(path for path in single if path), *self.keep.values()]
 
 
@@ -209,7 +222,7 @@ class TableAdapter:
             query = columns.query.render(data, self._keep_empty)
             value = columns.document.render_many(data, self._keep_empty)
             return False, [{"query": query, "documents" if isinstance(value, list) else "document": value}]
-        prompt = self._prompt(data)
+        prompt = self._pictured(self._prompt(data), self._images(data))
         if columns.continuation is not None:
             value = columns.continuation.render_many(data, self._keep_empty)
             values = value if isinstance(value, list) else [value]
@@ -219,7 +232,9 @@ class TableAdapter:
         return False, [{"text": prompt}]
 
     def _generate_items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
-        columns, beside = self.columns_used, {}
+        columns = self.columns_used
+        images = self._images(data)
+        beside: dict[str, Any] = {} if images is None else {"images": images}
         if columns.tools is not None:
             tools = lookup(data, columns.tools)
             beside["tools"] = None if is_empty(tools) else parse_cell(tools, columns.tools)
@@ -229,8 +244,27 @@ class TableAdapter:
         value = columns.prompt.render_many(data, self._keep_empty)
         texts = value if isinstance(value, list) else [value]
         if self._chat:
-            return isinstance(value, list), [{"messages": [{"role": "user", "content": t}], **beside} for t in texts]
+            places = [{"type": "image"}] * len(images or ())
+            contents = [[*places, {"type": "text", "text": t}] if places else t for t in texts]
+            return isinstance(value, list), [{"messages": [{"role": "user", "content": c}], **beside} for c in contents]
         return isinstance(value, list), [{"prompt": text, **beside} for text in texts]
+
+    def _images(self, data: dict[str, Any]) -> list[Any] | None:
+        """Returns the images of a record; None where no column of images was named, or its cell is empty."""
+        column = self.columns_used.image
+        value = None if column is None else lookup(data, column)
+        if value is None or is_empty(value):
+            return None
+        value = parse_cell(value, column or "") if isinstance(value, str) and value[:1] == "[" else value
+        return list(value) if isinstance(value, (list, tuple)) else [value]
+
+    def _pictured(self, prompt: Any, images: list[Any] | None) -> Any:
+        """Returns a prompt, or each of a list of them, with its images."""
+        if not images:
+            return prompt
+        if isinstance(prompt, list):
+            return [self._pictured(one, images) for one in prompt]
+        return Pictured(prompt, images)
 
     def _prompt(self, data: dict[str, Any]) -> Any:
         columns = self.columns_used
@@ -249,6 +283,7 @@ class TableAdapter:
         prompt = columns.messages or (columns.prompt and ", ".join(columns.prompt.paths))
         out |= {"tool": columns.tools} if columns.tools else {}
         out |= {"adapter": columns.adapter} if columns.adapter else {}
+        out |= {"image": columns.image} if columns.image else {}
         return out | ({"prompt": prompt, "text": prompt, "message": prompt} if prompt else {})
 
     def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:

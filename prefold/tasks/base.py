@@ -21,10 +21,12 @@ import numpy as np
 from ..errors import InputError, record_error
 from ..model.loop import Loop
 from ..options import Truncate
+from ..prefix import MEDIA_BASE
 from ..text import Filled, Tokenizer
 from ..text.tokenizer import valid_text
-from ..types import Generated, Readout, Request, Result
+from ..types import Generated, Medium, Readout, Request, Result
 from .cut import columns_of, cut_columns
+from .images import ImageIds, ImageInputs, Pictured, refuse_images
 
 __all__ = ["TRUNCATE", "Inputs", "Task", "TextBatch", "Work", "as_item", "attempt", "check_count", "prepare_each"]
 
@@ -150,6 +152,7 @@ class Inputs:
     adapter     the LoRA adapter of items that name none
     adapters    the names of the LoRA adapters that are loaded
     loop        how a looped model's layers are visited; None: the model is not looped
+    images      what reads images; None: the model takes text alone
     """
 
     tokenizer: Tokenizer | None
@@ -158,6 +161,7 @@ class Inputs:
     adapter: str | None = None
     adapters: Collection[str] = ()
     loop: Loop | None = None
+    images: ImageInputs | None = None
 
     def __post_init__(self) -> None:
         self.check_adapter(self.adapter)
@@ -191,11 +195,23 @@ class Inputs:
         return replace(work, requests=[replace(request, adapter=name) for request in work.requests])
 
     def text(self, value: Any, field: str) -> Text:
-        """Returns a text as it is, or token ids as int32 [n]. Raises InputError for any other value, and for no
-        token ids."""
+        """Returns a text as it is, or token ids as int32 [n]; of a text with images the ids of both. Raises InputError
+        for any other value, and for no token ids."""
+        if isinstance(value, Pictured):
+            return self._pictured(value, field)
         if isinstance(value, str) or value is None or isinstance(value, (bytes, Mapping)):
             return valid_text(value, field)
         return self._ids(value, field)
+
+    def _pictured(self, value: Pictured, field: str) -> np.ndarray:
+        """Returns the ids of a text with images, int32 [n]."""
+        if self.images is None:
+            raise refuse_images(field)
+        if not isinstance(value.text, str):
+            message = f"{field!r} has images beside what is no text"
+            raise InputError(message, field=field, remedy="give a text beside them", code="wrong_type")
+        given = [(image, f"images[{i}]") for i, image in enumerate(value.images)]
+        return self.images.encode_pictured(value.text, self.images.read(given), field)
 
     def bounded(
         self,
@@ -251,7 +267,7 @@ class Inputs:
 
     def check_ids(self, ids: np.ndarray, field: str) -> None:
         """Raises InputError for a token id that is not one of the model's vocabulary."""
-        limit = self.vocab_size if self.vocab_size is not None else 2**31
+        limit = self.vocab_size if self.vocab_size is not None else MEDIA_BASE
         if ids.size and (ids.min() < 0 or ids.max() >= limit):
             worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
             raise InputError(
@@ -284,8 +300,8 @@ class Inputs:
         whole = text = self.bounded(self.text(value, field), field, truncate, left=left)
         nothing = np.empty(0, np.int32)
         before = after = nothing
-        if isinstance(text, str):
-            text = change(text)
+        if isinstance(text, (str, ImageIds)):
+            text = change(text) if isinstance(text, str) else text
             if self.tokenizer is not None:
                 before, after = self.tokenizer.prefix_ids, self.tokenizer.suffix_ids
         get = batch.add(text)
@@ -298,7 +314,7 @@ class Inputs:
             over = self.over(around + ids.size)
             if over and by_column:
                 ids = self.cut(whole, lambda cut: batch.now(change(cut)), self.max_length - around, ids, left=left)
-            elif over and truncate and over < ids.size:
+            elif over and truncate and over < ids.size and not isinstance(ids, ImageIds):  # images are never cut
                 ids = ids[over:] if left else ids[: ids.size - over]
             return self.request(np.concatenate((before, ids, after)), field)
 
@@ -337,10 +353,16 @@ class Inputs:
                 remedy=remedy or f"shorten it, or have it cut with {TRUNCATE}",
                 code="too_long",
             )
-        self.check_ids(tokens, field)
+        media: tuple[Medium, ...] = ()
+        if self.images is not None and tokens.max() >= MEDIA_BASE:
+            tokens = tokens.view(np.ndarray)
+            media = self.images.media_of(tokens, field)
+            self.check_ids(tokens[tokens < MEDIA_BASE], field)
+        else:
+            self.check_ids(tokens, field)
         if targets is not None:
             self.check_ids(targets, field)
-        return Request(tokens, targets)
+        return Request(tokens, targets, media=media)
 
 
 def as_item(kind: type[T], value: Any) -> T:

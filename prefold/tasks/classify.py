@@ -21,6 +21,7 @@ from ..text.prompts import CONTENT_FREE
 from ..text.tokenizer import valid_text
 from ..types import Readout, Result
 from .base import Inputs, Text, TextBatch, Work, as_item
+from .images import ImageIds
 from .score import PairOfIds, add_joint, add_pair, leading_ids
 
 __all__ = ["ClassifyHeadTask", "ClassifyItem", "ClassifyTask", "Normalization"]
@@ -168,7 +169,7 @@ class ClassifyTask:
         need be."""
         ids = self._pairs_around(text)
         over = self._over(ids)
-        if over and self.truncate and over < text.size:
+        if over and self.truncate and over < text.size and not isinstance(text, ImageIds):  # images are never cut
             ids = self._pairs_around(text[over:] if self.truncate == "left" else text[: text.size - over])
         return self._finish_work(ids)
 

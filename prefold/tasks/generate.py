@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,10 +13,13 @@ from ..errors import InputError
 from ..options import Truncate
 from ..text import Filled
 from ..text.chat import TEMPLATE_SECONDS
+from ..text.escaped import Escaping
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each
 from .cut import columns_of, cut_columns
 from .exits import check_exits
+from .images import Chat, ImageIds, Picture, all_images, chat_of, refuse_images
+from .messages import has_images, has_system, in_parts, is_cut, objects, plain_message, variables
 from .sampling import sampling_from
 from .score import leading_ids
 from .tools import as_tools
@@ -37,6 +39,9 @@ class GenerateItem:
 
     prompt                  a text or token ids; or else
     messages                a conversation: [{"role": "user", "content": "..."}, ...]
+    images                  for a model that sees images: what stands for each of them. They belong where messages
+                            have a part {"type": "image"}, and where a prompt has the model's placeholder; where a
+                            prompt has none, they come first
     tools, documents        passed to the chat template; a Python function among the tools as its schema
     chat_template_kwargs    {name: value}, further names for the chat template
     chat_template           the name of one of the checkpoint's templates, or the text of a template
@@ -51,6 +56,7 @@ class GenerateItem:
 
     prompt: Any = None
     messages: Any = None
+    images: Any = None
     tools: Any = None
     documents: Any = None
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -145,14 +151,38 @@ class GenerateTask:
             "priority": _checked(self.priority if item.priority is None else item.priority, "priority", int),
         }
         item = self._bounded(item)
-        before, get, field = self._prompt(item, batch)
-        cut = partial(self._cut, item, batch, before.size) if self.truncate is True else None
+        seen = self._seen(item)
+        before, get, field = self._prompt(item, batch, seen, beside["salt"])
+        cut = partial(self._cut, item, batch, before.size, seen, beside["salt"]) if self.truncate is True else None
 
         def make() -> Work:
-            tokens = self._fit(before, get(), field, sampling.max_tokens if asked else None, cut)
-            return Work([Request(tokens, sampling=sampling, **beside)], {"tokens": tokens.size})
+            made = self._fit(before, get(), field, sampling.max_tokens if asked else None, cut)
+            request = replace(made, sampling=sampling, **beside)
+            note: dict[str, Any] = {"tokens": request.tokens.size}
+            notes = [picture.note for picture in seen if picture.note is not None]
+            return Work([request], note | {"image_notes": notes} if notes else note)
 
         return make
+
+    def _seen(self, item: GenerateItem) -> list[Picture]:
+        """Returns the images of an item. Raises InputError for images that cannot be read, that have no place, and for
+        a model that sees none."""
+        if item.images is not None and not isinstance(item.images, (list, tuple)):
+            message = "'images' is not a list"
+            raise InputError(message, field="images", remedy="give a list of images", code="wrong_type")
+        if item.messages is not None:
+            chat = chat_of(item.messages)
+            if chat is None and not item.images:
+                return []
+            given = all_images(Chat([], []) if chat is None else chat, item.images)
+        else:
+            given = [(image, f"images[{i}]") for i, image in enumerate(item.images or ())]
+        if given and self.inputs.images is None:
+            raise refuse_images(given[0][1])
+        if given and item.messages is None and not isinstance(item.prompt, str):
+            message = "'images' stands beside a prompt that is no text"
+            raise InputError(message, field="images", remedy="give the prompt as a text", code="wrong_type")
+        return [] if self.inputs.images is None else self.inputs.images.read(given)
 
     def _sampling(self, given: Mapping[str, Any], defaults: Sampling) -> Sampling:
         tokenizer, vocab_size = self.inputs.tokenizer, self.inputs.vocab_size
@@ -175,22 +205,29 @@ class GenerateTask:
                 )
         return sampling
 
-    def _prompt(self, item: GenerateItem, batch: TextBatch) -> tuple[np.ndarray, Callable[[], np.ndarray], str]:
+    def _prompt(
+        self, item: GenerateItem, batch: TextBatch, seen: list[Picture], salt: str
+    ) -> tuple[np.ndarray, Callable[[], np.ndarray], str]:
         """Returns the special tokens before a prompt, a function that gives its other tokens once the batch is
-        encoded, and the field that they come from."""
+        encoded, and the field that they come from. seen: the item's images."""
         nothing = np.empty(0, np.int32)
         if item.messages is not None:
             if item.prompt is not None:
                 message = "the item has both a 'prompt' and 'messages'"
                 raise InputError(message, field="prompt", remedy="give one of them")
-            text = self._render(item)
-            if self.escape_special:
-                return nothing, batch.add(self._encoded(text)), "messages"
+            escaping = self._escaping(item, seen)
+            text = self._render(item, escaping)
+            if escaping is not None:
+                return nothing, batch.add(self._encoded(text, escaping, seen, salt)), "messages"
             if self.truncate is not True:
                 text = self._part(text, "messages", left=self.truncate == "left")
             return nothing, batch.add(text), "messages"
         if item.prompt is None:
             raise InputError("'prompt' is missing", field="prompt", remedy="give it, or messages", code="missing_field")
+        if seen:
+            assert self.inputs.images is not None
+            ids = self.inputs.images.encode_pictured(item.prompt, seen, "prompt", salt)
+            return leading_ids(self.inputs.tokenizer, ids), batch.add(ids), "prompt"
         text = self.inputs.text(item.prompt, "prompt")
         return leading_ids(self.inputs.tokenizer, text), batch.add(text), "prompt"
 
@@ -201,52 +238,75 @@ class GenerateTask:
             return replace(item, prompt=self._part(item.prompt, "prompt", left=left))
         if self.truncate is not True or not isinstance(item.messages, (list, tuple)):
             return item
-        messages = [_message(message, i) for i, message in enumerate(item.messages)]
-        cut = [{**m, "content": self._part(m["content"], "messages")} if _is_cut(m) else m for m in messages]
+        messages = [m if has_images(m) else plain_message(m, i) for i, m in enumerate(item.messages)]
+        cut = [{**m, "content": self._part(m["content"], "messages")} if is_cut(m) else m for m in messages]
         return replace(item, messages=cut)
 
     def _part(self, text: str, field: str, *, left: bool = False) -> str:
         limits = [limit for limit in (self.context, self.inputs.max_length) if limit is not None]
         return self.inputs.bounded(text, field, self.truncate, left=left, limit=min(limits, default=None))
 
-    def _encoded(self, text: str) -> np.ndarray:
-        """Returns the token ids of a text that `_render` wrote with special tokens escaped."""
-        assert self.inputs.tokenizer is not None
-        return self.inputs.tokenizer.escaping.encode(text)
+    def _escaping(self, item: GenerateItem, seen: list[Picture]) -> Escaping | None:
+        """Returns what escapes special tokens in the texts of a conversation; None where nothing is to be escaped.
+        Where a model sees images, the tokens that stand for them are text in what users write."""
+        tokenizer, images = self.inputs.tokenizer, self.inputs.images
+        if tokenizer is None:
+            return None
+        if self.escape_special:
+            return tokenizer.escaping
+        if images is None:
+            return None
+        written = repr((item.messages, item.tools, item.documents, item.chat_template_kwargs))
+        return images.escaping if seen or images.escaping.finds(written) else None
 
-    def _render(self, item: GenerateItem) -> str:
-        """Returns the text of a conversation; with `escape_special` it is for `_encoded` only."""
+    def _encoded(self, text: str, escaping: Escaping, seen: list[Picture], salt: str) -> np.ndarray:
+        """Returns the token ids of a text that `_render` wrote with special tokens escaped, and images in their
+        places."""
+        if not seen:
+            return escaping.encode(text)
+        assert self.inputs.images is not None
+        ids, media = self.inputs.images.encode(text, seen, salt, "messages", escaping)
+        return ImageIds.of(ids, media)
+
+    def _render(self, item: GenerateItem, escaping: Escaping | None) -> str:
+        """Returns the text of a conversation; with `escaping` it is for `_encoded` only."""
         if self.inputs.tokenizer is None:
             remedy = "give a prompt of token ids instead of messages"
             raise InputError("the model has no tokenizer", field="messages", remedy=remedy, code="no_tokenizer")
         asked: dict[str, Any] = {
-            "chat_template_kwargs": _variables(item.chat_template_kwargs),
+            "chat_template_kwargs": variables(item.chat_template_kwargs),
             "messages": item.messages,
             "tools": None if item.tools is None else as_tools(item.tools),
             "documents": item.documents,
         }
         if isinstance(asked["messages"], (list, tuple)):
-            asked["messages"] = [_message(message, i) for i, message in enumerate(asked["messages"])]
-        if self.escape_special:
-            shielded = self.inputs.tokenizer.escaping.shielded
-            asked = {name: shielded(value, name) for name, value in asked.items()}
-        variables = {**_variables(self.chat_template_kwargs), **asked["chat_template_kwargs"]}
-        for name in _NOT_VARIABLES & variables.keys():
+            chat = chat_of(asked["messages"])
+            messages = asked["messages"] if chat is None else chat.messages
+            asked["messages"] = [plain_message(message, i) for i, message in enumerate(messages)]
+        if escaping is not None:
+            asked = {name: escaping.shielded(value, name) for name, value in asked.items()}
+        further = {**variables(self.chat_template_kwargs), **asked["chat_template_kwargs"]}
+        for name in _NOT_VARIABLES & further.keys():
             message = f"chat_template_kwargs holds {name!r}, which is an option of its own"
             raise InputError(message, field="chat_template_kwargs", remedy=f"give {name} beside chat_template_kwargs")
         messages = asked["messages"]
-        if isinstance(messages, (list, tuple)) and self.system is not None and not _has_system(messages):
+        if isinstance(messages, (list, tuple)) and self.system is not None and not has_system(messages):
             messages = [{"role": "system", "content": self.system}, *messages]
+        template = self.chat_template if item.chat_template is None else item.chat_template
+        if self.inputs.images is not None and isinstance(messages, (list, tuple)):
+            source = self.inputs.tokenizer.chat_templates.templates.get(template or "default", template or "")
+            if self.inputs.images.wants_parts(source):
+                messages = [in_parts(message) for message in messages]
         opens = item.add_generation_prompt
         return self.inputs.tokenizer.render_chat(
             messages,
-            template=self.chat_template if item.chat_template is None else item.chat_template,
+            template=template,
             add_generation_prompt=not item.continue_final_message if opens is None else opens,
             continue_final_message=item.continue_final_message,
-            tools=_objects(self.tools if item.tools is None else asked["tools"], "tools", _TOOL),
-            documents=_objects(asked["documents"], "documents", '[{"title": "...", "text": "..."}]'),
+            tools=objects(self.tools if item.tools is None else asked["tools"], "tools", _TOOL),
+            documents=objects(asked["documents"], "documents", '[{"title": "...", "text": "..."}]'),
             template_seconds=self.template_seconds,
-            **variables,
+            **further,
         )
 
     def _fit(
@@ -256,9 +316,9 @@ class GenerateTask:
         field: str,
         max_tokens: int | None,
         cut: Callable[[int], np.ndarray | None] | None,
-    ) -> np.ndarray:
-        """Returns the prompt's tokens, if there is room behind them for max_tokens (None: for one token). Raises
-        InputError.
+    ) -> Request:
+        """Returns the request of the prompt's tokens, if there is room behind them for max_tokens (None: for one
+        token). Raises InputError.
 
         cut: cut(room) gives the prompt's ids with its longest column cut, or None. Where there is no such column the
         whole prompt is cut at the end that was asked for, by default its beginning, because the text goes on at its
@@ -273,13 +333,20 @@ class GenerateTask:
             shorter = cut(room) if cut is not None and room > 0 else None
             if shorter is not None:
                 ids = shorter
-            elif not self.truncate or over >= ids.size or (field == "messages" and self.truncate is True):
+            elif (
+                not self.truncate
+                or over >= ids.size
+                or (field == "messages" and self.truncate is True)
+                or isinstance(ids, ImageIds)
+            ):
                 raise self._too_long(size, field, max_tokens, room)
             else:
                 ids = ids[: ids.size - over] if self.truncate == "right" else ids[over:]
-        return self.inputs.request(np.concatenate((before, ids)), field).tokens
+        return self.inputs.request(np.concatenate((before, ids)), field)
 
-    def _cut(self, item: GenerateItem, batch: TextBatch, before: int, room: int) -> np.ndarray | None:
+    def _cut(
+        self, item: GenerateItem, batch: TextBatch, before: int, seen: list[Picture], salt: str, room: int
+    ) -> np.ndarray | None:
         """Returns the ids of an item's prompt with its longest column cut, at most `room` with the `before` tokens
         before them; None where it has no column. The columns of a conversation are its contents, but for those of
         system messages."""
@@ -287,19 +354,21 @@ class GenerateTask:
         if tokenizer is None:
             return None
         if item.messages is None:
-            if not isinstance(item.prompt, Filled):
+            if not isinstance(item.prompt, Filled) or seen:
                 return None
             columns, filled = columns_of(item.prompt)
             return cut_columns(tokenizer, columns, lambda values: batch.now(filled(values)), len, room - before)
-        messages = [_message(message, i) for i, message in enumerate(item.messages)]
-        parts = {i: columns_of(m["content"]) for i, m in enumerate(messages) if _is_cut(m)}
+        messages = [m if has_images(m) else plain_message(m, i) for i, m in enumerate(item.messages)]
+        parts = {i: columns_of(m["content"]) for i, m in enumerate(messages) if is_cut(m)}
 
         def make(values: Sequence[str]) -> np.ndarray:
             left, chat = iter(values), list(messages)
             for i, (columns, filled) in parts.items():
                 chat[i] = {**chat[i], "content": filled([next(left) for _ in columns])}
-            text = self._render(replace(item, messages=chat))
-            return self._encoded(text) if self.escape_special else batch.now(text)
+            shorter = replace(item, messages=chat)
+            escaping = self._escaping(shorter, seen)
+            text = self._render(shorter, escaping)
+            return batch.now(text) if escaping is None else self._encoded(text, escaping, seen, salt)
 
         every = [column for columns, _ in parts.values() for column in columns]
         return cut_columns(tokenizer, every, make, len, room) if every else None
@@ -329,6 +398,7 @@ class GenerateTask:
             "cached_tokens": samples[0].cached_tokens,
         }
         choices = [self._choice(sample) for sample in samples]
+        counts |= {"image_notes": note["image_notes"]} if "image_notes" in note else {}
         return (choices[0] if len(choices) == 1 else {"choices": choices}) | counts
 
     def _choice(self, sample: Generated) -> dict[str, Any]:
@@ -357,74 +427,6 @@ def _named(item: Any) -> Any:
     if isinstance(item, (list, tuple)) and item and isinstance(item[0], Mapping):
         return GenerateItem(messages=item)
     return GenerateItem(prompt=item) if isinstance(item, (str, list, tuple, np.ndarray)) else item
-
-
-def _message(message: Any, index: int) -> Any:
-    """Returns a message in OpenAI's format as chat templates expect it: parts of text joined, arguments of calls as
-    objects."""
-    if not isinstance(message, Mapping):
-        return message  # `ChatTemplates.render` says what is wrong with it
-    out, field = dict(message), f"messages[{index}]"
-    if isinstance(out.get("content"), list):
-        parts = enumerate(out["content"])
-        out["content"] = "\n".join(_part(part, f"{field}.content[{i}]") for i, part in parts)
-    if isinstance(out.get("tool_calls"), list):
-        calls = enumerate(out["tool_calls"])
-        out["tool_calls"] = [_tool_call(call, f"{field}.tool_calls[{i}]") for i, call in calls]
-    return out
-
-
-def _part(part: Any, field: str) -> str:
-    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-    text = part.get("text") if kind == "text" and isinstance(part, Mapping) else part
-    if not isinstance(text, str):
-        remedy = 'give text: {"type": "text", "text": "..."}'
-        raise InputError(
-            f"{field!r} is of type {kind!r}, which is not supported", field=field, remedy=remedy, code="unsupported"
-        )
-    return text
-
-
-def _tool_call(call: Any, field: str) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        remedy = "write them as a JSON object"
-        raise InputError(f"the arguments of {field!r} are not JSON", field=field, remedy=remedy) from None
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _is_cut(message: Any) -> bool:
-    """Returns whether a message's content is cut when a conversation is too long."""
-    content = message.get("content") if isinstance(message, Mapping) else None
-    return isinstance(content, str) and bool(content) and message.get("role") not in ("system", "developer")
-
-
-def _objects(values: Any, field: str, example: str) -> Any:
-    """Returns a list of objects, or None for None. Raises InputError for anything else."""
-    if not values:
-        return None
-    if not isinstance(values, (list, tuple)) or not all(isinstance(value, Mapping) for value in values):
-        message = f"{field!r} is not a list of objects"
-        raise InputError(message, field=field, remedy=f"give {example}", code="wrong_type")
-    return values
-
-
-def _variables(values: Any) -> Mapping[str, Any]:
-    if values is None:
-        return {}
-    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-        message = "'chat_template_kwargs' is not an object"
-        remedy = 'give {"name": value, ...}'
-        raise InputError(message, field="chat_template_kwargs", remedy=remedy, code="wrong_type")
-    return values
-
-
-def _has_system(messages: Sequence[Any]) -> bool:
-    return bool(messages) and isinstance(messages[0], Mapping) and messages[0].get("role") in ("system", "developer")
 
 
 def _checked(value: Any, field: str, kind: type) -> Any:

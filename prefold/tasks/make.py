@@ -26,6 +26,7 @@ from .embed import EmbedTask
 from .exits import check_exits
 from .facts import inputs_of, labels_of_head, require_lm_head
 from .generate import GenerateTask
+from .images import ImageInputs
 from .rerank import RerankTask
 from .sampling import format_grammar
 from .score import ScoreTask
@@ -45,6 +46,7 @@ def make_task(
     options: TaskOptions | Mapping[str, Any] | None = None,
     *,
     adapters: Collection[str] = (),
+    images: ImageInputs | None = None,
     **given: Any,
 ) -> Task:
     """Returns the task `name` for a checkpoint, with the options that `prefold.options` has for it.
@@ -52,6 +54,7 @@ def make_task(
     options    as the task's dataclass or as a mapping; or else they are given as keywords
     tokenizer  None: the task takes token ids only
     adapters   the names of the LoRA adapters that are loaded
+    images     what reads images; None: the task takes text alone
 
     Raises InputError for an unknown task or option, and for bad values; UnsupportedModelError for a model that cannot
     do the task.
@@ -60,6 +63,8 @@ def make_task(
         options = options_of(name, {**(options or {}), **given})
     place = (checkpoint, config_from(checkpoint.config), tokenizer)
     task = TASKS[name](*place, options, adapters)
+    if images is not None:
+        task.inputs = replace(task.inputs, images=images)
     if name != "generate":
         route = None if options.route is None else tuple(options.route)
         o = options

@@ -19,6 +19,7 @@ from ..text.tokenizer import PART_CHARACTERS
 from ..types import Readout, Request, Result
 from .base import Inputs, Text, TextBatch, Work, as_item, check_count
 from .cut import columns_of, cut_columns
+from .images import ImageIds
 
 __all__ = ["ScoreItem", "ScoreTask", "add_joint", "add_pair", "leading_ids", "rolling_stretches"]
 
@@ -219,8 +220,10 @@ def add_joint(batch: TextBatch, prompt: Text, continuation: Text) -> PairOfIds:
 
 
 def leading_ids(tokenizer: Tokenizer | None, prompt: Text) -> np.ndarray:
-    """Returns the special tokens to put before a prompt, int32 [n]: none before token ids, before an empty text, and
-    before a text that begins with the BOS."""
+    """Returns the special tokens to put before a prompt, int32 [n]: none before token ids (but for those of a text with
+    images), before an empty text, and before a text that begins with the BOS."""
+    if isinstance(prompt, ImageIds) and tokenizer is not None:
+        return tokenizer.prefix_ids
     if tokenizer is None or not isinstance(prompt, str) or not prompt or _starts_with_bos(tokenizer, prompt):
         return np.empty(0, np.int32)
     return tokenizer.prefix_ids

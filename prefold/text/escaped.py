@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,12 +32,18 @@ SHIELD_WRITTEN = r"\ufdd0"
 class Escaping:
     """Encodes conversations whose texts hold no special tokens, whatever is written in them."""
 
-    def __init__(self, backend: tokenizers.Tokenizer):
+    def __init__(self, backend: tokenizers.Tokenizer, only: Collection[str] | None = None):
+        """Escapes the special tokens of a tokenizer. only: no others than these; None: all."""
         added = backend.get_added_tokens_decoder()
-        self._ids = {token.content: id for id, token in added.items() if token.special}
+        special = {token.content: id for id, token in added.items() if token.special}
+        self._ids = {content: id for content, id in special.items() if only is None or content in only}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._copy = _renamed(backend, self._ids)
+
+    def finds(self, text: str) -> bool:
+        """Whether there is something to escape in a text."""
+        return self._special.search(text) is not None
 
     def shielded(self, value: Any, field: str, depth: int = 0) -> Any:
         """Returns a JSON value with a SHIELD in each special token of its texts. Raises InputError for a text that

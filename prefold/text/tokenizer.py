@@ -6,7 +6,7 @@ the tasks refuse or cut what is too long.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -141,6 +141,10 @@ class Tokenizer:
     def escaping(self) -> Escaping:
         """Returns what encodes conversations whose texts hold no special tokens; made when it is asked for first."""
         return Escaping(self.backend)
+
+    def escaping_only(self, tokens: Collection[str]) -> Escaping:
+        """Returns what encodes conversations whose texts hold none of these special tokens."""
+        return Escaping(self.backend, tokens)
 
     def _encode_all(self, texts: list[str]) -> list[np.ndarray]:
         if not texts:

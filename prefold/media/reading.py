@@ -1,0 +1,147 @@
+"""Reader makes images of what users give for them: pixels, pictures, files, paths, addresses."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+from .decode import Decoded, Decoder
+from .fetch import MediaHosts
+from .image import Image, image_of
+
+__all__ = ["Reader", "is_picture"]
+
+DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.+=-]+)*),", re.ASCII)
+SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):", re.ASCII)
+# Shorter texts are paths. The smallest image files have more letters than that.
+LEAST_BASE64 = 64
+_GIVE = "give a path, bytes, a data URL (data:image/png;base64,...), a PIL image or an array"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A Reader reads images.
+
+    decoder  decodes files
+    folder   where paths are looked up: nothing outside of it is read. None: paths are read as they are
+    paths    whether paths are read at all
+    hosts    from which https addresses are fetched; none by default
+    """
+
+    decoder: Decoder = field(default_factory=Decoder)
+    folder: Path | None = None
+    paths: bool = True
+    hosts: MediaHosts = field(default_factory=MediaHosts)
+
+    def read(self, value: Any, field: str = "image") -> Decoded:
+        """Returns the image that a value stands for: an Image, a picture of Pillow's, an array uint8 [height, width,
+        3], the bytes of a file, its path, a data URL, base64, an https address, or a mapping that has one of them.
+
+        Raises InputError, with `field` as its field, for what is none of them or is not allowed.
+        """
+        if isinstance(value, Mapping):
+            value = _inner(value, field)
+        if isinstance(value, Image):
+            return Decoded(value, False)
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            return self.decoder.decode(bytes(value), field)
+        if isinstance(value, np.ndarray):
+            return Decoded(_of_array(value, field), False)
+        if isinstance(value, (str, os.PathLike)):
+            return self.decoder.decode(self._file(os.fspath(value), field), field)
+        if is_picture(value):
+            try:
+                return Decoded(image_of(value), False)
+            except InputError as error:
+                raise error.renamed(field) from None
+        kind = "None" if value is None else f"of type {type(value).__name__}"
+        raise InputError(f"{field!r} is {kind}, no image", field=field, remedy=_GIVE, code="wrong_type")
+
+    def _file(self, name: str | bytes, field: str) -> bytes:
+        """Returns the bytes of the file that a text stands for."""
+        name = os.fsdecode(name)
+        if found := DATA_URL.match(name):
+            if not found[2].endswith(";base64"):
+                raise InputError(
+                    f"{field!r} is a data URL that is not base64", field=field, remedy=_GIVE, code="image_format"
+                )
+            return _decoded64(name[found.end() :], field)
+        scheme = SCHEME.match(name)
+        if scheme is not None and scheme[1].lower() == "https":
+            return self.hosts.fetch(name, field, self.decoder.limits.file_bytes)
+        if scheme is not None:
+            what = f"{field!r} is an address of kind {scheme[1]}:, which is never read"
+            raise InputError(what, field=field, remedy=_GIVE, code="image_address")
+        if len(name) >= LEAST_BASE64 and re.fullmatch(r"[A-Za-z0-9+/\s]+={0,2}\s*", name):
+            return _decoded64(name, field)
+        return self._path(name, field)
+
+    def _path(self, name: str, field: str) -> bytes:
+        if not self.paths:
+            raise InputError(
+                f"{field!r} is a path, and paths are not read here",
+                field=field,
+                remedy="give the image itself as a data URL (data:image/png;base64,...)",
+                code="image_address",
+            )
+        path = Path(name)
+        if self.folder is not None:
+            root = self.folder.resolve()
+            path = (root / path).resolve()  # links are followed, and must not lead outside
+            if not path.is_relative_to(root):
+                raise InputError(
+                    f"{field!r} is the path {name[:100]!r}, which is not in {self.folder}",
+                    field=field,
+                    remedy="give a path in it, or name another media_folder (--media-folder)",
+                    code="image_address",
+                )
+        most = self.decoder.limits.file_bytes
+        try:
+            if not path.is_file():
+                raise FileNotFoundError
+            with open(path, "rb") as file:
+                return file.read(most + 1)
+        except (OSError, ValueError) as error:
+            what = getattr(error, "strerror", None) or "there is no such file"
+            message = f"{field!r} is the path {name[:100]!r}: {what}"
+            raise InputError(message, field=field, remedy=_GIVE, code="image_address") from None
+
+
+def is_picture(value: Any) -> bool:
+    """Whether a value is an Image, or a picture of Pillow's."""
+    if isinstance(value, Image):
+        return True
+    library = sys.modules.get("PIL.Image")  # who has a picture has imported it
+    return library is not None and isinstance(value, library.Image)
+
+
+def _inner(value: Mapping[str, Any], field: str) -> Any:
+    """Returns what a mapping holds of an image: OpenAI's {"url": ...}, Hugging Face's {"bytes": ..., "path": ...}."""
+    for key in ("bytes", "base64", "url", "path", "image"):
+        if value.get(key) is not None:
+            return value[key]
+    raise InputError(f"{field!r} has neither a url nor bytes", field=field, remedy=_GIVE, code="missing_field")
+
+
+def _of_array(value: np.ndarray, field: str) -> Image:
+    try:
+        return Image(np.ascontiguousarray(value))
+    except ValueError as error:
+        raise InputError(f"{field!r}: {error}", field=field, remedy=_GIVE, code="wrong_type") from None
+
+
+def _decoded64(text: str, field: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError):
+        raise InputError(f"{field!r} is not base64", field=field, remedy=_GIVE, code="image_format") from None

@@ -1,0 +1,309 @@
+"""Images in items: where they stand, how they are read, and the rows that prompts have in their place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..cache.media import MediaTable
+from ..errors import InputError
+from ..media import Processor
+from ..media.reading import Reader, is_picture
+from ..prefix import MEDIA_BASE
+from ..text import Tokenizer
+from ..text.escaped import Escaping
+from ..types import Medium, Request
+
+__all__ = [
+    "Chat",
+    "ImageIds",
+    "ImageInputs",
+    "Picture",
+    "Pictured",
+    "all_images",
+    "chat_of",
+    "refuse_images",
+    "resalted",
+]
+
+# Types of parts that are images: OpenAI's chat and Responses, and Hugging Face's.
+IMAGE_PARTS = ("image_url", "input_image", "image")
+LOAD = "load a model that sees images: a folder of Gemma 3 (4B and larger), Idefics3 or SmolVLM, or its GGUF file with "
+LOAD += "mmproj=FILE (--mmproj FILE)"
+
+
+@dataclass(frozen=True, eq=False)
+class Pictured:
+    """A Pictured is a text with images, in place of a text.
+
+    text    has the placeholder of the model's images where they belong; where it has none, the images come first
+    images  whatever stands for an image (see `Reader.read`)
+    """
+
+    text: str
+    images: Sequence[Any]
+
+
+class ImageIds(np.ndarray[Any, Any]):
+    """An ImageIds is token ids, int32 [n], with rows of images among them. It holds the media: their rows have these
+    ids as long as somebody does."""
+
+    media: tuple[Medium, ...]
+
+    @classmethod
+    def of(cls, ids: np.ndarray, media: tuple[Medium, ...]) -> ImageIds:
+        """Returns ids that hold these media."""
+        found = ids.view(cls)
+        found.media = media
+        return found
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A Loading reads an image again when a tower is to see it.
+
+    value   what stands for it, or its pixels
+    digest  of its pixels, which must be the same again
+    tiles   how many it has
+    """
+
+    processor: Processor
+    reader: Reader
+    value: Any
+    digest: bytes
+    tiles: int
+
+    def __call__(self) -> np.ndarray:
+        """Returns its tiles, float32 [tiles, 3, height, width]. Raises InputError where it is not the same image as
+        before, or cannot be read any more."""
+        image = self.reader.read(self.value).image
+        if image.digest != self.digest:
+            message = "the image has changed since it was first read"
+            raise InputError(message, field="image", remedy="leave it as it is until the answer is there")
+        return self.processor.tiles(image)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A Picture is an image of an item, as far as a prompt must know it.
+
+    size      (height, width)
+    key       by which its rows are known
+    load      gives its tiles
+    field     where in the item it was
+    animated  whether it is the first frame of several
+    """
+
+    size: tuple[int, int]
+    key: bytes
+    load: Loading
+    field: str
+    animated: bool
+
+    @property
+    def note(self) -> str | None:
+        """Returns what is to be said of it."""
+        return f"{self.field} is an animation, of which the first frame is seen" if self.animated else None
+
+
+def medium_of(table: MediaTable, key: bytes, load: Loading, salt: str) -> Medium:
+    """Returns the medium of an image for requests of this salt."""
+    rows, span = load.processor.rows_per_tile, load.processor.span
+    return table.medium(key, tiles=load.tiles, rows_per_tile=rows, span=span, load=load, salt=salt)
+
+
+def resalted(request: Request, salt: str, table: MediaTable) -> Request:
+    """Returns a request with another salt: what it has of images is then that salt's, and shared with no other."""
+    if not request.media:
+        return replace(request, salt=salt)
+    tokens, media = request.tokens.copy(), []
+    for medium in request.media:
+        assert isinstance(medium.load, Loading)
+        other = medium_of(table, medium.key, medium.load, salt)
+        at = np.flatnonzero(np.isin(tokens, medium.ids))
+        tokens[at] = other.ids[np.searchsorted(medium.ids, request.tokens[at])]
+        media.append(other)
+    return replace(request, salt=salt, tokens=tokens, media=tuple(media))
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A Chat is a conversation with images.
+
+    messages  in which each image is a part {"type": "image"}
+    images    (what was given for it, the field it is in), in order; {} for a part that is nothing but a place
+    """
+
+    messages: list[Any]
+    images: list[tuple[Any, str]]
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """An ImageInputs reads the images of items, and gives them their place in prompts.
+
+    table    knows images by the ids of their rows
+    most     images that one item may have
+    """
+
+    processor: Processor
+    tokenizer: Tokenizer
+    table: MediaTable
+    reader: Reader = field(default_factory=Reader)
+    most: int = 64
+
+    def with_reader(self, reader: Reader) -> ImageInputs:
+        """Returns these inputs with other rules of what is read."""
+        return replace(self, reader=reader)
+
+    @cached_property
+    def escaping(self) -> Escaping:
+        """Returns what encodes texts in which the tokens of images stay text where users write them."""
+        return self.tokenizer.escaping_only(self.processor.special)
+
+    def read(self, given: Sequence[tuple[Any, str]]) -> list[Picture]:
+        """Returns the images of an item. given: (what stands for an image, its field) of each.
+
+        Raises InputError for the first that cannot be read, and for too many.
+        """
+        if len(given) > self.most:
+            field = given[self.most][1]
+            message = f"there are {len(given)} images; {self.most} are allowed"
+            raise InputError(message, field=field, remedy="give fewer", code="image_count")
+        return [self._picture(value, field) for value, field in given]
+
+    def _picture(self, value: Any, field: str) -> Picture:
+        decoded = self.reader.read(value, field)
+        image, processor = decoded.image, self.processor
+        # What can be read again is not held as pixels, which take ten times the memory of a file.
+        again = value if isinstance(value, (str, bytes, Mapping)) else image
+        load = Loading(processor, self.reader, again, image.digest, processor.layout(image.height, image.width).tiles)
+        return Picture((image.height, image.width), processor.key(image), load, field, decoded.animated)
+
+    def encode(
+        self, text: str, pictures: Sequence[Picture], salt: str, field: str, escaping: Escaping | None = None
+    ) -> tuple[np.ndarray, tuple[Medium, ...]]:
+        """Returns the ids of a text, int32 [n], with the rows of an image in place of each placeholder, and the media
+        whose rows they are. escaping: by which the text was shielded.
+
+        Raises InputError where there are not as many placeholders as images.
+        """
+        processor = self.processor
+        expanded = processor.expand(text, [picture.size for picture in pictures])
+        ids = (escaping or self.escaping).encode(expanded)
+        media = tuple(medium_of(self.table, picture.key, picture.load, salt) for picture in pictures)
+        at = np.flatnonzero(ids == processor.image_token_id)
+        rows = np.concatenate([np.empty(0, np.int32), *(medium.ids for medium in media)])
+        if len(at) != len(rows):
+            raise InputError(
+                f"{field!r} has {len(at)} tokens {processor.image_token} for {len(rows)} rows of images",
+                field=field,
+                remedy="leave these tokens out of the chat template",
+                code="image_count",
+            )
+        ids[at] = rows
+        return ids, media
+
+    def encode_pictured(self, text: str, pictures: Sequence[Picture], field: str, salt: str = "") -> ImageIds:
+        """Returns the ids of a text with images; no special tokens are put around it. A text without placeholders comes
+        behind its images."""
+        placeholder = self.processor.placeholder
+        text = text if placeholder in text else placeholder * len(pictures) + text
+        return ImageIds.of(*self.encode(text, pictures, salt, field))
+
+    def media_of(self, tokens: np.ndarray, field: str) -> tuple[Medium, ...]:
+        """Returns the media that have rows among these ids. Raises InputError where an image is there in part only:
+        it was cut with the text."""
+        found = tuple(self.table.find(tokens[tokens >= MEDIA_BASE]))
+        for medium in found:
+            if not np.isin(medium.ids, tokens).all():
+                raise InputError(
+                    f"{field!r} is too long, and cutting it would cut an image",
+                    field=field,
+                    remedy="give fewer images, or a shorter text behind them",
+                    code="too_long",
+                )
+        return found
+
+    def wants_parts(self, template: str) -> bool:
+        """Whether a chat template takes contents as lists of parts only, and no texts."""
+        return "is string" not in template and re.search(r"\[.type.\]|\.type\b", template) is not None
+
+
+def chat_of(messages: Any) -> Chat | None:
+    """Returns a conversation with images; None for one that has none, whatever it is."""
+    if not isinstance(messages, (list, tuple)):
+        return None
+    images: list[tuple[Any, str]] = []
+    found = [_message(message, i, images) for i, message in enumerate(messages)]
+    return Chat(found, images) if images else None
+
+
+def all_images(chat: Chat, beside: Any) -> list[tuple[Any, str]]:
+    """Returns (what stands for an image, its field) of each image of a conversation. beside: the list of those that
+    parts {"type": "image"} are only the places of; None: there is no such list. Raises InputError where there are not
+    as many places as images."""
+    if beside is None:
+        return chat.images
+    places = sum(_is_place(value) for value, _ in chat.images)
+    if places != len(beside):
+        message = f"there are {len(beside)} images for {places} places in the messages"
+        remedy = 'show where each belongs by a part {"type": "image"}'
+        raise InputError(message, field="images", remedy=remedy, code="image_count")
+    left = iter(enumerate(beside))
+    found = []
+    for value, where in chat.images:
+        if _is_place(value):
+            number, given = next(left)
+            found.append((given, f"images[{number}]"))
+        else:
+            found.append((value, where))
+    return found
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
+def refuse_images(field: str) -> InputError:
+    """Returns the error of an image for a model that takes text alone."""
+    return InputError(
+        f"{field!r} is an image, and the model takes text alone", field=field, remedy=LOAD, code="no_tower"
+    )
+
+
+def _message(message: Any, index: int, images: list[tuple[Any, str]]) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, (list, tuple)):
+        return message
+    parts, found = [], False
+    for i, part in enumerate(content):
+        field = f"messages[{index}].content[{i}]"
+        value = _image_in(part, field)
+        if value is None:
+            parts.append(part)
+            continue
+        images.append((value, field))
+        parts.append({"type": "image"})
+        found = True
+    if not found:
+        return message
+    texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {**message, "content": texts}
+
+
+def _image_in(part: Any, field: str) -> Any:
+    """Returns what stands for an image in a part of content; None for a part of another type."""
+    if is_picture(part) or isinstance(part, (bytes, bytearray, np.ndarray)):
+        return part
+    if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PARTS:
+        return None
+    for key in ("image_url", "image", "source"):
+        if part.get(key) is not None:
+            return part[key]
+    return {key: value for key, value in part.items() if key != "type"}

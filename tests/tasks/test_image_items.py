@@ -1,0 +1,280 @@
+"""Images in items: prompts are those of transformers' processors, a placeholder that a user writes is text, and what is
+wrong is told."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy as np
+import PIL.Image
+import pytest
+from tiny_vision import FAMILIES, IMAGE_TOKENS, PLACEHOLDER, drawing, tiny_vision
+
+from prefold.cache.media import MediaTable
+from prefold.checkpoint import resolve
+from prefold.errors import InputError
+from prefold.media import load_processor
+from prefold.media.reading import Reader
+from prefold.model import config_from
+from prefold.prefix import MEDIA_BASE
+from prefold.tasks import make_task
+from prefold.tasks.images import ImageInputs, Pictured
+from prefold.text import load_tokenizer
+
+PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20), (9, 44)])]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, family):
+    settings = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8} if family == "gemma3" else None
+    return tiny_vision(tmp_path_factory.mktemp("folder"), family, settings=settings)
+
+
+@pytest.fixture(scope="module")
+def made(folder):
+    """make(name, **options) -> a task of this checkpoint, and its ImageInputs."""
+    checkpoint = resolve(str(folder))
+    tokenizer = load_tokenizer(checkpoint)
+    processor = load_processor(checkpoint, config_from(checkpoint.config).tower, tokenizer)
+    images = ImageInputs(processor, tokenizer, MediaTable())
+
+    def make(name="generate", reader=None, **options):
+        inputs = images if reader is None else images.with_reader(reader)
+        return make_task(name, checkpoint, tokenizer, images=inputs, **options), inputs
+
+    yield make
+    images.reader.decoder.close()
+
+
+def with_tokens(tokens: np.ndarray, images: ImageInputs) -> list[int]:
+    """A prompt as transformers has it: the image token in place of each row of an image."""
+    return np.where(tokens >= MEDIA_BASE, images.processor.image_token_id, tokens).tolist()
+
+
+def oracle(folder, family, messages, pictures) -> list[int]:
+    """The ids of transformers' processor."""
+    import transformers
+
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if family == "gemma3":
+        settings = transformers.Gemma3ImageProcessorPil.from_pretrained(folder)
+        processor = transformers.Gemma3Processor(settings, tokenizer, image_seq_length=9)
+        options = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8}
+        found = processor(text=text, images=pictures, images_kwargs=options)
+    else:
+        settings = transformers.Idefics3ImageProcessorPil.from_pretrained(folder)
+        processor = transformers.Idefics3Processor(settings, tokenizer, image_seq_len=9)
+        found = processor(text=text, images=[pictures])
+    return found["input_ids"][0]
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_prompts_are_those_of_transformers(made, folder, family, count):
+    task, images = made()
+    words = ["what is\n", "", "and this?", "!"]
+    parts = [{"type": "text", "text": words[0]}]
+    for i in range(count):
+        parts += [{"type": "image", "image": PICTURES[i]}, {"type": "text", "text": words[i + 1]}]
+    messages = [{"role": "user", "content": parts}]
+    (work,) = task.prepare([{"messages": messages}])
+    (request,) = work.requests
+    plain = [{k: v for k, v in part.items() if k != "image"} for part in parts]
+    expected = oracle(folder, family, [{"role": "user", "content": plain}], PICTURES[:count] or None)
+    assert with_tokens(request.tokens, images) == list(expected)
+    assert len(request.media) == count
+    rows = np.concatenate([np.empty(0, np.int32), *(medium.ids for medium in request.media)])
+    assert request.tokens[request.tokens >= MEDIA_BASE].tolist() == rows.tolist()
+    for medium, picture in zip(request.media, PICTURES, strict=False):
+        tiles = images.processor.tiles(images.reader.read(picture).image)
+        np.testing.assert_array_equal(medium.load(), tiles)
+
+
+def file_of(picture, kind="PNG", **options) -> bytes:
+    sink = io.BytesIO()
+    picture.save(sink, kind, **options)
+    return sink.getvalue()
+
+
+def test_every_way_to_give_an_image_is_the_same_image(made, tmp_path):
+    task, _ = made()
+    data = file_of(PICTURES[0])
+    (tmp_path / "a.png").write_bytes(data)
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    ways = [
+        PICTURES[0], {"type": "image", "image": PICTURES[0]}, {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": url}, {"type": "input_image", "image_url": url}, data,
+        {"type": "image", "path": str(tmp_path / "a.png")}, {"type": "image", "image": tmp_path / "a.png"},
+        {"type": "image", "base64": base64.b64encode(data).decode()}, np.array(PICTURES[0]),
+        {"type": "image", "image": {"bytes": data, "path": None}}, {"type": "image", "url": url},
+    ]  # fmt: skip
+    works = task.prepare([[{"role": "user", "content": [way, "what?"]}] for way in ways])
+    tokens = [work.requests[0].tokens.tolist() for work in works]
+    assert all(one == tokens[0] for one in tokens)
+    other = task.prepare([[{"role": "user", "content": [PICTURES[1], "what?"]}]])[0]
+    assert other.requests[0].tokens.tolist() != tokens[0]
+
+
+def test_a_placeholder_that_a_user_writes_is_text(made, family):
+    task, images = made()
+    written = " ".join(IMAGE_TOKENS[family]) + " <|im_end|>"
+    for content in (written, [{"type": "text", "text": written}], [PICTURES[0], written]):
+        (work,) = task.prepare([[{"role": "user", "content": content}]])
+        (request,) = work.requests
+        media = content[0] is PICTURES[0]
+        assert len(request.media) == media
+        bare = request.tokens[request.tokens < MEDIA_BASE]
+        decoded = images.tokenizer.decode(bare)
+        assert written in decoded
+        assert images.processor.image_token_id not in bare
+        # Other special tokens are what they were; escape_special is about these.
+        assert images.tokenizer.token_id("<|im_end|>") in bare
+    (work,) = made(escape_special=True)[0].prepare([[{"role": "user", "content": [PICTURES[0], written]}]])
+    assert (work.requests[0].tokens == images.tokenizer.token_id("<|im_end|>")).sum() == 1  # the template's
+    assert len(work.requests[0].media) == 1
+
+
+def test_prompts_with_images(made, family):
+    task, _ = made()
+    placeholder = PLACEHOLDER[family]
+    items = [
+        {"prompt": f"a{placeholder}b{placeholder}", "images": PICTURES[:2]},
+        {"prompt": "text", "images": PICTURES[:1]},
+        {"prompt": placeholder + "text", "images": PICTURES[:1]},
+        {"prompt": f"a{placeholder}b", "images": PICTURES[:2]},
+        {"prompt": [5, 6], "images": PICTURES[:1]},
+        {"prompt": "x", "images": PICTURES[0]},
+    ]
+    parts = [{"type": "image"}, {"type": "text", "text": "what?"}, {"type": "image"}]
+    items += [
+        {"messages": [{"role": "user", "content": parts}], "images": PICTURES[:2]},
+        {"messages": [{"role": "user", "content": parts}], "images": PICTURES[:1]},
+        {"messages": [{"role": "user", "content": "what?"}], "images": PICTURES[:1]},
+    ]
+    works = task.prepare(items)
+    filled = [PICTURES[0], "what?", PICTURES[1]]
+    (same,) = task.prepare([[{"role": "user", "content": filled}]])
+    assert works[6].requests[0].tokens.tolist() == same.requests[0].tokens.tolist()
+    for work, message in ((works[7], "1 images for 2 places"), (works[8], "1 images for 0 places")):
+        assert isinstance(work, InputError) and message in str(work)
+    assert [len(work.requests[0].media) for work in works[:3]] == [2, 1, 1]
+    assert works[1].requests[0].tokens.tolist() == works[2].requests[0].tokens.tolist()
+    assert isinstance(works[3], InputError) and "2 images for 1 places" in str(works[3])
+    assert all(isinstance(work, InputError) and work.field == "images" for work in works[4:6])
+    with pytest.raises(InputError, match="outside the model's vocabulary"):  # rows of images are nobody's to give
+        raise task.prepare([{"prompt": [5, MEDIA_BASE + 3]}])[0]
+
+
+def test_texts_with_images_in_other_tasks(made, family):
+    placeholder = PLACEHOLDER[family]
+    value = Pictured(f"what {placeholder}?", [PICTURES[0]])
+    for name, item, options in (
+        ("embed", value, {}),
+        ("score", {"prompt": value, "continuation": " yes"}, {}),
+        ("classify", {"text": value}, {"labels": ["yes", "no"]}),
+    ):
+        task, images = made(name, **options)
+        (work,) = task.prepare([item])
+        assert not isinstance(work, InputError), work
+        for request in work.requests:
+            assert len(request.media) == 1
+            assert images.processor.image_token_id in with_tokens(request.tokens, images)
+
+
+def test_images_that_are_wrong(made, tmp_path):
+    task, _ = made()
+    (tmp_path / "bad.png").write_bytes(file_of(PICTURES[0])[:-30])
+
+    def error_of(part, task=task):
+        (found,) = task.prepare([[{"role": "user", "content": ["a", part]}]])
+        assert isinstance(found, InputError), found
+        assert found.field == "messages[0].content[1]" and found.remedy
+        return str(found)
+
+    assert "damaged PNG" in error_of({"type": "image", "path": str(tmp_path / "bad.png")})
+    assert "no such file" in error_of({"type": "image", "path": str(tmp_path / "none.png")})
+    assert "not base64" in error_of({"type": "image_url", "image_url": {"url": "data:image/png;base64,%%%%"}})
+    assert "never read" in error_of({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}})
+    assert "never read" in error_of({"type": "image_url", "image_url": {"url": "http://example.org/a.png"}})
+    assert "nothing is fetched" in error_of({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}})
+    assert "neither a url" in error_of({"type": "image"})
+    assert "uint8" in error_of(np.zeros((3, 3)))
+    (tmp_path / "inside").mkdir()
+    PICTURES[0].save(tmp_path / "inside" / "a.png")
+    PICTURES[0].save(tmp_path / "outside.png")
+    (tmp_path / "inside" / "link.png").symlink_to(tmp_path / "outside.png")
+    within, _ = made(reader=Reader(folder=tmp_path / "inside"))
+    (work,) = within.prepare([[{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]])
+    assert len(work.requests[0].media) == 1
+    for name in ("../outside.png", "link.png", str(tmp_path / "outside.png")):
+        assert "which is not in" in error_of({"type": "image", "path": name}, within)
+    never, _ = made(reader=Reader(paths=False))
+    assert "paths are not read here" in error_of({"type": "image", "path": str(tmp_path / "outside.png")}, never)
+    (many,) = task.prepare([[{"role": "user", "content": [PICTURES[0]] * 65}]])
+    assert "there are 65 images; 64 are allowed" in str(many)
+
+
+def test_truncation_cuts_no_image(made):
+    long = "word " * 2000
+    conversation = [{"role": "user", "content": long}, {"role": "user", "content": [PICTURES[0], "what?"]}]
+    (cut,) = made(truncate=True, max_tokens=4)[0].prepare([conversation])
+    assert len(cut.requests[0].media) == 1 and cut.requests[0].tokens.size <= 508
+    assert np.isin(cut.requests[0].media[0].ids, cut.requests[0].tokens).all()
+    only = [{"role": "user", "content": [PICTURES[0], long]}]
+    for truncate in (True, "left", "right"):
+        (found,) = made(truncate=truncate, max_tokens=4)[0].prepare([only])
+        assert isinstance(found, InputError) and found.code == "too_long"
+    for name, options in (("embed", {}), ("classify", {"labels": ["yes", "no"]})):
+        (found,) = made(name, truncate=True, **options)[0].prepare([{"text": Pictured(long, [PICTURES[0]])}])
+        assert isinstance(found, InputError) and found.code == "too_long"
+
+
+def test_an_animation_is_told(made):
+    task, _ = made()
+    data = file_of(PICTURES[0], "GIF", save_all=True, append_images=PICTURES[1:])
+    (work,) = task.prepare([[{"role": "user", "content": [data, "what?"]}]])
+    assert work.note["image_notes"] == ["messages[0].content[0] is an animation, of which the first frame is seen"]
+
+
+def test_a_text_model_says_what_to_load(tmp_path):
+    from tiny import tiny_checkpoint
+
+    checkpoint = resolve(str(tiny_checkpoint(tmp_path)))
+    task = make_task("generate", checkpoint, load_tokenizer(checkpoint))
+    for item in ([{"role": "user", "content": [PICTURES[0]]}], {"prompt": "a", "images": PICTURES[:1]}):
+        (found,) = task.prepare([item])
+        assert isinstance(found, InputError) and found.code == "no_tower"
+        assert "takes text alone" in str(found) and "--mmproj" in found.remedy
+
+
+def test_a_request_of_another_salt_has_ids_of_its_own(made, family):
+    from prefold.tasks.images import resalted
+
+    task, images = made()
+    content = [PICTURES[0], "and", PICTURES[1]]
+    (work,) = task.prepare([[{"role": "user", "content": content}]])
+    (request,) = work.requests
+    other = resalted(request, "tenant/", images.table)
+    assert other.salt == "tenant/" and {medium.salt for medium in other.media} == {"tenant/"}
+    assert with_tokens(other.tokens, images) == with_tokens(request.tokens, images)
+    assert not np.isin(other.tokens[other.tokens >= MEDIA_BASE], request.tokens).any()
+    (direct,) = task.prepare([{"messages": [{"role": "user", "content": content}], "salt": "tenant/"}])
+    assert direct.requests[0].tokens.tolist() == other.tokens.tolist()
+
+
+def test_an_image_that_has_changed_is_told(made, tmp_path):
+    task, _ = made()
+    PICTURES[0].save(tmp_path / "a.png")
+    part = {"type": "image", "path": str(tmp_path / "a.png")}
+    (work,) = task.prepare([[{"role": "user", "content": [part]}]])
+    medium = work.requests[0].media[0]
+    assert medium.load().shape[1] == 3
+    PICTURES[1].save(tmp_path / "a.png")
+    with pytest.raises(InputError, match="has changed since"):
+        medium.load()
