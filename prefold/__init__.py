@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from .face.results import Classification, Piece, Ranking, Score
     from .llm import LLM
+    from .tasks.images import Pictured
     from .text.filled import Filled
     from .types import Generated, GenerationStats, Grammar, Sampling, Stats, TokenLogprobs
 
@@ -44,6 +45,7 @@ __all__ = [
     "JobError",
     "MissingExtraError",
     "OutOfMemoryError",
+    "Pictured",
     "Piece",
     "PrefoldError",
     "RankError",
@@ -57,6 +59,7 @@ __all__ = [
 ]
 
 _MODULES = {"LLM": "llm", "CacheOptions": "cache", "Checkpoint": "checkpoint", "Filled": "text.filled"}
+_MODULES |= {"Pictured": "tasks.images"}
 _MODULES |= dict.fromkeys(("Classification", "Piece", "Ranking", "Score"), "face.results")
 _MODULES |= dict.fromkeys(("Generated", "GenerationStats", "Grammar", "Sampling", "Stats", "TokenLogprobs"), "types")
 

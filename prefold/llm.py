@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -21,9 +21,12 @@ from .face.keywords import GenerationKeywords
 from .face.numbers import NumericTasks
 from .face.running import check_process
 from .face.texts import Texts
+from .media.fetch import MediaHosts
+from .media.reading import Reader
 from .model import config_from, load_adapter, load_model, load_tower
 from .model.parallel import ALONE
 from .tasks.facts import generation_settings
+from .tasks.images import image_inputs
 from .text import Tokenizer, tokenizer_or_none
 from .types import SHARING_MODES, Sharing, Stats
 from .worker.local import LocalWorker
@@ -54,6 +57,8 @@ class LLM(NumericTasks, Texts):
     adapters        LoRA adapters that calls may name, {name: PEFT folder}
     media_memory    bytes of the rows of images that are kept for others who ask about the same image, once the model's
                     tower has made them
+    mmproj          the GGUF file of the tower that belongs to a GGUF file
+    allow_media_host   hosts from which images are fetched over https, where they are given by address
     media           gives the rows of images their ids, where prompts are made before the LLM; None: a table of its own
     tensor_parallel how many ranks the model is split over: processes of this machine, on GPUs one each. `close` ends
                     them
@@ -90,6 +95,8 @@ class LLM(NumericTasks, Texts):
         cache_prefill: bool = False,
         adapters: Mapping[str, str] | None = None,
         media_memory: int = MEDIA_MEMORY,
+        mmproj: str | None = None,
+        allow_media_host: Collection[str] = (),
         media: MediaTable | None = None,
         tensor_parallel: int = 1,
         exits: Literal["read", "save", "project"] = "read",
@@ -115,7 +122,7 @@ class LLM(NumericTasks, Texts):
         if tensor_parallel < 1:
             raise InputError(f"tensor_parallel is {tensor_parallel}", field="tensor_parallel", remedy="use 1 or more")
         if not isinstance(model, Checkpoint):
-            model = resolve(model, revision=revision, load_format=load_format, notify=tell)
+            model = resolve(model, revision=revision, load_format=load_format, mmproj=mmproj, notify=tell)
         self.checkpoint = model
         self.tokenizer = tokenizer_or_none(model) if tokenizer is None else tokenizer
         self.device = choose_device(device)
@@ -160,6 +167,8 @@ class LLM(NumericTasks, Texts):
             media_memory=media_memory,
         )
         self.engine = Engine(self._team or worker, options, media=media)
+        reader = Reader(hosts=MediaHosts(frozenset(allow_media_host)))
+        self.images = image_inputs(self.checkpoint, self.config.tower, self.tokenizer, self.engine.media, reader)
 
     def _start_ranks(self, size: int, threads: int | None, seed: int, adapters: Mapping[str, str]) -> Team | None:
         """Starts the processes of the other ranks and returns them as a team; None where one process has the model."""
@@ -187,6 +196,8 @@ class LLM(NumericTasks, Texts):
         Where the model is not split it does nothing. `with LLM(...) as llm:` closes the LLM at its end.
         """
         self.engine.close()
+        if self.images is not None:
+            self.images.reader.decoder.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -128,7 +128,7 @@ def test_public_names():
     assert prefold.__all__ == [
         "LLM", "CacheOptions", "Checkpoint", "CheckpointError", "Classification", "Filled", "FleetError", "ForkedError",
         "Generated", "GenerationStats", "Grammar", "InputError", "JobError", "MissingExtraError", "OutOfMemoryError",
-        "Piece", "PrefoldError", "RankError", "Ranking", "Sampling", "Score", "Stats", "TokenLogprobs",
+        "Pictured", "Piece", "PrefoldError", "RankError", "Ranking", "Sampling", "Score", "Stats", "TokenLogprobs",
         "UnsupportedModelError", "__version__",
     ]  # fmt: skip
     assert dir(prefold) == sorted(prefold.__all__)

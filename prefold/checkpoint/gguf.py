@@ -63,6 +63,10 @@ class GGUFFile:
         except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, RecursionError) as error:
             raise CheckpointError(f"{self.path} is damaged, or was not copied whole: {error}") from error
 
+    def __reduce__(self) -> tuple[type[GGUFFile], tuple[Path]]:
+        """A copy in another process maps the file itself."""
+        return GGUFFile, (self.path,)
+
     def _read_header(self) -> None:
         version = self._scalar("I")
         if version not in (2, 3):

@@ -13,6 +13,8 @@ __all__ = ["folder_digest", "model_identity"]
 def model_identity(checkpoint: Any) -> dict[str, Any]:
     """Returns a model's name, format, and a digest of its files."""
     files = "" if checkpoint.path is None else folder_digest(checkpoint.path)
+    if getattr(checkpoint, "mmproj", None) is not None:
+        files += folder_digest(checkpoint.mmproj.path)
     content = json.dumps([checkpoint.config, files], sort_keys=True, default=str)
     digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
     return {"name": checkpoint.name, "format": checkpoint.format, "digest": digest}

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ..cache.media import MediaTable
 from ..errors import JobError
 
 __all__ = [
     "LazyTasks",
     "adapter_folders",
     "check_tokenizer",
+    "image_reader",
     "llm_options",
     "load_llm",
     "open_model",
@@ -37,7 +40,12 @@ def open_model(o: Options) -> tuple[Any, Any]:
     from ..model import config_from
     from ..text import tokenizer_or_none
 
-    checkpoint = resolve(o["model"], load_format=o["load_format"], notify=lambda line: click.echo(line, err=True))
+    checkpoint = resolve(
+        o["model"],
+        load_format=o["load_format"],
+        mmproj=o.get("mmproj"),
+        notify=lambda line: click.echo(line, err=True),
+    )
     config_from(checkpoint.config)  # an unsupported model is refused before anything is read
     return checkpoint, tokenizer_or_none(checkpoint)
 
@@ -51,11 +59,26 @@ def check_tokenizer(checkpoint: Any, tokenizer: Any, texts: str) -> None:
         )
 
 
-def load_llm(o: Options, checkpoint: Any, tokenizer: Any) -> Any:
-    """Returns the LLM of the options. Imports torch."""
+def load_llm(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -> Any:
+    """Returns the LLM of the options. media: the MediaTable of tasks that were made before. Imports torch."""
     from ..llm import LLM
 
-    return LLM(checkpoint, tokenizer=tokenizer, **llm_options(o))
+    return LLM(checkpoint, tokenizer=tokenizer, media=media, **llm_options(o))
+
+
+def image_reader(o: Options) -> Any:
+    """Returns the Reader of images that the options ask for. Paths are read in --media-folder alone."""
+    from ..media import Decoder, Limits
+    from ..media.fetch import MediaHosts
+    from ..media.reading import Reader
+
+    folder = o.get("media_folder")
+    if folder is not None and not Path(folder).is_dir():
+        raise JobError(f"--media-folder {folder}: there is no such folder")
+    limits = {"file_bytes": o.get("media_bytes"), "pixels": o.get("media_pixels")}
+    decoder = Decoder(Limits(**{name: value for name, value in limits.items() if value is not None}))
+    hosts = MediaHosts(frozenset(o.get("allow_media_host") or ()))
+    return Reader(decoder, None if folder is None else Path(folder), folder is not None, hosts)
 
 
 def llm_options(o: Options) -> dict[str, Any]:
@@ -78,10 +101,13 @@ def llm_options(o: Options) -> dict[str, Any]:
 class LazyTasks(Mapping[str, Any]):
     """Holds the tasks of a batch, each of which is made when the first record asks for it."""
 
-    def __init__(self, names: tuple[str, ...], o: Options, checkpoint: Any, tokenizer: Any):
+    def __init__(self, names: tuple[str, ...], o: Options, checkpoint: Any, tokenizer: Any, reader: Any = None):
+        """Keeps what tasks are made of. reader: of their images; None: as the options say."""
         self._names, self._options = names, o
         self._checkpoint, self._tokenizer = checkpoint, tokenizer
         self._tasks: dict[str, Any] = {}
+        self.media = MediaTable()  # an LLM that runs these tasks is given it
+        self.reader = reader
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:
@@ -91,8 +117,26 @@ class LazyTasks(Mapping[str, Any]):
 
             settings = task_settings(name, self._options, self._checkpoint, self._tokenizer)
             adapters = tuple(adapter_folders(self._options))
-            self._tasks[name] = make_task(name, self._checkpoint, self._tokenizer, settings, adapters=adapters)
+            beside = {"adapters": adapters, "images": self.images}
+            self._tasks[name] = make_task(name, self._checkpoint, self._tokenizer, settings, **beside)
         return self._tasks[name]
+
+    @cached_property
+    def images(self) -> Any:
+        """Returns what reads the images of all tasks; None for a model that takes text alone."""
+        from ..model import config_from
+        from ..tasks.images import image_inputs
+
+        o = self._options
+        elsewhere = o.get("ray") is not None or bool(o.get("url"))
+        return image_inputs(
+            self._checkpoint,
+            config_from(self._checkpoint.config).tower,
+            self._tokenizer,
+            self.media,
+            image_reader(o) if self.reader is None else self.reader,
+            refused="replicas take text alone; leave out --ray and --url" if elsewhere else "",
+        )
 
     def replace(self, name: str, task: Any) -> None:
         self._tasks[name] = task

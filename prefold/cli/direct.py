@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import click
 
 from ..errors import InputError, JobError
-from .build import LazyTasks, check_tokenizer, load_llm, open_model, read_bytes, uses_chat
+from .build import LazyTasks, check_tokenizer, image_reader, load_llm, open_model, read_bytes, uses_chat
 
 __all__ = ["answer"]
 
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
              "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format",
-             "delimiter", "max_cell_lines", "empty", "json_columns", "ray", "url", "replicas", "tokenizer", "backend",
-             "backend_option")  # fmt: skip
+             "delimiter", "max_cell_lines", "empty", "media_folder", "json_columns", "ray", "url", "replicas",
+             "tokenizer", "backend", "backend_option")  # fmt: skip
 
 
 _CUT = click.style("(ended by --max-tokens, or by the model's context)", dim=True)
@@ -48,9 +49,11 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
     checkpoint, tokenizer = open_model(o)
     check_tokenizer(checkpoint, tokenizer, "texts")
     items, shown = make_items(task, texts, chat=task == "generate" and uses_chat(o, tokenizer))
-    made = LazyTasks((task,), o, checkpoint, tokenizer)[task]
+    tasks = LazyTasks((task,), o, checkpoint, tokenizer, reader=_any_path(o))
+    made = tasks[task]
+    items = [with_image(task, item, o["image"]) for item in items] if o.get("image") else items
     works = _checked(made.prepare(items))  # before the weights are loaded
-    engine = load_llm(o, checkpoint, tokenizer).engine
+    engine = load_llm(o, checkpoint, tokenizer, media=tasks.media).engine
     made = calibrated(engine, made)
     if task == "generate" and not o["as_json"] and tokenizer is not None and on_terminal():
         _show_live(texts, engine, made, works, o.get("seed"))
@@ -62,6 +65,27 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
         return
     _SHOW[task](texts, results)
     _summary(engine, o)
+
+
+def _any_path(o: dict[str, Any]) -> Any:
+    """Returns the Reader of an image whose path a person gave on the command line."""
+    return replace(image_reader(o), paths=True)
+
+
+def with_image(task: str, item: dict[str, Any], path: str) -> dict[str, Any]:
+    """Returns an item with an image before its text. Raises click.UsageError for tasks that have none."""
+    from ..tasks.images import Pictured
+
+    if task == "generate":
+        chat = item.get("messages")
+        parts = None if chat is None else [{"type": "image"}, {"type": "text", "text": chat[0]["content"]}]
+        return {**item, "images": [path]} | (
+            {} if parts is None else {"messages": [{"role": "user", "content": parts}]}
+        )
+    name = next((name for name in ("text", "prompt") if isinstance(item.get(name), str)), None)
+    if name is None:
+        raise click.UsageError("--image is for embed, classify, score and generate")
+    return {**item, name: Pictured(item[name], [path])}
 
 
 def on_terminal() -> bool:

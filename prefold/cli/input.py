@@ -15,8 +15,8 @@ from .build import LazyTasks, Options, adapter_folders, check_tokenizer, open_mo
 __all__ = ["COLUMN_OPTIONS", "Input", "draw", "open_input"]
 
 COLUMN_OPTIONS = (
-    "prompt", "messages", "query", "document", "continuation", "tools", "adapter_column", "id_column", "keep",
-    "empty",
+    "prompt", "messages", "query", "document", "continuation", "tools", "adapter_column", "image", "id_column",
+    "keep", "empty",
 )  # fmt: skip
 
 
@@ -125,6 +125,10 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
     chat = task == "generate" and uses_chat(o, tokenizer)
     if task == "generate":
         columns |= _generate_columns(o, have, chat, given=bool(columns))
+    if o.get("image"):
+        if task == "rerank":
+            raise click.UsageError("--image is for embed, classify, score and generate")
+        columns["image"] = o["image"]
     if o.get("adapter_column"):
         columns["adapter"] = o["adapter_column"]
     elif len(o.get("adapter") or ()) > 1:

@@ -70,11 +70,12 @@ def make_job(task: str | None, o: dict[str, Any], input: Input) -> Any:
 
     path = None if o["output"] in (None, "-") else Path(o["output"])
     _check_paths(path, input, o)
-    tasks, load_engine = input.tasks, load_fleet if has_fleet(o) else load_llm
+    tasks = input.tasks
     seed = _seed(o, path) if "generate" in tasks else None
 
     def load() -> Any:
-        llm = load_engine(o, input.checkpoint, input.tokenizer)
+        model = o, input.checkpoint, input.tokenizer
+        llm = load_fleet(*model) if has_fleet(o) else load_llm(*model, media=tasks.media)
         if "classify" in tasks:
             tasks.replace("classify", calibrated(llm.engine, tasks["classify"]))
         return llm

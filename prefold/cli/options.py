@@ -11,7 +11,15 @@ import click
 from ..options import doc_of
 
 __all__ = ["DEFAULT_MODEL", "NUMERIC_TASKS", "TASKS", "column_options", "engine_options", "generation_options"]
-__all__ += ["job_options", "limit_options", "machine_options", "model_options", "output_options", "task_options"]
+__all__ += [
+    "job_options",
+    "limit_options",
+    "machine_options",
+    "media_options",
+    "model_options",
+    "output_options",
+    "task_options",
+]
 
 DEFAULT_MODEL = "smollm2-135m"
 NUMERIC_TASKS = ("embed", "rerank", "classify", "score")  # the tasks whose results are numbers
@@ -79,6 +87,7 @@ def _all(*decorators: Decorator) -> Decorator:
 model_options = _all(
     click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True, metavar="NAME",
                  help="Built-in name, local folder, .gguf file, or hub id."),
+    click.option("--mmproj", metavar="FILE", help="For images: the GGUF file of the tower of a .gguf file."),
     click.option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto", show_default=True,
                  help="dummy: random weights of the model's shape, for benchmarks."),
 )  # fmt: skip
@@ -103,6 +112,14 @@ engine_options = _all(
                  help="Processes the model is split over; GPUs, where they are used."),
     click.option("--media-memory", type=Bytes(), metavar="BYTES",
                  help="Memory for what a model's tower made of images, kept for others that ask.  [default: 256MiB]"),
+)  # fmt: skip
+
+media_options = _all(
+    click.option("--allow-media-host", metavar="HOST", multiple=True,
+                 help="A host from which images are fetched, where they are given by https address. May be repeated."),
+    click.option("--media-bytes", type=Bytes(), metavar="BYTES", help="Size of an image's file.  [default: 20MB]"),
+    click.option("--media-pixels", type=click.IntRange(1), metavar="N",
+                 help="Height times width of an image.  [default: 64000000]"),
 )  # fmt: skip
 
 generation_options = _all(
@@ -286,6 +303,15 @@ def task_options(*tasks: str) -> Decorator:
     return _all(*options, *_EXITS, _ADAPTER)
 
 
+_IMAGES = (
+    click.option("--image", metavar="COLUMN",
+                 help="The record's image, or a list of them: base64, a data URL, bytes, with --media-folder a path. "
+                      "Without a job: the path of an image."),
+    click.option("--media-folder", metavar="FOLDER",
+                 help="Images may be given as paths in this folder; nothing outside of it is read."),
+)  # fmt: skip
+
+
 def column_options(*tasks: str) -> Decorator:
     """Returns a decorator that adds the options which say where in a record the tasks find their texts."""
     options = list(dict.fromkeys(option for task in tasks for option in _COLUMNS[task]))
@@ -294,6 +320,7 @@ def column_options(*tasks: str) -> Decorator:
     return _all(
         *options,
         click.option("--adapter-column", metavar="COLUMN", help="The name of each record's adapter."),
+        *_IMAGES,
         click.option("--id", "id_column", metavar="COLUMN", help="A column that the output repeats as id."),
         click.option("--keep", metavar="A,B,...", multiple=True,
                      help="Further columns that the output repeats, under another name as NAME=COLUMN; '*': all. "
@@ -322,5 +349,6 @@ def job_options(*tasks: str) -> Decorator:
         limit_options,
         engine_options,
         fleet_options,
+        media_options,
         *([generation_options] if "generate" in tasks else []),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import click
 
 from ..errors import JobError
 from ..serve.options import ServeOptions
-from .options import Bytes, engine_options, generation_options, model_options
+from .options import Bytes, engine_options, generation_options, media_options, model_options
 
 __all__ = ["serve"]
 
@@ -113,6 +114,7 @@ def option(name: str, *more: str, **settings: Any) -> Any:
 )
 @click.option("--cache-prefill", is_flag=True, help="Embedding and reranking use and fill the cache of generation too.")
 @engine_options
+@media_options
 @generation_options
 def serve(**o: Any) -> None:  # fmt: skip
     """Answer HTTP requests with a model until told to end.
@@ -126,11 +128,18 @@ def serve(**o: Any) -> None:  # fmt: skip
     """
     from ..cache import CacheOptions
     from ..serve import serve as run
-    from .build import load_llm, open_model
+    from .build import image_reader, load_llm, open_model
 
     names = [name for name in ServeOptions.__dataclass_fields__ if name in o]
     options = ServeOptions(**{name: o[name] for name in names})
     if o["cache"] != "off":
         ttl, most, least = o["cache_reuse_ttl"], o["cache_reuse_max_tokens"], o["cache_reuse"]
         o["cache"] = CacheOptions(policy=o["cache"] or "lru", ttl=ttl, max_tokens=most, min_overlap=least)
-    run(lambda: load_llm(o, *open_model(o)), options)
+
+    def load() -> Any:
+        llm = load_llm(o, *open_model(o))
+        if llm.images is not None:
+            llm.images = replace(llm.images, reader=image_reader(o))
+        return llm
+
+    run(load, options)

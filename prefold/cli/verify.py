@@ -97,7 +97,7 @@ def _compare(by_task: dict[str, list[Any]], input: Any, o: dict[str, Any]) -> li
 def _llm(o: dict[str, Any], input: Any) -> tuple[Any, str]:
     from .build import load_llm
 
-    llm = load_llm(o, input.checkpoint, input.tokenizer)
+    llm = load_llm(o, input.checkpoint, input.tokenizer, media=input.tasks.media)
     return llm, str(llm.dtype).removeprefix("torch.")
 
 

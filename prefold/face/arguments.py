@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
+from ..tasks.images import Pictured
 
 __all__ = ["Ids", "Message", "Prompt", "Text", "Vector"]
 __all__ += ["as_items", "as_prompts", "as_texts", "chats_of", "check_errors", "first_error", "pair_up", "take_adapters"]
@@ -26,7 +27,7 @@ class TensorLike(Protocol):
 
 Vector = NDArray[np.float32]
 Ids: TypeAlias = "Sequence[int] | NDArray[np.integer] | TensorLike"
-Text: TypeAlias = "str | Ids"  # a text, or its token ids
+Text: TypeAlias = "str | Ids | Pictured"  # a text, its token ids, or a text with images
 # A text, a conversation, or the fields of GenerateItem.
 Prompt: TypeAlias = "Text | Sequence[Message] | Mapping[str, object]"
 TEXT = "give a text, a list of token ids, or a list of several of them"

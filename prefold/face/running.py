@@ -14,6 +14,7 @@ from ..checkpoint import Checkpoint
 from ..errors import ForkedError, InputError
 from ..model import ModelConfig
 from ..tasks import Task, Work, make_task
+from ..tasks.images import ImageInputs
 from ..tasks.run import calibrated, finish_items, run_works
 from ..text import Tokenizer
 from .arguments import first_error
@@ -66,12 +67,14 @@ class TaskRunner:
     checkpoint  where the model came from
     tokenizer   None for a model of token ids
     config      the model's shapes and settings
+    images      what reads images; None for a model that takes text alone
     """
 
     engine: Engine
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
     config: ModelConfig
+    images: ImageInputs | None
 
     def __init__(self) -> None:
         self._tasks: dict[object, Task] = {}
@@ -95,7 +98,8 @@ class TaskRunner:
         return found
 
     def _make_task(self, name: str, options: Mapping[str, Any]) -> Task:
-        task = make_task(name, self.checkpoint, self.tokenizer, options, adapters=self.engine.adapters)
+        beside = {"adapters": self.engine.adapters, "images": self.images}
+        task = make_task(name, self.checkpoint, self.tokenizer, options, **beside)
         return cast(Task, calibrated(self.engine, task))
 
     def run(self, task: Task, items: Iterable[object]) -> list[dict[str, object]]:

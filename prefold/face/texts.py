@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Literal, TypeAlias, Unpack, cast, overload
@@ -191,6 +192,9 @@ class Texts(TaskRunner):
         one = adapter if adapter is None or isinstance(adapter, str) else None
         task = self.task("generate", adapter=one, **given, **options)
         works, results = self._results(task, items, call)
+        for work in works:
+            for note in [] if isinstance(work, InputError) else work.note.get("image_notes", ()):
+                warnings.warn(note, stacklevel=3)
         found: list[InputError | list[Generated]] = [
             work if isinstance(work, InputError) else result[0]  # an InputError where it could not run
             for work, result in zip(works, results, strict=True)

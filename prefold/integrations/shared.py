@@ -62,7 +62,8 @@ class SharedModel:
         with self._tasks_lock:
             if key not in self._tasks:
                 llm = self._llm
-                made = make_task(name, llm.checkpoint, llm.tokenizer, dict(options), adapters=llm.engine.adapters)
+                beside = {"adapters": llm.engine.adapters, "images": llm.images}
+                made = make_task(name, llm.checkpoint, llm.tokenizer, dict(options), **beside)
                 self._tasks[key] = calibrated(llm.engine, made)
             return self._tasks[key]
 

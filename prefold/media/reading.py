@@ -91,7 +91,8 @@ class Reader:
             raise InputError(
                 f"{field!r} is a path, and paths are not read here",
                 field=field,
-                remedy="give the image itself as a data URL (data:image/png;base64,...)",
+                remedy="give the image itself as a data URL (data:image/png;base64,...), or in a job the folder of the "
+                "images as media_folder (--media-folder)",
                 code="image_address",
             )
         path = Path(name)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..cache.media import MediaTable
 from ..errors import InputError, JobError
 from ..job import Job, OutputOptions, open_output, run_beside
 from ..records.adapter import error_text
@@ -237,7 +238,7 @@ class _Tasks(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
-            self._made[name] = _Apart(self._desk.task(name, {}), self._namespace)
+            self._made[name] = _Apart(self._desk.task(name, {}), self._namespace, self._desk.llm.engine.media)
         return self._made[name]
 
     def __iter__(self) -> Any:
@@ -250,8 +251,8 @@ class _Tasks(Mapping[str, Any]):
 class _Apart:
     """A task whose requests are in a namespace."""
 
-    def __init__(self, task: Any, namespace: str):
-        self._task, self._namespace = task, namespace
+    def __init__(self, task: Any, namespace: str, table: MediaTable):
+        self._task, self._namespace, self._table = task, namespace, table
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
@@ -261,7 +262,7 @@ class _Apart:
         works = self._task.prepare(items)
         for work in works:
             if not isinstance(work, InputError):
-                apart(work, self._namespace)
+                apart(work, self._namespace, self._table)
         return works
 
 

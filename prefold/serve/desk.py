@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from ..cache.media import MediaTable
 from ..engine.pace import Pace
 from ..engine.replies import Reply
 from ..engine.samples import TextPiece
@@ -22,6 +24,7 @@ from ..errors import InputError
 from ..schedule.admission import FairAdmission
 from ..schedule.generate_step import NOBODY
 from ..tasks import Work
+from ..tasks.images import resalted
 from ..tasks.run import finish_items
 from ..types import Owner, Request
 from .http import Refusal
@@ -212,8 +215,14 @@ class Desk:
             await events.put(error)
 
     def task(self, name: str, options: Mapping[str, Any]) -> Any:
-        """Returns a task within the server's limits."""
-        return self.llm.task(name, **(self._of_texts if name == "generate" else {}), **options)
+        """Returns a task within the server's limits. Its requests read no file of this machine."""
+        task = self.llm.task(name, **(self._of_texts if name == "generate" else {}), **options)
+        images = getattr(task.inputs, "images", None)
+        if images is None or not images.reader.paths:
+            return task
+        found = copy(task)
+        found.inputs = replace(task.inputs, images=images.for_strangers())
+        return found
 
     def _prepare(self, order: TaskOrder) -> tuple[Any, list[Work]]:
         task = self.task(order.task, order.options)
@@ -221,7 +230,7 @@ class Desk:
         if not any(work.requests for work in works):  # nobody would ever answer
             raise InputError("the request holds no text", remedy="give at least one", code="empty")
         for work in works:
-            apart(work, order.namespace)
+            apart(work, order.namespace, self.llm.engine.media)
         return task, works
 
     @asynccontextmanager
@@ -287,10 +296,13 @@ class Desk:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def apart(work: Work, namespace: str) -> None:
-    """Puts the requests of an item into a namespace, outside of which they share nothing."""
-    if namespace:
-        work.requests[:] = [replace(request, salt=f"{namespace}/{request.salt}") for request in work.requests]
+def apart(work: Work, namespace: str, table: MediaTable | None = None) -> None:
+    """Puts the requests of an item into a namespace, outside of which they share nothing. table: of their images."""
+    if not namespace:
+        return
+    for i, request in enumerate(work.requests):
+        salt = f"{namespace}/{request.salt}"
+        work.requests[i] = replace(request, salt=salt) if table is None else resalted(request, salt, table)
 
 
 def raised(value: Any) -> Any:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from ..cache.media import MediaTable
+from ..checkpoint import Checkpoint
 from ..errors import InputError
-from ..media import Processor
+from ..media import Processor, TowerConfig, load_processor
 from ..media.reading import Reader, is_picture
 from ..prefix import MEDIA_BASE
 from ..text import Tokenizer
@@ -27,6 +28,7 @@ __all__ = [
     "Pictured",
     "all_images",
     "chat_of",
+    "image_inputs",
     "refuse_images",
     "resalted",
 ]
@@ -111,6 +113,23 @@ class Picture:
         return f"{self.field} is an animation, of which the first frame is seen" if self.animated else None
 
 
+def image_inputs(
+    checkpoint: Checkpoint,
+    tower: TowerConfig | None,
+    tokenizer: Tokenizer | None,
+    table: MediaTable,
+    reader: Reader | None = None,
+    *,
+    refused: str = "",
+) -> ImageInputs | None:
+    """Returns what reads the images of a checkpoint; None for a model that takes text alone, and for one without a
+    tokenizer. The arguments are those of ImageInputs."""
+    if tower is None or tokenizer is None:
+        return None
+    processor = load_processor(checkpoint, tower, tokenizer)
+    return ImageInputs(processor, tokenizer, table, Reader() if reader is None else reader, refused=refused)
+
+
 def medium_of(table: MediaTable, key: bytes, load: Loading, salt: str) -> Medium:
     """Returns the medium of an image for requests of this salt."""
     rows, span = load.processor.rows_per_tile, load.processor.span
@@ -149,6 +168,7 @@ class ImageInputs:
 
     table    knows images by the ids of their rows
     most     images that one item may have
+    refused  why images are not taken here; "": they are
     """
 
     processor: Processor
@@ -156,10 +176,11 @@ class ImageInputs:
     table: MediaTable
     reader: Reader = field(default_factory=Reader)
     most: int = 64
+    refused: str = ""
 
-    def with_reader(self, reader: Reader) -> ImageInputs:
-        """Returns these inputs with other rules of what is read."""
-        return replace(self, reader=reader)
+    def for_strangers(self) -> ImageInputs:
+        """Returns these inputs without paths: for those who must not read this machine's files."""
+        return replace(self, reader=replace(self.reader, paths=False, folder=None))
 
     @cached_property
     def escaping(self) -> Escaping:
@@ -171,6 +192,8 @@ class ImageInputs:
 
         Raises InputError for the first that cannot be read, and for too many.
         """
+        if given and self.refused:
+            raise InputError(f"images are not taken: {self.refused}", field=given[0][1], code="unsupported")
         if len(given) > self.most:
             field = given[self.most][1]
             message = f"there are {len(given)} images; {self.most} are allowed"

@@ -1,0 +1,200 @@
+"""What users give for images becomes images; addresses are fetched from named hosts, at public addresses only."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import shutil
+import ssl
+import subprocess
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import PIL.Image
+import pytest
+from tiny_vision import drawing
+
+from prefold.errors import InputError
+from prefold.media import Decoder, Image, Limits
+from prefold.media import fetch as fetch_module
+from prefold.media.fetch import MediaHosts
+from prefold.media.reading import Reader
+
+PICTURE = PIL.Image.fromarray(drawing(0, 12, 17))
+sink = io.BytesIO()
+PICTURE.save(sink, "PNG")
+DATA = sink.getvalue()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A certificate of example.test, and what trusts it."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("certificate")
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2"]
+    command += ["-subj", "/CN=example.test", "-addext", "subjectAltName=DNS:example.test,DNS:other.test"]
+    subprocess.run(command, check=True, capture_output=True)
+    return key, cert
+
+
+class Pages(http.server.BaseHTTPRequestHandler):
+    asked: list[str]
+
+    def do_GET(self):
+        type(self).asked.append(f"{self.headers['host']}{self.path}")
+        if self.path.startswith("/to/"):
+            self.send_response(302)
+            self.send_header("Location", self.path.removeprefix("/to/"))
+            self.end_headers()
+        elif self.path == "/slow":
+            self.send_response(200)
+            self.end_headers()
+            for _ in range(100):
+                self.wfile.write(b"x")
+                time.sleep(0.1)
+        elif self.path == "/large":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(bytes(200_000))
+        else:
+            self.send_response(200 if self.path.startswith("/a.png") else 404)
+            self.end_headers()
+            self.wfile.write(DATA)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def pages(certificate):
+    """Yields (port, paths that were asked for) of an https server."""
+    handler = type("Handler", (Pages,), {"asked": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate[1], certificate[0])
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_address[1], handler.asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def hosts(certificate, monkeypatch):
+    """hosts(addresses, names, ...) -> MediaHosts that look names up in `addresses`; 127.0.0.1 passes for public where
+    it stands as "public"."""
+    create = fetch_module.socket.create_connection
+    monkeypatch.setattr(
+        fetch_module.socket, "create_connection",
+        lambda where, **options: create(("127.0.0.1", where[1]), **options),
+    )  # fmt: skip
+
+    def make(addresses, names=("example.test",), **options):
+        return MediaHosts(
+            frozenset(names),
+            resolve=lambda host, port: [a for a in addresses[host]],
+            context=lambda: ssl.create_default_context(cafile=certificate[1]),
+            **options,
+        )
+
+    return make
+
+
+PUBLIC = {"example.test": ["93.184.216.34"], "other.test": ["93.184.216.34"]}
+
+
+def test_a_named_host(certificate, hosts):
+    with pages(certificate) as (port, asked):
+        reader = Reader(hosts=hosts(PUBLIC))
+        found = reader.read(f"https://example.test:{port}/a.png?x=1")
+        np.testing.assert_array_equal(found.image.pixels, np.array(PICTURE))
+        assert asked == [f"example.test:{port}/a.png?x=1"]
+        assert reader.read(f"https://example.test:{port}/to//a.png").image == found.image
+        reader.decoder.close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1", "10.0.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "::1", "fe80::1", "fc00::1", "100.64.0.1",
+     "::ffff:127.0.0.1", "2002:7f00:1::", "224.0.0.1"],
+)  # fmt: skip
+def test_addresses_that_are_not_public(certificate, hosts, address):
+    with pages(certificate) as (port, asked):
+        for addresses in ([address], ["93.184.216.34", address]):
+            with pytest.raises(InputError, match="not a public one") as error:
+                hosts({"example.test": addresses}).fetch(f"https://example.test:{port}/a.png", "image", 10**6)
+            assert error.value.code == "image_address"
+        assert not asked
+
+
+def test_every_redirect_is_checked(certificate, hosts):
+    with pages(certificate) as (port, asked):
+        base = f"https://example.test:{port}/to/"
+        for target, message in (
+            (f"https://other.test:{port}/a.png", "from where nothing is fetched"),
+            (f"http://example.test:{port}/a.png", "not https"),
+            ("file:///etc/passwd", "not https"),
+            (f"https://user@example.test:{port}/a.png", "not https"),
+        ):
+            with pytest.raises(InputError, match=message):
+                hosts(PUBLIC).fetch(base + target, "image", 10**6)
+        private = PUBLIC | {"other.test": ["10.1.2.3"]}
+        with pytest.raises(InputError, match="not a public one"):
+            hosts(private, ("example.test", "other.test")).fetch(f"{base}https://other.test:{port}/a.png", "i", 10**6)
+        with pytest.raises(InputError, match="more than 5 times"):
+            hosts(PUBLIC).fetch(f"{base}/to//to//to//to//to//a.png", "image", 10**6)
+        assert not any("other" in one.partition("/")[0] for one in asked)
+
+
+def test_limits_of_a_fetch(certificate, hosts):
+    with pages(certificate) as (port, _):
+        base = f"https://example.test:{port}"
+        with pytest.raises(InputError, match="more than 100,000 bytes"):
+            hosts(PUBLIC).fetch(base + "/large", "image", 100_000)
+        begun = time.monotonic()
+        with pytest.raises(InputError, match=r"did not answer in 1 s"):
+            hosts(PUBLIC, seconds=1.0).fetch(base + "/slow", "image", 10**6)
+        assert time.monotonic() - begun < 5
+        with pytest.raises(InputError, match="status 404"):
+            hosts(PUBLIC).fetch(base + "/none", "image", 10**6)
+
+
+def test_nothing_is_fetched_by_default():
+    reader = Reader()
+    for url, message in (
+        ("https://example.test/a.png", "--allow-media-host"),
+        ("http://example.test/a.png", "never read"),
+        ("file:///etc/passwd", "never read"),
+        ("ftp://example.test/a.png", "never read"),
+    ):
+        with pytest.raises(InputError, match=message):
+            reader.read(url)
+    with pytest.raises(InputError, match=r"example\.test, or allow"):
+        MediaHosts(frozenset({"example.test"})).fetch("https://www.example.test/", "image", 10)
+
+
+def test_files_larger_than_the_limit(tmp_path):
+    (tmp_path / "a.png").write_bytes(DATA)
+    with Decoder(Limits(file_bytes=len(DATA) - 1)) as decoder:
+        for value in (DATA, str(tmp_path / "a.png"), tmp_path / "a.png"):
+            with pytest.raises(InputError, match="more than"):
+                Reader(decoder).read(value)
+
+
+def test_other_values():
+    with Decoder() as decoder:
+        reader = Reader(decoder)
+        image = Image(np.array(PICTURE))
+        assert reader.read(image).image is image
+        assert reader.read(PICTURE).image == reader.read({"image": np.array(PICTURE)}).image == image
+        assert reader.read({"bytes": DATA}).image == image
+        for value, message in ((None, "None, no image"), (5, "of type int"), ({}, "neither a url"), ("\0", "path")):
+            with pytest.raises(InputError, match=message) as error:
+                reader.read(value, "images[1]")
+            assert error.value.field == "images[1]"

@@ -1,0 +1,87 @@
+"""Images over HTTP: the same answers as in Python, and no file of the server's."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+
+import PIL.Image
+import pytest
+from serving import serving
+from tiny_vision import drawing, tiny_vision
+
+from prefold import LLM
+
+PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20)])]
+
+
+def url_of(picture) -> str:
+    sink = io.BytesIO()
+    picture.save(sink, "PNG")
+    return "data:image/png;base64," + base64.b64encode(sink.getvalue()).decode()
+
+
+@pytest.fixture(scope="module", params=["gemma3", "smolvlm"])
+def llm(request, tmp_path_factory):
+    folder = tiny_vision(tmp_path_factory.mktemp("folder"), request.param)
+    with LLM(str(folder), dtype="float32") as llm:
+        yield llm
+
+
+def test_over_http(llm):
+    import anthropic
+    import openai
+
+    with serving(llm) as server:
+        host, port = server.bound_at
+        openai_client = openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="x", max_retries=0)
+        content = [
+            {"type": "text", "text": "what is "},
+            {"type": "image_url", "image_url": {"url": url_of(PICTURES[0])}},
+        ]
+        expected = llm.chat([{"role": "user", "content": content}], max_tokens=4).text
+        chat = openai_client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": content}], max_tokens=4, temperature=0
+        )
+        assert chat.choices[0].message.content == expected
+        parts = [{"type": "input_text", "text": "what is "}, {"type": "input_image", "image_url": url_of(PICTURES[0])}]
+        response = openai_client.responses.create(
+            model="m", input=[{"role": "user", "content": parts}], max_output_tokens=16, temperature=0
+        )
+        assert response.output_text.startswith(expected)
+        blocks = [
+            {"type": "text", "text": "what is "},
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png",
+                                         "data": url_of(PICTURES[0]).partition(",")[2]}},
+        ]  # fmt: skip
+        client = anthropic.Anthropic(base_url=f"http://{host}:{port}", api_key="x", max_retries=0)
+        message = client.messages.create(
+            model="m", max_tokens=4, temperature=0, messages=[{"role": "user", "content": blocks}]
+        )
+        assert message.content[0].text == expected
+        for url in ("/etc/passwd", "file:///etc/passwd", "https://example.org/a.png", "http://127.0.0.1/a.png"):
+            content = [{"type": "image_url", "image_url": {"url": url}}]
+            with pytest.raises(openai.BadRequestError) as error:
+                openai_client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])
+            assert "messages[0].content[0]" in str(error.value)
+
+
+def test_tenants_share_no_images(llm, tmp_path):
+    import openai
+
+    keys = tmp_path / "keys.toml"
+    keys.write_text("".join(f'[[key]]\nkey = "k-{name}"\ntenant = "{name}"\n' for name in ("a", "b")))
+    content = [{"type": "image_url", "image_url": {"url": url_of(PICTURES[1])}}, {"type": "text", "text": "tenants?"}]
+    with serving(llm, api_keys=str(keys)) as server:
+        host, port = server.bound_at
+        runs, answers = [llm.stats.tower_runs], set()
+        for name in ("a", "a", "b"):
+            client = openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key=f"k-{name}", max_retries=0)
+            chat = client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": content}], max_tokens=4, temperature=0
+            )
+            answers.add(chat.choices[0].message.content)
+            runs.append(llm.stats.tower_runs)
+    assert len(answers) == 1
+    assert [b - a for a, b in itertools.pairwise(runs)] == [1, 0, 1]
