@@ -40,7 +40,7 @@ def as_items(value: Any, argument: str) -> tuple[list[Any], bool]:
     InputError, naming `argument`, for what is neither.
     """
     value = _array(value)
-    if isinstance(value, (str, Mapping)):
+    if isinstance(value, (str, Mapping, Pictured)):
         return [value], True
     if value is None or isinstance(value, (bytes, bytearray)) or not isinstance(value, Iterable) or _is_scalar(value):
         raise InputError(f"{argument} is {_kind(value)}", field=argument, remedy=TEXT, code="wrong_type")

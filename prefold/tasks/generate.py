@@ -18,7 +18,7 @@ from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each
 from .cut import columns_of, cut_columns
 from .exits import check_exits
-from .images import Chat, ImageIds, Picture, all_images, chat_of, refuse_images
+from .images import Chat, ImageIds, Picture, Pictured, all_images, chat_of, refuse_images
 from .messages import has_images, has_system, in_parts, is_cut, objects, plain_message, variables
 from .sampling import sampling_from
 from .score import leading_ids
@@ -426,6 +426,8 @@ def _named(item: Any) -> Any:
     are."""
     if isinstance(item, (list, tuple)) and item and isinstance(item[0], Mapping):
         return GenerateItem(messages=item)
+    if isinstance(item, Pictured):
+        return GenerateItem(prompt=item.text, images=item.images)
     return GenerateItem(prompt=item) if isinstance(item, (str, list, tuple, np.ndarray)) else item
 
 

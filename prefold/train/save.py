@@ -36,7 +36,7 @@ def save_model(
 
     It holds config.json, model.safetensors and the tokenizer. dtype: that of the tensors, by default the model's.
     Raises CheckpointError where the folder is the checkpoint's own, or the model is packed or split over ranks, and
-    UnsupportedModelError for rotary settings that transformers lacks.
+    UnsupportedModelError for a model with a tower, and for rotary settings that transformers lacks.
     """
     folder = Path(folder)
     if checkpoint.path is not None and folder.resolve() == checkpoint.path.resolve():
@@ -46,6 +46,10 @@ def save_model(
     if any(rope.kind == "factors" for rope in model.config.ropes):
         raise UnsupportedModelError(
             f"{checkpoint.name} has rotary frequencies of its own, which transformers cannot read from a config"
+        )
+    if model.config.tower is not None:
+        raise UnsupportedModelError(
+            f"{checkpoint.name} has a tower, which would not be written; save it by transformers"
         )
     dtype = dtype or model.dtype
     tensors = _stored(_tensors(model, dtype), model.config)

@@ -164,6 +164,8 @@ def test_prompts_with_images(made, family):
     for work, message in ((works[7], "1 images for 2 places"), (works[8], "1 images for 0 places")):
         assert isinstance(work, InputError) and message in str(work)
     assert [len(work.requests[0].media) for work in works[:3]] == [2, 1, 1]
+    (pictured,) = task.prepare([Pictured("text", PICTURES[:1])])
+    assert pictured.requests[0].tokens.tolist() == works[1].requests[0].tokens.tolist()
     assert works[1].requests[0].tokens.tolist() == works[2].requests[0].tokens.tolist()
     assert isinstance(works[3], InputError) and "2 images for 1 places" in str(works[3])
     assert all(isinstance(work, InputError) and work.field == "images" for work in works[4:6])

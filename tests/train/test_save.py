@@ -135,3 +135,13 @@ def test_the_default_model_and_its_tokenizer_out_of_a_gguf_file(tmp_path):
         values = logprobs(model, TrainBatch.build(model.config, [ids]))
         expected = oracle(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     torch.testing.assert_close(values, expected.gather(1, torch.tensor(ids)[1:, None])[:, 0], rtol=1e-4, atol=1e-3)
+
+
+def test_a_model_with_a_tower_is_not_saved(tmp_path):
+    from tiny_vision import tiny_vision
+
+    checkpoint = resolve(str(tiny_vision(tmp_path, "smolvlm")))
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu", pack=False)
+    with pytest.raises(UnsupportedModelError, match="has a tower"):
+        save_model(model, checkpoint, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
