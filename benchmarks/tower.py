@@ -122,10 +122,10 @@ def main() -> None:
         f"{attention_flops / 1e9:.0f} GFLOP at {attention['prefold'] / 1e9:.0f} (prefold) or "
         f"{attention['pytorch'] / 1e9:.0f} (PyTorch) GFLOP/s\n"
     )
-    lines = [
-        (name, f"{median(times):.3f}", spread(times), f"{median(times) / limit:.2f}x", f"{median(times) * model.tower.layers:.1f}")
-        for name, times in seconds.items()
-    ]  # fmt: skip
+    lines = []
+    for name, times in seconds.items():
+        each, whole = median(times), median(times) * model.tower.layers
+        lines.append((name, f"{each:.3f}", spread(times), f"{each / limit:.2f}x", f"{whole:.1f}"))
     print(table(("system", "s a layer", "spread", "of the limit", f"s of {model.tower.layers} layers"), lines))
     write_json(options.json, machine=machine(), seconds=seconds, limit=limit, linears=linears, attention=attention)
 

@@ -185,6 +185,8 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
         lines.append(rows + f"; {stats.unique_tokens:,} unique tokens")
         if summary.excess:
             lines[-1] += f", {summary.excess:,} rows more than those"
+        if stats.tower_runs:
+            lines.append(f"  images    {stats.tower_runs:,} images encoded")
         if stats.generation is not None:
             lines += _generation_lines(stats.generation, summary)
         if summary.streams > 1:

@@ -128,6 +128,7 @@ class _Connection(http.client.HTTPSConnection):
     def __init__(self, host: str, port: int, address: str, deadline: float, context: ssl.SSLContext):
         super().__init__(host, port, context=context)
         self._address, self._deadline, self._tls = address, deadline, context
+        self._kept: socket.socket | None = None  # an answer may take `sock` over
 
     def connect(self) -> None:
         plain = socket.create_connection((self._address, self.port), timeout=_left(self._deadline))
@@ -137,11 +138,13 @@ class _Connection(http.client.HTTPSConnection):
             plain.close()
             raise
         self.sock.settimeout(_left(self._deadline))
+        self._kept = self.sock
 
     def cut(self) -> None:
         """Ends the connection under whoever reads from it."""
-        with suppress(OSError, AttributeError):
-            self.sock.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            if self._kept is not None:
+                self._kept.shutdown(socket.SHUT_RDWR)
 
 
 def _left(deadline: float) -> float:

@@ -215,7 +215,7 @@ class CausalLM(nn.Module):
             self.head_product = self.head_product or pack_head(weight)
         return self.head_product
 
-    def _embed(self, tokens: Tensor, positions: Tensor, media: MediaRows | None) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor, media: MediaRows | None = None) -> Tensor:
         x = self.ranks.embed(tokens, self.embedding, self.shard.vocab)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale

@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 from tiny_vision import PLACEHOLDER, drawing, tiny_vision, vision_reference
 
-from prefold import LLM
+from prefold import LLM, Pictured
 from prefold.cli import main
 from prefold.errors import InputError
 
@@ -112,12 +112,11 @@ def test_each_image_is_encoded_once(folder):
 
 
 def test_prompts_and_numbers(llm, family):
-    from prefold.tasks.images import Pictured
-
     placeholder = PLACEHOLDER[family]
     prompt = {"prompt": f"see {placeholder} now", "images": [PICTURES[0]]}
-    one, two = llm.generate([prompt, {**prompt, "images": [PICTURES[1]]}], max_tokens=5, ignore_eos=True)
-    assert one.tokens != two.tokens
+    prompts = [prompt, {**prompt, "images": [PICTURES[1]]}, Pictured(prompt["prompt"], [PICTURES[0]])]
+    first = [answer.logprobs[0].logprob for answer in llm.generate(prompts, max_tokens=1, logprobs=0)]
+    assert abs(first[0] - first[1]) > 1e-4 and abs(first[0] - first[2]) < 1e-5
     texts = [Pictured("see", [picture]) for picture in PICTURES]
     vectors = llm.embed(texts)
     assert np.isfinite(vectors).all() and np.abs(vectors[0] - vectors[1]).max() > 1e-3

@@ -33,7 +33,7 @@ def test_over_http(llm):
     import anthropic
     import openai
 
-    with serving(llm) as server:
+    with serving(llm, served_names=("m",)) as server:
         host, port = server.bound_at
         openai_client = openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="x", max_retries=0)
         content = [
@@ -57,7 +57,10 @@ def test_over_http(llm):
         ]  # fmt: skip
         client = anthropic.Anthropic(base_url=f"http://{host}:{port}", api_key="x", max_retries=0)
         message = client.messages.create(
-            model="m", max_tokens=4, temperature=0, messages=[{"role": "user", "content": blocks}]
+            model="m",
+            max_tokens=4,
+            messages=[{"role": "user", "content": blocks}],
+            extra_body={"temperature": 0},
         )
         assert message.content[0].text == expected
         for url in ("/etc/passwd", "file:///etc/passwd", "https://example.org/a.png", "http://127.0.0.1/a.png"):
@@ -73,7 +76,7 @@ def test_tenants_share_no_images(llm, tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text("".join(f'[[key]]\nkey = "k-{name}"\ntenant = "{name}"\n' for name in ("a", "b")))
     content = [{"type": "image_url", "image_url": {"url": url_of(PICTURES[1])}}, {"type": "text", "text": "tenants?"}]
-    with serving(llm, api_keys=str(keys)) as server:
+    with serving(llm, served_names=("m",), api_keys=str(keys)) as server:
         host, port = server.bound_at
         runs, answers = [llm.stats.tower_runs], set()
         for name in ("a", "a", "b"):

@@ -109,8 +109,8 @@ def test_messages_in_openais_format():
     with pytest.raises(InputError, match="not JSON") as caught:
         request(task(), messages)
     assert caught.value.field == "messages[1].tool_calls[0]"
-    with pytest.raises(InputError, match="image_url") as caught:
-        request(task(), [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+    with pytest.raises(InputError, match="input_audio") as caught:
+        request(task(), [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}])
     assert caught.value.field == "messages[0].content[0]"
 
 
