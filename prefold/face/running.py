@@ -98,8 +98,8 @@ class TaskRunner:
         return found
 
     def _make_task(self, name: str, options: Mapping[str, Any]) -> Task:
-        beside = {"adapters": self.engine.adapters, "images": self.images}
-        task = make_task(name, self.checkpoint, self.tokenizer, options, **beside)
+        model = self.checkpoint, self.tokenizer
+        task = make_task(name, *model, options, adapters=self.engine.adapters, images=self.images)
         return cast(Task, calibrated(self.engine, task))
 
     def run(self, task: Task, items: Iterable[object]) -> list[dict[str, object]]:
