@@ -78,7 +78,8 @@ class Processor(ABC):
         unknown = sorted(
             key
             for key, value in found.items()
-            if key not in known
+            if value is not None
+            and key not in known
             and key not in WITHOUT_EFFECT
             and not (key in NOT_ASKED and (not value or not found.get("do_center_crop")))
         )

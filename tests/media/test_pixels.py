@@ -181,3 +181,22 @@ def test_what_cannot_be_read_is_refused():
 
 def test_pixels_are_never_shown():
     assert repr(Image(np.zeros((2, 7, 3), np.uint8))) == "Image(7 x 2)"
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Idefics3", "SmolVLM"])
+def test_settings_that_transformers_saves(tmp_path, name):
+    """Every key of such a file is known."""
+    import json
+
+    import transformers
+
+    kind = Gemma3Processor if name == "Gemma3" else Idefics3Processor
+    sizes = {"size": {"height": 24, "width": 24}}
+    if name != "Gemma3":
+        sizes = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 24}}
+    getattr(transformers, name + "ImageProcessorPil")(**sizes).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    made = kind(tower("gemma3" if name == "Gemma3" else "idefics3"), saved)
+    assert made.tile_size == (24, 24)
+    older = {"do_convert_rgb": None, "do_pan_and_scan": None, "pan_and_scan_max_num_crops": None, "whatever": None}
+    assert kind(made.tower, saved | older).identity == made.identity
