@@ -3,12 +3,15 @@
     python benchmarks/serve.py --case overhead [--rounds 10] [--json FILE]
     python benchmarks/serve.py --case cancel [--count 1000]
     python benchmarks/serve.py --case batches [--rounds 3] [--lines 200]
+    python benchmarks/serve.py --case inflight [--rounds 3]
+    python benchmarks/serve.py --case channel [--model tiny] [--guesses 400]
+    python benchmarks/serve.py --case overload [--model tiny] [--seconds 300]
     python benchmarks/serve.py --case msmarco --data FOLDER [--vllm VENV] [--queries 24] [--concurrency 1 4 16]
     python benchmarks/serve.py --case live --data FOLDER --vllm VENV [--workload tau_airline] [--requests 40]
     python benchmarks/serve.py --case turns --data FOLDER [--conversations 12]
     python benchmarks/serve.py --case nothing-shared [--requests 100]
 
-`--smoke` tries a case with a few requests. In the first three cases the server runs in this process, beside the calls
+`--smoke` tries a case with a few requests. In the first six cases the server runs in this process, beside the calls
 that it is compared with, on one LLM; the client is a process of its own, which speaks HTTP over sockets with the
 standard library only. Calls and requests take turns, so that a drift of the machine's speed hits both.
 
@@ -18,6 +21,12 @@ cancel      clients that close their connection at a random moment, beside other
             until the engine has nothing of them any more
 batches     a batch alone against the same lines as a job of `prefold run` in this process; and requests of one token,
             one after the other, with a batch beside them and without
+inflight    64 requests that share 2,000 tokens, and come while the first of them is being computed: rows that are
+            computed, also where the first one leaves
+channel     whether the time to the first token tells what others have asked, within a tenant and across two; and what a
+            tenant that floods the cache costs another
+overload    four times as many requests as can be answered: refusals, answers, memory; and 100 clients that read a byte
+            a second
 
 In the others servers are processes of their own, on free ports, and are stopped while another has its turn
 (`serve_systems.py`); the client is this process, or `vllm bench serve`.
@@ -49,6 +58,7 @@ from typing import Any
 
 from common import machine, table, write_json
 from serve_cases import live, msmarco, nothing_shared, turns
+from serve_load import channel, inflight, overload
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "serve"))
 
@@ -321,6 +331,8 @@ def batches(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, A
 
 HERE = {"overhead": overhead, "cancel": cancel, "batches": batches}
 SERVERS = {"msmarco": msmarco, "live": live, "turns": turns, "nothing-shared": nothing_shared}
+# Those whose server is in this process too, with options of its own.
+OWN = {"inflight": inflight, "channel": channel, "overload": overload}
 
 
 def in_process(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -339,7 +351,7 @@ def in_process(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=(*HERE, *SERVERS), default="overhead")
+    parser.add_argument("--case", choices=(*HERE, *SERVERS, *OWN), default="overhead")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=10)
@@ -367,6 +379,9 @@ def main() -> None:
     parser.add_argument(
         "--row-bytes", type=int, default=1 << 12, help="nothing-shared: more than a row of --small takes"
     )
+    parser.add_argument("--guesses", type=int, default=400, help="channel: of each kind")
+    parser.add_argument("--seconds", type=float, default=300, help="overload: for how long")
+    parser.add_argument("--kv-memory", type=int, help="inflight, channel, overload: bytes of K/V")
     parser.add_argument("--json")
     parser.add_argument("--client", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -375,7 +390,7 @@ def main() -> None:
         return
     about = machine()
     print(about)
-    found = SERVERS.get(arguments.case, in_process)(arguments)
+    found = (SERVERS | OWN).get(arguments.case, in_process)(arguments)
     write_json(arguments.json, benchmark="serve", case=arguments.case, machine=about, **found)
 
 

@@ -19,6 +19,8 @@ import numpy as np
 
 from ..errors import InputError
 from ..prefix import clear_of_span
+from ..types import Share
+from .accounts import Account, Accounts
 from .slots import SlotPool
 from .tree import BrokenOff, Node, RadixTree, common_prefix
 
@@ -78,10 +80,13 @@ class RadixCache:
         self._clock = clock
         self._kept: dict[Node, None] = {}
         self._next_expiry = 0.0
-        # Of the kept nodes those that may go now (they have neither children nor pins), the one that goes first at the
-        # head, as (worth, place, node). A node that comes to be such is entered once more with a new place; an entry
-        # that does not have its node's place any more is passed over when it comes to the head.
-        self._by_worth: list[tuple[tuple[float, float], int, Node]] = []
+        # The leaves of an account are its kept nodes that may go now (they have neither children nor pins), as (worth,
+        # place, node). A node that comes to be such is entered once more with a new place; an entry that does not have
+        # its node's place any more is passed over when it comes to the head.
+        self.accounts = Accounts()
+        self._tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None
+        self._most_accounts = 1024  # then those that have nothing are forgotten
+        tree.account_of = self._account_of
         self._by_age: list[tuple[float, int, Node]] = []  # likewise; used where there is a time to live
         self._places = itertools.count(1)
         tree.on_split.append(self._split)
@@ -104,8 +109,12 @@ class RadixCache:
                 node.slots = node.slots[: len(node)]
             node.kept, node.used = True, self._clock()
             self._kept[node] = None
-            self.rows += 0 if node.pins else node.computed
+            self._count(node, node.computed, 1)
             self._enter(node)
+            account = node.account
+            assert account is not None
+            self.accounts.use(account, node.used)
+            self._cut_down(account)
             limit = self.options.max_tokens
             if limit is not None and self.rows > limit:
                 self.evict(self.rows - limit)
@@ -115,12 +124,14 @@ class RadixCache:
         """Takes out of the cache those of the nodes that it holds, for a sequence whose tokens go through them. Where
         they come to fewer than `min_overlap` rows, these are dropped and will be computed again."""
         overlap = sum(node.computed for node in path)
+        if overlap and path[0].account is not None:
+            self.accounts.use(path[0].account, self._clock())
         for node in path:
             if not node.kept:
                 continue
             node.kept = False
             del self._kept[node]
-            self.rows -= 0 if node.pins else node.computed
+            self._count(node, -node.computed, -1)
             if overlap >= self.options.min_overlap or node.pins:
                 node.uses += 1
             else:
@@ -157,9 +168,9 @@ class RadixCache:
     def evict(self, rows: int) -> int:
         """Evicts at least `rows` rows, or all that may go, and returns how many were evicted."""
         started = time.perf_counter()
-        gone = 0
-        while gone < rows and (node := self._first(self._by_worth)) is not None:
-            gone += self._forget(node, rows - gone)
+        gone, now = 0, self._clock()
+        while gone < rows and (account := self.accounts.next(now)) is not None:
+            gone += self._forget_of(account, rows - gone)
         self.seconds += time.perf_counter() - started
         return gone
 
@@ -194,8 +205,8 @@ class RadixCache:
                     break
                 if there < len(node):
                     node = self._tree.split(node, there)
-                if node.kept and not node.pins:
-                    self.rows -= node.computed
+                if node.kept:
+                    self._count(node, -node.computed)
                 node.pins += 1
                 pinned += there
                 if there < same:
@@ -212,16 +223,51 @@ class RadixCache:
             for node in path:
                 node.pins -= 1
                 if node.kept and not node.pins:
-                    self.rows += node.computed
+                    self._count(node, node.computed)
                     self._enter(node)
         return path[-1].stop if path else 0
 
     def forget_all(self) -> None:
         """Forgets all nodes, because the tree and the pool were cleared."""
         self._kept.clear()
-        self._by_worth.clear()
+        self.accounts.clear()
         self._by_age.clear()
         self.rows = 0
+
+    def set_tenants(self, tenant_of: Callable[[Hashable], Hashable], share_of: Callable[[Hashable], Share]) -> None:
+        """Says which tenant a namespace belongs to, from now on, and how much each may keep."""
+        self._tenant_of = tenant_of
+        with suppress(BrokenOff), self._tree.change():
+            self.accounts.set_shares(share_of)
+            for account in self.accounts:
+                self._cut_down(account)
+
+    def _cut_down(self, account: Account) -> None:
+        """Evicts what an account has above the most that it may have."""
+        while account.max_rows is not None and account.rows > account.max_rows:
+            self._forget_of(account, account.rows - account.max_rows)
+
+    def _account_of(self, namespace: Hashable) -> Account:
+        if len(self.accounts) > self._most_accounts:
+            self.accounts.keep_only({root.account for root in self._tree.roots.values()} - {None})
+            self._most_accounts = max(1024, 2 * len(self.accounts))
+        return self.accounts.of(self._tenant_of(namespace))
+
+    def _count(self, node: Node, rows: int, nodes: int = 0) -> None:
+        """Books that so many more rows of a kept node may be evicted, which those of a pinned one never may, and that
+        so many more nodes are kept."""
+        account = node.account
+        assert account is not None
+        account.nodes += nodes
+        if not node.pins:
+            self.rows += rows
+            self.accounts.add(account, rows)
+
+    def _forget_of(self, account: Account, rows: int) -> int:
+        """Evicts the first leaf of an account that has rows, or the last `rows` rows of it; returns how many."""
+        node = self._first(account.leaves)
+        assert node is not None
+        return self._forget(node, rows)
 
     def _worth(self, node: Node) -> tuple[float, float]:
         first = {"lru": 0, "lfu": node.uses, "priority": node.priority}[self.options.policy]
@@ -232,11 +278,13 @@ class RadixCache:
         if node is None or not node.kept or node.children or node.pins:
             return
         node.place = next(self._places)
-        heapq.heappush(self._by_worth, (self._worth(node), node.place, node))
+        assert node.account is not None
+        leaves = node.account.leaves
+        heapq.heappush(leaves, (self._worth(node), node.place, node))
         if self.options.ttl is not None:
             heapq.heappush(self._by_age, (node.used, node.place, node))
-        for heap in (self._by_worth, self._by_age):
-            if len(heap) > 2 * len(self._kept) + 64:
+        for heap, most in ((leaves, node.account.nodes), (self._by_age, len(self._kept))):
+            if len(heap) > 2 * most + 64:
                 heap[:] = [entry for entry in heap if self._may_go(entry)]
                 heapq.heapify(heap)
 
@@ -256,8 +304,8 @@ class RadixCache:
             self._tree.split(node, left)
         size = node.computed
         del self._kept[node]
+        self._count(node, -size, -1)
         node.kept = False
-        self.rows -= size
         self._drop(node)
         self._enter(node.parent)
         return size
@@ -277,6 +325,7 @@ class RadixCache:
     def _split(self, upper: Node, lower: Node) -> None:
         if lower.kept:
             self._kept[upper] = None
+            self._count(upper, 0, 1)
 
     def check(self) -> None:
         """Raises AssertionError where what the cache counts and the tree do not agree; for tests."""
@@ -285,7 +334,16 @@ class RadixCache:
         assert self.rows == sum(node.computed for node in kept if not node.pins)
         assert all(node.users == 0 and node.pending == 0 for node in kept)
         may_go = {node for node in kept if not node.children and not node.pins}
-        assert {entry[2] for entry in self._by_worth if self._may_go(entry)} == may_go
-        assert all(entry[0] == self._worth(entry[2]) for entry in self._by_worth if self._may_go(entry))
+        leaves = [entry for account in self.accounts for entry in account.leaves if self._may_go(entry)]
+        assert {entry[2] for entry in leaves} == may_go
+        assert all(entry[0] == self._worth(entry[2]) for entry in leaves)
+        for account in self.accounts:
+            own = [node for node in kept if node.account is account]
+            assert account.rows == sum(node.computed for node in own if not node.pins)
+            assert account.nodes == len(own)
+            assert account.max_rows is None or account.rows <= account.max_rows
+            assert all(entry[2].account is account for entry in account.leaves)
+        assert self.rows == sum(account.rows for account in self.accounts)
+        self.accounts.check()
         pinned = [node for node in self._tree.nodes() if node.pins]
         assert all(not node.pending and (node.parent.parent is None or node.parent.pins) for node in pinned)

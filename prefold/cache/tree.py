@@ -10,9 +10,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from .accounts import Account
 
 __all__ = ["BrokenOff", "Node", "RadixTree", "common_prefix"]
 
@@ -30,6 +33,7 @@ class Node:
     children   the nodes below, by first token; a tail is no child, though this node is its parent
     lost       whether rows were computed before and given up, so that they are computed again
     namespace  of a root: what was given to `insert`
+    account    the RadixCache's, of the tenant whose namespace it is
 
     kept, pins, used, uses, priority and place belong to the RadixCache:
 
@@ -43,6 +47,7 @@ class Node:
 
     __slots__ = (
         "_runs",
+        "account",
         "children",
         "computed",
         "kept",
@@ -62,6 +67,7 @@ class Node:
 
     def __init__(self, parent: Node | None, tokens: Any, start: int):
         self.parent = parent
+        self.account: Account | None = None if parent is None else parent.account
         self.tokens = tokens
         self.start = start
         self.slots = _NO_SLOTS
@@ -147,19 +153,21 @@ class BrokenOff(Exception):
 class RadixTree:
     """A RadixTree holds one trie for each namespace (adapter and salt); two namespaces share nothing.
 
-    kind       the class of its nodes
-    roots      the root of each trie, by namespace
-    on_split   functions that are called with (upper, lower) when a node has been cut in two
-    on_store   functions that are called with a node of which more rows have been computed
-    on_drop    functions that are called with a node whose rows are about to be given up
-    on_clear   functions that are called when all tries have been forgotten
-    lock       held while a change is made
-    is_broken  whether a change is being made, or was broken off by an exception
+    kind        the class of its nodes
+    roots       the root of each trie, by namespace
+    account_of  returns the account of a namespace
+    on_split    functions that are called with (upper, lower) when a node has been cut in two
+    on_store    functions that are called with a node of which more rows have been computed
+    on_drop     functions that are called with a node whose rows are about to be given up
+    on_clear    functions that are called when all tries have been forgotten
+    lock        held while a change is made
+    is_broken   whether a change is being made, or was broken off by an exception
     """
 
     def __init__(self, kind: type[Node] = Node) -> None:
         self.kind = kind
         self.roots: dict[Hashable, Node] = {}
+        self.account_of: Callable[[Hashable], Account | None] = lambda namespace: None
         self.on_split: list[Callable[[Node, Node], None]] = []
         self.on_store: list[Callable[[Node], None]] = []
         self.on_drop: list[Callable[[Node], None]] = []
@@ -191,6 +199,7 @@ class RadixTree:
         if node is None:
             node = self.roots[namespace] = self.kind(None, np.empty(0, np.int32), 0)
             node.namespace = namespace
+            node.account = self.account_of(namespace)
         at = 0
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))

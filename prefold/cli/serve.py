@@ -84,6 +84,7 @@ def option(name: str, *more: str, **settings: Any) -> Any:
 @option("max_texts", type=click.IntRange(1), help="Texts, documents or prompts of one request.")
 @option("max_n", type=click.IntRange(1), help="Samples of a prompt.")
 @option("max_logprobs", type=click.IntRange(0), help="Most likely tokens that are listed.")
+@option("max_grammar_bytes", type=Bytes(), help="Size of a schema, regular expression or grammar.")
 @click.option("--allow-chat-template", is_flag=True, help="Requests may bring a chat template of their own.")
 @click.option("--escape-special", is_flag=True, help="Special tokens in what messages hold stay text.")
 @click.option(

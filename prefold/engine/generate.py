@@ -169,6 +169,10 @@ class Generator:
         """Of requests that were taken in, have no answer, and are not held."""
         return list(self._open)
 
+    def owner_of(self, key: int) -> Owner:
+        """Returns for whom an open request runs."""
+        return self._open[key].owner if key in self._open else NOBODY
+
     def progress(self, keys: Iterable[int]) -> dict[int, int | None]:
         """Returns {key: tokens that its samples have}, None of a request that is not open."""
         return {key: sum(len(r.tokens) for r in self._open[key].readers) if key in self._open else None for key in keys}
@@ -189,7 +193,7 @@ class Generator:
                     self._open[key] = one = self._held.pop(key)
                     self._submit(one)
 
-    def end(self, key: int, answer: Answer) -> None:
+    def end(self, key: int, answer: Answer | Exception) -> None:
         """Answer an open request, and do no more for it."""
         with self.turn, suppress(BrokenOff), self._change():
             self.scheduler.cancel(key)
@@ -202,6 +206,8 @@ class Generator:
         with self.turn, suppress(BrokenOff), self._change():
             self.pace = pace
             self.scheduler.admit_by(InOrder() if pace is None else pace.admission)
+            if pace is not None:
+                pace.admission.read_shares(self.scheduler.cache)
             self.scheduler.max_batch_rows = self._budget.rows
 
     @contextmanager
@@ -272,7 +278,7 @@ class Generator:
         except InputError as error:
             self._tell(one, error)
 
-    def _tell(self, one: OpenRequest, answer: Answer) -> None:
+    def _tell(self, one: OpenRequest, answer: Answer | Exception) -> None:
         """Tells the answer to a request. Where that is broken off, the request is still open, and is told again."""
         try:
             one.on_done(answer)

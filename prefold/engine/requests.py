@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from ..errors import InputError
 from ..schedule.routed import Decided
@@ -71,7 +72,7 @@ class OpenRequest:
     key: int
     request: Request
     readers: Sequence[Reader]
-    on_done: Callable[[Answer], None]
+    on_done: Callable[[Any], None]
     limit: int
     reserve: bool
     namespace: tuple[Hashable, ...]

@@ -38,6 +38,8 @@ __all__ = ["Background", "Service"]
 _TAG = struct.Struct("<qq")  # number of the reading, part of it
 # Numbers that wait are read together, as many as fill so many steps: what comes later waits for no more than these.
 STEPS_A_WINDOW = 2
+# What no request alone can be at fault for.
+WHOLE = (RankError, OutOfMemoryError)
 # After so many steps that failed one after the other all that run is ended.
 MOST_IN_VAIN = 3
 
@@ -61,13 +63,15 @@ class Service:
     Texts that others generate on the same engine run in the same steps. A step that raises an error ends the request
     that it fails for (see `fault.py`); the thread goes on. It does not keep the service: it ends with it.
 
-    failure  of the last step, where no request alone could be at fault; None after a step that did not fail
+    failure  of the last step, where no request alone could be at fault, and when that was (failed_at); None after a
+             step that did not fail
     pace     by which requests are admitted, and how many rows a step has; None: as `Generator` does without one
     """
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.failure: Exception | None = None
+        self.failed_at = 0.0
         self.pace: Pace | None = None
         self._readings: deque[tuple[Reading, Sequence[int]]] = deque()  # with the parts that are to be read
         self._beside: deque[Background] = deque()
@@ -283,8 +287,8 @@ class Service:
         generator = self.engine.generator
         self._is_stepping = True
         try:
-            generator.step()
-            self.failure, self._in_vain = None, 0
+            if generator.step():
+                self.failure, self._in_vain = None, 0
         except Exception as error:
             self._in_vain += 1
             is_lost = self._in_vain > MOST_IN_VAIN  # no step fails but the one for all of them
@@ -294,14 +298,20 @@ class Service:
                 if key in by_key:
                     self._answer(by_key[key], failure)
                     generator.cancel(key)
+                elif isinstance(failure, WHOLE) and generator.owner_of(key).is_batch:
+                    generator.end(key, failure)  # the batch goes on when the engine does
                 else:
                     wrong = InputError(f"the step failed: {failure}", remedy="send it again", code="internal_error")
                     generator.end(key, wrong)
             # One request may be at fault itself; where steps fail for all of several, it is something else.
-            if isinstance(error, (RankError, OutOfMemoryError)) or (len(faults) > 1 and not generator.has_work):
-                self.failure = error
+            if isinstance(error, WHOLE) or (len(faults) > 1 and not generator.has_work):
+                self.note_failure(error)
         finally:
             self._is_stepping = False
+
+    def note_failure(self, error: Exception) -> None:
+        """Takes note of the error of a step that nobody who asked is at fault for."""
+        self.failure, self.failed_at = error, time.monotonic()
 
     def _next_readings(self) -> list[tuple[Reading, Sequence[int]]]:
         """Takes those that wait and read the same as the first of them, until a window is full."""
@@ -340,8 +350,8 @@ class Service:
                 self._read(left, again=False)
             for reading, _ in left if len(left) == 1 and not again else ():
                 self._answer(reading.reply, error)
-                if isinstance(error, (RankError, OutOfMemoryError)):
-                    self.failure = error
+                if isinstance(error, WHOLE):
+                    self.note_failure(error)
         else:
             self.failure = None
 

@@ -16,6 +16,7 @@ from ..types import Owner, Share
 from .generate_step import Draft, Running
 
 if TYPE_CHECKING:
+    from ..cache import RadixCache
     from .generate import GenerateScheduler
 
 __all__ = ["Admission", "FairAdmission", "InOrder"]
@@ -172,12 +173,19 @@ class FairAdmission:
     the rows of prompts. Where there is no room for an interactive request, the sequence of a batch that was admitted
     last gives up its own rows, and goes on later; the first one stays.
 
+    tenant_of    says to which tenant a namespace belongs, for what is kept
     batch_rows   the most rows of batches in a step; None: as many as there is room for. The engine sets it
     batch_first  whether these come before rows of interactive requests
     """
 
-    def __init__(self, share_of: Callable[[Hashable], Share] = lambda tenant: Share(), *, batch_share: float = 0.02):
-        self.share_of = share_of
+    def __init__(
+        self,
+        share_of: Callable[[Hashable], Share] = lambda tenant: Share(),
+        *,
+        tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None,
+        batch_share: float = 0.02,
+    ):
+        self.share_of, self.tenant_of = share_of, tenant_of
         self.batch_share = batch_share
         self.batch_rows: int | None = None
         self.batch_first = False
@@ -219,8 +227,10 @@ class FairAdmission:
             self._line(sequence.owner).running[sequence] = None
             self._num_running[sequence.owner.is_batch] += 1
 
-    def read_shares(self) -> None:
-        """Asks for the tenants' shares again."""
+    def read_shares(self, cache: RadixCache | None = None) -> None:
+        """Asks for the tenants' shares again, also of what a cache keeps for them."""
+        if cache is not None:
+            cache.set_tenants(self.tenant_of, self.share_of)
         for line in self._lines.values():
             line.share = self.share_of(line.owner.tenant)
             self._enter(line)

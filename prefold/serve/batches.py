@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import JobError
+from ..errors import JobError, RankError
 from .batch import LOOK_SECONDS, BatchWork, OpenBatch
 from .desk import Desk
 from .http import Refusal
@@ -148,7 +148,7 @@ class Batches:
             if (body := work(one)) is not None:
                 self._note(one, body)
             self._store.troubles.pop(trouble, None)
-        except (Refusal, JobError, OSError) as error:  # the disk, or the database
+        except (Refusal, JobError, OSError, RankError, MemoryError) as error:  # the disk, the database, or the engine
             self._store.troubles[trouble] = f"{trouble} waits: {error}"
             one.retry_at = time.monotonic() + RETRY_SECONDS
         except Exception as error:

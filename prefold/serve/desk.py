@@ -27,7 +27,7 @@ from ..tasks import Work
 from ..tasks.images import resalted
 from ..tasks.run import finish_items
 from ..types import Owner, Request
-from .http import Refusal
+from .http import Refusal, json_of
 from .keys import Keys
 from .metrics import Metrics
 from .options import ServeOptions
@@ -69,7 +69,7 @@ class Desk:
     def __init__(self, llm: Any, options: ServeOptions, metrics: Metrics, keys: Keys):
         self.llm, self.options, self._metrics, self._keys = llm, options, metrics, keys
         self.service, self.watch = llm.engine.service, StepWatch(llm.engine)
-        self.admission = FairAdmission(keys.share_of, batch_share=options.batch_share)
+        self.admission = FairAdmission(keys.share_of, tenant_of=keys.tenant_of, batch_share=options.batch_share)
         seconds = None if options.step_ms is None else options.step_ms / 1e3
         self.pace = Pace(self.admission, step_seconds=seconds, batch_share=options.batch_share)
         self.service.set_pace(self.pace)
@@ -225,6 +225,7 @@ class Desk:
         return found
 
     def _prepare(self, order: TaskOrder) -> tuple[Any, list[Work]]:
+        check_grammars(order.items, self.options.max_grammar_bytes)
         task = self.task(order.task, order.options)
         works: list[Work] = [raised(work) for work in task.prepare(order.items)]
         if not any(work.requests for work in works):  # nobody would ever answer
@@ -284,7 +285,8 @@ class Desk:
 
     def read_shares(self) -> None:
         """Takes over what the file of keys says now."""
-        self._pool.submit(self._between_steps, self.admission.read_shares)
+        cache = lambda: self.service.generator.scheduler.cache  # noqa: E731
+        self._pool.submit(self._between_steps, lambda: self.admission.read_shares(cache()))
 
     def close(self) -> None:
         """Ends what runs, without an answer."""
@@ -294,6 +296,18 @@ class Desk:
         if self.service.pace is self.pace:
             self.service.set_pace(None)
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def check_grammars(items: Sequence[Any], most: int) -> None:
+    """Raises InputError for a schema, expression or grammar of more than `most` bytes: it might take long to compile,
+    and much memory."""
+    for item in items:
+        grammar = (item.get("sampling") or {}).get("grammar") if isinstance(item, Mapping) else None
+        if isinstance(grammar, Mapping):
+            size = sum(len(one.encode()) if isinstance(one, str) else len(json_of(one)) for one in grammar.values())
+            if size > most:
+                message, remedy = f"the grammar has {size} bytes", f"send at most {most}"
+                raise InputError(message, field="grammar", remedy=remedy, code="too_large")
 
 
 def apart(work: Work, namespace: str, table: MediaTable | None = None) -> None:

@@ -76,6 +76,7 @@ class Keys:
         self._path = path
         self._secret = secrets.token_bytes(32)
         self._tenants: list[tuple[bytes, Tenant]] = []
+        self._names: dict[str, str | None] = {}
         self._limits: dict[str | None, Limits] = {}
         self.reload()
 
@@ -88,7 +89,13 @@ class Keys:
         """Reads the file again. Raises JobError where it is wrong, and then the keys stay as they were."""
         if self._path is not None:
             self._tenants = read_keys(Path(self._path))
+            self._names = {self.namespace(tenant): tenant.name for _, tenant in self._tenants}
             self._limits = {tenant.name: tenant.limits for _, tenant in self._tenants}
+
+    def tenant_of(self, namespace: Hashable) -> Hashable:
+        """Returns the name of the tenant whose rows a namespace of the engine (adapter, salt) has; None: nobody's."""
+        salt = namespace[1] if isinstance(namespace, tuple) else ""
+        return self._names.get(str(salt).partition("/")[0])
 
     def limits_of(self, name: Hashable) -> Limits:
         """Returns how much a tenant may have at once."""

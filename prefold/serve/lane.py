@@ -17,6 +17,7 @@ from typing import Any
 from ..engine.meter import StepBudget
 from ..engine.pace import Pace
 from ..engine.service import Background, Service
+from ..errors import OutOfMemoryError, RankError
 from ..stream import Window
 from ..text import Tokenizer
 from ..types import Owner, Readout, Result, Sharing
@@ -57,7 +58,8 @@ class Lane:
         on_step: Any = None,
     ) -> Iterator[tuple[bytes, Any]]:
         """Yields (tag, a Generated a sample) of every request, as they end; (tag, InputError) for one that cannot run.
-        A request whose step fails is (tag, InputError) too."""
+        A request whose step fails is (tag, InputError) too. Raises what no request is at fault for: RankError and
+        OutOfMemoryError."""
         generator = self._service.generator
         most = generator.options.max_running
         came: SimpleQueue[tuple[int, Any]] = SimpleQueue()
@@ -81,6 +83,8 @@ class Lane:
                 except Empty:
                     pass
                 else:
+                    if isinstance(answer, (RankError, OutOfMemoryError)):
+                        raise answer
                     if key in open:  # an answer may come twice, after an error
                         yield open.pop(key), answer
                 if stopping():
@@ -160,7 +164,7 @@ class _BatchNumbers(Background):
         try:
             found = None if self._has_left else next(self._results, None)
         except Exception as error:
-            self._service.failure = error
+            self._service.note_failure(error)
             self.came.put(error)
         else:
             self.came.put(found)

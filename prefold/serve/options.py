@@ -30,6 +30,7 @@ class ServeOptions:
     max_connections       at once
     max_texts             texts, documents or prompts of one request
     max_n                 samples of a prompt
+    max_grammar_bytes     of a schema, regular expression or grammar: so that none takes long to compile
     max_logprobs          most likely tokens that are listed
     max_waiting_requests  requests that wait to be computed; further ones are refused with 429
     max_waiting_tokens    tokens of their prompts
@@ -57,6 +58,7 @@ class ServeOptions:
     max_texts: int = 4096
     max_n: int = 128
     max_logprobs: int = 20
+    max_grammar_bytes: int = 64 << 10
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1 << 22
     step_ms: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..errors import InputError, PrefoldError
+from ..errors import InputError, PrefoldError, RankError
 from .batches import Batches
 from .desk import Desk
 from .http import ClientGone, Refusal, json_response
@@ -21,6 +22,9 @@ from .options import ServeOptions
 from .store import Store
 
 __all__ = ["Face", "Site", "new_id"]
+
+# For so long the server is said to fail after a step that failed, unless one does not.
+FAILING_SECONDS = 10.0
 
 State = Literal["loading", "ready", "draining", "failed"]
 
@@ -59,8 +63,13 @@ class Site:
     @property
     def failing(self) -> str | None:
         """Returns what fails at present, in words; None where nothing does."""
-        if self.desk is not None and self.desk.service.failure is not None:
-            return "the last step failed"
+        failure = None if self.desk is None else self.desk.service.failure
+        if isinstance(failure, RankError):
+            return "a rank of the model is gone, and the server has to be started again"
+        # Of anything else it may have recovered, which shows only when it is asked for something.
+        if failure is not None and time.monotonic() - self.desk.service.failed_at < FAILING_SECONDS:  # type: ignore[union-attr]
+            what = "memory was too small for it" if isinstance(failure, MemoryError) else "see the log"
+            return f"the last step failed: {what}"
         return None if self.store is None else next(iter(self.store.troubles.values()), None)
 
     def close(self) -> None:
@@ -173,6 +182,8 @@ def as_refusal(error: Exception) -> Refusal:
         return Refusal(400, error.message, param=error.field, remedy=error.remedy, code=error.code)
     if isinstance(error, MemoryError):
         return Refusal(503, "memory is too small for the request", remedy="send less at once", code="out_of_memory")
+    if isinstance(error, RankError):
+        return Refusal(503, "a rank of the model is gone", remedy="ask another server", code="unavailable")
     if isinstance(error, PrefoldError):  # such as a task that the model cannot do
         return Refusal(400, str(error), code="unsupported")
     return Refusal(500, "the server failed", remedy="see its log", code="internal_error")

@@ -95,6 +95,18 @@ def test_limits(llm):
         assert client.get("/health").status_code == 200
 
 
+def test_large_grammars(llm):
+    with serving(llm, max_grammar_bytes=300) as server:
+
+        def ask(**more):
+            return httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2} | more)
+
+        assert ask(structured_outputs={"choice": ["a", "b"]}).status_code == 200
+        for more in ({"structured_outputs": {"choice": ["a" * 50] * 9}}, {"structured_outputs": {"regex": "a?" * 200}}):
+            found = ask(**more)
+            assert (found.status_code, found.json()["error"]["code"]) == (400, "too_large"), found.text
+
+
 def test_too_many_wait(llm):
     with serving(llm, max_waiting_requests=2) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         with llm.engine.generator.turn:  # no step is made now

@@ -1,0 +1,354 @@
+"""Holds the cases of serve.py about requests that meet: in flight, of strangers, and more than there is room for.
+
+The server is in this process; clients are processes of their own. `--model tiny` is a random checkpoint of three
+layers, with which many requests can be asked in little time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from common import table
+
+ROOT = Path(__file__).resolve().parent.parent
+
+__all__ = ["channel", "inflight", "overload"]
+
+KEYS = '[[key]]\nkey = "a"\ntenant = "a"\n\n[[key]]\nkey = "b"\ntenant = "b"\n'
+
+
+# ------------------------------------------------------------------------------------------------------- the client
+
+
+async def post(port: int, body: bytes, headers: str = "", slow: float = 0.0) -> tuple[int, float, float]:
+    """Sends a request over a connection of its own; returns (status, seconds to the first byte, to the last).
+
+    slow  bytes a second that are read of the answer; 0: all that comes
+    """
+    started = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 10 if slow else 1 << 16)
+    try:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+        writer.write(f"{head}{headers}\r\n".encode() + body)
+        await writer.drain()
+        line = await reader.readline()
+        first = time.perf_counter() - started
+        while await reader.read(1 if slow else 1 << 16):
+            if slow:
+                await asyncio.sleep(1 / slow)
+        return int(line.split()[1]) if line else 0, first, time.perf_counter() - started
+    except OSError:
+        return 0, 0.0, time.perf_counter() - started
+    finally:
+        writer.close()
+
+
+async def ask(order: dict[str, Any]) -> list[list[float]]:
+    """Returns [when it was sent, status, seconds to the first byte, to the last] of each request of an order.
+
+    Requests come at random, `rate` a second, whatever becomes of them; or `at_once` of them are always there.
+    """
+    draw, bodies, found, number = random.Random(order["seed"]), order["bodies"], [], 0
+    began, end = time.perf_counter(), time.perf_counter() + order["seconds"]
+
+    async def one() -> None:
+        nonlocal number
+        # A beginning of its own, so that nothing of it is in the cache.
+        body = json.dumps(bodies[number % len(bodies)] | {"prompt": f"{order['seed']} {number} " + order["prompt"]})
+        number += 1
+        sent = time.perf_counter() - began
+        found.append([sent, *await post(order["port"], body.encode(), order["headers"], order["slow"])])
+
+    async def again() -> None:
+        while time.perf_counter() < end:
+            await one()
+
+    if order["at_once"]:
+        await asyncio.gather(*(again() for _ in range(order["at_once"])))
+    else:
+        tasks = []
+        while time.perf_counter() < end:
+            tasks.append(asyncio.ensure_future(one()))
+            await asyncio.sleep(draw.expovariate(order["rate"]))
+        await asyncio.wait(tasks, timeout=60)
+        found += [[0, -1, 0, 0] for task in tasks if not task.done()]  # they were never answered
+    return found
+
+
+class Client:
+    """A client's process, which has one order."""
+
+    def __init__(self, port: int, **order: Any):
+        given = {"port": port, "seed": 0, "rate": 1.0, "at_once": 0, "headers": "", "slow": 0.0, **order}
+        command = [sys.executable, __file__]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(given))
+        self._process.stdin.close()
+
+    def result(self) -> np.ndarray:
+        """Returns what `ask` returned, [requests, 4]."""
+        assert self._process.stdout is not None
+        return np.array(json.loads(self._process.stdout.read())).reshape(-1, 4)
+
+    def end(self) -> None:
+        """Ends it where it is."""
+        self._process.kill()
+        self._process.wait()
+
+
+# -------------------------------------------------------------------------------------------------------- the server
+
+
+@contextmanager
+def served(
+    arguments: argparse.Namespace, *, keys: bool = False, rows: int | None = None, **options: Any
+) -> Iterator[Any]:
+    """Gives (LLM, its server, a client of it)."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "serve")]
+    from serving import serving
+
+    from prefold import LLM
+    from prefold.cache import CacheOptions
+
+    sys.setswitchinterval(1e-3)  # as `prefold serve` does
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.model
+        if model == "tiny":
+            from tiny import tiny_checkpoint
+
+            model = str(tiny_checkpoint(Path(folder), "llama", max_position_embeddings=4096))
+        if keys:
+            Path(folder, "keys.toml").write_text(KEYS)
+            options["api_keys"] = f"{folder}/keys.toml"
+        how = {"dtype": arguments.dtype, "max_batch_rows": rows, "cache": CacheOptions()}
+        with (
+            LLM(model, kv_memory=arguments.kv_memory, **how) as llm,
+            serving(llm, **options) as server,
+            httpx.Client(base_url=server.url, timeout=300) as client,
+        ):
+            yield llm, server, client
+
+
+def prompts_like(llm: Any, tokens: int, seed: int) -> list[int]:
+    """Returns a random prompt of so many tokens, as ids."""
+    return np.random.default_rng(seed).integers(10, 250, tokens).tolist()
+
+
+# --------------------------------------------------------------------------------------------------------- the cases
+
+
+def inflight(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Counts the rows of requests that share 2,000 tokens, and come while the first of them is being computed."""
+    rows, count = [], 64
+
+    async def run(server: Any, llm: Any, shared: list[int], spread: float, leave: bool) -> None:
+        async def one(client: httpx.AsyncClient, number: int) -> None:
+            await asyncio.sleep(spread * number / count)
+            body = {"prompt": [*shared, 5 + number, *range(100, 107)], "max_tokens": 1, "ignore_eos": True}
+            if number == 0 and leave:
+                task = asyncio.ensure_future(client.post("/v1/completions", json=body))
+                before = llm.stats.rows_computed
+                while llm.stats.rows_computed == before:
+                    await asyncio.sleep(1e-3)
+                await asyncio.sleep(0.02)  # by now the others have come
+                task.cancel()
+                return
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+        limits = httpx.Limits(max_connections=count)
+        async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
+            await asyncio.gather(*(one(client, number) for number in range(count)))
+
+    with served(arguments, rows=256) as (llm, server, _):
+        for case, (spread, leave) in {
+            "within one step": (0.0, False), "over two seconds": (2.0, False), "the first one leaves": (0.0, True),
+        }.items():  # fmt: skip
+            for seed in range(arguments.rounds):
+                shared = prompts_like(llm, 2000, hash((case, seed)) % 2**32)
+                before = llm.stats.rows_computed
+                asyncio.run(run(server, llm, shared, spread, leave))
+                while llm.engine.generator.has_work:
+                    time.sleep(1e-3)
+                computed = llm.stats.rows_computed - before
+                # Of the one that leaves its own 8 rows may have been computed, or not.
+                unique = 2000 + 8 * count
+                rows.append([case, computed, unique, unique - 8 if leave else unique])
+                llm.engine.generator.scheduler.check()
+    print(table(["64 requests", "rows computed", "unique rows", "at least"], rows))
+    assert all(least <= computed <= unique for _, computed, unique, least in rows)
+    return {"rows": rows}
+
+
+def auc(hits: list[float], misses: list[float]) -> float:
+    """Returns how likely a hit was faster than a miss: 0.5 says that nothing can be told."""
+    ours, theirs = np.array(hits)[:, None], np.array(misses)[None]
+    return float(np.mean((ours < theirs) + 0.5 * (ours == theirs)))
+
+
+def channel(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Guesses prompts of a stranger, and measures what a tenant that floods the cache costs another."""
+    found, rows, draw = {}, [], random.Random(0)
+    with served(arguments, keys=True) as (llm, server, client):
+
+        def seconds(key: str, prompt: list[int]) -> float:
+            body = {"prompt": prompt, "max_tokens": 1}
+            started = time.perf_counter()
+            response = client.post("/v1/completions", json=body, headers={"x-api-key": key})
+            assert response.status_code == 200, response.text
+            return time.perf_counter() - started
+
+        for guesser in "ab":
+            for when in ("cached", "in flight"):
+                times: dict[bool, list[float]] = {True: [], False: []}
+                for number in range(arguments.guesses):
+                    guess, other = (prompts_like(llm, 1000, draw.getrandbits(32)) for _ in range(2))
+                    is_right = number % 2 == 0
+                    asked = guess if is_right else other
+                    if when == "cached":
+                        seconds("a", asked)
+                        times[is_right].append(seconds(guesser, guess))
+                    else:
+                        flying = Client1(server, {"prompt": asked, "max_tokens": 1}, "a")
+                        times[is_right].append(seconds(guesser, guess))
+                        flying.join()
+                found[f"{guesser} {when}"] = score = auc(times[True], times[False])
+                p50 = [f"{statistics.median(times[kind]) * 1e3:.1f}" for kind in (True, False)]
+                rows.append(["the same tenant" if guesser == "a" else "another", when, *p50, f"{score:.3f}"])
+        print(table(["who guesses", "the prompt is", "P50 right, ms", "P50 wrong, ms", "AUC"], rows))
+        found["flood"] = flood(llm, server, client, arguments)
+    return found
+
+
+class Client1:
+    """One request that is sent, and read later."""
+
+    def __init__(self, server: Any, body: dict[str, Any], key: str):
+        from serving import Raw, until
+
+        before = len(server.site.desk.replies)
+        self._raw = Raw(server).send("/v1/completions", body, headers=f"x-api-key: {key}\r\nconnection: close\r\n")
+        until(lambda: len(server.site.desk.replies) > before or server.site.desk.running)
+
+    def join(self) -> None:
+        self._raw.read_all()
+        self._raw.close()
+
+
+def flood(llm: Any, server: Any, client: httpx.Client, arguments: argparse.Namespace) -> dict[str, float]:
+    """Returns the share of a tenant's tokens that it found in the cache, alone and beside one who floods it."""
+    slots = llm.engine.generator.scheduler.pool.num_slots
+    size = min(1000, slots // 24)
+    work = [prompts_like(llm, size, seed) for seed in range(8)]  # a third of the store, in all
+
+    def share(*, beside: bool) -> float:
+        llm.cache.clear()
+        cached = total = 0
+        asked = Counter()
+        for number in range(arguments.guesses // 2):
+            if beside:  # four requests of the flood for one of the other's
+                bodies = [
+                    {"prompt": prompts_like(llm, size, 10_000 + 4 * number + i), "max_tokens": 1} for i in range(4)
+                ]
+                flying = [Client1(server, body, "b") for body in bodies]
+            one = number % len(work)
+            headers = {"x-api-key": "a"}
+            body = {"prompt": work[one], "max_tokens": 1}
+            usage = client.post("/v1/completions", json=body, headers=headers).json()["usage"]
+            if asked[one]:
+                cached += usage["prompt_tokens_details"]["cached_tokens"]
+                total += usage["prompt_tokens"]
+            asked[one] += 1
+            if beside:
+                for each in flying:
+                    each.join()
+        return cached / total
+
+    found = {"alone": share(beside=False), "beside": share(beside=True)}
+    lost = 1 - found["beside"] / found["alone"]
+    print(f"\nA tenant's tokens found in the cache: {found['alone']:.1%} alone, {found['beside']:.1%} beside one who"
+          f" floods it ({lost:.1%} lost)")  # fmt: skip
+    return found
+
+
+def overload(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Sends four times as many requests as can be answered, and lets 100 clients read a byte a second."""
+    body = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "prompt": ""}
+    more = {"bodies": [body], "prompt": "and the quick brown fox jumps over the lazy dog " * 4}
+    seconds = arguments.seconds
+    with served(arguments, max_waiting_requests=32, send_seconds=1e6) as (llm, server, _):
+        port = server.bound_at[1]
+        Client(port, at_once=64, seconds=3, seed=1, **more).result()
+        answers = Client(port, at_once=64, seconds=max(5, seconds / 5), seed=2, **more).result()
+        ended = answers[answers[:, 1] == 200]
+        capacity = len(ended) / (ended[:, 0] + ended[:, 3]).max()
+        memory = resource_mb()
+        found = Client(port, rate=4 * capacity, seconds=seconds, seed=3, **more).result()
+        after = resource_mb()
+        good, refused = found[found[:, 1] == 200], found[found[:, 1] == 429]
+        within = (good[:, 0] + good[:, 3] <= seconds).sum()
+        lost = len(found) - len(good) - len(refused)
+        cut = np.percentile(refused[:, 3], [50, 99]) * 1e3
+        rows = [
+            ["capacity, 64 at once", f"{capacity:.1f} a second"],
+            ["sent, at random", f"{len(found)} in {seconds:g} s, {len(found) / seconds / capacity:.1f} x capacity"],
+            [
+                "answered within the time",
+                f"{within / seconds:.1f} a second, {within / seconds / capacity:.2f} of capacity",
+            ],
+            ["refused (429)", f"{len(refused)}, P50 {cut[0]:.1f} ms, P99 {cut[1]:.1f} ms"],
+            ["anything else", f"{lost}"],
+            ["memory", f"{memory:.0f} MB before, {after:.0f} MB after"],
+        ]
+        print(table(["overload", ""], rows))
+        overloaded = {"capacity": capacity, "goodput": within / seconds, "refused_p99_ms": cut[1], "else": lost}
+        overloaded |= {"mb_before": memory, "mb_after": after}
+        slow = slow_readers(port, capacity, more, seconds / 3)
+        llm.engine.generator.scheduler.check()
+    return {"overload": overloaded, "slow": slow}
+
+
+def slow_readers(port: int, capacity: float, more: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Returns the seconds of requests at half of the capacity, with 100 slow readers of streams and without."""
+    times: dict[str, list[float]] = {"without": [], "with": []}
+    for turn in range(4):
+        name = ("without", "with", "with", "without")[turn]
+        slow = None
+        if name == "with":
+            stream = {**more, "bodies": [more["bodies"][0] | {"stream": True, "max_tokens": 64}]}
+            slow = Client(port, at_once=100, slow=1.0, seconds=seconds, seed=100 + turn, **stream)
+            time.sleep(10)  # until their texts have been computed
+        found = Client(port, rate=capacity / 2, seconds=seconds, seed=10 + turn, **more).result()
+        times[name] += found[found[:, 1] == 200][:, 3].tolist()
+        if slow is not None:
+            slow.end()
+    cut = {name: np.percentile(values, [50, 99]) * 1e3 for name, values in times.items()}
+    print(table(["at half of the capacity", "P50, ms", "P99, ms"],
+                [[f"{name} 100 slow readers", *(f"{ms:.1f}" for ms in cut[name])] for name in cut]))  # fmt: skip
+    return times
+
+
+def resource_mb() -> float:
+    """Returns how much memory this process has now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(ask(json.loads(sys.stdin.read())))))

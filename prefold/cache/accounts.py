@@ -1,0 +1,139 @@
+"""Whose rows the cache holds: an account for each tenant, and from whom rows are taken when room is needed."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+from ..types import Share
+
+__all__ = ["Account", "Accounts"]
+
+# A tenant that has not used its rows for so many seconds has no share: what it has goes first.
+IDLE_SECONDS = 600.0
+
+
+class Account:
+    """An Account is what the cache keeps for one tenant.
+
+    rows    how many rows may be evicted
+    nodes   how many nodes are kept
+    leaves  its nodes that may go now, the one that goes first at the head; the RadixCache's
+    used    when the tenant used any of its rows last
+    """
+
+    __slots__ = ("leaves", "max_rows", "nodes", "rows", "tenant", "used", "weight")
+
+    def __init__(self, tenant: Hashable, share: Share):
+        self.tenant = tenant
+        self.rows = self.nodes = 0
+        self.leaves: list[Any] = []
+        self.used = 0.0
+        self.set_share(share)
+
+    def set_share(self, share: Share) -> None:
+        """Takes over a share."""
+        self.weight, self.max_rows = share.weight, share.max_kept_rows
+
+
+class Accounts:
+    """The Accounts of a cache: each has a part of it by its weight, and who has most above that gives rows first."""
+
+    def __init__(self) -> None:
+        self._share_of: Callable[[Hashable], Share] = lambda tenant: Share()
+        self._by_tenant: dict[Hashable, Account] = {}
+        self._numbers = itertools.count()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what all have."""
+        for account in self._by_tenant.values():
+            account.rows, account.nodes, account.leaves = 0, 0, []
+        # Those that have rows, the one first that used them longest ago.
+        self._with_rows: OrderedDict[Account, None] = OrderedDict()
+        # (-its rows over its weight, number, account), entered whenever these become more. An entry that is not what
+        # the account has now is corrected when it comes to the head.
+        self._by_size: list[tuple[float, int, Account]] = []
+
+    def __iter__(self) -> Iterator[Account]:
+        return iter(self._by_tenant.values())
+
+    def of(self, tenant: Hashable) -> Account:
+        """Returns the account of a tenant, a new one where there is none."""
+        account = self._by_tenant.get(tenant)
+        if account is None:
+            account = self._by_tenant[tenant] = Account(tenant, self._share_of(tenant))
+        return account
+
+    def __len__(self) -> int:
+        return len(self._by_tenant)
+
+    def keep_only(self, some: Iterable[Account]) -> None:
+        """Forgets accounts that are not among these; they must have no rows."""
+        self._by_tenant = {one.tenant: one for one in some}
+
+    def set_shares(self, share_of: Callable[[Hashable], Share]) -> None:
+        """Takes over the shares of all tenants."""
+        self._share_of = share_of
+        for account in self._by_tenant.values():
+            account.set_share(share_of(account.tenant))
+        self._by_size.clear()
+        self._enter_all()
+
+    def use(self, account: Account, now: float) -> None:
+        """Takes note that the tenant used its rows."""
+        account.used = now
+        if account in self._with_rows:
+            self._with_rows.move_to_end(account)
+
+    def add(self, account: Account, rows: int) -> None:
+        """Books that an account has more rows, or fewer."""
+        account.rows += rows
+        if rows < 0 and not account.rows:
+            self._with_rows.pop(account, None)
+        elif rows > 0:
+            is_new = account not in self._with_rows
+            self._with_rows[account] = None
+            if is_new and len(self._with_rows) == 2:
+                self._by_size.clear()
+                self._enter_all()
+            elif len(self._with_rows) > 1:  # a tenant alone needs no order
+                self._enter(account)
+
+    def next(self, now: float) -> Account | None:
+        """Returns from whom rows are taken next; None where nobody has any."""
+        if not self._with_rows:
+            return None
+        oldest = next(iter(self._with_rows))
+        if len(self._with_rows) == 1 or now - oldest.used > IDLE_SECONDS:
+            return oldest
+        heap = self._by_size
+        while True:
+            size, _, account = heap[0]
+            held = -account.rows / account.weight
+            if account.rows and size == held:
+                return account
+            heapq.heappop(heap)
+            if account.rows and size < held:
+                self._enter(account)
+
+    def check(self) -> None:
+        """Raises AssertionError where the order and what accounts have do not agree; for tests."""
+        assert set(self._with_rows) == {account for account in self if account.rows}
+        if len(self._with_rows) > 1:
+            largest = {account: size for size, _, account in sorted(self._by_size, reverse=True)}
+            assert all(largest[account] <= -account.rows / account.weight for account in self._with_rows)
+
+    def _enter(self, account: Account) -> None:
+        if len(self._by_size) > 2 * len(self._with_rows) + 64:
+            self._by_size.clear()
+            self._enter_all()
+        elif account.rows:
+            heapq.heappush(self._by_size, (-account.rows / account.weight, next(self._numbers), account))
+
+    def _enter_all(self) -> None:
+        for account in self._with_rows:
+            heapq.heappush(self._by_size, (-account.rows / account.weight, next(self._numbers), account))

@@ -1,0 +1,155 @@
+"""Tenants in one cache: from whom rows are taken when room is needed."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefold.cache import CacheOptions, RadixCache, SlotPool
+from prefold.cache.accounts import IDLE_SECONDS
+from prefold.cache.tree import RadixTree
+from prefold.types import Share
+
+
+class Tenants:
+    """A cache that tenants share: the first part of a namespace is its tenant."""
+
+    def __init__(self, slots=100, check=True, share_of=lambda tenant: Share(), **options):
+        self.now = 0.0
+        self.tree, self.pool, self.is_checked = RadixTree(), SlotPool(slots), check
+        options.setdefault("min_overlap", 0)
+        self.cache = RadixCache(self.tree, self.pool, CacheOptions(**options), clock=lambda: self.now)
+        self.cache.set_tenants(lambda namespace: namespace[0], share_of)
+
+    def use(self, tenant, *tokens, salt=""):
+        """A sequence comes, has its rows computed, and ends. Returns how many rows were there."""
+        self.now += 1e-3
+        leaf = self.tree.insert((tenant, salt), np.array(tokens, np.int32))
+        path = leaf.path()
+        self.cache.take(path)
+        found = sum(node.computed for node in path)
+        for node in path:
+            node.users += 1
+            if not len(node.slots):
+                missing = len(node) - self.pool.free_slots
+                if missing > 0:
+                    self.cache.evict(missing)
+                node.claim(self.pool.allocate(len(node)))
+                node.computed = len(node)
+        for node in reversed(path):
+            node.users -= 1
+            self.cache.keep(node)
+        if self.is_checked:
+            self.cache.check()
+        return found
+
+    def rows(self, tenant):
+        return self.cache.accounts.of(tenant).rows
+
+
+def test_who_floods_the_cache_takes_from_itself():
+    cache = Tenants(slots=100)
+    work = [[100 + number] * 10 for number in range(4)]
+    for tokens in work:
+        cache.use("steady", *tokens)
+    hits = 0
+    for number in range(200):
+        cache.use("flood", number, *[1] * 9)
+        hits += cache.use("steady", *work[number % 4])
+    assert hits == 200 * 10  # 40 of 100 rows are less than its half
+    assert cache.rows("flood") == 60
+
+
+def test_weights():
+    shares = {"a": Share(3.0), "b": Share(1.0)}
+    cache = Tenants(slots=400, share_of=shares.__getitem__)
+    for number in range(200):
+        for tenant in "ab":
+            cache.use(tenant, number, 1, 2, 3)
+    assert cache.rows("a") == pytest.approx(300, abs=8) and cache.rows("b") == pytest.approx(100, abs=8)
+    shares |= {"a": Share(1.0), "b": Share(3.0)}
+    cache.cache.set_tenants(lambda namespace: namespace[0], shares.__getitem__)
+    for number in range(200, 400):
+        for tenant in "ab":
+            cache.use(tenant, number, 1, 2, 3)
+    assert cache.rows("a") == pytest.approx(100, abs=8)
+
+
+def test_who_is_away_has_no_share():
+    cache = Tenants(slots=100)
+    for number in range(5):
+        cache.use("away", number, *[1] * 9)
+    cache.now += IDLE_SECONDS
+    for number in range(20):
+        cache.use("here", number, *[1] * 9)
+    assert (cache.rows("away"), cache.rows("here")) == (0, 100)
+
+
+def test_most_rows_of_a_tenant():
+    shares = {"a": Share(max_kept_rows=25), "b": Share()}
+    cache = Tenants(slots=100, share_of=shares.__getitem__)
+    for number in range(6):
+        cache.use("a", number, *[1] * 9)
+        cache.use("b", number, *[1] * 9)
+    assert (cache.rows("a"), cache.rows("b")) == (25, 60)
+    assert cache.use("a", 5, *[1] * 9) > 0  # the one used last is among them
+    shares["b"] = Share(max_kept_rows=0)
+    cache.cache.set_tenants(lambda namespace: namespace[0], shares.__getitem__)
+    assert cache.rows("b") == 0
+    cache.cache.check()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    tenants=st.integers(1, 5),
+    policy=st.sampled_from(["lru", "lfu", "priority"]),
+    ttl=st.sampled_from([None, 0.02]),
+    most=st.sampled_from([None, 30]),
+)
+def test_random_traces(seed, tenants, policy, ttl, most):
+    rng = np.random.default_rng(seed)
+    shares = [Share(float(rng.integers(1, 4)), max_kept_rows=rng.choice([None, 10])) for _ in range(tenants)]
+    cache = Tenants(60, share_of=lambda tenant: shares[tenant], policy=policy, ttl=ttl, max_tokens=most)
+    for _ in range(60):
+        tenant = int(rng.integers(tenants))
+        tokens = rng.integers(0, 3, int(rng.integers(1, 9)))
+        salt = str(rng.integers(2))
+        draw = rng.random()
+        if draw < 0.7:
+            cache.use(tenant, *tokens, salt=salt)
+        elif draw < 0.8:
+            cache.cache.pin((tenant, salt), tokens[:2].astype(np.int32))
+        elif draw < 0.9:
+            cache.cache.unpin((tenant, salt), tokens[:2].astype(np.int32))
+        elif draw < 0.95:
+            cache.now += 0.05 if rng.random() < 0.8 else IDLE_SECONDS
+            cache.cache.expire()
+        else:
+            shares[tenant] = Share(float(rng.integers(1, 4)))
+            cache.cache.set_tenants(lambda namespace: namespace[0], lambda tenant: shares[tenant])
+        cache.cache.check()
+    cache.cache.clear()
+    cache.cache.check()
+    assert not cache.cache.rows
+
+
+@pytest.mark.parametrize(("tenants", "limit"), [(1, None), (10_000, None), (10_000, 90)])
+def test_a_request_costs_the_same_with_many_nodes_and_tenants(tenants, limit):
+    """With 100,000 nodes kept by 10,000 tenants, and all room taken, so that each request evicts."""
+
+    def microseconds(nodes, tenants):
+        cache = Tenants(10 * nodes, check=False, share_of=lambda tenant: Share(max_kept_rows=limit), min_overlap=0)
+        for number in range(nodes):
+            cache.use(number % tenants, number, *range(9))
+        started = time.process_time()
+        for number in range(nodes, nodes + 2000):
+            cache.use(number % tenants, number, *range(9))
+        cache.cache.check()
+        return (time.process_time() - started) / 2000 * 1e6
+
+    assert microseconds(100_000, tenants) < 3 * microseconds(1000, min(tenants, 100)) + 20

@@ -1,0 +1,85 @@
+"""What no request is at fault for: it is told by /health, and nothing that was acknowledged is lost."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import httpx
+import openai
+import pytest
+from serving import serving, until
+
+from prefold.errors import OutOfMemoryError, RankError
+
+BODY = {"prompt": "yes the no", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def broken(llm, monkeypatch):
+    """Every step raises what is in the list that this is."""
+    worker, errors = llm.engine.worker, []
+    real = worker.start
+
+    def start(message, prepared=None):
+        if errors:
+            raise errors[0]
+        return real(message, prepared)
+
+    monkeypatch.setattr(worker, "start", start)
+    monkeypatch.setattr("prefold.serve.batches.RETRY_SECONDS", 0.2)
+    return errors
+
+
+def health(server):
+    found = httpx.get(f"{server.url}/health")
+    return found.status_code, found.json().get("reason", "")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_a_rank_that_is_gone(llm, broken, path):
+    body = BODY if path == "/v1/completions" else {"input": "yes"}
+    with serving(llm) as server:
+        broken.append(RankError("rank 1 has died"))
+        assert httpx.post(server.url + path, json=body, timeout=20).status_code == 503
+        assert (status := health(server))[0] == 503 and "rank" in status[1]
+        server.site.desk.service.failed_at -= 1000
+        assert health(server)[0] == 503  # it does not come back
+        broken.clear()
+        assert httpx.post(server.url + path, json=body, timeout=20).status_code == 200
+        assert health(server) == (200, "")
+
+
+def test_memory_that_is_too_small(llm, broken):
+    with serving(llm) as server:
+        broken.append(OutOfMemoryError("not even one row fits"))
+        assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=20).status_code == 503
+        assert (status := health(server))[0] == 503 and "memory" in status[1]
+        server.site.desk.service.failed_at -= 1000  # nobody asks a server that fails: it must be tried again
+        assert health(server)[0] == 200
+        broken.clear()
+        assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=20).status_code == 200
+    assert not llm.engine.generator.has_work
+
+
+@pytest.mark.parametrize("error", [RankError("rank 1 has died"), OutOfMemoryError("not even one row fits")])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_a_batch_waits_until_the_engine_works_again(llm, broken, tmp_path, path, error):
+    """None of its lines is answered with an error that is the engine's."""
+    lines = []
+    for i in range(40):
+        body = BODY | {"prompt": f"{i} yes", "max_tokens": 30} if path == "/v1/completions" else {"input": f"{i} yes"}
+        lines.append(json.dumps({"custom_id": str(i), "method": "POST", "url": path, "body": body | {"model": "tiny"}}))
+    with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server:
+        broken.append(error)
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+            batch = client.batches.create(input_file_id=file.id, endpoint=path, completion_window="24h")
+            until(lambda: server.site.failing is not None)
+            time.sleep(1)
+            assert client.batches.retrieve(batch.id).status == "in_progress"
+            broken.clear()
+            until(lambda: client.batches.retrieve(batch.id).status == "completed", 30)
+            done = client.batches.retrieve(batch.id)
+            assert done.request_counts.completed == 40 and done.error_file_id is None
+            until(lambda: server.site.failing is None)
