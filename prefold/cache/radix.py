@@ -225,6 +225,9 @@ class RadixCache:
                 if node.kept and not node.pins:
                     self._count(node, node.computed)
                     self._enter(node)
+            for node in path[:1]:
+                assert node.account is not None
+                self._cut_down(node.account)
         return path[-1].stop if path else 0
 
     def forget_all(self) -> None:

@@ -18,7 +18,7 @@ BODY = {"prompt": "yes the no", "max_tokens": 3, "temperature": 0, "ignore_eos":
 @pytest.fixture
 def broken(llm, monkeypatch):
     """Every step raises what is in the list that this is."""
-    worker, errors = llm.engine.worker, []
+    worker, errors = llm.engine.generator.worker, []  # it has its store
     real = worker.start
 
     def start(message, prepared=None):
