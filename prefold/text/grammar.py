@@ -26,6 +26,9 @@ __all__ = ["GrammarCompiler", "Matcher", "check_grammar"]
 
 # Compiled grammars that are kept. The prompts of a job mostly share one, or have one each.
 CACHED = 256
+# States of a compiled expression that are kept, of 1 to 2 KB each: they are made as texts need them. The time is bounded
+# too: by default the library spends some 20 ms on an expression when it is compiled, and as much on a mask.
+MOST_STATES = 50_000
 # White space between two parts of a JSON text. Where a grammar allows more than it needs, a small model may write
 # blanks until its context is full, and each costs a step.
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -107,7 +110,10 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> Matcher:
         check_grammar(grammar)
-        matcher = Matcher(_library().LLMatcher(self._tokenizer, _source(grammar), log_level=0), self._vocab_size)
+        library = _library()
+        limits = library.LLParserLimits(max_lexer_states=MOST_STATES)
+        inner = library.LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=limits)
+        matcher = Matcher(inner, self._vocab_size)
         if matcher.failed:
             raise _refused(grammar, matcher.failed)
         matcher.mask()  # the first mask shows whether any text can begin

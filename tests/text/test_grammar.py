@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import resource
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -277,3 +279,43 @@ def test_without_the_library(monkeypatch, tokenizers):
         GrammarCompiler(tokenizers["gpt-2"], 600)
     with pytest.raises(MissingExtraError):
         check_grammar(Grammar("regex", "never seen"))
+
+
+BOMBS = {
+    "an automaton of 2^40 states": Grammar("regex", "(a|b)*a(a|b){40}"),
+    "repetitions in repetitions": Grammar("regex", "((((a{1,100}){1,100}){1,100}){1,100})"),
+    "a long row of repetitions": Grammar("regex", "(.{0,1000}x){1000}"),
+    "many that overlap": Grammar("regex", "(" + "|".join("a" * i + "b?" for i in range(350)) + ")"),
+    "many wildcards": Grammar("regex", "(" + "|".join(f".*w{i}.*" for i in range(300)) + ")"),
+    "many words": Grammar("choice", json.dumps([f"x{i:07}" for i in range(5000)])),
+    "many values": Grammar("json_schema", json.dumps({"enum": [f"x{i:07}" for i in range(5000)]})),
+    "references that double": Grammar(
+        "json_schema",
+        json.dumps(
+            {"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(25)}
+             | {"d25": {"type": "string"}}, "$ref": "#/$defs/d0"}
+        ),
+    ),
+    "an ambiguous one": Grammar("lark", 'start: s\ns: s s s s | "a" | '),
+    "a remainder": Grammar("json_schema", json.dumps({"type": "integer", "multipleOf": 10_007})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_would_take_long_takes_its_limit(compiler, name):
+    """It is refused, or compiled, and followed, in little time and memory; none is larger than a server lets in."""
+    assert len(BOMBS[name].text) <= 64 << 10
+    started, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        matcher = compiler.matcher(BOMBS[name])
+    except InputError as error:
+        assert error.code == "invalid_grammar"
+    else:
+        rng = random.Random(0)
+        for _ in range(30):
+            allowed = np.flatnonzero(matcher.mask()).tolist()
+            if matcher.failed or matcher.is_done:
+                break
+            matcher.accept(rng.choice(allowed))
+    assert time.process_time() - started < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
