@@ -26,8 +26,8 @@ __all__ = ["GrammarCompiler", "Matcher", "check_grammar"]
 
 # Compiled grammars that are kept. The prompts of a job mostly share one, or have one each.
 CACHED = 256
-# States of a compiled expression that are kept, of 1 to 2 KB each: they are made as texts need them. The time is bounded
-# too: by default the library spends some 20 ms on an expression when it is compiled, and as much on a mask.
+# States of a compiled expression that are kept, of 1 to 2 KB each: they are made as texts need them. The library bounds
+# the time: it spends some 20 ms on an expression that it compiles, and as much on a mask.
 MOST_STATES = 50_000
 # White space between two parts of a JSON text. Where a grammar allows more than it needs, a small model may write
 # blanks until its context is full, and each costs a step.
