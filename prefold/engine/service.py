@@ -29,6 +29,7 @@ from .pace import Pace
 from .replies import Reading, Reply, send
 from .requests import can_probe
 from .samples import TextPiece
+from .turns import Turns
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -73,9 +74,10 @@ class Service:
         self.failure: Exception | None = None
         self.failed_at = 0.0
         self.pace: Pace | None = None
-        self._readings: deque[tuple[Reading, Sequence[int]]] = deque()  # with the parts that are to be read
+        self._readings = Turns()
         self._beside: deque[Background] = deque()
-        self._replies: dict[Reply, None] = {}  # those that have no answer yet
+        self._replies: dict[Reply, Any] = {}  # those that have no answer yet
+        self._unbegun: dict[int, Reply] = {}  # by the keys of requests for which no step has worked yet
         self._out: dict[Reply, list[Any]] = {}
         self._lock = threading.Lock()  # of making the generator
         self._is_stepping = False
@@ -118,7 +120,7 @@ class Service:
         generator = self.generator
         key = generator.new_key()
         reply.keys.append(key)
-        self._replies[reply] = None
+        self._replies[reply] = self._unbegun[key] = reply
         self.engine.meter.add(requests=1)
         on_text = partial(self._put, reply) if text else None
         sharing = None if share else False
@@ -136,6 +138,7 @@ class Service:
             for part, request in enumerate(requests):
                 key = generator.new_key()
                 reply.keys.append(key)
+                self._unbegun[key] = reply
                 on_done = partial(self._probed, reading, part)
                 generator.add(request, None, on_done, readout=readout, key=key, owner=reply.owner)
             self._added(reply)
@@ -144,17 +147,23 @@ class Service:
 
     def _added(self, reply: Reply) -> None:
         self.wake()
-        if reply.is_cancelled:  # before its keys were known
-            self.cancel(reply)
+        if reply.is_cancelled:  # before its requests were there
+            self._forget(reply)
+            self.generator.cancel(*reply.keys)
 
     def cancel(self, reply: Reply) -> None:
         """Ends what a reply waits for before the next step. Nobody reads the reply any more."""
         reply.is_cancelled = True
         if reply in self._replies:
-            self._replies.pop(reply, None)
+            self._forget(reply)
             if reply.keys:
                 self.generator.cancel(*reply.keys)
             self.wake()
+
+    def _forget(self, reply: Reply) -> None:
+        self._replies.pop(reply, None)
+        for key in reply.keys:
+            self._unbegun.pop(key, None)
 
     @property
     def generator(self) -> Generator:
@@ -170,6 +179,7 @@ class Service:
         self.pace = pace
         if pace is not None:
             pace.reading = lambda: bool(self._readings)
+            self._readings.share_of = pace.admission.share_of
         if "generator" in self.engine.__dict__:
             self.generator  # noqa: B018 - which takes it over
 
@@ -197,7 +207,7 @@ class Service:
 
     def _answer(self, reply: Reply, answer: Any) -> None:
         if reply in self._replies:
-            self._replies.pop(reply, None)
+            self._forget(reply)
             self._put(reply, answer)
             if self.pace is not None:
                 self.pace.note_live()
@@ -250,7 +260,7 @@ class Service:
         with suppress(Empty):
             while True:
                 if came is not None:
-                    self._readings.append(came)
+                    self._readings.add(came)
                 came = self._inbox.came.get(block=False)
 
     @property
@@ -278,7 +288,7 @@ class Service:
 
     def _advance(self) -> None:
         if self._readings:
-            self._read(self._next_readings())
+            self._read(self._readings.take(STEPS_A_WINDOW * self.engine.max_batch_rows))
         else:
             self._step()
 
@@ -312,23 +322,6 @@ class Service:
     def note_failure(self, error: Exception) -> None:
         """Takes note of the error of a step that nobody who asked is at fault for."""
         self.failure, self.failed_at = error, time.monotonic()
-
-    def _next_readings(self) -> list[tuple[Reading, Sequence[int]]]:
-        """Takes those that wait and read the same as the first of them, until a window is full."""
-        room = STEPS_A_WINDOW * self.engine.max_batch_rows
-        found: list[tuple[Reading, Sequence[int]]] = []
-        left: deque[tuple[Reading, Sequence[int]]] = deque()
-        for one in self._readings:
-            reading = one[0]
-            if reading.reply.is_cancelled:
-                continue
-            if (not found or reading.readout == found[0][0].readout) and (room > 0 or not found):
-                room -= reading.reply.tokens
-                found.append(one)
-            else:
-                left.append(one)
-        self._readings = left
-        return found
 
     def _read(self, readings: Sequence[tuple[Reading, Sequence[int]]], *, again: bool = True) -> None:
         """Reads numbers of one kind in a row stream. Where a step fails, in halves, until the one at fault is found.
@@ -384,9 +377,10 @@ class Service:
 
     def _deliver(self) -> None:
         if "generator" in self.engine.__dict__:
-            running = {sequence.key for sequence in self.engine.generator.scheduler.running}
-            waiting = [reply for reply in self.replies if reply.begun_at is None]
-            _note_begun(reply for reply in waiting if not running.isdisjoint(reply.keys))
+            unbegun = self._unbegun
+            if unbegun:
+                keys = [one.key for one in self.engine.generator.scheduler.running if one.key in unbegun]
+                _note_begun([unbegun.pop(key) for key in dict.fromkeys(keys)])  # type: ignore[call-overload]
         out, self._out = self._out, {}
         if out:
             send(out)

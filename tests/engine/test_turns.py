@@ -1,0 +1,69 @@
+"""In which order numbers are read for those who wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+from prefold.engine.replies import Reading
+from prefold.engine.turns import Turns
+from prefold.types import Owner, Readout, Share
+
+LAST, MEAN = Readout("last"), Readout("mean")
+
+
+def part(tenant, tokens=10, readout=LAST, batch=False):
+    reply = SimpleNamespace(owner=Owner(tenant, batch), tokens=tokens, is_cancelled=False)
+    return Reading(reply, [None], readout), [0]
+
+
+def owners(parts):
+    return [reading.reply.owner.tenant for reading, _ in parts]
+
+
+def test_one_owner_is_served_in_order():
+    turns, parts = Turns(), [part(None) for _ in range(9)]
+    for one in parts:
+        turns.add(one)
+    assert turns.take(50) == parts[:5] and len(turns) == 4
+    assert turns.take(1) == parts[5:6]
+    parts[6][0].reply.is_cancelled = True
+    assert turns.take(1000) == parts[7:] and not turns
+
+
+def test_who_comes_to_a_flood_is_next():
+    turns = Turns()
+    for _ in range(100):
+        turns.add(part("flood"))
+    assert owners(turns.take(200)) == ["flood"] * 20
+    turns.add(part("other"))
+    assert "other" in owners(turns.take(20))
+
+
+def test_weights_and_classes():
+    turns = Turns()
+    turns.share_of = lambda tenant: Share(3.0 if tenant == "a" else 1.0)
+    for _ in range(100):
+        for tenant in "ab":
+            turns.add(part(tenant))
+        turns.add(part("c", batch=True))
+    assert Counter(owners(turns.take(400))) == {"a": 30, "b": 10}
+    while turns:
+        last = owners(turns.take(300))
+    assert set(last) == {"c"}
+
+
+def test_only_what_reads_the_same_is_taken_together():
+    turns = Turns()
+    for readout in (LAST, MEAN, LAST):
+        turns.add(part("a", readout=readout))
+    turns.add(part("b", readout=MEAN))
+    assert [reading.readout for reading, _ in turns.take(100)] == [LAST, LAST]
+    assert owners(turns.take(100)) in (["a", "b"], ["b", "a"]) and not turns
+
+
+def test_a_reading_larger_than_a_window_is_read_alone():
+    turns = Turns()
+    for _ in range(2):
+        turns.add(part("a", tokens=1000))
+    assert len(turns.take(100)) == 1 and len(turns.take(100)) == 1
