@@ -340,8 +340,11 @@ class RadixCache:
         leaves = [entry for account in self.accounts for entry in account.leaves if self._may_go(entry)]
         assert {entry[2] for entry in leaves} == may_go
         assert all(entry[0] == self._worth(entry[2]) for entry in leaves)
+        nodes: dict[Account | None, list[Node]] = {}
+        for node in kept:
+            nodes.setdefault(node.account, []).append(node)
         for account in self.accounts:
-            own = [node for node in kept if node.account is account]
+            own = nodes.get(account, [])
             assert account.rows == sum(node.computed for node in own if not node.pins)
             assert account.nodes == len(own)
             assert account.max_rows is None or account.rows <= account.max_rows
