@@ -181,6 +181,7 @@ class _BatchNumbers(Background):
         if not self._is_in_step:  # a step of live requests
             return
         self._is_in_step = False
+        self._service.failure = None
         self._pace.stream_times.note(step.rows, step.seconds)
         now = time.perf_counter()
         self._due_at = now + (now - self._stepped) * (1 / self._pace.batch_share - 1)

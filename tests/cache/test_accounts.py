@@ -138,7 +138,9 @@ def test_random_traces(seed, tenants, policy, ttl, most):
     assert not cache.cache.rows
 
 
-@pytest.mark.parametrize(("tenants", "limit"), [(1, None), (10_000, None), (10_000, 90)])
+@pytest.mark.parametrize(
+    ("tenants", "limit"), [(1, None), (10_000, None), pytest.param(10_000, 90, marks=pytest.mark.slow)]
+)
 def test_a_request_costs_the_same_with_many_nodes_and_tenants(tenants, limit):
     """With 100,000 nodes kept by 10,000 tenants, and all room taken, so that each request evicts."""
 
