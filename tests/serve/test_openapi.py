@@ -53,6 +53,7 @@ def test_every_path_is_described_once(server):
 def test_the_parameters_are_those_that_are_read(kind):
     assert set(SUMMARIES) == set(KINDS) == set(ENDPOINTS.values())
     schema = body_schema(kind)
+    assert set(KINDS[kind].names) < set(schema["properties"])
     for name in schema.get("required", []):
         with pytest.raises(InputError):
             KINDS[kind].read({key: value for key, value in GOOD[kind].items() if key != name}, {})
@@ -70,6 +71,13 @@ def test_the_parameters_are_those_that_are_read(kind):
 def test_the_fields_of_other_apis_are_those_that_are_read(kind):
     read, good = OTHERS[kind]
     schema = body_schema(kind)
+    assert set(schema["properties"]) == set(
+        tei.TEI_NAMES[kind.removeprefix("tei_")]
+        if kind.startswith("tei_")
+        else cohere.COHERE_EMBED_NAMES
+        if kind.startswith("cohere")
+        else anthropic.MESSAGE_NAMES
+    )
     read(good | dict.fromkeys(set(schema["properties"]) - set(schema["required"])))
     for name in schema["required"]:
         with pytest.raises(InputError):
