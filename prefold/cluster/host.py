@@ -213,6 +213,6 @@ def facts_of(llm: Any) -> ReplicaFacts:
         engine.max_batch_rows,
         generation.max_running,
         dtype=identity["dtype"],
-        cache_rows=engine.worker.kv_slots(generation.kv_memory),
+        cache_rows=engine.worker.kv_slots(generation.kv_memory, engine.worker.facts.slot_bytes),
         reports_cache=True,
     )

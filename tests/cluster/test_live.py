@@ -210,9 +210,9 @@ def test_what_a_lost_replica_had_goes_to_others_and_counts_once():
     texts, replicas, lost = texts_of(300), ThreadReplicas("ab"), threading.Event()
 
     def before(name, tokens):
-        if name == "a" and not lost.is_set() and replicas.given["a"] > 20:
+        if not lost.is_set() and replicas.given[name] > 20:
             lost.set()
-            replicas.lose("a", "killed")
+            replicas.lose(name, "killed")
             time.sleep(0.2)
 
     replicas.before = before

@@ -191,6 +191,10 @@ def test_missing_tensors_are_named(tmp_path, lost):
         load(folder)
 
 
-def test_live_routes_are_refused_by_the_engine(tmp_path):
-    with pytest.raises(UnsupportedModelError, match=r"loop\.router\.kind is 'hard'"):
-        LLM(str(checkpoint(tmp_path, {"kind": "hard"})), dtype="float32", device="cpu")
+@pytest.mark.parametrize(
+    "router", [{"kind": "soft"}, {"kind": "top", "top": 2}, {"kind": "hard", "reads": "row"}], ids=lambda one: str(one)
+)
+def test_routers_that_steps_cannot_follow_are_refused_by_the_engine(tmp_path, router):
+    key = "reads" if "reads" in router else "kind"
+    with pytest.raises(UnsupportedModelError, match=rf"loop\.router\.{key} is .{router[key]}"):
+        LLM(str(checkpoint(tmp_path, router)), dtype="float32", device="cpu")
