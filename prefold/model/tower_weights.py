@@ -7,15 +7,14 @@ from typing import cast
 
 import torch
 
-from .. import kernels
 from ..checkpoint import Checkpoint
 from ..errors import UnsupportedModelError
 from ..media import TowerConfig
 from .config import ModelConfig
-from .layers import Linear, Norm
+from .layers import Norm
 from .tower import Tower, TowerLayer
 from .tower_sources import PROJECTION, PROJECTOR_NORM, open_tower_source
-from .weights import Weight, check_memory, check_tensors, fill, linear_weights, wanted_shapes
+from .weights import Weight, check_memory, check_tensors, fill_all, linear_weights, wanted_shapes
 
 __all__ = ["load_tower"]
 
@@ -42,12 +41,7 @@ def load_tower(
     source = open_tower_source(checkpoint, config.tower, wanted_shapes(weights), seed)
     check_tensors(checkpoint, weights, source)
     check_memory(checkpoint, weights, device, dtype)
-    pool = kernels.PanelPool()
-    with torch.no_grad():
-        for weight in weights:
-            fill(weight, source, device)
-            if pack and isinstance(weight.owner, Linear) and weight.attribute == "weight":
-                weight.owner.pack(pool)
+    fill_all(weights, source, device, pack=pack)
     return tower.eval()
 
 

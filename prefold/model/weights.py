@@ -91,15 +91,19 @@ def load_model(
         model = _shapes(settled, dtype, ranks)
         weights = list(model_weights(model))
     check_memory(checkpoint, weights, device, dtype)
+    fill_all(weights, source, device, pack=pack)
+    model.may_pack = pack
+    return model.eval()
+
+
+def fill_all(weights: Iterable[Weight], source: TensorSource, device: torch.device, *, pack: bool) -> None:
+    """Fills all parameters; with `pack` those of linears are packed, each at once, so that only one is there twice."""
     pool = kernels.PanelPool()
     with torch.no_grad():
         for weight in weights:
             fill(weight, source, device)
             if pack and isinstance(weight.owner, Linear) and weight.attribute == "weight":
-                # At once: so only one matrix at a time is there twice.
                 weight.owner.pack(pool)
-    model.may_pack = pack
-    return model.eval()
 
 
 def _shapes(config: ModelConfig, dtype: torch.dtype, ranks: Alone = ALONE) -> CausalLM:
