@@ -46,6 +46,7 @@ import argparse
 import http.client
 import json
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -367,7 +368,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=120, help="msmarco")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="msmarco")
     parser.add_argument("--paths", nargs="+", default=["/v1/embeddings", "/rerank"], help="msmarco")
-    parser.add_argument("--workload", default="prefix_repetition", help="live: see above")
+    parser.add_argument("--workload", nargs="+", default=["prefix_repetition"], help="live: see above")
     parser.add_argument("--requests", type=int, default=100, help="live, nothing-shared")
     parser.add_argument("--output", type=int, default=32, help="live, nothing-shared: tokens of an answer")
     parser.add_argument("--shares", type=float, nargs="*", default=[0.5, 0.8], help="live: of vLLM's rate")
@@ -388,6 +389,9 @@ def main() -> None:
     if arguments.client:
         client(arguments.client)
         return
+    # Servers and clients of a case end with it, also where it is told to end.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     about = machine()
     print(about)
     found = (SERVERS | OWN).get(arguments.case, in_process)(arguments)

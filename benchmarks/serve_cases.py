@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from common import export_folder, python_of, read_jsonl, table
 from generation_cases import airline
-from serve_systems import Clients, Served, interval_of_ratio, p, prefold_server, vllm_server
+from serve_systems import KV_GIB, Clients, Served, interval_of_ratio, p, prefold_server, vllm_server
 
 from prefold import LLM
 
@@ -81,6 +81,8 @@ def msmarco(arguments: argparse.Namespace) -> dict[str, Any]:
                     server.go_on()
                     with Clients(server.port, number) as clients:
                         clients.ask_all(path, bodies[path][:1])
+                        if server.name == "vLLM":  # the others keep nothing
+                            server.forget()
                         before = time.process_time()
                         whole, seconds, _ = clients.ask_all(path, bodies[path])
                     row = {"path": path, "at once": number, "system": server.name, "rate": count / whole}
@@ -103,48 +105,64 @@ def msmarco(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def live(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs `vllm bench serve` against both servers: at once, and at shares of vLLM's rate then."""
+    """Runs `vllm bench serve` against both servers, with each workload: at once, and at shares of vLLM's rate then."""
     if not arguments.vllm:
         raise SystemExit("--case live needs --vllm, whose bench is the client of both servers")
-    rows = []
+    found = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        workload, options = workload_of(arguments, folder)
-        modes = {"prefold": ["--served-model-name", "model"]}
+        modes = {"prefold": ["--served-model-name", "model", "--kv-memory", f"{KV_GIB}GiB"]}
         servers = both(stack, arguments, modes, "--block-size", str(arguments.block), "--enable-prefix-caching")
-        saturation = 0.0
-        for share in [None] if arguments.smoke else [None, *arguments.shares]:
-            rate = "inf" if share is None else f"{share * saturation:.3f}"
-            for server in servers[::-1]:  # vLLM first: its rate is the measure
-                server.go_on()
-                found = bench(arguments, folder, server, [*options, "--request-rate", rate])
-                server.pause()
-                if share is None and server.name == "vLLM":
-                    saturation = found["request_throughput"]
-                rows.append({"share": share, "system": server.name} | found)
+        for workload in arguments.workload:
+            found[workload] = live_workload(arguments, folder, servers, workload)
+    return found
+
+
+def live_workload(arguments: argparse.Namespace, folder: Path, servers: list[Served], workload: str) -> dict[str, Any]:
+    """Runs one workload against both servers, which have forgotten what came before each time."""
+    title, options = workload_of(arguments, folder, workload)
+    rows, saturation = [], 0.0
+    for share in [None, *(arguments.shares[:1] if arguments.smoke else arguments.shares)]:
+        rate = "inf" if share is None else f"{share * saturation:.3f}"
+        for server in servers[::-1]:  # vLLM first: its rate is the measure
+            server.go_on()
+            warm(server)
+            found = bench(arguments, folder, server, [*options, "--request-rate", rate])
+            server.pause()
+            if share is None and server.name == "vLLM":
+                saturation = found["request_throughput"]
+            rows.append({"share": share, "system": server.name} | found)
     names = {"output_throughput": "output tokens/s", "p50_ttft_ms": "P50 TTFT, ms", "p99_ttft_ms": "P99",
              "p50_itl_ms": "P50 inter-token, ms", "p99_itl_ms": "P99", "client_cpu": "client's CPU, s"}  # fmt: skip
-    print(f"{workload}; of vLLM's rate when all come at once, {saturation:.2f} requests/s:")
+    print(f"{title}; of vLLM's rate when all come at once, {saturation:.2f} requests/s:")
     print(table(
         ["of that rate", "system", *names.values()],
         [["all at once" if row["share"] is None else row["share"], row["system"],
           *(f"{row[name]:.1f}" for name in names)] for row in rows],
-    ))  # fmt: skip
-    return {"rows": rows, "workload": workload}
+    ), flush=True)  # fmt: skip
+    return {"rows": rows, "workload": title}
 
 
-def workload_of(arguments: argparse.Namespace, folder: Path) -> tuple[str, list[str]]:
+def warm(server: Served) -> None:
+    """Lets a server compute a few prompts that nobody asks for, and forget what it keeps."""
+    bodies = [{"model": "model", "prompt": [11 + i] * 200, "max_tokens": 8, "ignore_eos": True} for i in range(4)]
+    with Clients(server.port, 4) as clients:
+        clients.ask_all("/v1/completions", [json.dumps(body).encode() for body in bodies])
+    server.forget()
+
+
+def workload_of(arguments: argparse.Namespace, folder: Path, workload: str) -> tuple[str, list[str]]:
     """Returns a workload's name, and the options of `vllm bench serve` that make it."""
     count = 4 if arguments.smoke else arguments.requests
     llm = LLM(arguments.model, dtype=arguments.dtype)
     same = ["--num-prompts", str(count), "--ignore-eos", "--temperature", "0", "--seed", "0"]
-    if arguments.workload == "prefix_repetition":
+    if workload == "prefix_repetition":
         prefix = ["--prefix-repetition-prefix-len", "512", "--prefix-repetition-suffix-len", "128"]
         prefix += ["--prefix-repetition-num-prefixes", "4", "--prefix-repetition-output-len", str(arguments.output)]
         name = f"prefix_repetition, {count} requests, 4 prefixes of 512, 128 own, {arguments.output} out"
         return name, ["--dataset-name", "prefix_repetition", *prefix, *same]
     file = folder / "prompts.jsonl"
-    if arguments.workload == "mooncake":  # its blocks of 512 tokens become blocks of 16
+    if workload == "mooncake":  # its blocks of 512 tokens become blocks of 16
         trace = read_jsonl(Path(arguments.data, "trace_mooncake_conversation", "dev.jsonl.gz"))[:count]
         for one in trace:
             one["input_length"] = max(1, one["input_length"] // 32)
@@ -154,21 +172,22 @@ def workload_of(arguments: argparse.Namespace, folder: Path) -> tuple[str, list[
         sizes = [one["output_length"] for one in trace]
         name = f"Mooncake's conversations, blocks of 16, {count} requests, {statistics.fmean(sizes):.0f} out"
         return name, [*replay, "--timed-trace-chunk-hash-size", "16", *same]
-    if arguments.workload == "tau_airline":
+    if workload == "tau_airline":
         texts = [llm.tokenizer.decode(ids) for ids in airline(Path(arguments.data), llm).prompts]
         sizes = [arguments.output] * len(texts)
     else:  # lengths of a trace, of text that nobody shares
-        trace = read_jsonl(Path(arguments.data, arguments.workload, "trace.jsonl.gz"))
+        trace = read_jsonl(Path(arguments.data, workload, "trace.jsonl.gz"))
         drawn = random.Random(0).sample(trace, count)
         words, draw = [llm.tokenizer.decode([i]) for i in range(1000, 9000)], random.Random(1)
         most = arguments.vllm_length // 2
         texts = ["".join(draw.choices(words, k=min(one["input_length"], most))) for one in drawn]
         sizes = [max(1, min(one["output_length"], arguments.output)) for one in drawn]
     texts, sizes = texts[:count], sizes[:count]
+    same[1] = str(len(texts))
     lines = [json.dumps({"prompt": text, "output_tokens": n}) for text, n in zip(texts, sizes, strict=True)]
     file.write_text("\n".join(lines))
     own = ["--dataset-name", "custom", "--dataset-path", str(file), "--custom-output-len", "-1", "--skip-chat-template"]
-    return f"{arguments.workload}, {len(texts)} requests, {statistics.fmean(sizes):.0f} out", [*own, *same]
+    return f"{workload}, {len(texts)} requests, {statistics.fmean(sizes):.0f} out", [*own, *same]
 
 
 def bench(arguments: argparse.Namespace, folder: Path, server: Served, options: list[str]) -> dict[str, Any]:
@@ -185,13 +204,12 @@ def bench(arguments: argparse.Namespace, folder: Path, server: Served, options: 
     ]
     command += ["--metric-percentiles", "50,99", "--save-result", "--result-filename", str(result), *options]
     before = children_cpu()
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=SAME_HASHES | os.environ)
-    if done.returncode or not result.exists():
-        raise RuntimeError(f"vllm bench serve failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-    found = json.loads(result.read_text())
-    result.unlink()
-    if found.get("failed"):
-        raise RuntimeError(f"{found['failed']} requests failed against {server.name}")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | SAME_HASHES)
+    found = json.loads(result.read_text()) if result.exists() else {}
+    result.unlink(missing_ok=True)
+    if done.returncode or found.get("failed", 1):
+        said = f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}\n{server.log_end}"
+        raise RuntimeError(f"vllm bench serve: {found.get('failed')} requests failed at {server.name}:\n{said}")
     return {k: v for k, v in found.items() if isinstance(v, int | float)} | {"client_cpu": children_cpu() - before}
 
 

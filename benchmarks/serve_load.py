@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import json
 import random
 import resource
@@ -103,6 +104,7 @@ class Client:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(given))
         self._process.stdin.close()
+        atexit.register(self._process.kill)
 
     def result(self) -> np.ndarray:
         """Returns what `ask` returned, [requests, 4]."""

@@ -27,30 +27,39 @@ import numpy as np
 import psutil
 
 READY_SECONDS = 180
+KV_GIB = 2  # memory for keys and values, of each server that is compared with another
 
 
 class Served:
-    """A server in a process of its own, which is ready. A context manager."""
+    """A server in a process of its own, which is ready. A context manager.
 
-    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None):
-        self.name, self.port = name, free_port()
+    forget  the path that empties its cache
+    """
+
+    def __init__(self, name: str, command: Sequence[str], forget: str, environment: dict[str, str] | None = None):
+        self.name, self.port, self._forget = name, free_port(), forget
         self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115  (it lives as long as the server)
         self._process = subprocess.Popen(
             [part.replace("{port}", str(self.port)) for part in command],
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env=os.environ | (environment or {}),
+            env={name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+            | (environment or {}),
             start_new_session=True,
         )
+        try:
+            self._wait()
+        except BaseException:  # also where this process is told to end meanwhile
+            self.close()
+            raise
+        self.pause()
+
+    def _wait(self) -> None:
         started = time.monotonic()
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() - started > READY_SECONDS:
-                self._log.seek(0)
-                end = self._log.read()[-3000:].decode(errors="replace")
-                self.close()
-                raise RuntimeError(f"{name} did not come up:\n{end}")
+                raise RuntimeError(f"{self.name} did not come up:\n{self.log_end}")
             time.sleep(0.1)
-        self.pause()
 
     def _is_ready(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
@@ -69,6 +78,22 @@ class Served:
     def go_on(self) -> None:
         """Lets it run."""
         os.killpg(self._process.pid, signal.SIGCONT)
+
+    @property
+    def log_end(self) -> str:
+        """Returns the end of what it has written."""
+        self._log.seek(0)
+        return self._log.read()[-3000:].decode(errors="replace")
+
+    def forget(self) -> None:
+        """Makes it forget what it keeps of earlier prompts. Raises RuntimeError where it does not."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("POST", self._forget)
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+        connection.close()
+        if response.status != 200 or answer.get("success") is False:
+            raise RuntimeError(f"{self.name} kept what it had: {response.status} {answer}")
 
     @property
     def peak_mib(self) -> float:
@@ -115,16 +140,17 @@ def free_port() -> int:
 def prefold_server(name: str, model: str, *options: str, dtype: str = "bfloat16") -> Served:
     """Returns `prefold serve`, of this Python."""
     command = [sys.executable, "-m", "prefold", "serve", "-m", model, "--dtype", dtype, "--port", "{port}", *options]
-    return Served(name, command)
+    return Served(name, command, "/cache/clear")
 
 
 def vllm_server(name: str, environment: str, model: str, *options: str, dtype: str = "bfloat16") -> Served:
     """Returns `vllm serve` of a virtual environment, on all cores."""
     command = [str(Path(environment, "bin", "python")), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--port", "{port}", "--host", "127.0.0.1", "--dtype", dtype, *options]
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
+    settings = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
+    settings |= {"VLLM_SERVER_DEV_MODE": "1"}  # with which its cache can be emptied
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-    return Served(name, command, settings | quiet)
+    return Served(name, command, "/reset_prefix_cache", settings | quiet)
 
 
 class Clients:
@@ -156,7 +182,7 @@ class Clients:
         return time.perf_counter() - started, [one for one, _ in found], [answer for _, answer in found]
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self._pool.shutdown(cancel_futures=True)
         for connection in self._connections:
             connection.close()
 
@@ -177,6 +203,6 @@ def interval_of_ratio(
 ) -> tuple[float, float, float]:
     """Returns (mean of the first over mean of the second, and its 95 % interval), by drawing pairs again and again."""
     pairs, draw = np.array([first, second]), np.random.default_rng(0)
-    drawn = [pairs[:, draw.integers(pairs.shape[1], size=pairs.shape[1])].mean(axis=1) for _ in range(2000)]
+    drawn = [pairs[:, draw.integers(pairs.shape[1], size=pairs.shape[1])].mean(axis=1) for _ in range(rounds)]
     ratios = [one[0] / one[1] for one in drawn]
     return statistics.fmean(first) / statistics.fmean(second), *np.percentile(ratios, [2.5, 97.5]).tolist()
