@@ -1,11 +1,14 @@
 """Decides which waiting requests leave the live window, and for which replica. No I/O, no clock: the time is handed in.
 
-A replica with room takes of the buckets that it holds the prefix of, then of those that nobody holds, most tokens
-first; of one that another replica holds only where waiting for that takes longer than computing the prefix again.
+A replica with room goes on with the bucket that it has begun, so that its cache needs to hold few prefixes at a time;
+then it takes of the buckets that it holds the prefix of, then of those that nobody holds, most tokens first; of one
+that another replica holds only where waiting for that takes longer than computing the prefix again. When nothing comes
+any more, none takes more than lets all end at the same time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +17,13 @@ import numpy as np
 
 from ..stream.live import Bucket, LiveWindow, Waiting
 from .policies import BestStart
+from .replica import Speed
 from .router import Prompt, Router
 
 __all__ = ["Assignment", "Dispatcher", "Limits"]
 
 _SHORT = 0.25  # a replica of whose backlog so much is free will soon be short of work
+_OVERDUE = 2  # a request that has waited for so many times the age bound goes before larger buckets
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -47,6 +52,14 @@ class Limits:
     busy: int = 1
 
 
+@dataclass(slots=True)
+class _Run:
+    """The bucket that a replica has begun; left: requests that it may still take of it before it looks for others."""
+
+    bucket: Bucket
+    left: int
+
+
 class Dispatcher:
     """The live window and the router together.
 
@@ -62,6 +75,7 @@ class Dispatcher:
         homes = {"homes": router.holders} if self._by_prefix else {}
         self.window = LiveWindow(**window, **homes)
         self._limits: dict[Hashable, Limits] = {}
+        self._runs: dict[Hashable, _Run] = {}
 
     def join(self, replica: Hashable, limits: Limits) -> None:
         """A replica takes work."""
@@ -70,6 +84,7 @@ class Dispatcher:
     def leave(self, replica: Hashable) -> None:
         """A replica takes no more work."""
         self._limits.pop(replica, None)
+        self._runs.pop(replica, None)
 
     def room(self, replica: Hashable) -> int:
         """Returns how many rows a replica may still be sent."""
@@ -83,39 +98,52 @@ class Dispatcher:
         orders = []
         free = {replica: None for replica in self._limits if self.room(replica) > 0}  # in the order in which they came
         while len(self.window) and free:
-            bucket = self.window.pressed(now)
-            if bucket is not None:
-                replica = self.router.choose(self._prompt(bucket), free)
-            elif self._by_prefix:
+            if self._by_prefix:
                 replica = min(free, key=self.router.seconds_to_wait)
-                bucket = self._best_for(replica)
+                bucket = self._best_for(replica, now)
                 if bucket is None:
                     del free[replica]
                     continue
             else:
                 is_idle = any(not self._is_busy(replica) for replica in free)
-                bucket = self.window.largest(grown=not is_idle)
+                bucket = self.window.pressed(now) or self.window.largest(grown=not is_idle)
                 if bucket is None:
                     break
                 replica = self.router.choose(self._prompt(bucket), free)
-            orders.append(self._give(bucket, replica))
+            share = self._fair_share(replica)
+            if share is not None and share < 1:
+                del free[replica]
+                continue
+            orders.append(self._give(bucket, replica, share))
             if self.room(replica) <= 0:
                 del free[replica]
         return orders
 
-    def _best_for(self, replica: Hashable) -> Bucket | None:
+    def _best_for(self, replica: Hashable, now: float) -> Bucket | None:
         """Returns the bucket that a replica should go on with; None where it is better to wait for more to come."""
-        load, grown = self.router.load(replica), self._is_busy(replica)
-        bucket = self.window.largest(replica, grown=grown) or self.window.largest(grown=grown)
+        window, run = self.window, self._runs.get(replica)
+        if run is not None:
+            bucket = window.now(run.bucket) if run.left > 0 else None
+            if bucket is not None:
+                return bucket
+            del self._runs[replica]
+        pressed = None if window.is_closed else window.pressed(now)
+        if pressed is not None and window.pressed(now - (_OVERDUE - 1) * window.max_age) is not None:
+            homes = self.router.holders(pressed.namespace, pressed.prefix)
+            if not homes or replica in homes:
+                return pressed
+        grown = self._is_busy(replica)
+        bucket = window.largest(replica, grown=grown) or window.largest(grown=grown) or pressed
         if bucket is not None:
             return bucket
         if self.room(replica) < _SHORT * self._limits[replica].backlog:
             return None  # it has enough to do, and more of its kind may come
-        for wait, holder in self._holders():
-            bucket = self.window.largest(holder, grown=grown)
+        speed = self.router.load(replica).speed
+        for wait, holder in self._holders(replica):
+            bucket = window.largest(holder, grown=grown)
             if bucket is None:
                 continue
-            again = len(bucket.prefix) * load.speed.prefill
+            again = len(bucket.prefix) * speed.prefill
             if wait <= self.router.seconds_to_wait(replica) + again:
                 return None  # who holds the others has less to do
             return bucket
@@ -124,11 +152,45 @@ class Dispatcher:
     def _is_busy(self, replica: Hashable) -> bool:
         return self.router.load(replica).requests >= self._limits[replica].busy
 
-    def _holders(self) -> list[tuple[float, Hashable]]:
-        found = [(self.router.seconds_to_wait(one), one) for one in self.window.queues if one in self._limits]
+    def _holders(self, replica: Hashable) -> list[tuple[float, Hashable]]:
+        """Returns (seconds to wait, replica) of the others of whose prefixes buckets wait, those with most to do first.
+        One that takes no work lets wait for ever."""
+        found = []
+        for one in self.window.queues:
+            if one is not None and one != replica:
+                found.append((self.router.seconds_to_wait(one) if one in self._limits else math.inf, one))
         return sorted(found, key=lambda pair: -pair[0])
 
-    def _give(self, bucket: Bucket, replica: Hashable) -> Assignment:
+    def _fair_share(self, replica: Hashable) -> float | None:
+        """Returns how many of the requests that wait a replica should take, so that it ends when the others do; None
+        where more may come. They are taken to be like those that are under way."""
+        if not self.window.is_closed:
+            return None
+        loads = [self.router.load(one) for one in self._limits]
+        requests = sum(load.requests for load in loads)
+        if not requests:
+            return max(1.0, len(self.window) / len(loads))
+        prefill = sum(load.prefill_rows for load in loads) / requests
+        decode = sum(load.decode_rows for load in loads) / requests
+        known = [load.speed for load in loads if load.speed.is_measured]
+        if known:  # of one that has not been measured, what the others do
+            mean = Speed(sum(one.prefill for one in known) / len(known), sum(one.decode for one in known) / len(known))
+        speeds = [load.speed if load.speed.is_measured or not known else mean for load in loads]
+        each = np.array([prefill * speed.prefill + decode * speed.decode for speed in speeds])
+        waits = np.array([load.seconds_at(speed) for load, speed in zip(loads, speeds, strict=True)])
+        if not each.all():
+            return None
+        # Until the time t the replicas that are free before can do sum((t - wait) / each) requests; the more take part
+        # the earlier they end, as long as they are free before that.
+        order = np.argsort(waits)
+        rates, done = np.cumsum(1 / each[order]), np.cumsum(waits[order] / each[order])
+        end = ((len(self.window) + done) / rates).min()
+        mine = list(self._limits).index(replica)
+        share = (end - waits[mine]) / each[mine]
+        return max(1.0, share) if waits[mine] <= waits.min() else share
+
+    def _give(self, bucket: Bucket, replica: Hashable, share: float | None) -> Assignment:
+        """Gives a replica of a bucket what it has room for, and at most its share."""
         prompt = self._prompt(bucket)
         held = self.router.matched(prompt).get(replica, 0)
         mean = bucket.tokens / bucket.requests
@@ -141,7 +203,11 @@ class Dispatcher:
             count = min(count, limits.requests - has)
         if limits.at_once is not None:
             count = min(count, limits.at_once)
+        if share is not None:
+            count = min(count, share)
+        run = self._runs.setdefault(replica, _Run(bucket, bucket.requests))
         requests = self.window.take(bucket, int(count * mean))
+        run.bucket, run.left = bucket, run.left - len(requests)
         for waiting in requests:
             limit = self._limit_of(waiting.what)
             sent = Prompt(waiting.tokens, limit, waiting.namespace, len(bucket.prefix))

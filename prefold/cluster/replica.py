@@ -21,6 +21,11 @@ class Speed:
     decode: float = 1e-3
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
+    @property
+    def is_measured(self) -> bool:
+        """Returns whether anything was measured."""
+        return self._sums[3] + self._sums[4] > 0
+
     def measure(self, prefill_rows: int, decode_rows: int, seconds: float) -> None:
         """Take in that a step, or several, computed these rows in so many seconds."""
         p, d = float(prefill_rows), float(decode_rows)
@@ -98,5 +103,9 @@ class ReplicaLoad:
     @property
     def seconds(self) -> float:
         """Returns how long it will take for what is still to be done."""
+        return self.seconds_at(self.speed)
+
+    def seconds_at(self, speed: Speed) -> float:
+        """Returns how long that would take at another speed."""
         prefill, decode = self.left
-        return prefill * self.speed.prefill + decode * self.speed.decode
+        return prefill * speed.prefill + decode * speed.decode

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,8 +61,7 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class StepRows:
+class StepRows(NamedTuple):
     """What a step computes.
 
     prefill  rows of prompts

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from ..cache import CacheEvents
 from ..cache.events import CacheEvent, Cleared
+from .costs import StepCost
 from .requests import SimRequest
 
-__all__ = ["Ended", "EventLog", "Hits", "SimEngine", "Stretch"]
+__all__ = ["Ended", "EventLog", "Hits", "SimEngine", "SlotEngine", "Stretch"]
 
 
 @dataclass(slots=True)
@@ -47,16 +49,14 @@ class Hits:
         return {name: getattr(self, name) / asked for name in names} | {"vllm": self.found / max(1, self.queries)}
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """A request that has ended; cached: tokens of its prompt that were not computed for it."""
 
     request: SimRequest
     cached: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):
     """One step, or several alike. `running` sequences took part."""
 
     seconds: float
@@ -64,7 +64,7 @@ class Stretch:
     decode: int
     steps: int
     running: int
-    ended: list[Ended] = field(default_factory=list)
+    ended: Sequence[Ended] = ()
 
 
 class EventLog:
@@ -85,6 +85,35 @@ class EventLog:
         self._first += len(self._events)
         self._events = []
         return found
+
+
+class SlotEngine:
+    """A SlotEngine is what both grains of our engine begin with.
+
+    cost                         of its steps
+    max_batch_rows, max_running  of a step
+    slots                        rows that its KV store holds; None: what memory holds
+    reports                      whether events are kept for a router
+    """
+
+    def __init__(
+        self,
+        cost: StepCost,
+        *,
+        max_batch_rows: int = 2048,
+        max_running: int = 256,
+        slots: int | None = None,
+        reports: bool = False,
+    ):
+        self.cost, self.reports = cost, reports
+        self.max_batch_rows, self.max_running = max_batch_rows, max_running
+        self.slots = cost.kv_rows if slots is None else slots
+        self.hits = Hits()
+        self.open()
+
+    def open(self) -> None:
+        """Begins with an empty KV store."""
+        raise NotImplementedError
 
 
 class SimEngine(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from .engines import Ended, Hits, SimEngine, Stretch
+from .engines import Hits, SimEngine, Stretch
 from .requests import SimRequest
 
 __all__ = ["IDLE_CAUSES", "Feeder", "FleetRun", "Idle", "Replica", "run_fleet"]
@@ -177,18 +177,15 @@ class _Simulation:
         assert state is not None
         state.is_busy = False
         self.feeder.worked(number, state.engine, stretch, now)
-        for ended in stretch.ended:
-            self._count(ended, now)
-            state.ended = now
         result.steps += stretch.steps
-
-    def _count(self, ended: Ended, now: float) -> None:
-        result, request = self.result, ended.request
-        result.requests += 1
-        result.prompt_tokens += request.rows
-        result.output_tokens += request.output
-        result.waits.append(now - request.arrival)
-        result.seconds = now
+        if not stretch.ended:
+            return
+        state.ended = result.seconds = now
+        result.requests += len(stretch.ended)
+        for request, _ in stretch.ended:
+            result.prompt_tokens += request.rows
+            result.output_tokens += request.output
+            result.waits.append(now - request.arrival)
 
     def _give(self, now: float, touched: set[int]) -> None:
         for number, requests in self.feeder.give(now):

@@ -59,16 +59,16 @@ class Prompts:
         shared[alike] = self.template_rows[template[1:][alike]]
         return above + self.own, np.concatenate(([0], shared)).astype(np.int32)
 
-    def request(self, place: int) -> SimRequest:
-        """Returns the prompt at a place of the order."""
-        group = int(self.group[place])
-        template = int(self.template[group])
-        path = (
-            (template, int(self.template_rows[template])),
-            (_GROUP + group, int(self.group_rows[group])),
-            (_OWN + place, int(self.own[place])),
-        )
-        return SimRequest(place, path, int(self.output[place]), _LIMIT)
+    def requests(self, start: int, stop: int) -> list[SimRequest]:
+        """Returns the prompts at start <= place < stop of the order."""
+        group = self.group[start:stop]
+        template = self.template[group]
+        columns = (template, self.template_rows[template], group, self.group_rows[group], self.own[start:stop])
+        rows = zip(*(column.tolist() for column in (*columns, self.output[start:stop])), strict=True)
+        return [
+            SimRequest(place, ((t, first), (_GROUP + g, second), (_OWN + place, own)), output, _LIMIT)
+            for place, (t, first, g, second, own, output) in enumerate(rows, start)
+        ]
 
 
 def draw_prompts(count: int, seed: int = 0) -> Prompts:
@@ -120,7 +120,7 @@ class Ranges(FeederBase):
                 start, stop = self._steal(replica)
             until = min(stop, start + self._most - self.in_flight[replica])
             if until > start:
-                given.append((replica, [self._prompts.request(place) for place in range(start, until)]))
+                given.append((replica, self._prompts.requests(start, until)))
                 self.in_flight[replica] += until - start
                 self._segments[replica] = Segment(until, stop)
         return given

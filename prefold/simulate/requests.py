@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +19,27 @@ from ..errors import InputError
 __all__ = ["SimRequest", "prefix_repetition", "read_trace", "shared_rows", "unique_rows"]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class SimRequest:
-    """A request. path: ((number, rows), ...), no part empty; output: tokens that it makes, of at most `limit`."""
+    """A request, which nobody changes. (Millions are made: a frozen dataclass takes three times as long to make.)
+
+    path    ((number, rows), ...), no part empty
+    output  tokens that it makes, of at most `limit`
+    rows    of its prompt
+    """
 
     key: int
     path: tuple[tuple[int, int], ...]
     output: int
     limit: int
     arrival: float = 0.0
+    rows: int = field(init=False)
 
-    @property
-    def rows(self) -> int:
-        return sum(rows for _, rows in self.path)
+    def __post_init__(self) -> None:
+        rows = 0
+        for _, size in self.path:
+            rows += size
+        self.rows = rows
 
     def tokens(self) -> np.ndarray:
         """Returns tokens, int32 [rows], that share with those of others what the paths share: each part's number."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..cache import CacheEvents
 from ..cache.events import Removed, RowsStored
 from ..errors import InputError
-from .costs import TILE, StepCost, StepRows
-from .engines import Ended, EventLog, Hits, Stretch
+from .costs import TILE, StepRows
+from .engines import Ended, EventLog, SlotEngine, Stretch
 from .requests import SimRequest
 
 __all__ = ["RowEngine"]
@@ -40,26 +41,15 @@ class _RowSequence:
         self.cached = 0
 
 
-class RowEngine:
+class RowEngine(SlotEngine):
     """The rules of `GenerateScheduler` with room set aside for each output, on parts instead of tokens: prompts are
     computed first come first, each part once; a part stays until its room is needed, the one used longest ago first.
 
     Steps in which nobody comes or goes are one stretch, so time depends on requests, not on tokens.
     """
 
-    def __init__(
-        self,
-        cost: StepCost,
-        *,
-        max_batch_rows: int = 2048,
-        max_running: int = 256,
-        slots: int | None = None,
-        reports: bool = False,
-    ):
-        self.cost = cost
-        self.max_batch_rows, self.max_running = max_batch_rows, max_running
-        self.free = self.slots = cost.kv_rows if slots is None else slots
-        self.hits = Hits()
+    def open(self) -> None:
+        self.free = self.slots
         self._root = _Node(None, 0, 0)
         self._waiting: deque[_RowSequence] = deque()
         self._prefilling: deque[_RowSequence] = deque()
@@ -69,9 +59,10 @@ class RowEngine:
         self._queued = self._done = 0  # rows of prompts, ever
         self._steps = 0  # decode steps, ever
         self._number = 0
+        self._is_stuck = False  # there is no room for whoever waits first, before another ends
         self._shared_keys = 0  # rows of parts that decoding sequences read, each once for a tile of them
         self._tail_keys = 0  # rows of outputs that they read
-        self._log = EventLog() if reports else None
+        self._log = EventLog() if self.reports else None
 
     def submit(self, request: SimRequest) -> None:
         if request.rows + request.limit - 1 > self.slots:
@@ -85,7 +76,8 @@ class RowEngine:
         self._waiting.append(_RowSequence(request))
 
     def step(self) -> Stretch | None:
-        self._admit()
+        if self._waiting and not self._is_stuck:
+            self._admit()
         running = len(self._decoding)
         if not running and not self._prefilling:
             return None
@@ -103,40 +95,45 @@ class RowEngine:
         return Stretch((first + last) / 2 * count, 0, running * count, count, running, self._end())
 
     def _mixed(self, prefill: int, running: int) -> Stretch:
-        pairs = self._pairs(prefill)
-        self._done += prefill
+        prefilling = self._prefilling
+        # (row, key) pairs of the prompts' rows: they lie behind half of those who wait for them, on average.
+        pairs = prefill * prefilling[0].request.rows // 2 if prefilling else 0
+        done = self._done = self._done + prefill
         self.hits.computed += prefill
         ready = []
-        while self._prefilling and self._prefilling[0].mark <= self._done:
-            ready.append(self._prefilling.popleft())
+        while prefilling and prefilling[0].mark <= done:
+            ready.append(prefilling.popleft())
         keys = self._shared_keys + self._tail_keys
         seconds = self.cost.seconds(StepRows(prefill, running, keys, pairs, running + len(ready)))
         self._steps += 1
-        self._tail_keys += running
+        self._tail_keys += running + len(ready)  # a row for each token that was made
         for sequence in ready:
             self._number += 1
             heapq.heappush(self._decoding, (self._steps + sequence.request.output - 1, self._number, sequence))
-            self._read(sequence.leaf, 1)
-            self._tail_keys += 1  # the row of its first token
+            node = sequence.leaf
+            while node.parent is not None:
+                if node.running % TILE == 0:
+                    self._shared_keys += node.rows
+                node.running += 1
+                node = node.parent
         return Stretch(seconds, prefill, running, 1, running + len(ready), self._end())
 
-    def _pairs(self, rows: int) -> int:
-        """(row, key) pairs of the next rows of prompts: they lie behind half of those who wait for them, on average."""
-        if not rows or not self._prefilling:
-            return 0
-        first = self._prefilling[0].request.rows
-        return rows * first // 2
-
-    def _end(self) -> list[Ended]:
+    def _end(self) -> Sequence[Ended]:
+        decoding, steps = self._decoding, self._steps
+        if not decoding or decoding[0][0] > steps:
+            return ()
         ended = []
-        while self._decoding and self._decoding[0][0] <= self._steps:
-            _, _, sequence = heapq.heappop(self._decoding)
+        self._is_stuck = False
+        while decoding and decoding[0][0] <= steps:
+            _, _, sequence = heapq.heappop(decoding)
             request = sequence.request
-            self._read(sequence.leaf, -1)
             self._tail_keys -= request.output
             self.free += request.limit - 1
-            node: _Node | None = sequence.leaf
-            while node is not None and node.parent is not None:
+            node = sequence.leaf
+            while node.parent is not None:
+                node.running -= 1
+                if node.running % TILE == 0:
+                    self._shared_keys -= node.rows
                 node.users -= 1
                 if not node.users:
                     self._evictable_rows += node.rows
@@ -146,50 +143,45 @@ class RowEngine:
             ended.append(Ended(request, sequence.cached))
         return ended
 
-    def _read(self, leaf: _Node, change: int) -> None:
-        node: _Node | None = leaf
-        while node is not None and node.parent is not None:
-            before = -(-node.running // TILE)
-            node.running += change
-            self._shared_keys += node.rows * (-(-node.running // TILE) - before)
-            node = node.parent
-
     def _admit(self) -> None:
-        while self._waiting and len(self._decoding) + len(self._prefilling) < self.max_running:
-            running = len(self._decoding) + len(self._prefilling)
+        waiting = self._waiting
+        running = len(self._decoding) + len(self._prefilling)
+        while waiting and running < self.max_running:
             if self._queued - self._done >= self.max_batch_rows - running:
                 return
-            request = self._waiting[0].request
+            request = waiting[0].request
             node, depth = self._root, 0
-            kept = 0  # rows of the path that would be evictable
-            for number, _ in request.path:
+            fresh, kept = request.rows, 0  # rows to compute; rows of the path that would be evictable
+            for number, rows in request.path:
                 child = node.children.get(number)
                 if child is None:
                     break
                 node, depth = child, depth + 1
-                kept += 0 if child.users else child.rows
-            fresh = sum(rows for _, rows in request.path[depth:])
+                fresh -= rows
+                if not child.users:
+                    kept += rows
             need = fresh + request.limit - 1
             if need > self.free + self._evictable_rows - kept:
+                self._is_stuck = True
                 return
-            sequence = self._waiting.popleft()
-            self._enter(sequence, node, depth)
+            self._enter(waiting.popleft(), node, depth)
+            running += 1
             if need > self.free:
                 self._evict(need - self.free)
             self.free -= need
 
     def _enter(self, sequence: _RowSequence, node: _Node, depth: int) -> None:
-        path = sequence.request.path
-        above: _Node | None = node
-        while above is not None and above.parent is not None:
+        path, hits = sequence.request.path, self.hits
+        above = node
+        while above.parent is not None:
             if not above.users:
                 self._evictable_rows -= above.rows
                 self._evictable.pop(above, None)
             above.users += 1
             if above.mark > self._done:
-                self.hits.in_step += above.rows
+                hits.in_step += above.rows
             else:
-                self.hits.first_admission += above.rows
+                hits.first_admission += above.rows
             sequence.cached += above.rows
             above = above.parent
         for number, rows in path[depth:]:
@@ -204,7 +196,7 @@ class RowEngine:
             node = child
         sequence.leaf = node
         sequence.mark = node.mark
-        self.hits.queries, self.hits.found = self.hits.asked, self.hits.first_admission + self.hits.in_step
+        hits.queries, hits.found = hits.asked, hits.first_admission + hits.in_step
         self._prefilling.append(sequence)
 
     def _evict(self, rows: int) -> None:

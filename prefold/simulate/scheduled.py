@@ -6,37 +6,26 @@ import numpy as np
 
 from ..cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
 from ..schedule.generate import GenerateScheduler
-from .costs import TILE, StepCost, StepRows
-from .engines import Ended, Hits, Stretch
+from .costs import TILE, StepRows
+from .engines import Ended, SlotEngine, Stretch
 from .requests import SimRequest
 
 __all__ = ["ScheduledEngine"]
 
 
-class ScheduledEngine:
+class ScheduledEngine(SlotEngine):
     """The real `GenerateScheduler` with its `RadixCache`; tokens that it is given mean nothing."""
 
-    def __init__(
-        self,
-        cost: StepCost,
-        *,
-        max_batch_rows: int = 2048,
-        max_running: int = 256,
-        slots: int | None = None,
-        reports: bool = False,
-    ):
-        self.cost = cost
-        self.hits = Hits()
+    def open(self) -> None:
         self._steps = 0  # the clock of the cache
-        pool = SlotPool(cost.kv_rows if slots is None else slots)
         self.scheduler = GenerateScheduler(
-            pool,
-            max_batch_rows=max_batch_rows,
-            max_running=max_running,
+            SlotPool(self.slots),
+            max_batch_rows=self.max_batch_rows,
+            max_running=self.max_running,
             cache=CacheOptions(),
             clock=lambda: float(self._steps),
         )
-        self._reporter = CacheReporter(self.scheduler.tree) if reports else None
+        self._reporter = CacheReporter(self.scheduler.tree) if self.reports else None
         self._requests: dict[int, SimRequest] = {}
 
     def submit(self, request: SimRequest) -> None:

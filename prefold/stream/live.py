@@ -195,6 +195,16 @@ class LiveWindow:
         assert bucket is not None
         return bucket
 
+    def now(self, bucket: Bucket) -> Bucket | None:
+        """Returns what a bucket is now that some have left it, and others come; None where it is none any more."""
+        if bucket.node not in self._sums:
+            return None
+        found = self._bucket(bucket.node, bucket.is_whole)
+        if found is None:
+            node = next((node for node in bucket.node.path() if self._has_enough(node)), None)
+            found = None if node is None else self._bucket(node, True)
+        return found
+
     def buckets(self) -> Iterator[Bucket]:
         """Yields all buckets."""
         for root in list(self._tree.roots.values()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from prefold.cluster.dispatch import Dispatcher, Limits
 from prefold.cluster.policies import POLICIES, policy_named
 from prefold.cluster.replica import Speed
-from prefold.cluster.router import Router
+from prefold.cluster.router import Prompt, Router
 
 SPEED = Speed(prefill=1e-3, decode=1e-2)
 
@@ -104,3 +106,60 @@ def test_a_bucket_is_left_to_its_holder_unless_that_has_much_to_do():
     for i in range(3, 60):
         d.window.put(i, prompt(1, 2 + i), now=0.0, what=5)
     assert {order.replica for order in d.dispatch(0.0)} == {"a", "b"}
+
+
+def test_a_replica_ends_the_bucket_that_it_has_begun_before_the_next():
+    d = dispatcher("a", backlog=250, grown_tokens=0)
+    for i in range(40):
+        d.window.put(i, prompt(i % 2, i), now=0.0)
+    order: list[int] = []
+    for now in range(60):
+        if now == 3:
+            d.window.put(40, prompt(0, 40), now=3.0)  # it comes later, and joins them
+        for one in d.dispatch(float(now)):
+            order += [int(waiting.tokens[0]) for waiting in one.requests]
+        for key in list(d.router.in_flight)[:1]:
+            d.router.end(key)
+    assert len(order) == 41
+    assert sum(a != b for a, b in pairwise(order)) == 2, "one prefix, the other, and what came later"
+
+
+def test_what_is_overdue_goes_before_larger_buckets():
+    d = dispatcher("a", backlog=130, grown_tokens=300)
+    d.window.put("old", prompt(9, 0), now=0.0)
+    key, sent = 0, {}
+    for now in range(1, 12):
+        for _ in range(4):  # more comes than leaves, and all of it in large buckets
+            d.window.put(key, prompt(key % 2, key), now=float(now))
+            key += 1
+        if now == 1:
+            d.router.send("busy", Prompt(prompt(8, 1)), "a")
+            continue
+        for one in d.dispatch(float(now)):
+            sent |= {waiting.key: now for waiting in one.requests}
+        for other in list(d.router.in_flight)[:1]:
+            d.router.end(other)
+    assert 4 <= sent["old"] <= 8
+
+
+def test_all_replicas_end_at_the_same_time_when_nothing_comes_any_more():
+    speeds = {"a": 1e-3, "b": 3e-3}  # seconds a row
+    d = dispatcher("ab", backlog=1500, grown_tokens=0)
+    for i in range(80):
+        d.window.put(i, prompt(i, i), now=0.0)  # 120 rows, nothing shared
+    d.window.close()
+    open_: dict[str, list] = {"a": [], "b": []}
+    ends = dict.fromkeys(open_, 0.0)
+    now, at_work = 0.0, {}
+    while len(d.window) or d.router.in_flight:
+        for one in d.dispatch(now):
+            open_[one.replica] += [waiting.key for waiting in one.requests]
+        for name, keys in open_.items():
+            if keys and name not in at_work:
+                at_work[name] = now + 120 * speeds[name]
+        name = min(at_work, key=at_work.get)
+        now = ends[name] = at_work.pop(name)
+        d.router.worked(name, 120, 0, 120 * speeds[name])
+        d.router.end(open_[name].pop(0), output_rows=0, cached_rows=0)
+    assert abs(ends["a"] - ends["b"]) <= 120 * speeds["b"] + 1e-9
+    assert max(ends.values()) <= 1.05 * 80 * 120 / (1 / speeds["a"] + 1 / speeds["b"])

@@ -78,7 +78,7 @@ def test_half_of_the_replicas_may_be_slow():
 def test_prompts_as_arrays_share_what_their_paths_share():
     prompts = draw_prompts(3000, seed=3)
     lengths, shared = prompts.lengths_and_shared()
-    made = [prompts.request(place) for place in range(3000)]
+    made = prompts.requests(0, 3000)
     assert lengths.tolist() == [one.rows for one in made]
     assert shared.tolist() == [0, *(shared_rows(a.path, b.path) for a, b in pairwise(made))]
     assert int((lengths - shared).sum()) == unique_rows(made)
