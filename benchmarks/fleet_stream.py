@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,18 @@ import numpy as np
 from common import median
 
 from prefold.cluster.fleet import Fleet
+from prefold.cluster.live import limits_of
 from prefold.cluster.policies import POLICIES, policy_named
 from prefold.cluster.ray_replicas import RayReplicas
-from prefold.cluster.replicas import ReplicaReady, ReplicaReport
+from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, RunCall
+from prefold.engine.meter import StepInfo
+from prefold.simulate.costs import StepCost, StepRows, fit, machine_named, model_named
+from prefold.simulate.feeders import Streamed
+from prefold.simulate.fleet import Replica, run_fleet
 from prefold.simulate.requests import SimRequest, prefix_repetition
+from prefold.simulate.scheduled import ScheduledEngine
 from prefold.stream import Feed, LiveInput
-from prefold.types import Request, Sampling
+from prefold.types import Readout, Request, Sampling
 
 MODEL = "smollm2-135m"
 PREFIXES, PREFIX, SUFFIX, OUTPUT = 24, 192, 16, 8
@@ -31,24 +38,36 @@ IN_ORDER = {"threshold": 2.0, "max_age": 0.0}
 
 
 class Watched(RayReplicas):
-    """Replicas whose steps are noted as (name, start, stop) of this process' clock; `late` is ready so much later."""
+    """Replicas whose steps are noted as (name, start, stop, StepInfo) of this process' clock, and answers as they come.
+
+    late  {name: seconds}: that replica is told of so much later than the first of the others is ready
+    """
 
     def __init__(self, *arguments: Any, late: dict[str, float] | None = None, **options: Any):
         super().__init__(*arguments, **options)
-        self.steps: list[tuple[str, float, float]] = []
+        self.steps: list[tuple[str, float, float, StepInfo]] = []
+        self.answered: list[float] = []
         self.ready: dict[str, float] = {}
         self._late = late or {}
+        self._held: list[tuple[str, Any]] = []
 
     def start(self, tell: Any) -> None:
         def heard(name: str, event: Any) -> None:
             now = time.perf_counter()
             if isinstance(event, ReplicaReady):
                 if name in self._late:
-                    threading.Timer(self._late.pop(name), partial(heard, name, event)).start()
+                    self._held.append((name, event))
+                else:
+                    self.ready[name] = now
+                if self.ready:
+                    for held in self._held:
+                        threading.Timer(self._late.pop(held[0]), partial(heard, *held)).start()
+                    self._held = []
+                if name not in self.ready:
                     return
-                self.ready[name] = now
             if isinstance(event, ReplicaReport):
-                self.steps += [(name, now - s.started, now - s.started + s.seconds) for s in event.steps]
+                self.steps += [(name, now - s.started, now - s.started + s.seconds, s) for s in event.steps]
+                self.answered += [now] * len(event.answers)
             tell(name, event)
 
         super().start(heard)
@@ -83,13 +102,14 @@ def run(fleet: Fleet, requests: list[SimRequest]) -> float:
 
 def two(rows: int, repeats: int) -> list[dict[str, Any]]:
     """rows: requests of a run."""
-    machine = calibrated()
     slot_bytes = 30 * 2 * 3 * 64 * 4  # SmolLM2 135M in float32
-    fleet, _ = fleet_of(kv_memory=(STORE + 1) * slot_bytes, max_running=RUNNING)
+    fleet, replicas = fleet_of(kv_memory=(STORE + 1) * slot_bytes, max_running=RUNNING)
     table = []
     seeds = iter(range(1, 10_000))
     try:
         wait_for(fleet, 2)
+        replicas.steps.clear()
+        machine = calibrated(fleet, replicas)
         for shape in ("repeated", "nothing shared"):
             runs: dict[str, list[tuple[float, Any]]] = {name: [] for name in POLICIES}
             for _ in range(repeats):
@@ -133,37 +153,24 @@ def renumbered(requests: list[SimRequest], seed: int) -> list[SimRequest]:
     return [replace(r, path=tuple((base + number, rows) for number, rows in r.path)) for r in requests]
 
 
-def calibrated() -> Any:
-    """This machine, with the constants that explain measured steps of one thread best."""
-    from prefold import LLM
-    from prefold.simulate.costs import StepRows, fit, machine_named, model_named
-
-    llm = LLM(MODEL, dtype="float32", device="cpu", threads=1, max_running=RUNNING, cache="off")
+def calibrated(fleet: Fleet, replicas: Watched) -> Any:
+    """This machine, with the constants that explain best what the fleet's own steps took, each until the next began:
+    both replicas at work on prompts of which nothing is shared, and on such as repeat prefixes."""
+    for seed, shape in ((9001, "nothing shared"), (9002, "repeated")):
+        fleet.policy, fleet.live = policy_named("least-loaded"), IN_ORDER
+        run(fleet, of_shape(shape, 96, seed))
     steps: list[tuple[StepRows, float]] = []
-
-    def note(info: Any) -> None:
-        prefill = info.rows - info.running
-        pairs, reads = prefill * (PREFIX + SUFFIX) // 2, info.running + prefill // 64
-        steps.append((StepRows(prefill, info.running, info.path_rows, pairs, reads), info.seconds))
-
-    with llm.engine.meter.heard_by(note):
-        for seed in (1, 2):
-            requests = of_shape("repeated", 48, seed)
-            prompts = [request.drawn_tokens(40_000).tolist() for request in requests]
-            llm.generate(prompts, max_tokens=OUTPUT, ignore_eos=True)
-    llm.close()
+    for name in replicas.names:
+        mine = sorted((start, stop, info) for who, start, stop, info in replicas.steps if who == name)
+        for (start, stop, info), (after, _, _) in pairwise(mine):
+            prefill = info.rows - info.running
+            pairs, reads = prefill * (PREFIX + SUFFIX) // 2, info.running + prefill // (PREFIX + SUFFIX)
+            seconds = after - start if after - stop < 0.05 else stop - start
+            steps.append((StepRows(prefill, info.running, info.path_rows, pairs, reads), seconds))
     return fit(machine_named("cpu2"), model_named("SmolLM2-135M"), steps)
 
 
 def simulated(machine: Any, policy: str, requests: list[SimRequest]) -> Any:
-    from prefold.cluster.live import limits_of
-    from prefold.cluster.replicas import ReplicaFacts, RunCall
-    from prefold.simulate.costs import StepCost, model_named
-    from prefold.simulate.feeders import Streamed
-    from prefold.simulate.fleet import Replica, run_fleet
-    from prefold.simulate.scheduled import ScheduledEngine
-    from prefold.types import Readout
-
     cost = StepCost(machine, model_named("SmolLM2-135M"))
     options = {} if policy == "prefix" else IN_ORDER
     feeder = Streamed(cost, count=len(requests), slots=STORE, policy=policy_named(policy), requests=requests, **options)
@@ -207,6 +214,7 @@ def idle_run(rows: int, streaming: bool, late: dict[str, float]) -> dict[str, An
     if not late:
         wait_for(fleet, 2)
     replicas.steps.clear()
+    replicas.answered.clear()
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts_of(rows)))
@@ -223,15 +231,15 @@ def idle_run(rows: int, streaming: bool, late: dict[str, float]) -> dict[str, An
         assert summary.records == rows and not summary.errors
     shares = []
     for name in replicas.names:
-        mine = [(start, stop) for who, start, stop in replicas.steps if who == name]
+        mine = [(start, stop) for who, start, stop, _ in replicas.steps if who == name]
         if mine:
             span = max(stop for _, stop in mine) - min(start for start, _ in mine)
             shares.append(1 - sum(stop - start for start, stop in mine) / span)
-    first = min(start for _, start, _ in replicas.steps)
-    before = sum(stop < replicas.ready[replicas.names[1]] for _, _, stop in replicas.steps)
+    first = min(start for _, start, _, _ in replicas.steps)
+    before = sum(at < replicas.ready[replicas.names[1]] for at in replicas.answered)
     return {
         "records": rows, "seconds": seconds, "first step after": first - job.source.first, "steps": len(replicas.steps),
-        "idle, replica 1": shares[0], "idle, replica 2": shares[-1], "steps before the second was there": before,
+        "idle, replica 1": shares[0], "idle, replica 2": shares[-1], "answers before the second was there": before,
     }  # fmt: skip
 
 
