@@ -20,16 +20,19 @@ class Account:
     """An Account is what the cache keeps for one tenant.
 
     rows    how many rows may be evicted
+    held    how many slots its nodes and tails hold, whether kept, pinned or in use; not counted (0) of a looped model
+            whose rows have slots for each visit
     nodes   how many nodes are kept
     leaves  its nodes that may go now, the one that goes first at the head; the RadixCache's
     used    when the tenant used any of its rows last
     """
 
-    __slots__ = ("leaves", "max_rows", "nodes", "rows", "tenant", "used", "weight")
+    __slots__ = ("_grown", "has_grown", "held", "leaves", "max_rows", "nodes", "rows", "tenant", "used", "weight")
 
-    def __init__(self, tenant: Hashable, share: Share):
+    def __init__(self, tenant: Hashable, share: Share, grown: list[Account]):
         self.tenant = tenant
-        self.rows = self.nodes = 0
+        self.rows = self.held = self.nodes = 0
+        self._grown, self.has_grown = grown, False
         self.leaves: list[Any] = []
         self.used = 0.0
         self.set_share(share)
@@ -37,6 +40,18 @@ class Account:
     def set_share(self, share: Share) -> None:
         """Takes over a share."""
         self.weight, self.max_rows = share.weight, share.max_kept_rows
+
+    def hold(self, slots: int) -> None:
+        """Books that nodes of the tenant hold so many more slots."""
+        self.held += slots
+        if not self.has_grown:
+            self.has_grown = True
+            self._grown.append(self)
+
+    @property
+    def size(self) -> float:
+        """Returns how much it has over its weight: who has most gives rows first."""
+        return max(self.held, self.rows) / self.weight
 
 
 class Accounts:
@@ -46,16 +61,17 @@ class Accounts:
         self._share_of: Callable[[Hashable], Share] = lambda tenant: Share()
         self._by_tenant: dict[Hashable, Account] = {}
         self._numbers = itertools.count()
+        self._grown: list[Account] = []  # those that hold more slots since `next` was called last
         self.clear()
 
     def clear(self) -> None:
         """Forgets what all have."""
         for account in self._by_tenant.values():
-            account.rows, account.nodes, account.leaves = 0, 0, []
+            account.rows, account.held, account.nodes, account.leaves = 0, 0, 0, []
         # Those that have rows, the one first that used them longest ago.
         self._with_rows: OrderedDict[Account, None] = OrderedDict()
-        # (-its rows over its weight, number, account), entered whenever these become more. An entry that is not what
-        # the account has now is corrected when it comes to the head.
+        # (-its size, number, account), entered whenever it has become larger. An entry that is not what the account has
+        # now is corrected when it comes to the head.
         self._by_size: list[tuple[float, int, Account]] = []
 
     def __iter__(self) -> Iterator[Account]:
@@ -65,7 +81,7 @@ class Accounts:
         """Returns the account of a tenant, a new one where there is none."""
         account = self._by_tenant.get(tenant)
         if account is None:
-            account = self._by_tenant[tenant] = Account(tenant, self._share_of(tenant))
+            account = self._by_tenant[tenant] = Account(tenant, self._share_of(tenant), self._grown)
         return account
 
     def __len__(self) -> int:
@@ -74,6 +90,7 @@ class Accounts:
     def keep_only(self, some: Iterable[Account]) -> None:
         """Forgets accounts that are not among these; they must have no rows."""
         self._by_tenant = {one.tenant: one for one in some}
+        self._grown[:] = [one for one in self._grown if self._by_tenant.get(one.tenant) is one]
 
     def set_shares(self, share_of: Callable[[Hashable], Share]) -> None:
         """Takes over the shares of all tenants."""
@@ -110,30 +127,38 @@ class Accounts:
         oldest = next(iter(self._with_rows))
         if len(self._with_rows) == 1 or now - oldest.used > IDLE_SECONDS:
             return oldest
+        self._enter_grown()
         heap = self._by_size
         while True:
-            size, _, account = heap[0]
-            held = -account.rows / account.weight
-            if account.rows and size == held:
+            entered, _, account = heap[0]
+            size = -account.size
+            if account.rows and entered == size:
                 return account
             heapq.heappop(heap)
-            if account.rows and size < held:
+            if account.rows and entered < size:
                 self._enter(account)
 
     def check(self) -> None:
         """Raises AssertionError where the order and what accounts have do not agree; for tests."""
         assert set(self._with_rows) == {account for account in self if account.rows}
         if len(self._with_rows) > 1:
+            self._enter_grown()
             largest = {account: size for size, _, account in sorted(self._by_size, reverse=True)}
-            assert all(largest[account] <= -account.rows / account.weight for account in self._with_rows)
+            assert all(largest[account] <= -account.size for account in self._with_rows)
+
+    def _enter_grown(self) -> None:
+        for account in self._grown:
+            account.has_grown = False
+            self._enter(account)
+        self._grown.clear()
 
     def _enter(self, account: Account) -> None:
         if len(self._by_size) > 2 * len(self._with_rows) + 64:
             self._by_size.clear()
             self._enter_all()
         elif account.rows:
-            heapq.heappush(self._by_size, (-account.rows / account.weight, next(self._numbers), account))
+            heapq.heappush(self._by_size, (-account.size, next(self._numbers), account))
 
     def _enter_all(self) -> None:
         for account in self._with_rows:
-            heapq.heappush(self._by_size, (-account.rows / account.weight, next(self._numbers), account))
+            heapq.heappush(self._by_size, (-account.size, next(self._numbers), account))

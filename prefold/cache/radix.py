@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -105,8 +106,7 @@ class RadixCache:
             self._drop(node)
         else:
             if len(node.slots) > len(node):  # room for tokens that never came
-                self._pool.free(node.slots[len(node) :])
-                node.slots = node.slots[: len(node)]
+                self._pool.free(node.trim())
             node.kept, node.used = True, self._clock()
             self._kept[node] = None
             self._count(node, node.computed, 1)
@@ -343,10 +343,14 @@ class RadixCache:
         nodes: dict[Account | None, list[Node]] = {}
         for node in kept:
             nodes.setdefault(node.account, []).append(node)
+        held = Counter[Account | None]()
+        for node in self._tree.nodes():
+            held[node.account] += len(node.slots)
         for account in self.accounts:
             own = nodes.get(account, [])
             assert account.rows == sum(node.computed for node in own if not node.pins)
             assert account.nodes == len(own)
+            assert account.held >= held[account]  # tails hold some too
             assert account.max_rows is None or account.rows <= account.max_rows
             assert all(entry[2].account is account for entry in account.leaves)
         assert self.rows == sum(account.rows for account in self.accounts)

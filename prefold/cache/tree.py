@@ -110,9 +110,20 @@ class Node:
         """Adds slots for the rows that have none yet."""
         self.slots = slots if not len(self.slots) else np.concatenate((self.slots, slots))
         self._runs = None
+        if self.account is not None:
+            self.account.hold(len(slots))
+
+    def trim(self) -> np.ndarray:
+        """Gives up the slots that no row has, and returns them."""
+        slots, self.slots = self.slots[len(self) :], self.slots[: len(self)]
+        if self.account is not None:
+            self.account.held -= len(slots)
+        return slots
 
     def give_up(self) -> np.ndarray:
         """Forgets the rows, and returns their slots, which the pool takes back."""
+        if self.account is not None:
+            self.account.held -= len(self.slots)
         slots, self.slots, self.computed, self._runs = self.slots, _NO_SLOTS, 0, None
         return slots
 

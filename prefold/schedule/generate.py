@@ -480,3 +480,6 @@ class GenerateScheduler:
         assert all(self._requests.values()), "a request that nobody needs"
         if self.cache is not None:
             self.cache.check()
+            holders = [*self.tree.nodes(), *(sequence.tail for sequence in in_trie)]
+            for account in self.cache.accounts:
+                assert account.held == sum(len(node.slots) for node in holders if node.account is account)

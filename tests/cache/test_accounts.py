@@ -26,8 +26,9 @@ class Tenants:
         self.cache = RadixCache(self.tree, self.pool, CacheOptions(**options), clock=lambda: self.now)
         self.cache.set_tenants(lambda namespace: namespace[0], share_of)
 
-    def use(self, tenant, *tokens, salt=""):
-        """A sequence comes, has its rows computed, and ends. Returns how many rows were there."""
+    def begin(self, tenant, *tokens, salt=""):
+        """A sequence comes and has its rows computed. Returns its nodes, and how many rows were there; None where there
+        is no room for it."""
         self.now += 1e-3
         leaf = self.tree.insert((tenant, salt), np.array(tokens, np.int32))
         path = leaf.path()
@@ -35,18 +36,40 @@ class Tenants:
         found = sum(node.computed for node in path)
         for node in path:
             node.users += 1
+        for node in path:
             if not len(node.slots):
                 missing = len(node) - self.pool.free_slots
-                if missing > 0:
-                    self.cache.evict(missing)
+                if missing > 0 and self.cache.evict(missing) < missing:
+                    self.end(path)
+                    return None
                 node.claim(self.pool.allocate(len(node)))
                 node.computed = len(node)
+        if self.is_checked:
+            self.check()
+        return leaf, found
+
+    def end(self, path):
+        """A sequence ends."""
         for node in reversed(path):
             node.users -= 1
-            self.cache.keep(node)
+            if not node.users:
+                self.cache.keep(node)
         if self.is_checked:
-            self.cache.check()
-        return found
+            self.check()
+
+    def use(self, tenant, *tokens, salt=""):
+        """A sequence comes, has its rows computed, and ends. Returns how many rows were there; None: no room."""
+        begun = self.begin(tenant, *tokens, salt=salt)
+        if begun is None:
+            return None
+        self.end(begun[0].path())
+        return begun[1]
+
+    def check(self):
+        self.cache.check()
+        nodes = list(self.tree.nodes())
+        for account in self.cache.accounts:
+            assert account.held == sum(len(node.slots) for node in nodes if node.account is account)
 
     def rows(self, tenant):
         return self.cache.accounts.of(tenant).rows
@@ -78,6 +101,23 @@ def test_weights():
         for tenant in "ab":
             cache.use(tenant, number, 1, 2, 3)
     assert cache.rows("a") == pytest.approx(100, abs=8)
+
+
+def test_rows_in_use_are_part_of_what_a_tenant_has():
+    cache = Tenants(slots=100)
+    cache.use("runs", 0, *[1] * 9)
+    cache.use("small", 0, *[1] * 39)
+    running = [cache.begin("runs", number, *[1] * 9)[0] for number in range(1, 6)]
+    assert cache.pool.free_slots == 0
+    running.append(cache.begin("runs", 6, *[1] * 9)[0])
+    assert (cache.rows("runs"), cache.rows("small")) == (0, 40)  # it had 60, of which only 10 may go
+    running.append(cache.begin("runs", 7, *[1] * 9)[0])
+    assert cache.rows("small") == 30  # nobody else has any that may
+    # A third takes from who has most of all, also where that one keeps less than another.
+    for leaf in running[:2]:
+        cache.end(leaf.path())
+    cache.use("third", 0, *[1] * 9)
+    assert (cache.rows("runs"), cache.rows("small")) == (10, 30)
 
 
 def test_who_is_away_has_no_share():
@@ -116,14 +156,21 @@ def test_random_traces(seed, tenants, policy, ttl, most):
     rng = np.random.default_rng(seed)
     shares = [Share(float(rng.integers(1, 4)), max_kept_rows=rng.choice([None, 10])) for _ in range(tenants)]
     cache = Tenants(60, share_of=lambda tenant: shares[tenant], policy=policy, ttl=ttl, max_tokens=most)
+    running = []
     for _ in range(60):
         tenant = int(rng.integers(tenants))
         tokens = rng.integers(0, 3, int(rng.integers(1, 9)))
         salt = str(rng.integers(2))
         draw = rng.random()
-        if draw < 0.7:
+        if draw < 0.5:
             cache.use(tenant, *tokens, salt=salt)
-        elif draw < 0.8:
+        elif draw < 0.65:
+            begun = cache.begin(tenant, *tokens, salt=salt)
+            running += [begun[0]] if begun else []
+        elif draw < 0.75:
+            if running:
+                cache.end(running.pop(int(rng.integers(len(running)))).path())
+        elif draw < 0.82:
             cache.cache.pin((tenant, salt), tokens[:2].astype(np.int32))
         elif draw < 0.9:
             cache.cache.unpin((tenant, salt), tokens[:2].astype(np.int32))
@@ -133,7 +180,9 @@ def test_random_traces(seed, tenants, policy, ttl, most):
         else:
             shares[tenant] = Share(float(rng.integers(1, 4)))
             cache.cache.set_tenants(lambda namespace: namespace[0], lambda tenant: shares[tenant])
-        cache.cache.check()
+        cache.check()
+    for leaf in running:
+        cache.end(leaf.path())
     cache.cache.clear()
     cache.cache.check()
     assert not cache.cache.rows
