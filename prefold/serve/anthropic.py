@@ -47,7 +47,7 @@ async def message(site: Site, request: Request, tenant: Tenant) -> Response:
 
 async def count_tokens(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers with how many tokens the prompt of a conversation has."""
-    asking = await Asking.of(site, request, tenant)
+    asking = await Asking.of(site, request, tenant, computes=False)
     items, _ = read_message(asking.body, answered=False)
     (ids,) = await unless_gone(request, asking.desk.tokens(asking.order("generate", items)))
     return json_response({"input_tokens": len(ids)})

@@ -70,7 +70,7 @@ async def unpin(site: Site, request: Request, tenant: Tenant) -> Response:
 
 async def place(site: Site, request: Request, tenant: Tenant, *, compute: bool) -> Response:
     """Pins a prompt or a conversation, for the tenant that the body names, else the admin's own, or unpins it."""
-    asking = await Asking.of(site, request, tenant)
+    asking = await Asking.of(site, request, tenant, computes=compute)
     cache_of(asking.desk)
     body = {name: value for name, value in asking.body.items() if name != "tenant"}
     name = asking.body.get("tenant")

@@ -98,9 +98,8 @@ class Desk:
         """Returns how many requests are being computed."""
         return sum(reply.begun_at is not None for reply in self.replies)
 
-    @contextmanager
-    def admitted(self, num_bytes: int, owner: Owner) -> Any:
-        """Counts a request of so many bytes while it is prepared. Raises Refusal (429) where too many wait."""
+    def check_room(self, owner: Owner) -> None:
+        """Raises Refusal (429) where too many wait for one more of this owner's to be taken."""
         waiting, limits = self._waiting(), self._keys.limits_of(owner.tenant)
         mine = [one for one in waiting if one[0].tenant == owner.tenant]
         options = self.options
@@ -118,6 +117,11 @@ class Desk:
                         code="rate_limit_exceeded",
                         headers={"retry-after": str(self._seconds_for(len(found), tokens))},
                     )
+
+    @contextmanager
+    def admitted(self, num_bytes: int, owner: Owner) -> Any:
+        """Counts a request of so many bytes while it is prepared. Raises Refusal (429) where too many wait."""
+        self.check_room(owner)
         key = object()
         self._preparing[key] = owner, num_bytes // BYTES_A_TOKEN
         try:

@@ -30,9 +30,14 @@ class Asking:
         self.model, self.adapter = site.model_of(body.get("model"))
 
     @classmethod
-    async def of(cls, site: Site, request: Request, tenant: Tenant) -> Asking:
-        """Returns what a request asks, once its body is there. Raises Refusal, ClientGone."""
+    async def of(cls, site: Site, request: Request, tenant: Tenant, *, computes: bool = True) -> Asking:
+        """Returns what a request asks, once its body is there. Raises Refusal, ClientGone.
+
+        computes  whether it will wait for the engine: where too many do, it is refused before its body is read
+        """
         desk = site.desk_for(request)
+        if computes:
+            desk.check_room(tenant.owner)
         return cls(site, desk, request, tenant, *await read_json(request, site.options))
 
     def order(self, task: str, items: Any, options: Any = (), *, share: bool = True) -> TaskOrder:

@@ -52,7 +52,8 @@ def handler(kind: str) -> Handle:
 
 async def rerank(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers /rerank: TEI's with `texts`, else vLLM's, Cohere's and Jina's."""
-    asking = await Asking.of(site, request, tenant)
+    # Whose form a refusal has, only the body says; so it is read in any case.
+    asking = await Asking.of(site, request, tenant, computes=False)
     if "texts" in asking.body:
         request.scope["face"] = tei.TEI
         return await tei.rerank(asking)
@@ -117,7 +118,7 @@ def entries(site: Site, request: Request) -> list[dict[str, Any]]:
 
 async def tokenize(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers /tokenize: TEI's with `inputs`, else vLLM's, the ids of a prompt or of a conversation."""
-    asking = await Asking.of(site, request, tenant)
+    asking = await Asking.of(site, request, tenant, computes=False)
     if "inputs" in asking.body:
         request.scope["face"] = tei.TEI
         return await tei.tokenize(asking)
@@ -136,6 +137,6 @@ async def tokenize(site: Site, request: Request, tenant: Tenant) -> Response:
 
 async def detokenize(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers vLLM's /detokenize: the text of token ids."""
-    asking = await Asking.of(site, request, tenant)
+    asking = await Asking.of(site, request, tenant, computes=False)
     checked(asking.body, *DETOKENIZE_NAMES)
     return json_response({"prompt": tei.decoded(asking.desk.llm, need(asking.body, "tokens"), "tokens", False)})

@@ -107,7 +107,7 @@ def token(tokenizer: Any, text: str, id: int, spans: list[tuple[int, int]], plac
 
 async def decode(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers /decode: the text of each list of ids."""
-    asking = await Asking.of(site, request, tenant)
+    asking = await Asking.of(site, request, tenant, computes=False)
     body = checked(asking.body, *TEI_NAMES["decode"])
     ids, skip = need(body, "ids"), flag(body, "skip_special_tokens", True)
     lists = ids if isinstance(ids, list) and isinstance(ids[0], list) else [ids]

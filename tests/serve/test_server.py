@@ -120,6 +120,22 @@ def test_too_many_wait(llm):
         assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 200
 
 
+def test_who_has_no_room_is_told_before_its_body_is_there(llm):
+    """The rest of the body is thrown away, and the connection goes on. What waits for no step is answered."""
+    body = json.dumps({"prompt": "a" * 200_000}).encode()
+    with serving(llm, max_waiting_requests=1) as server:
+        with llm.engine.generator.turn:  # no step is made now
+            waiting = Raw(server).send("/v1/completions", LONG | {"max_tokens": 1})
+            until(lambda: server.site.desk.waiting[0] == 1)
+            for path in ("/v1/completions", "/v1/embeddings", "/embed", "/v1/messages", "/v2/embed"):
+                raw = Raw(server).send(path, body, whole=False)
+                assert b" 429 " in raw.read_until(b"waiting")
+                raw.socket.sendall(body[len(body) // 2 :])
+                assert b'"count":' in raw.send("/tokenize", {"prompt": "the"}).read_until(b"tokens")
+                raw.close()
+        assert b" 200 " in waiting.read_until(b"usage")
+
+
 KEYS = """
 [[key]]
 key = "one"
