@@ -246,4 +246,10 @@ def test_many_who_wait_cost_little(tenants):
             scheduler.commit(step, [0] * len(step.takers), [False] * len(step.takers))
         return time.process_time() - started
 
-    assert min(seconds(FairAdmission()) for _ in range(2)) < 2 * min(seconds(InOrder()) for _ in range(2))
+    # The least of several, in turn: other work on the machine makes single ones longer.
+    fair = in_order = float("inf")
+    for _ in range(8):
+        fair, in_order = min(fair, seconds(FairAdmission())), min(in_order, seconds(InOrder()))
+        if fair < 2 * in_order:
+            return
+    raise AssertionError(f"{fair:.2f} s of processor time, in order {in_order:.2f} s")
