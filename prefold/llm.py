@@ -45,7 +45,10 @@ class LLM(NumericTasks, Texts):
     device          "cpu", "cuda", "cuda:1", ..., or "auto": a GPU when there is one
     threads         CPU threads of each rank; None: as many as torch chooses, divided among the ranks
     sharing         "full": a shared prefix is computed once; "mlp": everything but attention is shared; "off"; or
-                    "auto", which is "full"
+                    "auto", which is "full" as far as the threshold allows
+    sharing_threshold   of sharing "auto", above 0, at most 1: prompts whose numbers are read together are computed as
+                    with "off" where their unique tokens are a larger share of their tokens. "auto": never, as full
+                    costs nothing where nothing is shared
     max_batch_rows  rows of a step, at most; None: 4,096 on a CPU, on a GPU what its free memory takes
     kv_memory       bytes of K/V for generation; None: half of the free memory, on a CPU at most 4 GiB
     max_running     how many sequences generate at once, at most
@@ -87,6 +90,7 @@ class LLM(NumericTasks, Texts):
         device: str = "auto",
         threads: int | None = None,
         sharing: Sharing | str = "auto",
+        sharing_threshold: float | Literal["auto"] = "auto",
         max_batch_rows: int | None = None,
         kv_memory: int | None = None,
         max_running: int = 256,
@@ -111,6 +115,8 @@ class LLM(NumericTasks, Texts):
         check_process()
         if sharing != "auto" and sharing not in SHARING_MODES:
             raise InputError(f"sharing is {sharing!r}", field="sharing", remedy=f"use auto, {', '.join(SHARING_MODES)}")
+        if sharing_threshold != "auto":
+            check_threshold(sharing, sharing_threshold)
         if max_batch_rows is not None and max_batch_rows < 1:
             raise InputError(f"max_batch_rows is {max_batch_rows}", field="max_batch_rows", remedy="use 1 or more")
         if threads is not None:
@@ -160,6 +166,7 @@ class LLM(NumericTasks, Texts):
         )
         options = EngineOptions(
             sharing="full" if sharing == "auto" else sharing,
+            sharing_threshold=1.0 if sharing_threshold == "auto" else float(sharing_threshold),
             max_batch_rows=max_batch_rows,
             generation=generation,
             eos_ids=generation_settings(self.checkpoint, self.tokenizer, self.config.vocab_size)[0],
@@ -255,6 +262,17 @@ class LLM(NumericTasks, Texts):
     ) -> tuple[tuple[str | None, str], NDArray[np.int32]]:
         request = self._request(prompt, None, adapter, options)
         return (request.adapter, request.salt), request.tokens
+
+
+def check_threshold(sharing: str, threshold: float) -> None:
+    """Raises InputError for a sharing_threshold that is no share, or is given with another sharing than auto."""
+    field = "sharing_threshold"
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold <= 1:
+        remedy = 'give "auto", or a number above 0 and at most 1'
+        raise InputError(f"sharing_threshold is {threshold!r}", field=field, remedy=remedy)
+    if sharing != "auto":
+        message = f"sharing_threshold says when prefixes are shared, and sharing is {sharing!r} in any case"
+        raise InputError(message, field=field, remedy='leave one of them out, or use sharing "auto"')
 
 
 def cache_options(cache: CacheOptions | str) -> CacheOptions | None:

@@ -84,7 +84,7 @@ def image_reader(o: Options) -> Any:
 def llm_options(o: Options) -> dict[str, Any]:
     """Returns the keywords for `LLM`, but its checkpoint and tokenizer, out of the options that were given."""
     names = ("dtype", "device", "threads", "sharing", "max_batch_rows")
-    names_given = ("kv_memory", "max_running", "media_memory", "tensor_parallel", "exits")
+    names_given = ("kv_memory", "max_running", "media_memory", "tensor_parallel", "exits", "sharing_threshold")
     given = {n: o[n] for n in names_given if o.get(n) is not None}
     if o.get("adapter"):
         given["adapters"] = adapter_folders(o)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import click
@@ -19,6 +20,7 @@ __all__ += [
     "model_options",
     "output_options",
     "task_options",
+    "threshold_option",
 ]
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -41,6 +43,18 @@ class Bytes(click.ParamType):
             self.fail(f"{value!r} is not a number of bytes; write 512MiB, or 4GiB", param, ctx)
         number, unit, binary = match.groups()
         return int(float(number) * (1024 if binary else 1000) ** (1 + self.units.index(unit) if unit else 0))
+
+
+class Threshold(click.ParamType):
+    """Reads a share above 0 and at most 1, or auto."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
+        with suppress(ValueError):
+            if value == "auto" or 0 < float(value) <= 1:
+                return value if value == "auto" else float(value)
+        self.fail(f"{value!r} is no share; write auto, or a number above 0 and at most 1, such as 0.85", param, ctx)
 
 
 class Device(click.ParamType):
@@ -339,6 +353,13 @@ def column_options(*tasks: str) -> Decorator:
     )  # fmt: skip
 
 
+threshold_option = click.option(
+    "--sharing-threshold", type=Threshold(), default="auto", show_default=True, metavar="SHARE",
+    help="With --sharing auto: prompts whose numbers are read together are computed as with off where their unique "
+         "tokens are a larger share of their tokens, such as 0.85. auto: never.",
+)  # fmt: skip
+
+
 def job_options(*tasks: str) -> Decorator:
     """Returns a decorator that adds all the options of a job of one of these tasks."""
     return _all(
@@ -348,6 +369,7 @@ def job_options(*tasks: str) -> Decorator:
         output_options,
         limit_options,
         engine_options,
+        threshold_option,
         fleet_options,
         media_options,
         *([generation_options] if "generate" in tasks else []),

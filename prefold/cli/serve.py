@@ -11,7 +11,7 @@ import click
 
 from ..errors import JobError
 from ..serve.options import ServeOptions
-from .options import Bytes, engine_options, generation_options, media_options, model_options
+from .options import Bytes, engine_options, generation_options, media_options, model_options, threshold_option
 
 __all__ = ["serve"]
 
@@ -115,6 +115,7 @@ def option(name: str, *more: str, **settings: Any) -> Any:
 )
 @click.option("--cache-prefill", is_flag=True, help="Embedding and reranking use and fill the cache of generation too.")
 @engine_options
+@threshold_option
 @media_options
 @generation_options
 def serve(**o: Any) -> None:  # fmt: skip

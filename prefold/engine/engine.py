@@ -109,19 +109,21 @@ class Engine:
         With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`). With cache_prefill
         a window may be None, as for `generate`.
 
-        sharing, max_batch_rows, cache_prefill   of this run; None: the engine's
+        sharing, max_batch_rows, cache_prefill   of this run; None: the engine's, for sharing with its threshold
         budget     the most rows of each step, where that may change; `max_batch_rows` is not given then
         on_step    called after every step of the engine, until the run ends
         stopping   called after every step: once it returns True, the run ends, having yielded what is done
 
         Raises InputError for an adapter that the worker has not, OutOfMemoryError where not even one row fits.
         """
+        threshold = self.options.sharing_threshold if sharing is None else 1.0
         sharing = sharing or self.sharing
         if self._visits is not None:
             yield from self._run_visits(windows, readout, sharing, on_step, stopping)
             return
         check_visits(readout.exits, self.worker.facts, None)
         how: dict[str, Any] = {"sharing": sharing, "meter": self.meter, "stopping": stopping, "images": self.images}
+        how["threshold"] = threshold
         how["budget"] = budget or (self._budget if max_batch_rows is None else self._budget_of(max_batch_rows))
         with self.meter.heard_by(on_step):
             if sharing != "full" or not (self.options.cache_prefill if cache_prefill is None else cache_prefill):

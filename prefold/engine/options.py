@@ -53,16 +53,19 @@ class EngineOptions:
     """An EngineOptions says what an engine does where a run does not say otherwise.
 
     sharing         how rows are shared between requests
+    sharing_threshold  above 0, at most 1. With sharing "full": a window of numbers whose unique tokens are a larger
+                    share of its tokens runs as with "off"
     max_batch_rows  the most rows of a step; None: what the worker's device affords
     generation      how K/V is held for what is generated
     eos_ids         the tokens that end a text
     cache_prefill   whether numeric runs that read only last rows use and fill the cache of `generation` too
     media_memory    bytes of the rows of images that are kept once the tower has made them
 
-    Raises ValueError for max_batch_rows below 1.
+    Raises ValueError for max_batch_rows below 1, and a threshold out of range.
     """
 
     sharing: Sharing = "full"
+    sharing_threshold: float = 1.0
     max_batch_rows: int | None = None
     generation: GenerateOptions = GenerateOptions()
     eos_ids: tuple[int, ...] = ()
@@ -72,3 +75,5 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.max_batch_rows is not None and self.max_batch_rows < 1:
             raise ValueError(f"max_batch_rows must be at least 1, not {self.max_batch_rows}")
+        if not 0 < self.sharing_threshold <= 1:
+            raise ValueError(f"sharing_threshold must be above 0 and at most 1, not {self.sharing_threshold}")

@@ -40,6 +40,7 @@ def run_stream(
     readout: Readout,
     *,
     sharing: Sharing,
+    threshold: float = 1.0,
     budget: StepBudget,
     meter: Meter,
     stopping: Callable[[], bool] = lambda: False,
@@ -50,10 +51,11 @@ def run_stream(
     With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`). Steps are planned, and
     prepared by the worker, in a thread while others run.
 
-    stopping  called after every step: once it returns True, no more steps are begun
-    images    sees to it that the worker has the rows of images; None: it takes none
+    threshold  with sharing "full": windows whose unique tokens are a larger share of their tokens run as with "off"
+    stopping   called after every step: once it returns True, no more steps are begun
+    images     sees to it that the worker has the rows of images; None: it takes none
     """
-    run = _StreamRun(worker, readout, sharing, budget, meter, images)
+    run = _StreamRun(worker, readout, sharing, threshold, budget, meter, images)
     # Wherever Ctrl-C falls, the worker forgets the stream: at the latest when nobody holds the run any more.
     end = weakref.finalize(run, worker.forget, run.number)
     begun: deque[_Begun] = deque()
@@ -100,6 +102,7 @@ class _StreamRun:
         worker: Worker,
         readout: Readout,
         sharing: Sharing,
+        threshold: float,
         budget: StepBudget,
         meter: Meter,
         images: ImageDesk | None,
@@ -107,6 +110,7 @@ class _StreamRun:
         self._images = images
         self.number = next(_NUMBERS)
         self._worker, self._readout, self._sharing = worker, readout, sharing
+        self._threshold = threshold
         self._budget, self._meter = budget, meter
 
     def work(self, windows: Iterable[Window]) -> Iterator[_Prepared]:
@@ -118,17 +122,21 @@ class _StreamRun:
             if self._readout.kind == "first":
                 window = first_tokens(window)
             counts = {"requests": int(np.count_nonzero(lengths)), "tokens": int(lengths.sum())}
-            self._meter.add(**counts, unique_tokens=unique_tokens(window))
+            unique = unique_tokens(window)
+            self._meter.add(**counts, unique_tokens=unique)
+            sharing = self._sharing
+            if sharing == "full" and unique > self._threshold * window.num_tokens:
+                sharing = "off"
             scheduler = PrefillScheduler(
                 window,
                 self._readout,
-                sharing=self._sharing,
+                sharing=sharing,
                 max_batch_rows=self._budget.rows,
                 follows=follows,
                 stream=self.number,
                 adapter=adapter_number(self._worker.facts, window.adapter),
             )
-            follows = True
+            follows = sharing == "full"  # the others leave no path
             results = _WindowResults(window, self._readout, lengths)
             while (planned := scheduler.plan()) is not None:
                 scheduler.commit(planned)
