@@ -1,9 +1,10 @@
 """Times RadixMLP's synthetic grid, a shared prefix and unique suffixes, in three modes, beside the theoretical caps.
 
-    python benchmarks/grid.py [--model qwen3-0.6b] [--layers 4] [--batch 32] [--json FILE]
+    python benchmarks/grid.py [--model qwen3-0.6b] [--layers 4] [--batch 32] [--threshold 0.85] [--json FILE]
 
 Weights are random, of a real model's shapes, cut to a few layers so that a CPU gets through. The cap of a mode is the
 ratio of the FLOPs of plain varlen batching (linears on rows plus attention over visible pairs) to those of the mode.
+With --threshold a fourth mode is auto with this sharing threshold: how long it takes, over the better of full and off.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-batch-rows", type=int, default=1 << 17, help="by default all prompts are one batch")
+    parser.add_argument("--threshold", type=float, help="a sharing threshold that is timed too")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     config = resolve(arguments.model, load_format="dummy").config
@@ -52,10 +54,14 @@ def main() -> None:
                 for _ in range(arguments.batch)
             ]
             seconds: dict[str, list[float]] = {"off": [], "mlp": [], "full": []}
-            for _ in range(arguments.repeats):
-                for mode, values in seconds.items():
+            if arguments.threshold:
+                seconds["auto"] = []
+            for number in range(arguments.repeats):
+                for mode, values in list(seconds.items())[:: 1 if number % 2 else -1]:
                     # Mean pooling: every row of the last layer is computed, as the published grid does.
-                    options = EngineOptions(sharing=mode, max_batch_rows=arguments.max_batch_rows)
+                    how = {"sharing": "full", "sharing_threshold": arguments.threshold}
+                    how = (how if mode == "auto" else {"sharing": mode}) | {"max_batch_rows": arguments.max_batch_rows}
+                    options = EngineOptions(**how)
                     engine = Engine(LocalWorker(model), options)
                     requests = [Request(p) for p in prompts]
                     values += timed(lambda e=engine, r=requests: run_engine(e, r, Readout("mean")), 1)
@@ -64,7 +70,7 @@ def main() -> None:
             pairs = {"off": visible_pairs(off.end), "mlp": visible_pairs(off.end), "full": visible_pairs(full.end)}
             count = {"off": off.num_rows, "mlp": full.num_rows, "full": full.num_rows}
             base = flops(model.config, count["off"], pairs["off"])
-            caps = {mode: base / flops(model.config, count[mode], pairs[mode]) for mode in seconds}
+            caps = {mode: base / flops(model.config, count[mode], pairs[mode]) for mode in count}
             times = {mode: median(values) for mode, values in seconds.items()}
             # Ratios within a round: the machine's speed drifts from one to the next.
             gains = {m: median([o / s for o, s in zip(seconds["off"], v, strict=True)]) for m, v in seconds.items()}
@@ -78,9 +84,16 @@ def main() -> None:
                     f"{gains['full'] / caps['full']:.0%}",
                 ]
             )
+            if arguments.threshold:
+                better = "full" if times["full"] < times["off"] else "off"
+                over = median([a / b for a, b in zip(seconds["auto"], seconds[better], strict=True)])
+                rows[-1] += [f"{count['full'] / count['off']:.2f}", f"{over:.3f} of {better}"]
             record.append({"prefix": prefix, "suffix": suffix, "seconds": seconds, "caps": caps})
             print("  ", *rows[-1], flush=True)
-    print(table(["prefix", "suffix", "off s", "mlp s", "full s", "mlp gain / cap", "full gain / cap", "of cap"], rows))
+    head = ["prefix", "suffix", "off s", "mlp s", "full s", "mlp gain / cap", "full gain / cap", "of cap"]
+    if arguments.threshold:
+        head += ["unique share", f"auto, {arguments.threshold}"]
+    print(table(head, rows))
     write_json(arguments.json, grid=record)
 
 

@@ -380,6 +380,8 @@ def main() -> None:
     parser.add_argument(
         "--row-bytes", type=int, default=1 << 12, help="nothing-shared: more than a row of --small takes"
     )
+    parts = ["within", "across", "flood"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="channel: a tenant, two, or the flood")
     parser.add_argument("--guesses", type=int, default=400, help="channel: of each kind")
     parser.add_argument("--seconds", type=float, default=300, help="overload: for how long")
     parser.add_argument("--kv-memory", type=int, help="inflight, channel, overload: bytes of K/V")

@@ -218,7 +218,7 @@ def channel(arguments: argparse.Namespace) -> dict[str, Any]:
             assert response.status_code == 200, response.text
             return time.perf_counter() - started
 
-        for guesser in "ab":
+        for guesser in [{"within": "a", "across": "b"}[part] for part in arguments.parts if part != "flood"]:
             for when in ("cached", "in flight"):
                 times: dict[bool, list[float]] = {True: [], False: []}
                 for number in range(arguments.guesses):
@@ -235,8 +235,9 @@ def channel(arguments: argparse.Namespace) -> dict[str, Any]:
                 found[f"{guesser} {when}"] = score = auc(times[True], times[False])
                 p50 = [f"{statistics.median(times[kind]) * 1e3:.1f}" for kind in (True, False)]
                 rows.append(["the same tenant" if guesser == "a" else "another", when, *p50, f"{score:.3f}"])
-        print(table(["who guesses", "the prompt is", "P50 right, ms", "P50 wrong, ms", "AUC"], rows))
-        found["flood"] = flood(llm, server, client, arguments)
+        print(table(["who guesses", "the prompt is", "P50 right, ms", "P50 wrong, ms", "AUC"], rows), flush=True)
+        if "flood" in arguments.parts:
+            found["flood"] = flood(llm, server, client, arguments)
     return found
 
 

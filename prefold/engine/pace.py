@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ..schedule.admission import FairAdmission
+from ..schedule.fair import FairAdmission
 from ..schedule.generate import GenerateScheduler
 
 __all__ = ["Pace", "StepTimes"]

@@ -1,4 +1,4 @@
-"""In which order numbers are read for those who wait: classes and tenants take turns, as in `schedule/admission.py`."""
+"""In which order numbers are read for those who wait: classes and tenants take turns, as in `schedule/fair.py`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from ..engine.pace import Pace
 from ..engine.replies import Reply
 from ..engine.samples import TextPiece
 from ..errors import InputError
-from ..schedule.admission import FairAdmission
+from ..schedule.fair import FairAdmission
 from ..schedule.generate_step import NOBODY
 from ..tasks import Work
 from ..tasks.images import resalted

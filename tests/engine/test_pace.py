@@ -8,7 +8,7 @@ import pytest
 from prefold.cache import SlotPool
 from prefold.engine import pace as module
 from prefold.engine.pace import LATELY_SECONDS, LEAST_ROWS, Pace, StepTimes
-from prefold.schedule.admission import FairAdmission
+from prefold.schedule.fair import FairAdmission
 from prefold.schedule.generate import GenerateScheduler
 from prefold.types import Owner
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefold.cache import CacheOptions, SlotPool
-from prefold.schedule.admission import LEFT_TO_INTERACTIVE, MOST_PASSED, FairAdmission, InOrder
+from prefold.schedule.admission import InOrder
+from prefold.schedule.fair import LEFT_TO_INTERACTIVE, MOST_PASSED, FairAdmission
 from prefold.schedule.generate import GenerateScheduler
 from prefold.types import Owner, Share
 from tests.schedule.traces import expected, prompts_of, run_to_end
