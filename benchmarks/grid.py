@@ -43,14 +43,14 @@ def main() -> None:
     config = resolve(arguments.model, load_format="dummy").config
     checkpoint = Checkpoint.dummy(config | {"num_hidden_layers": arguments.layers}, name=arguments.model)
     model = load_model(checkpoint, dtype=getattr(torch, arguments.dtype), device="cpu")
-    rng = np.random.default_rng(0)
+    rng, vocabulary = np.random.default_rng(0), min(100_000, model.config.vocab_size)
     print(machine(), f"{arguments.model}, {arguments.layers} layers, {arguments.dtype}, batch {arguments.batch}")
     rows, record = [], []
     for prefix in map(int, arguments.prefixes.split(",")):
         for suffix in map(int, arguments.suffixes.split(",")):
-            shared = rng.integers(0, 100_000, prefix)
+            shared = rng.integers(0, vocabulary, prefix)
             prompts = [
-                np.concatenate((shared, rng.integers(0, 100_000, suffix))).astype(np.int32)
+                np.concatenate((shared, rng.integers(0, vocabulary, suffix))).astype(np.int32)
                 for _ in range(arguments.batch)
             ]
             seconds: dict[str, list[float]] = {"off": [], "mlp": [], "full": []}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import atexit
+import gc
 import json
 import random
 import resource
@@ -25,6 +26,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import uvloop
 from common import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,36 +41,63 @@ KEYS = '[[key]]\nkey = "a"\ntenant = "a"\n\n[[key]]\nkey = "b"\ntenant = "b"\n'
 # ------------------------------------------------------------------------------------------------------- the client
 
 
-async def post(port: int, body: bytes, headers: str = "", slow: float = 0.0) -> tuple[int, float, float]:
+class Asking(asyncio.Protocol):
+    """One request on a connection of its own, read until the server closes it."""
+
+    def __init__(self, data: bytes):
+        self.data, self.status, self.started, self.first = data, 0, time.perf_counter(), 0.0
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(self.data)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.first:
+            self.first, self.status = time.perf_counter() - self.started, int(data.split(None, 2)[1])
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+async def post(port: int, body: bytes, headers: str, slow: float) -> tuple[int, float, float]:
     """Sends a request over a connection of its own; returns (status, seconds to the first byte, to the last).
 
     slow  bytes a second that are read of the answer; 0: all that comes
     """
-    started = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 10 if slow else 1 << 16)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+    asking = Asking(f"{head}{headers}\r\n".encode() + body)
     try:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
-        writer.write(f"{head}{headers}\r\n".encode() + body)
-        await writer.drain()
-        line = await reader.readline()
-        first = time.perf_counter() - started
-        while await reader.read(1 if slow else 1 << 16):
-            if slow:
-                await asyncio.sleep(1 / slow)
-        return int(line.split()[1]) if line else 0, first, time.perf_counter() - started
+        if slow:
+            await read_slowly(port, asking.data, slow)
+        else:
+            await asyncio.get_running_loop().create_connection(lambda: asking, "127.0.0.1", port)
+            await asking.done
     except OSError:
-        return 0, 0.0, time.perf_counter() - started
+        pass
+    return asking.status, asking.first, time.perf_counter() - asking.started
+
+
+async def read_slowly(port: int, data: bytes, rate: float) -> None:
+    """Sends a request, and reads so many bytes a second."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 10)
+    try:
+        writer.write(data)
+        while await reader.read(1):
+            await asyncio.sleep(1 / rate)
     finally:
         writer.close()
 
 
 async def ask(order: dict[str, Any]) -> list[list[float]]:
-    """Returns [when it was sent, status, seconds to the first byte, to the last] of each request of an order.
+    """Returns [when it was sent, status, seconds to the first byte, to the last] of each request of an order, and last
+    [the client's processor time, -2, by how much it was late at most 99 of 100 times, 0].
 
     Requests come at random, `rate` a second, whatever becomes of them; or `at_once` of them are always there.
     """
     draw, bodies, found, number = random.Random(order["seed"]), order["bodies"], [], 0
-    began, end = time.perf_counter(), time.perf_counter() + order["seconds"]
+    began, lags = time.perf_counter(), [0.0]
+    end = began + order["seconds"]
 
     async def one() -> None:
         nonlocal number
@@ -82,16 +111,26 @@ async def ask(order: dict[str, Any]) -> list[list[float]]:
         while time.perf_counter() < end:
             await one()
 
+    async def watch() -> None:
+        while True:
+            started = time.perf_counter()
+            await asyncio.sleep(0.005)
+            lags.append(time.perf_counter() - started - 0.005)
+
+    watching = asyncio.ensure_future(watch())
     if order["at_once"]:
         await asyncio.gather(*(again() for _ in range(order["at_once"])))
     else:
-        tasks = []
-        while time.perf_counter() < end:
+        tasks, due = [], began
+        while due < end:
+            if (early := due - time.perf_counter()) > 0:
+                await asyncio.sleep(early)
             tasks.append(asyncio.ensure_future(one()))
-            await asyncio.sleep(draw.expovariate(order["rate"]))
+            due += draw.expovariate(order["rate"])
         await asyncio.wait(tasks, timeout=60)
         found += [[0, -1, 0, 0] for task in tasks if not task.done()]  # they were never answered
-    return found
+    watching.cancel()
+    return [*found, [time.process_time(), -2, float(np.percentile(lags, 99)), 0]]
 
 
 class Client:
@@ -99,17 +138,24 @@ class Client:
 
     def __init__(self, port: int, **order: Any):
         given = {"port": port, "seed": 0, "rate": 1.0, "at_once": 0, "headers": "", "slow": 0.0, **order}
-        command = [sys.executable, __file__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._found = tempfile.NamedTemporaryFile("r+")  # noqa: SIM115  (it lives as long as this)
+        command = [sys.executable, __file__, self._found.name]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(given))
         self._process.stdin.close()
         atexit.register(self._process.kill)
 
     def result(self) -> np.ndarray:
-        """Returns what `ask` returned, [requests, 4]."""
-        assert self._process.stdout is not None
-        return np.array(json.loads(self._process.stdout.read())).reshape(-1, 4)
+        """Returns what `ask` returned of the requests, [requests, 4].
+
+        cpu, lag  the client's processor time in seconds, and by how many seconds it was late at most 99 of 100 times
+        """
+        if self._process.wait():
+            raise RuntimeError(f"the client ended with status {self._process.returncode}")
+        *rows, own = json.load(self._found)
+        self.cpu, self.lag = own[0], own[2]
+        return np.array(rows).reshape(-1, 4)
 
     def end(self) -> None:
         """Ends it where it is."""
@@ -303,7 +349,8 @@ def overload(arguments: argparse.Namespace) -> dict[str, Any]:
         ended = answers[answers[:, 1] == 200]
         capacity = len(ended) / (ended[:, 0] + ended[:, 3]).max()
         memory = resource_mb()
-        found = Client(port, rate=4 * capacity, seconds=seconds, seed=3, **more).result()
+        client = Client(port, rate=4 * capacity, seconds=seconds, seed=3, **more)
+        found = client.result()
         after = resource_mb()
         good, refused = found[found[:, 1] == 200], found[found[:, 1] == 429]
         within = (good[:, 0] + good[:, 3] <= seconds).sum()
@@ -318,6 +365,10 @@ def overload(arguments: argparse.Namespace) -> dict[str, Any]:
             ],
             ["refused (429)", f"{len(refused)}, P50 {cut[0]:.1f} ms, P99 {cut[1]:.1f} ms"],
             ["anything else", f"{lost}"],
+            [
+                "the client",
+                f"{client.cpu / len(found) * 1e3:.2f} ms of CPU a request, late by {client.lag * 1e3:.1f} ms (P99)",
+            ],
             ["memory", f"{memory:.0f} MB before, {after:.0f} MB after"],
         ]
         print(table(["overload", ""], rows))
@@ -355,4 +406,5 @@ def resource_mb() -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(ask(json.loads(sys.stdin.read())))))
+    gc.disable()
+    Path(sys.argv[1]).write_text(json.dumps(uvloop.run(ask(json.loads(sys.stdin.read())))))

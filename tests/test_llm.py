@@ -99,6 +99,8 @@ def test_token_ids_and_stats(llm):
     ("arguments", "word"),
     [
         ({"sharing": "some"}, "sharing"),
+        ({"sharing_threshold": 1.5}, "sharing_threshold is 1.5"),
+        ({"sharing_threshold": 0.5, "sharing": "off"}, "sharing is 'off'"),
         ({"max_batch_rows": 0}, "max_batch_rows"),
         ({"threads": 0}, "threads"),
         ({"dtype": "int4"}, "dtype"),

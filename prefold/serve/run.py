@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -101,6 +102,9 @@ class Server(uvicorn.Server):
             self.error, self.site.state = error, "failed"
             self.should_exit = True
             return
+        # What is there now stays. Looking through it for garbage again and again would stop everybody for 0.1 s.
+        gc.collect()
+        gc.freeze()
         self.site.ready(llm)
         self.say(f"ready after {time.perf_counter() - started:.1f} s: {', '.join(self.site.names)} on {self.url}")
 

@@ -88,7 +88,15 @@ def test_places_that_cannot_be_written_are_refused_before_anything_is_read(prefo
 
 
 @pytest.mark.parametrize(
-    "option", [["--dtype", "float8"], ["--device", "tpu"], ["--sharing", "some"], ["--tensor-parallel", "99"]]
+    "option",
+    [
+        ["--dtype", "float8"],
+        ["--device", "tpu"],
+        ["--sharing", "some"],
+        ["--sharing-threshold", "2"],
+        ["--sharing-threshold", "0.85", "--url", "http://localhost:1"],
+        ["--tensor-parallel", "99"],
+    ],
 )
 def test_a_wrong_command_leaves_the_old_output_and_no_journal(prefold, tmp_path, option):
     write(tmp_path / "in.jsonl")

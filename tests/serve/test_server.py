@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 
@@ -38,6 +39,16 @@ def test_health_and_draining(llm):
         assert answers[0].status_code == 200
         assert answers[0].json()["usage"]["completion_tokens"] == 480
         until(lambda: server.should_exit)
+
+
+def test_what_is_loaded_is_no_work_for_the_garbage_collector(llm):
+    with serving(None) as server:
+        frozen = gc.get_freeze_count()
+        try:
+            server.load(lambda: llm)
+            assert server.site.state == "ready" and gc.get_freeze_count() > frozen + 100_000
+        finally:
+            gc.unfreeze()
 
 
 def test_what_runs_too_long_while_draining_is_answered(llm):
