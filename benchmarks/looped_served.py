@@ -24,7 +24,7 @@ from prefold.worker.attend import Path as KVPath
 from prefold.worker.attend import StepAttend
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-THRESHOLDS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.9, 0.98)
+THRESHOLDS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.9, 0.95, 0.98)
 
 
 def rows_leave() -> bool:

@@ -46,6 +46,8 @@ WARM_UP = 50
 GATE_WEIGHT = 0.1
 # The gate has five weights, which have far to go until it is sure.
 GATE_RATE = 10
+# How sure the gate may be that a query had been answered: so it says it twice before it is surer than that.
+SURE = 0.9
 SHOW_EVERY, SAVE_EVERY = 50, 100
 # Queries are evaluated on graphs of a seed that no training has.
 HELD_OUT = 10**6
@@ -324,7 +326,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         order = run.rng.integers(0, model.loop.blocks if run.step >= alone else 1, TRAINED_VISITS).tolist()
         logprobs, gate = visit_logprobs(model, queries.batch(model), queries.wanted, order)
         assert gate is not None
-        settled = torch.from_numpy(queries.settled).float()
+        settled = SURE * torch.from_numpy(queries.settled).float()
         right = float(torch.exp(logprobs.detach())[-1].mean())
         return -logprobs.mean() + GATE_WEIGHT * F.binary_cross_entropy_with_logits(gate, settled), right
 

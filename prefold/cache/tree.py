@@ -97,6 +97,16 @@ class Node:
         """Returns how many rows are still to be computed."""
         return len(self.tokens) - self.computed
 
+    @property
+    def num_slots(self) -> int:
+        """Returns how many slots its rows hold."""
+        return len(self.slots)
+
+    @property
+    def num_missing(self) -> int:
+        """Returns how many of its rows are neither there nor being computed."""
+        return len(self.tokens) - len(self.slots)
+
     def path(self) -> list[Node]:
         """Returns the nodes from below the root down to this node."""
         nodes = []

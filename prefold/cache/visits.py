@@ -21,7 +21,7 @@ from .tree import Node, common_prefix
 __all__ = ["NodeVisit", "Prefix", "VisitCache", "VisitNode"]
 
 Prefix = tuple[int, ...]
-_MORE = 16  # rows that the arrays of a growing tail get room for at once
+_NO_SLOTS = np.empty(0, np.int64)
 
 
 class NodeVisit:
@@ -34,10 +34,9 @@ class NodeVisit:
     left    bool: the row left after this visit or an earlier one
     done    how many leading rows are settled: what this visit sees of them is there
     users   how many sequences, waiting or running, take this route prefix
-    spare   slots claimed for rows of a tail that are still to come
     """
 
-    __slots__ = ("counts", "done", "left", "node", "owned", "positions", "prefix", "slots", "spare", "starts", "users")
+    __slots__ = ("counts", "done", "left", "node", "owned", "positions", "prefix", "slots", "starts", "users")
 
     def __init__(self, node: VisitNode, prefix: Prefix):
         self.node, self.prefix, self.users = node, prefix, 0
@@ -46,7 +45,6 @@ class NodeVisit:
     def _forget(self) -> None:
         size = len(self.node)
         self.slots, self.owned, self.left = np.zeros(size, np.int64), np.zeros(size, bool), np.zeros(size, bool)
-        self.spare: list[int] = []
         self.done = 0
         self.starts: list[int] = []  # of the settled rows, as runs of neighbouring slots
         self.counts: list[int] = []
@@ -69,14 +67,13 @@ class NodeVisit:
         """Returns how many slots are this visit's own."""
         return int(np.count_nonzero(self.owned)) + len(self.spare)
 
+    @property
+    def spare(self) -> np.ndarray:
+        """Returns the slots claimed for rows that are still to come, which only tails have."""
+        return _NO_SLOTS
+
     def make_room(self) -> None:
-        """Lets the arrays grow with the tokens of a tail."""
-        more = len(self.node) - len(self.slots)
-        if more > 0:
-            more = max(more, _MORE)
-            self.slots = np.concatenate((self.slots, np.zeros(more, np.int64)))
-            self.owned = np.concatenate((self.owned, np.zeros(more, bool)))
-            self.left = np.concatenate((self.left, np.zeros(more, bool)))
+        """Lets the arrays grow with the tokens, which only those of tails do."""
 
     def settle(self, rows: int) -> None:
         """Says that of so many more rows what this visit sees is there."""
@@ -103,7 +100,7 @@ class NodeVisit:
 
     def give_up(self) -> np.ndarray:
         """Forgets all rows, and returns the slots that were this visit's own, int64."""
-        slots = np.concatenate((self.slots[self.owned], np.array(self.spare, np.int64)))
+        slots = self.slots[self.owned]
         self._forget()
         return slots
 
@@ -160,6 +157,10 @@ class VisitNode(Node):
     def num_slots(self) -> int:
         """Returns how many slots all visits of its rows hold."""
         return sum(visit.num_slots for visit in self.visits.values())
+
+    @property
+    def num_missing(self) -> int:
+        return self.pending
 
 
 class VisitCache(RadixCache):

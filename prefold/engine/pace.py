@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from ..schedule.fair import FairAdmission
-from ..schedule.generate import GenerateScheduler
+from ..schedule.sequences import Sequences
 
 __all__ = ["Pace", "StepTimes"]
 
@@ -103,7 +103,7 @@ class Pace:
         """Takes note that there is an interactive request."""
         self._live_at = self._clock()
 
-    def settle(self, scheduler: GenerateScheduler, most: int) -> None:
+    def settle(self, scheduler: Sequences, most: int) -> None:
         """Says how many rows the scheduler's next step may have, at most `most`, and how many of batches."""
         policy, now = self.admission, self._clock()
         passed, self._settled_at = now - self._settled_at, now
@@ -126,7 +126,7 @@ class Pace:
             policy.batch_rows, policy.batch_first = self.times.more_rows(self._due), True
             self._due = 0.0
 
-    def _batch_rows(self, scheduler: GenerateScheduler, num_live: int, now: float) -> int:
+    def _batch_rows(self, scheduler: Sequences, num_live: int, now: float) -> int:
         if self.reading():
             return 0
         if not num_live:

@@ -8,14 +8,35 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from .generate_step import Draft, Running
+from .generate_step import Running
 
 if TYPE_CHECKING:
-    from .generate import GenerateScheduler
+    from .sequences import Sequences
 
-__all__ = ["Admission", "InOrder"]
+__all__ = ["Admission", "D", "Fillable", "InOrder"]
+
+
+class Fillable(Protocol):
+    """A Fillable is the draft of a step, while who has rows in it is being decided.
+
+    most  the most rows of the step
+    left  how many more rows may be added
+    """
+
+    most: int
+    left: int
+
+    @property
+    def num_taken(self) -> int:
+        """Returns how many rows were added."""
+
+    def fill(self, running: Collection[Running]) -> None:
+        """Adds rows of these sequences, while there is room."""
+
+
+D = TypeVar("D", bound=Fillable)
 
 
 class Admission(Protocol):
@@ -39,7 +60,7 @@ class Admission(Protocol):
     def remove(self, sequence: Running) -> None:
         """Forgets a sequence that ends before it runs."""
 
-    def first(self, scheduler: GenerateScheduler, *, batches: bool = True) -> Running | None:
+    def first(self, scheduler: Sequences, *, batches: bool = True) -> Running | None:
         """Returns who is admitted next, None where nobody should be now; batches: whether it may be one of a batch."""
 
     def admitted(self, sequence: Running, rows: int) -> None:
@@ -57,7 +78,11 @@ class Admission(Protocol):
     def victim(self, running: Collection[Running]) -> Running:
         """Returns who of those that run is preempted where memory is too small for all."""
 
-    def draft(self, running: Collection[Running], draft: Draft) -> Draft:
+    @property
+    def are_alike(self) -> bool:
+        """Returns whether all that run have the same right to rows of a step."""
+
+    def draft(self, running: Collection[Running], draft: D) -> D:
         """Returns the empty draft of a step, filled; changes nothing else."""
 
 
@@ -95,7 +120,7 @@ class InOrder:
     def remove(self, sequence: Running) -> None:
         del self._waiting[sequence]
 
-    def first(self, scheduler: GenerateScheduler, *, batches: bool = True) -> Running | None:
+    def first(self, scheduler: Sequences, *, batches: bool = True) -> Running | None:
         return next(iter(self._waiting), None)
 
     def admitted(self, sequence: Running, rows: int) -> None:
@@ -113,6 +138,10 @@ class InOrder:
     def victim(self, running: Collection[Running]) -> Running:
         return next(reversed(running))  # type: ignore[call-overload]
 
-    def draft(self, running: Collection[Running], draft: Draft) -> Draft:
+    @property
+    def are_alike(self) -> bool:
+        return True
+
+    def draft(self, running: Collection[Running], draft: D) -> D:
         draft.fill(running)
         return draft

@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ..types import Owner, Share
-from .admission import Admission
-from .generate_step import Draft, Running
+from .admission import Admission, D
+from .generate_step import Running
 
 if TYPE_CHECKING:
     from ..cache import RadixCache
-    from .generate import GenerateScheduler
+    from .sequences import Sequences
 
 __all__ = ["FairAdmission"]
 
@@ -187,7 +187,7 @@ class FairAdmission:
 
     # ------------------------------------------------------------------------------------------------- who is next
 
-    def first(self, scheduler: GenerateScheduler, *, batches: bool = True) -> Running | None:
+    def first(self, scheduler: Sequences, *, batches: bool = True) -> Running | None:
         line = self._least(False)
         batch = self._least(True) if batches and self._num_waiting[True] else None
         if batch is not None:
@@ -207,7 +207,11 @@ class FairAdmission:
     def victim(self, running: Collection[Running]) -> Running:
         return self._last_of_batch(running) or next(reversed(running))  # type: ignore[call-overload]
 
-    def draft(self, running: Collection[Running], draft: Draft) -> Draft:
+    @property
+    def are_alike(self) -> bool:
+        return not self._num_running[True] or (not self._num_running[False] and self.batch_rows is None)
+
+    def draft(self, running: Collection[Running], draft: D) -> D:
         """Returns the draft of a step: rows of interactive requests first, then of batches, at most `batch_rows`. Where
         these are too few for all sequences of batches, those that have made the fewest tokens have them."""
         if not self._num_running[True]:
@@ -222,10 +226,10 @@ class FairAdmission:
                 if draft.left < len(some):
                     some.sort(key=lambda sequence: len(sequence.tail.tokens))
                 draft.fill(some)
-                draft.left = max(0, draft.most - sum(draft.takes.values()) - len(draft.again))
+                draft.left = max(0, draft.most - draft.num_taken)
         return draft
 
-    def _has_room(self, sequence: Running, scheduler: GenerateScheduler) -> bool:
+    def _has_room(self, sequence: Running, scheduler: Sequences) -> bool:
         """Returns whether a sequence of a batch leaves enough to interactive requests, or is alone."""
         if not scheduler.running:
             return True
@@ -234,7 +238,8 @@ class FairAdmission:
         kept = 0 if scheduler.cache is None else scheduler.cache.rows
         rows = sequence.leaf.stop + (sequence.limit if sequence.reserve else 0)
         pool = scheduler.pool
-        return pool.free_slots + kept - rows >= LEFT_TO_INTERACTIVE * pool.num_slots
+        left = pool.free_slots + (kept - rows) * scheduler.slots_per_row
+        return left >= LEFT_TO_INTERACTIVE * pool.num_slots
 
     def _last_of_batch(self, running: Collection[Running]) -> Running | None:
         if not self._num_running[True]:
@@ -309,4 +314,4 @@ def _cheapest(line: _Line) -> Running:
 
 
 def _rows_missing(sequence: Running) -> int:
-    return sum(len(node) - len(node.slots) for node in sequence.leaf.path())
+    return sum(node.num_missing for node in sequence.leaf.path())

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,9 +29,9 @@ from ..cache import CacheOptions, RadixCache, SlotPool
 from ..cache.tree import Node, RadixTree
 from ..errors import InputError
 from ..prefix import clear_of_span, span_starts
-from ..types import GenerationStats, Owner
-from .admission import Admission, InOrder
+from ..types import Owner
 from .generate_step import NOBODY, Draft, GenerateStep, Held, Running, lay_out
+from .sequences import Sequences
 
 __all__ = ["GenerateScheduler"]
 
@@ -39,7 +39,7 @@ __all__ = ["GenerateScheduler"]
 TAIL_SLOTS = 16
 
 
-class GenerateScheduler:
+class GenerateScheduler(Sequences[Running]):
     """A GenerateScheduler decides what each step of continuous batching over one trie computes.
 
     pool            the slots of the KV store
@@ -62,21 +62,20 @@ class GenerateScheduler:
         slot_bytes: int = 1,
         held: Held | None = None,
     ):
-        self.pool = pool
-        self.tree = RadixTree()
-        self.cache = None if cache is None else RadixCache(self.tree, pool, cache, clock)
-        self.max_batch_rows = max_batch_rows
-        self.max_running = min(max_running, max_batch_rows)
-        self.stats = GenerationStats()
-        self.running: dict[Running, None] = {}  # in the order of their admission
-        self.waiting: Admission = InOrder()
+        tree = RadixTree()
+        super().__init__(
+            pool,
+            tree,
+            None if cache is None else RadixCache(tree, pool, cache, clock),
+            max_batch_rows=max_batch_rows,
+            max_running=max_running,
+            slot_bytes=slot_bytes,
+        )
         self._ending: dict[Running, None] = {}  # whose last token is on its way
-        self._requests: dict[Hashable, dict[Running, None]] = {}  # the sequences of each that have not ended
         self._begun: deque[GenerateStep] = deque()
         self._has_routes = False  # some request came with a route
         self._last_steps: dict[tuple[int, ...] | None, int] = {}  # when each route had its last step
         self._numbers = itertools.count()
-        self._slot_bytes = slot_bytes
         self._held = held
 
     # ------------------------------------------------------------------------------------ what comes and goes
@@ -118,56 +117,23 @@ class GenerateScheduler:
             )
         if route is not None:
             namespace, self._has_routes = (*namespace, "route", route), True
-        leaf = self.tree.insert(namespace, tokens)
-        path = leaf.path()
-        if self.cache is not None:
-            self.cache.take(path)
-        made = dict.fromkeys(range(samples), ()) if made is None else made
-        sequences = [
-            Running(key, sample, leaf, list(had), limit, reserve, priority, owner, route)
-            for sample, had in made.items()
-        ]
-        for node in path:
-            node.users += len(sequences)
-            node.priority = max(node.priority, priority)
-        self._requests[key] = dict.fromkeys(sequences)
-        self.waiting.add(sequences)
 
-    def cancel(self, key: Hashable) -> None:
-        """Ends all sequences of a request; does nothing where the request is not there any more."""
-        for sequence in list(self._requests.get(key, ())):
-            self._end(sequence)
+        def make(sample: int, leaf: Node, had: list[int]) -> Running:
+            return Running(key, sample, leaf, had, limit, reserve, priority, owner, route)
+
+        self._enter(key, namespace, tokens, dict.fromkeys(range(samples), ()) if made is None else made, priority, make)
 
     def clear(self) -> None:
-        """Forgets all requests, all steps that have begun, and all rows: every slot is free."""
-        self.pool.clear()
-        self.tree.clear()
-        if self.cache is not None:
-            self.cache.forget_all()
-        self.waiting.clear()
-        for some in (self.running, self._ending, self._requests, self._begun):
-            some.clear()
+        super().clear()
+        self._ending.clear()
+        self._begun.clear()
 
-    def admit_by(self, policy: Admission) -> None:
-        """Admits by another policy from now on. It must hold nobody yet."""
-        policy.take_over(self.waiting, (*self.running, *self._ending))
-        self.waiting = policy
+    def _admitted(self) -> Iterable[Running]:
+        return (*self.running, *self._ending)
 
     @property
-    def num_waiting(self) -> int:
-        """Returns how many sequences have not been admitted yet, or were preempted."""
-        return len(self.waiting)
-
-    @property
-    def has_work(self) -> bool:
-        """Returns whether a request has not ended, or a step has begun and not been committed."""
-        return bool(self._requests or self._begun)
-
-    @property
-    def can_plan(self) -> bool:
-        """Returns whether any sequence runs or waits: a step may be planned for it, at the latest when the steps that
-        have begun are committed."""
-        return bool(self.running or self.waiting)
+    def _has_begun(self) -> bool:
+        return bool(self._begun)
 
     # ------------------------------------------------------------------------------------------ plan and commit
 
@@ -338,13 +304,6 @@ class GenerateScheduler:
         self.running[sequence] = None
         return 1 + rows + len(sequence.tail)
 
-    def _make_way(self, sequence: Running) -> bool:
-        """Preempts another for a sequence that waits, where the policy has it so; returns whether it did."""
-        other = None if self._begun else self.waiting.gives_way(sequence, self.running)
-        if other is not None:
-            self._preempt(other)
-        return other is not None
-
     def _tail_rows(self, sequence: Running) -> int:
         """Returns how many slots a sequence's tail should have: for its whole output where that is reserved, or else
         for some more rows."""
@@ -368,67 +327,16 @@ class GenerateScheduler:
             self.cache.evict(count - self.pool.free_slots)
         return self.pool.allocate(count)
 
-    def _preempt(self, sequence: Running) -> None:
-        """Puts a sequence back at the head of the queue, and gives up the rows of its own tokens. Those of its prompt
-        stay while there is room."""
-        del self.running[sequence]
-        sequence.tail.lost |= sequence.tail.computed > 0
-        self.pool.free(sequence.tail.give_up())
-        sequence.state, sequence.ready = "waiting", False
-        self.waiting.put_back(sequence)
-        self.stats.preemptions += 1
-        if not self.pool.free_slots:
-            self._release_waiting(*self.running)
-
-    def _release_waiting(self, *keep: Running) -> bool:
-        """Gives up the rows of prompts that only waiting sequences need, and returns whether there were any. Rows that
-        the sequences in `keep` need stay."""
-        needed = {node for sequence in keep for node in sequence.leaf.path()}
-        found = False
-        for node in self.tree.nodes():
-            if node.users and len(node.slots) and node not in needed and not node.pins:
-                found = True
-                node.lost |= node.computed > 0
-                self.pool.free(self.tree.drop(node))
-        return found
-
     def _fail(self, sequence: Running) -> tuple[Hashable, InputError]:
-        error = InputError(
-            f"the KV store holds {self.pool.num_slots} rows, too few for a sequence of {sequence.tail.stop + 1}",
-            field="max_tokens",
-            remedy="give a larger kv_memory, or a max_tokens that fits",
-            code="kv_memory",
-        )
-        self.cancel(sequence.key)
-        return sequence.key, error
+        rows = sequence.tail.stop + 1
+        return self._too_small(f"{self.pool.num_slots} rows, too few for a sequence of {rows}", sequence)
 
     def _end(self, sequence: Running) -> None:
         del sequence.tail.tokens[sequence.known :]
-        if sequence.state == "waiting":
-            self.waiting.remove(sequence)
-        else:
-            del {"running": self.running, "ending": self._ending}[sequence.state][sequence]
-            self.waiting.ended(sequence)
-        sequence.state = "ended"
-        request = self._requests[sequence.key]
-        del request[sequence]
-        if not request:
-            del self._requests[sequence.key]
-        if self.cache is not None and sequence.ready:
-            self.cache.graft(sequence.tail, sequence.priority)
-        else:
-            self.pool.free(sequence.tail.give_up())
-        node: Node | None = sequence.leaf
-        while node is not None and node.parent is not None:
-            parent = node.parent
-            node.users -= 1
-            if not node.users:
-                if self.cache is not None:
-                    self.cache.keep(node)
-                else:
-                    self.pool.free(self.tree.drop(node))
-                    self.tree.detach(node)
-            node = parent
+        super()._end(sequence)
+
+    def _runs_no_more(self, sequence: Running) -> None:
+        del {"running": self.running, "ending": self._ending}[sequence.state][sequence]
 
     def _count_admission(self, sequence: Running, path: list[Node], fresh: Collection[Node]) -> None:
         if sequence.cached_tokens is not None:

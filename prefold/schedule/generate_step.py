@@ -135,6 +135,11 @@ class Draft:
     def __post_init__(self) -> None:
         self.left = self.most
 
+    @property
+    def num_taken(self) -> int:
+        """Returns how many rows were added."""
+        return sum(self.takes.values()) + len(self.again)
+
     def fill(self, running: Collection[Running]) -> None:
         """Adds a row for each of these sequences that generates, then rows of prompts, in the order of the sequences,
         while there is room.
@@ -162,7 +167,7 @@ class Draft:
             return False
         rows = int(np.searchsorted(_starts(node, node.computed), 0, side="right"))
         generating = sum(sequence.tail.pending for sequence in running if sequence.ready)
-        taken = sum(self.takes.values()) + len(self.again)
+        taken = self.num_taken
         if rows <= self.left - generating or (taken and rows > self.most - taken):
             return False
         if self._ready(node, node.computed, rows) < rows:

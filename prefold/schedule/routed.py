@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from ..cache.tails import NEVER, TailNode, Tails
 from ..cache.tree import Node
 from ..cache.visits import NodeVisit, Prefix, VisitNode
 from ..types import Exits, Owner
@@ -46,14 +47,15 @@ class Routed(Running):
     keys      what deeper visits see of a row that left: the K/V of its "last" visit to that block, or K/V that is made
               of its state ("project")
     decided   what was decided once
+    tails     where what its tail has lies, while it runs
     visit     the visit that its rows come to next; as many as the route has: all rows are there
     waited    for how many steps it has waited
     most      visits to blocks that any route may make
     """
 
-    __slots__ = ("decided", "exits", "is_open", "keys", "most", "namespace", "prefixes", "visit", "waited")
+    __slots__ = ("decided", "exits", "is_open", "keys", "most", "namespace", "prefixes", "tails")
 
-    tail: VisitNode
+    tail: TailNode
 
     def __init__(
         self,
@@ -66,21 +68,63 @@ class Routed(Running):
         priority: int,
         owner: Owner = NOBODY,
         *,
+        tails: Tails,
         namespace: tuple[Hashable, ...],
         exits: Exits,
         keys: Literal["last", "project"],
         decided: Decided,
     ):
         super().__init__(key, sample, leaf, tokens, limit, reserve, priority, owner)
-        self.tail = VisitNode(leaf, self.tail.tokens, leaf.stop)
+        self.tails = tails
+        self.tail = TailNode(leaf, self.tail.tokens, leaf.stop, tails)
         self.tail.lost = bool(tokens)
         self.namespace, self.exits, self.keys, self.decided = namespace, exits, keys, decided
         self.route: list[int] = []  # type: ignore[assignment]
         self.prefixes: list[Prefix] = []
         self.is_open = True
-        self.visit = 0
-        self.waited = 0
-        self.most = 1 << 30
+        self.most = NEVER
+
+    @property
+    def visit(self) -> int:
+        place = self.tail.place
+        return 0 if place is None else int(self.tails.visit[place])
+
+    @visit.setter
+    def visit(self, visit: int) -> None:
+        assert self.tail.place is not None
+        self.tails.visit[self.tail.place] = visit
+
+    @property
+    def waited(self) -> int:
+        place = self.tail.place
+        return 0 if place is None else int(self.tails.waited[place])
+
+    @waited.setter
+    def waited(self, steps: int) -> None:
+        assert self.tail.place is not None
+        self.tails.waited[self.tail.place] = steps
+
+    def run(self) -> None:
+        """Lets it run: its tail has a place from now on, and its rows come to the first visit."""
+        self.state, self.ready = "running", False
+        self.tail.find_place()
+        self._come_to_row()
+
+    def take(self, token: int) -> None:
+        """Adds a token to its own. All rows before it have been computed."""
+        self.tail.computed = len(self.tail.tokens)
+        self.tail.tokens.append(token)
+        self.known += 1
+        self._come_to_row()
+
+    def _come_to_row(self) -> None:
+        """Notes what there is to know of the row of its last token."""
+        tails, place, row = self.tails, self.tail.place, len(self.tail.tokens) - 1
+        tails.room_for(row + 1)
+        tails.row[place] = row
+        if row >= 0:
+            tails.token[place] = self.tail.tokens[row]
+            tails.decides[place], tails.leaves[place] = self.when(row)
 
     def set_out(self, visits: VisitOptions) -> None:
         """Enters its rows at as much of its route as is known."""
@@ -171,30 +215,49 @@ class Routed(Running):
         number = visit + (self.route[0] != PRELUDE)  # of visits to blocks, this one included
         in_tail = position - self.leaf.stop
         if in_tail >= 0:
-            known = self.decided.tails.get(self.sample, ())
-            known = known if in_tail < len(known) else self.exits.visits
-            made = known[in_tail] if in_tail < len(known) else 0
-        else:
-            if not self.exits.prompts:
-                return STAYS
-            made = 0 if self.decided.prompt is None else int(self.decided.prompt[position])
-        ends = not self.is_open and made == self.num_visits
-        if made and (number < made or not ends or in_tail >= 0):
-            return STAYS if number < made or ends else LEAVES
-        if number < self.exits.min_visits or number >= self.most:
+            decides, leaves = self.when(in_tail)
+        elif not self.exits.prompts:
             return STAYS
-        if self.exits.max_visits is not None and number >= self.exits.max_visits:
-            return LEAVES
-        return STAYS if self.exits.threshold in (None, 1) and self.exits.change is None else DECIDES
+        else:
+            made = 0 if self.decided.prompt is None else int(self.decided.prompt[position])
+            ends = not self.is_open and made == self.num_visits
+            if made and (number < made or not ends):
+                return STAYS if number < made else LEAVES
+            decides, leaves = self._by_rule()
+        if number >= self.most and leaves != number:
+            return STAYS
+        return LEAVES if number >= leaves else DECIDES if number >= decides else STAYS
+
+    def when(self, row: int) -> tuple[int, int]:
+        """Returns from how many visits on the criteria of a row of the tail decide, and after how many visits it leaves
+        in any case; or NEVER."""
+        known = self.decided.tails.get(self.sample, ())
+        known = known if row < len(known) else self.exits.visits
+        made = known[row] if row < len(known) else 0
+        if not made:
+            return self._by_rule()
+        ends = not self.is_open and made == self.num_visits
+        return NEVER, NEVER if ends else made
+
+    def _by_rule(self) -> tuple[int, int]:
+        exits = self.exits
+        most = NEVER if exits.max_visits is None or exits.max_visits >= self.most else exits.max_visits
+        if exits.threshold in (None, 1) and exits.change is None:
+            return NEVER, NEVER if most == NEVER else max(most, exits.min_visits)
+        return exits.min_visits, most
 
     def leaving(self, positions: range, visit: int) -> tuple[list[int], tuple[float, float]]:
         """Returns what `leaves` says of each row, and the threshold and the change of state at which rows leave, nan
         where they do not."""
         if positions.start < self.leaf.stop and not self.exits.prompts:
             return [self.leaves(positions.start, visit)] * len(positions), (NAN, NAN)
+        return [self.leaves(position, visit) for position in positions], self.criteria
+
+    @property
+    def criteria(self) -> tuple[float, float]:
+        """Returns the threshold and the change of state at which its rows leave, nan where they do not."""
         threshold, change = self.exits.threshold, self.exits.change
-        criteria = NAN if threshold in (None, 1) else float(threshold), NAN if change is None else change  # type: ignore[arg-type]
-        return [self.leaves(position, visit) for position in positions], criteria
+        return NAN if threshold in (None, 1) else float(threshold), NAN if change is None else change  # type: ignore[arg-type]
 
     def visits_made(self, node: VisitNode) -> np.ndarray:
         """Returns after how many visits to blocks each row of a node left, int16, once all have left."""

@@ -42,7 +42,7 @@ def check_visits(scheduler: VisitScheduler) -> None:
         for visit in node.visits.values():
             assert visit.users == takes.get(visit, 0)
             assert visit.done <= len(node)
-            held += [visit.slots[visit.owned], np.array(visit.spare, np.int64)]
+            held += [visit.slots[visit.owned], visit.spare]
             assert sum(visit.counts) == visit.done and visit.slots[: visit.done].all()
             flat = [
                 slot
@@ -53,7 +53,7 @@ def check_visits(scheduler: VisitScheduler) -> None:
     slots = np.sort(np.concatenate(held)) if held else np.empty(0, np.int64)
     assert np.array_equal(slots, np.arange(1, scheduler.pool.num_slots + 1)), "slots leak, or are used twice"
     assert len(scheduler.running) <= scheduler.max_running
-    assert {*sequences} == {sequence for request in scheduler.requests.values() for sequence in request}
+    assert {*sequences} == {sequence for request in scheduler._requests.values() for sequence in request}
     if scheduler.cache is not None:
         scheduler.cache.check()
 

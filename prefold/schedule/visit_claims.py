@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 
 import numpy as np
 
 from ..cache import SlotPool, VisitCache, VisitNode
+from ..cache.tails import TailVisit
 from ..cache.visits import NodeVisit
+from .admission import Admission
+from .generate_step import Running
 from .routed import Routed
 from .visit_draft import Take, VisitDraft
 from .visit_options import VisitOptions
@@ -17,6 +20,28 @@ __all__ = ["TAIL_SLOTS", "Claims"]
 
 # Slots that a tail takes at once at a visit, so that its rows lie side by side.
 TAIL_SLOTS = 8
+
+
+class _Filling:
+    """A _Filling is a VisitDraft as a policy of admission sees it: the most rows, those left, and whom it may have."""
+
+    def __init__(self, claims: Claims, most: int):
+        self._claims, self.most, self.draft = claims, most, VisitDraft(None, most)
+
+    @property
+    def left(self) -> int:
+        return self.draft.left
+
+    @left.setter
+    def left(self, left: int) -> None:
+        self.draft.left = left
+
+    @property
+    def num_taken(self) -> int:
+        return sum(take.rows for take in self.draft.takes.values())
+
+    def fill(self, running: Collection[Running]) -> None:
+        self._claims.fill(self.draft, running)  # type: ignore[arg-type]
 
 
 class Claims:
@@ -30,10 +55,14 @@ class Claims:
     def __init__(self, pool: SlotPool, visits: VisitOptions, cache: VisitCache | None):
         self.pool, self.visits, self.cache = pool, visits, cache
 
-    def draft(self, running: Iterable[Routed], most: int) -> VisitDraft:
-        """Returns the rows of the next step, with slots claimed for them."""
+    def draft(self, policy: Admission, running: Collection[Routed], most: int) -> VisitDraft:
+        """Returns the rows of the next step, with slots claimed for them; the policy says who comes before whom."""
+        return policy.draft(running, _Filling(self, most)).draft
+
+    def fill(self, draft: VisitDraft, running: Iterable[Routed]) -> None:
+        """Adds rows of these sequences to a draft: where it has none, of those that go to the block which most come to,
+        or somebody waits for."""
         groups: dict[Hashable, list[Routed]] = {}
-        draft = VisitDraft(None, most)
         for sequence in running:
             self._advance(sequence)
             if sequence.visit < len(sequence.route):
@@ -48,6 +77,9 @@ class Claims:
         while groups:
             chosen = max(groups, key=lambda group: self._urgency(groups[group]))
             members = groups.pop(chosen)
+            if draft.takes and chosen != draft.group:
+                continue
+            draft.group = chosen
             members.sort(key=lambda sequence: (not sequence.ready, -sequence.waited))
             draft.unit = members[0].route[members[0].visit]
             for sequence in members:
@@ -55,7 +87,6 @@ class Claims:
                     self._take(draft, sequence)
             if draft.takes:
                 break
-        return draft
 
     def _group(self, sequence: Routed) -> Hashable:
         unit = sequence.route[sequence.visit]
@@ -157,11 +188,6 @@ class Claims:
         node, first = visit.node, visit.done
         rows = slice(first, len(node))
         pending = rows.stop - first
-        if pending == 1 and draft.left and visit.spare and not sequence.left_before(visit, sequence.visit):
-            if not visit.owned[first]:
-                visit.slots[first], visit.owned[first] = visit.spare.pop(0), True
-            draft.left -= 1
-            return 1
         left = sequence.has_left(node, sequence.visit, rows)
         if left is None:
             count, needs = min(pending, draft.left), None
@@ -190,15 +216,22 @@ class Claims:
 
     def _slots(self, sequence: Routed, visit: NodeVisit, count: int) -> np.ndarray:
         """Returns up to `count` slots for rows at a visit; of a tail some more are claimed, for the rows to come."""
-        if visit.node is not sequence.tail:
+        if not isinstance(visit, TailVisit):
             return self._allocate(count)
-        if count > len(visit.spare):
-            more = min(TAIL_SLOTS, sequence.limit - 1 - len(sequence.tail.tokens)) if sequence.ready else 0
-            wanted = count - len(visit.spare)
-            found = self._allocate(wanted + max(0, more)) if self.pool.free_slots >= wanted + more else None
-            visit.spare += (self._allocate(wanted) if found is None else found).tolist()
-        slots, visit.spare = visit.spare[:count], visit.spare[count:]
-        return np.array(slots, np.int64)
+        slots = visit.take_spare(count)
+        wanted = count - len(slots)
+        if not wanted:
+            return slots
+        more = max(0, min(TAIL_SLOTS, sequence.limit - 1 - len(sequence.tail.tokens))) if sequence.ready else 0
+        if self.pool.free_slots < wanted + more:
+            more = 0
+        found = self._allocate(wanted + more)
+        rest = found[wanted:]
+        if len(rest) and rest[-1] - rest[0] == len(rest) - 1:
+            visit.keep_spare(rest)
+        else:
+            self.pool.free(rest)
+        return np.concatenate((slots, found[:wanted]))
 
     def _allocate(self, count: int) -> np.ndarray:
         """Returns `count` free slots, or as many as there are."""

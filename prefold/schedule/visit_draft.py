@@ -38,6 +38,7 @@ class VisitDraft:
 
     unit      the block that it visits, PRELUDE or CODA; None: it only reads or routes
     left      how many more rows the step may have
+    group     which sequences it has rows of, as their block or their template and visit
     takes     the rows, by what they are of
     reads     (sequence, what its last row has at this visit, whether its route ends here): the sequence takes a token
               if it does, or the row leaves
@@ -47,6 +48,7 @@ class VisitDraft:
 
     unit: int | None
     left: int
+    group: Hashable = None
     takes: dict[NodeVisit, Take] = field(default_factory=dict)
     reads: list[tuple[Routed, NodeVisit, bool]] = field(default_factory=list)
     finished: list[tuple[Routed, int]] = field(default_factory=list)

@@ -19,17 +19,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..cache import CacheOptions, SlotPool, VisitCache, VisitNode
+from ..cache import CacheOptions, SlotPool, Tails, VisitCache, VisitNode
 from ..cache.tree import Node, RadixTree
 from ..cache.visits import NodeVisit
 from ..errors import InputError
-from ..types import Exits, GenerationStats, Owner
-from .admission import Admission, InOrder
+from ..types import Exits, Owner
 from .generate_step import NOBODY
 from .routed import Decided, Routed
+from .sequences import Sequences
 from .steps import NOT_FINITE
 from .visit_checks import check_visits
 from .visit_claims import Claims
+from .visit_decode import DecodeDraft, DecodeStep, Decoding
 from .visit_draft import RoutedStep, Take, VisitDraft, lay_out
 from .visit_options import VisitOptions, may_leave, rule_of
 from .visit_steps import CODA, VisitResult
@@ -37,7 +38,7 @@ from .visit_steps import CODA, VisitResult
 __all__ = ["VisitOptions", "VisitScheduler"]
 
 
-class VisitScheduler:
+class VisitScheduler(Sequences[Routed]):
     """A VisitScheduler decides what each step computes, and has the face of a GenerateScheduler.
 
     pool            the slots of the store, each of one row at one visit
@@ -56,20 +57,25 @@ class VisitScheduler:
         clock: Callable[[], float] = time.monotonic,
         slot_bytes: int = 1,
     ):
-        self.pool, self.visits = pool, visits
-        self.tree = RadixTree(VisitNode)
-        self.cache = None if cache is None else VisitCache(self.tree, pool, cache, clock)
-        self.max_batch_rows = max_batch_rows
-        self.max_running = min(max_running, max_batch_rows)
-        self._claims = Claims(pool, visits, self.cache)
-        self.stats = GenerationStats()
-        self.running: dict[Routed, None] = {}  # in the order of their admission
-        self.waiting: Admission = InOrder()
-        self.requests: dict[Hashable, dict[Routed, None]] = {}
-        self._draft: VisitDraft | None = None
-        self._begun: RoutedStep | None = None
+        tree = RadixTree(VisitNode)
+        self.visits = visits
+        self._most = len(visits.order) + visits.prelude + visits.coda
+        kept = None if cache is None else VisitCache(tree, pool, cache, clock)
+        super().__init__(
+            pool,
+            tree,
+            kept,
+            max_batch_rows=max_batch_rows,
+            max_running=max_running,
+            slot_bytes=slot_bytes,
+            slots_per_row=self._most,
+        )
+        self._tails = Tails(self._most)
+        self._claims = Claims(pool, visits, kept)
+        self._decoding = Decoding(self._claims, self._tails)
+        self._draft: VisitDraft | DecodeDraft | None = None
+        self._begun: RoutedStep | DecodeStep | None = None
         self._failed: list[tuple[Hashable, InputError]] = []
-        self._slot_bytes = slot_bytes
 
     # ------------------------------------------------------------------------------------ what comes and goes
 
@@ -96,7 +102,7 @@ class VisitScheduler:
         exits, decided = exits or Exits(), decided or Decided()
         if exits.threshold is None:
             exits = replace(exits, threshold=self.visits.threshold)
-        most = len(self.visits.order) + self.visits.prelude + self.visits.coda
+        most = self._most
         rows = len(tokens) + (limit - 1 if reserve else 0)
         if rows * most > self.pool.num_slots:
             raise InputError(
@@ -107,62 +113,29 @@ class VisitScheduler:
                 code="kv_memory",
             )
         namespace = (*namespace, *rule_of(exits))
-        leaf = self.tree.insert(namespace, tokens)
-        path = leaf.path()
-        if self.cache is not None:
-            self.cache.take(path)
-        made = dict.fromkeys(range(samples), ()) if made is None else made
-        sequences = [
-            Routed(
-                key, sample, leaf, list(had), limit, reserve, priority, owner,
-                namespace=namespace, exits=exits, keys=self.visits.keys, decided=decided,
-            )
-            for sample, had in made.items()
-        ]  # fmt: skip
-        for node in path:
-            node.users += len(sequences)
-            node.priority = max(node.priority, priority)
-        for sequence in sequences:
+
+        def make(sample: int, leaf: Node, had: list[int]) -> Routed:
+            return Routed(
+                key, sample, leaf, had, limit, reserve, priority, owner,
+                tails=self._tails, namespace=namespace, exits=exits, keys=self.visits.keys, decided=decided,
+            )  # fmt: skip
+
+        self._enter(key, namespace, tokens, dict.fromkeys(range(samples), ()) if made is None else made, priority, make)
+        for sequence in self._requests[key]:
             sequence.set_out(self.visits)
-        self.requests[key] = dict.fromkeys(sequences)
-        self.waiting.add(sequences)
 
     def cancel(self, key: Hashable) -> None:
-        """Ends all sequences of a request; does nothing where the request is not there any more."""
         self._draft = None
-        for sequence in list(self.requests.get(key, ())):
-            self._end(sequence)
+        super().cancel(key)
 
     def clear(self) -> None:
-        """Forgets all requests, a step that has begun, and all rows: every slot is free."""
-        self.pool.clear()
-        self.tree.clear()
-        if self.cache is not None:
-            self.cache.forget_all()
+        super().clear()
+        self._tails.clear()
         self._draft = self._begun = None
-        self.waiting.clear()
-        for some in (self.running, self.requests):
-            some.clear()
-
-    def admit_by(self, policy: Admission) -> None:
-        """Admits by another policy from now on. It must hold nobody yet."""
-        policy.take_over(self.waiting, tuple(self.running))
-        self.waiting = policy
 
     @property
-    def num_waiting(self) -> int:
-        """Returns how many sequences have not been admitted yet, or were preempted."""
-        return len(self.waiting)
-
-    @property
-    def has_work(self) -> bool:
-        """Returns whether a request has not ended, or a step has begun and not been committed."""
-        return bool(self.requests or self._begun)
-
-    @property
-    def can_plan(self) -> bool:
-        """Returns whether any sequence runs or waits."""
-        return bool(self.running or self.waiting)
+    def _has_begun(self) -> bool:
+        return self._begun is not None
 
     # ------------------------------------------------------------------------------------------ plan and commit
 
@@ -178,39 +151,46 @@ class VisitScheduler:
             self.cache.expire()
         self._admit()
         while self.running:
-            self._draft = self._claims.draft(self.running, self.max_batch_rows)
+            self._draft = None
+            if self.waiting.are_alike:
+                self._draft = self._decoding.draft(self.running)
+            if self._draft is None:
+                self._draft = self._claims.draft(self.waiting, self.running, self.max_batch_rows)
             if not self._draft.is_empty:
                 break
             # Nobody can go on: somebody makes room.
-            last = self.waiting.victim(self.running)
+            last: Routed = self.waiting.victim(self.running)  # type: ignore[assignment]
             if len(self.running) > 1:
-                self._preempt(last)  # type: ignore[arg-type]
+                self._preempt(last)
             elif not self._release_waiting(last):
                 failed.append(self._fail(last))
         return failed
 
-    def plan(self) -> RoutedStep | None:
+    def plan(self) -> RoutedStep | DecodeStep | None:
         """Returns the step that `admit` settled; changes nothing. None where there is none, or one has begun."""
         if self._draft is None or self._draft.is_empty or self._begun is not None:
             return None
-        return lay_out(self._draft)
+        return self._decoding.lay_out(self._draft) if isinstance(self._draft, DecodeDraft) else lay_out(self._draft)
 
-    def begin(self, step: RoutedStep) -> None:
+    def begin(self, step: RoutedStep | DecodeStep) -> None:
         """Books a step as being run."""
         self._begun, self._draft = step, None
         stats = self.stats
         stats.running_peak = max(stats.running_peak, len(self.running))
-        unshared = sum((len(s.tail) + s.leaf.stop) * max(1, len(s.route)) for s in self.running)
         if self.pool.used_slots * self._slot_bytes > stats.kv_bytes_peak:
             held = self.pool.used_slots - (self.cache.num_slots if self.cache is not None else 0)
             stats.kv_bytes_peak = max(stats.kv_bytes_peak, held * self._slot_bytes)
+        if isinstance(step, DecodeStep):
+            unshared = self._decoding.begin(step)
+        else:
+            unshared = sum((len(s.tail) + s.leaf.stop) * max(1, len(s.route)) for s in self.running)
+            moving = {take.sequence for _, take, _ in step.takes} | {*step.takers, *step.routed}
+            for sequence in self.running:
+                sequence.waited = 0 if sequence in moving else sequence.waited + 1
         stats.kv_bytes_unshared_peak = max(stats.kv_bytes_unshared_peak, unshared * self._slot_bytes)
-        moving = {take.sequence for _, take, _ in step.takes} | {*step.takers, *step.routed}
-        for sequence in self.running:
-            sequence.waited = 0 if sequence in moving else sequence.waited + 1
 
     def commit(
-        self, step: RoutedStep, result: VisitResult, tokens: Sequence[int], ended: Sequence[bool]
+        self, step: RoutedStep | DecodeStep, result: VisitResult, tokens: Sequence[int], ended: Sequence[bool]
     ) -> list[Routed]:
         """Books what a step has given, and returns the sequences that have ended, by `ended` or by their limit.
 
@@ -228,19 +208,28 @@ class VisitScheduler:
         stats.prefill_rows += step.first_rows - step.decode_rows
         if step.message.block >= 0:
             stats.block_calls += step.num_rows
-        for visit, take, queries in step.takes:
-            self._book(visit, take, queries, result.left)
-        for sequence, blocks in zip(step.routed, result.blocks.tolist(), strict=True):
-            for block in blocks:
-                self._go_on(sequence, block)
+        if isinstance(step, DecodeStep):
+            saved = self._decoding.book(step, result.left)
+            stats.block_calls_saved += saved
+            stats.kv_bytes_freed += saved * self._slot_bytes
+            if self.tree.on_store:
+                for sequence in step.first_takers:
+                    self.tree.stored(sequence.tail)
+        else:
+            for visit, take, queries in step.takes:
+                self._book(visit, take, queries, result.left)
+            for sequence, blocks in zip(step.routed, result.blocks.tolist(), strict=True):
+                for block in blocks:
+                    self._go_on(sequence, block)
         done = []
-        for i, (sequence, token, stop) in enumerate(zip(step.takers, tokens, ended, strict=True)):
-            if sequence.state == "ended" or not result.taken[i]:
+        for sequence, visit_number, token, stop, taken in zip(
+            step.takers, step.visits, tokens, ended, result.taken.tolist(), strict=True
+        ):
+            if sequence.state == "ended" or not taken:
                 continue
-            sequence.leave(step.visits[i])
+            sequence.leave(visit_number)
             if not stop:
-                sequence.tail.tokens.append(int(token))
-                sequence.known += 1
+                sequence.take(int(token))
             if stop or sequence.known == sequence.limit:
                 done.append(sequence)
         for sequence in done:
@@ -278,7 +267,7 @@ class VisitScheduler:
             self._failed.append((sequence.key, InputError(message, remedy=remedy, code="not_finite")))
             return
         # The samples of a request take one route.
-        together, ends = list(self.requests[sequence.key]), block >= visits.blocks
+        together, ends = list(self._requests[sequence.key]), block >= visits.blocks
         if not ends:
             for one in together:
                 one.go_on(block)
@@ -294,93 +283,64 @@ class VisitScheduler:
     # ------------------------------------------------------------------------------------------------ who runs
 
     def _admit(self) -> None:
-        promised = None
-        while len(self.running) < self.max_running and (first := self.waiting.first(self)) is not None:  # type: ignore[arg-type]
-            assert isinstance(first, Routed)
-            sequence = first
-            if self.running:
-                if promised is None:
-                    promised = sum(self._claims.to_come(one) for one in self.running)
-                need = promised + self._claims.to_come(sequence)
-                if need > self.pool.free_slots:
-                    self._claims.make_free(need)
-                if need > self.pool.free_slots:
-                    return
-                promised = need
-            self._count_admission(sequence)
-            self.waiting.admitted(sequence, sequence.leaf.stop - (sequence.cached_tokens or 0))
-            sequence.state, sequence.ready, sequence.visit, sequence.waited = "running", False, 0, 0
-            self.running[sequence] = None
+        self._promised: int | None = None
+        batches = True
+        while (sequence := self.waiting.first(self, batches=batches)) is not None:
+            assert isinstance(sequence, Routed)
+            if self._start(sequence):
+                continue
+            if not (sequence.owner.is_batch and batches):
+                return
+            batches = False
+
+    def _start(self, sequence: Routed) -> bool:
+        """Lets a sequence that waits run, if there is room for it; returns whether there is."""
+        if len(self.running) >= self.max_running and not self._make_way(sequence):
+            return False
+        while self.running:
+            if self._promised is None:
+                self._promised = sum(self._claims.to_come(one) for one in self.running)
+            need = self._promised + self._claims.to_come(sequence)
+            if need > self.pool.free_slots:
+                self._claims.make_free(need)
+            if need <= self.pool.free_slots:
+                self._promised = need
+                break
+            if not self._make_way(sequence):
+                return False
+            self._promised = None
+        self._count_admission(sequence)
+        self.waiting.admitted(sequence, sequence.leaf.stop - (sequence.cached_tokens or 0))
+        sequence.run()
+        self.running[sequence] = None
+        self._decoding.forget()
+        return True
 
     def _preempt(self, sequence: Routed) -> None:
-        """Puts a sequence back at the head of the queue, and gives up the rows of its own tokens. Those of its prompt
-        stay while there is room."""
-        del self.running[sequence]
-        sequence.tail.lost |= sequence.tail.computed > 0
-        self.pool.free(sequence.tail.give_up())
-        sequence.state, sequence.ready, sequence.visit = "waiting", False, 0
-        self.waiting.put_back(sequence)
-        self.stats.preemptions += 1
-        if not self.pool.free_slots:
-            self._release_waiting(*self.running)
-
-    def _release_waiting(self, *keep: Routed) -> bool:
-        """Gives up the rows of prompts that only waiting sequences need, and returns whether there were any."""
-        needed = {node for sequence in keep for node in sequence.leaf.path()}
-        found = False
-        for node in self.tree.nodes():
-            if node.users and node not in needed and not node.pins and node.num_slots:  # type: ignore[attr-defined]
-                found = True
-                node.lost |= node.computed > 0
-                self.pool.free(self.tree.drop(node))
-        return found
+        self._decoding.forget()
+        super()._preempt(sequence)
 
     def _fail(self, sequence: Routed) -> tuple[Hashable, InputError]:
-        error = InputError(
-            f"the KV store holds {self.pool.num_slots} rows at one visit each, too few for a sequence of"
-            f" {sequence.tail.stop} rows at {len(sequence.route)} visits",
-            field="max_tokens",
-            remedy="give a larger kv_memory, or a max_tokens that fits",
-            code="kv_memory",
-        )
-        self.cancel(sequence.key)
-        return sequence.key, error
+        rows, visits = sequence.tail.stop, len(sequence.route)
+        text = f"{self.pool.num_slots} rows at one visit each, too few for a sequence of {rows} rows at {visits} visits"
+        return self._too_small(text, sequence)
 
-    def _end(self, sequence: Routed) -> None:
-        if sequence.state == "waiting":
-            self.waiting.remove(sequence)
-        else:
-            del self.running[sequence]
-            self.waiting.ended(sequence)
-        sequence.state = "ended"
-        request = self.requests[sequence.key]
-        del request[sequence]
-        if not request:
-            del self.requests[sequence.key]
+    def _runs_no_more(self, sequence: Routed) -> None:
+        self._decoding.forget()
+        super()._runs_no_more(sequence)
+
+    def _is_prompt_like(self, sequence: Routed) -> bool:
         # Rows that leave by other rules than a prompt's are no rows of a prompt.
-        alike = (sequence.exits.prompts and not sequence.exits.visits) or not may_leave(sequence.exits)
-        if self.cache is not None and sequence.ready and alike:
-            self.cache.graft(sequence.tail, sequence.priority)
-        else:
-            self.pool.free(sequence.tail.give_up())
-        node: Node | None = sequence.leaf
-        while node is not None and node.parent is not None:
-            assert isinstance(node, VisitNode)
-            parent = node.parent
-            node.users -= 1
-            for prefix in sequence.prefixes:
-                visit = node.visits[prefix]
-                visit.users -= 1
-                if not visit.users and (self.cache is None or not visit.done):
-                    self.pool.free(visit.give_up())
-                    del node.visits[prefix]
-            if not node.users:
-                if self.cache is not None:
-                    self.cache.keep(node)
-                else:
-                    self.pool.free(self.tree.drop(node))
-                    self.tree.detach(node)
-            node = parent
+        return (sequence.exits.prompts and not sequence.exits.visits) or not may_leave(sequence.exits)
+
+    def _leave(self, sequence: Routed, node: Node) -> None:
+        assert isinstance(node, VisitNode)
+        for prefix in sequence.prefixes:
+            visit = node.visits[prefix]
+            visit.users -= 1
+            if not visit.users and (self.cache is None or not visit.done):
+                self.pool.free(visit.give_up())
+                del node.visits[prefix]
 
     def _count_admission(self, sequence: Routed) -> None:
         if sequence.cached_tokens is not None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from prefold.schedule.routed import Decided
+from prefold.schedule.visit_decode import DecodeStep
 from prefold.schedule.visit_draft import RoutedStep
 from prefold.schedule.visit_steps import CODA, DECIDES, LEAVES, PRELUDE, VisitResult, VisitStep
 from prefold.schedule.visits import VisitOptions, VisitScheduler
@@ -46,16 +47,17 @@ class FakeWorker:
         self.kv: dict[int, int] = {}
         self.states: dict[int, int] = {}
 
-    def run(self, step: RoutedStep) -> tuple[VisitResult, list[int]]:
+    def run(self, step: RoutedStep | DecodeStep) -> tuple[VisitResult, list[int]]:
         """Returns the result, and the token at each read."""
         message, left = step.message, np.zeros(step.num_rows, bool)
         for slot, source in zip(message.project_slots.tolist(), message.project_sources.tolist(), strict=True):
             self.kv[slot] = mixed(PROJECTED, message.block, self.states[source])
         of_row = {}
-        for _visit, take, queries in step.takes:
-            sequence = take.sequence
-            for query in queries[queries >= 0].tolist():
-                of_row[query] = sequence
+        if isinstance(step, DecodeStep):
+            of_row = {row: step.crew.sequences[number] for row, number in enumerate(step.members.tolist())}
+        else:
+            for _visit, take, queries in step.takes:
+                of_row |= dict.fromkeys(queries[queries >= 0].tolist(), take.sequence)
         assert len({int(slot) for slot in message.slots}) == step.num_rows
         new: list[tuple[int, int]] = []
         for row in range(step.num_rows):

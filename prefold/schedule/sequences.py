@@ -1,0 +1,208 @@
+"""What schedulers of generation have in common: who waits and runs over one trie, and what becomes of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from ..cache import RadixCache, SlotPool
+from ..cache.tree import Node, RadixTree
+from ..errors import InputError
+from ..types import GenerationStats
+from .admission import Admission, InOrder
+from .generate_step import Running
+
+__all__ = ["Sequences"]
+
+S = TypeVar("S", bound=Running)
+
+
+class Sequences(Generic[S]):
+    """A Sequences takes requests, and knows which of their sequences wait and run. A scheduler of steps is one.
+
+    pool            the slots of the KV store
+    tree            the trie of all rows
+    cache           what rows of ended sequences are kept in; None: they are freed at once
+    max_batch_rows  the most rows of a step
+    max_running     the most sequences that run at once; never more than the rows of a step
+    slot_bytes      the bytes of one slot, for the statistics
+    slots_per_row   the most slots that a row may need
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        tree: RadixTree,
+        cache: RadixCache | None,
+        *,
+        max_batch_rows: int,
+        max_running: int,
+        slot_bytes: int,
+        slots_per_row: int = 1,
+    ):
+        self.pool, self.tree, self.cache = pool, tree, cache
+        self.max_batch_rows = max_batch_rows
+        self.max_running = min(max_running, max_batch_rows)
+        self.slots_per_row = slots_per_row
+        self.stats = GenerationStats()
+        self.running: dict[S, None] = {}  # in the order of their admission
+        self.waiting: Admission = InOrder()
+        self._requests: dict[Hashable, dict[S, None]] = {}  # the sequences of each that have not ended
+        self._slot_bytes = slot_bytes
+
+    # ------------------------------------------------------------------------------------ what comes and goes
+
+    def _enter(
+        self,
+        key: Hashable,
+        namespace: tuple[Hashable, ...],
+        tokens: np.ndarray,
+        made: Mapping[int, Sequence[int]],
+        priority: int,
+        make: Callable[[int, Node, list[int]], S],
+    ) -> None:
+        """Enters a prompt into the trie, and lets its sequences wait.
+
+        made  the tokens of each sample, by its number
+        make  returns the sequence of a sample, given its number, the node that ends with the prompt, and its tokens
+        """
+        leaf = self.tree.insert(namespace, tokens)
+        path = leaf.path()
+        if self.cache is not None:
+            self.cache.take(path)
+        sequences = [make(sample, leaf, list(had)) for sample, had in made.items()]
+        for node in path:
+            node.users += len(sequences)
+            node.priority = max(node.priority, priority)
+        self._requests[key] = dict.fromkeys(sequences)
+        self.waiting.add(sequences)
+
+    def cancel(self, key: Hashable) -> None:
+        """Ends all sequences of a request; does nothing where the request is not there any more."""
+        for sequence in list(self._requests.get(key, ())):
+            self._end(sequence)
+
+    def clear(self) -> None:
+        """Forgets all requests, all steps that have begun, and all rows: every slot is free."""
+        self.pool.clear()
+        self.tree.clear()
+        if self.cache is not None:
+            self.cache.forget_all()
+        self.waiting.clear()
+        self.running.clear()
+        self._requests.clear()
+
+    def admit_by(self, policy: Admission) -> None:
+        """Admits by another policy from now on. It must hold nobody yet."""
+        policy.take_over(self.waiting, tuple(self._admitted()))
+        self.waiting = policy
+
+    def _admitted(self) -> Iterable[S]:
+        """Returns who was admitted and has not ended."""
+        return self.running
+
+    @property
+    def num_waiting(self) -> int:
+        """Returns how many sequences have not been admitted yet, or were preempted."""
+        return len(self.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Returns whether a request has not ended, or a step has begun and not been committed."""
+        return bool(self._requests or self._has_begun)
+
+    @property
+    def _has_begun(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def can_plan(self) -> bool:
+        """Returns whether any sequence runs or waits: a step may be planned for it, at the latest when the steps that
+        have begun are committed."""
+        return bool(self.running or self.waiting)
+
+    # ------------------------------------------------------------------------------------------------ who runs
+
+    def _make_way(self, sequence: S) -> bool:
+        """Preempts another for a sequence that waits, where the policy has it so; returns whether it did."""
+        other = None if self._has_begun else self.waiting.gives_way(sequence, self.running)
+        if other is not None:
+            self._preempt(other)  # type: ignore[arg-type]
+        return other is not None
+
+    def _preempt(self, sequence: S) -> None:
+        """Puts a sequence back at the head of the queue, and gives up the rows of its own tokens. Those of its prompt
+        stay while there is room."""
+        del self.running[sequence]
+        sequence.tail.lost |= sequence.tail.computed > 0
+        self.pool.free(sequence.tail.give_up())
+        sequence.state, sequence.ready = "waiting", False
+        self.waiting.put_back(sequence)
+        self.stats.preemptions += 1
+        if not self.pool.free_slots:
+            self._release_waiting(*self.running)
+
+    def _release_waiting(self, *keep: S) -> bool:
+        """Gives up the rows of prompts that only waiting sequences need, and returns whether there were any. Rows that
+        the sequences in `keep` need stay."""
+        needed = {node for sequence in keep for node in sequence.leaf.path()}
+        found = False
+        for node in self.tree.nodes():
+            if node.users and node not in needed and not node.pins and node.num_slots:
+                found = True
+                node.lost |= node.computed > 0
+                self.pool.free(self.tree.drop(node))
+        return found
+
+    def _too_small(self, holds: str, sequence: S) -> tuple[Hashable, InputError]:
+        """Ends a sequence's request, and returns its key with the error. holds: what the store holds, and what the
+        sequence needs."""
+        error = InputError(
+            f"the KV store holds {holds}",
+            field="max_tokens",
+            remedy="give a larger kv_memory, or a max_tokens that fits",
+            code="kv_memory",
+        )
+        self.cancel(sequence.key)
+        return sequence.key, error
+
+    def _end(self, sequence: S) -> None:
+        if sequence.state == "waiting":
+            self.waiting.remove(sequence)
+        else:
+            self._runs_no_more(sequence)
+            self.waiting.ended(sequence)
+        sequence.state = "ended"
+        request = self._requests[sequence.key]
+        del request[sequence]
+        if not request:
+            del self._requests[sequence.key]
+        if self.cache is not None and sequence.ready and self._is_prompt_like(sequence):
+            self.cache.graft(sequence.tail, sequence.priority)
+        else:
+            self.pool.free(sequence.tail.give_up())
+        node: Node | None = sequence.leaf
+        while node is not None and node.parent is not None:
+            parent = node.parent
+            node.users -= 1
+            self._leave(sequence, node)
+            if not node.users:
+                if self.cache is not None:
+                    self.cache.keep(node)
+                else:
+                    self.pool.free(self.tree.drop(node))
+                    self.tree.detach(node)
+            node = parent
+
+    def _runs_no_more(self, sequence: S) -> None:
+        """Takes a sequence that was admitted from those that run."""
+        del self.running[sequence]
+
+    def _is_prompt_like(self, sequence: S) -> bool:
+        """Returns whether the rows of a sequence's tokens are those that a prompt with these tokens would have."""
+        return True
+
+    def _leave(self, sequence: S, node: Node) -> None:
+        """Books that a sequence which ends does not need a node of its prompt any more."""
