@@ -16,29 +16,29 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..cache.tree import BrokenOff
 from ..errors import InputError
-from ..prefix import MEDIA_BASE
 from ..schedule.admission import InOrder
-from ..schedule.generate_step import NOBODY, GenerateStep, Running
-from ..schedule.steps import Numbers, SlotResult, SlotStep
-from ..schedule.visit_steps import VisitResult, VisitStep
+from ..schedule.generate_step import NOBODY, GenerateStep
+from ..schedule.steps import SlotResult, SlotStep
+from ..schedule.visit_steps import VisitResult
 from ..text import Tokenizer
-from ..types import Exits, GenerationStats, Medium, Owner, Readout, Request, Result
+from ..types import GenerationStats, Owner, Readout, Request, Result
 from ..worker.protocol import Ticket, Worker
+from .image_queue import ImageQueue
 from .images import ImageDesk
+from .messages import is_known, message_of
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .pace import Pace
-from .requests import Answer, Maker, NumberReader, OpenRequest, Reader, adapter_number
+from .requests import Answer, Maker, NumberReader, OpenRequest, Reader
 from .samples import OnText
-from .sampling import drawing_of
-from .visits import make_scheduler, visit_message, visits_of
+from .visits import make_scheduler, visits_of
 
 __all__ = ["Generator"]
 
@@ -84,8 +84,7 @@ class Generator:
         self.scheduler: Any = make_scheduler(worker, options, budget.rows, None if images is None else images.held)
         if images is not None:
             images.media.watch(self.scheduler.tree)
-        self._with_images: set[Hashable] = set()  # requests that have rows of images
-        self._waiting_for: dict[int, list[Hashable]] = {}  # requests that an image holds up, by its first id
+        self._pictures = None if images is None else ImageQueue(images)
         self.depth = worker.facts.slot_depth if self.visits is None else 1
         self._change = self.scheduler.tree.change
         self._budget, self._meter = budget, meter
@@ -251,13 +250,14 @@ class Generator:
                     self._tell(one, one.answer())
                 self._open.pop(key, None)
             self._held.pop(key, None)
-            self._with_images.discard(key)
+            if self._pictures is not None:
+                self._pictures.discard(key)
             self._left.popleft()
 
     def _submit(self, one: OpenRequest) -> None:
         request = one.request
-        if self.images is not None and request.tokens.max() >= MEDIA_BASE:
-            self._with_images.add(one.key)
+        if self._pictures is not None:
+            self._pictures.add(one.key, request.tokens)
         exits, how = one.readers[0].exits, {}
         if self.visits is not None:
             how = {"exits": exits, "decided": one.decided}
@@ -285,7 +285,8 @@ class Generator:
         except Exception as error:
             self._failure = error
         self._open.pop(one.key, None)
-        self._with_images.discard(one.key)
+        if self._pictures is not None:
+            self._pictures.discard(one.key)
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -340,10 +341,13 @@ class Generator:
                     self._tell(self._open[key], error)  # type: ignore[index]
             if self.pace is not None:
                 self.pace.settle(self.scheduler, self._budget.rows)
-            waits = bool(self._with_images or self._waiting_for) and self._want_images()
+            waits = False
+            if self._pictures is not None:
+                waits, lost = self._pictures.want(self.scheduler.running)
+                self._fail_images(lost, "nobody holds it any more")
             step = self.scheduler.plan()
         moved = bool(self._flights) or step is not None or waits
-        if self._flights and (step is None or not _is_known(step, self._readers(step))):
+        if self._flights and (step is None or not is_known(step, self._readers(step))):
             self._land()  # to be planned anew, with the tokens that it cannot do without
         elif step is not None:
             self._start(step, started)
@@ -351,50 +355,24 @@ class Generator:
             self._encode(IDLE_SECONDS if step is None else time.perf_counter() - started)
         return moved
 
-    # ------------------------------------------------------------------------------------------------- images
-
-    def _want_images(self) -> bool:
-        """Notes which images have rows that running sequences need next; returns whether one has to be encoded."""
-        assert self.images is not None
-        waiting: dict[int, list[Hashable]] = {}
-        media: list[Medium] = []
-        for sequence in list(self.scheduler.running):
-            if sequence.ready or sequence.key not in self._with_images:
-                continue
-            try:
-                found = self.images.media.find(_image_rows(sequence))
-            except LookupError:
-                self._fail_images([sequence.key], "nobody holds it any more")
-                continue
-            for medium in found:
-                first = int(medium.ids[0])
-                if first not in waiting:
-                    media.append(medium)
-                waiting.setdefault(first, []).append(sequence.key)
-        self._waiting_for = waiting
-        self.images.want(self, media)
-        return not self.images.held(np.array(list(waiting), np.int64)).all()
-
     def _encode(self, seconds: float) -> None:
         """Runs the tower for about so many seconds. Where it fails for an image, the requests end that need it now."""
-        assert self.images is not None
-        failed = self.images.advance(self, seconds)
-        if failed is None:
-            return
-        medium, why = failed
-        with self._change():
-            self._fail_images(self._waiting_for.get(int(medium.ids[0]), ()), why)
+        assert self._pictures is not None
+        keys, why = self._pictures.encode(seconds)
+        if keys:
+            with self._change():
+                self._fail_images(keys, why)
 
     def _fail_images(self, keys: Iterable[Hashable], why: str) -> None:
-        error = InputError(f"an image cannot be encoded: {why}", field="image", code="image_failed")
-        for key in dict.fromkeys(keys):
+        for key in keys:
+            error = InputError(f"an image cannot be encoded: {why}", field="image", code="image_failed")
             self.scheduler.cancel(key)
             if key in self._open:
                 self._tell(self._open[key], error)  # type: ignore[index]
 
     def _start(self, step: GenerateStep, started: float) -> None:
         readers = self._readers(step)
-        message = self._message(step, readers)
+        message = message_of(self.worker.facts, step, readers, visits=self.visits is not None)
         planned = time.perf_counter()
         ticket = self._budget.start(self.worker, message, step.num_rows)
         if ticket is None:
@@ -410,22 +388,6 @@ class Generator:
 
     def _readers(self, step: GenerateStep) -> list[Reader]:
         return [self._open[running.key].readers[running.sample] for running in step.takers]  # type: ignore[index]
-
-    def _message(self, step: GenerateStep, readers: Sequence[Reader]) -> SlotStep:
-        drawing = drawing_of([reader.state for reader in readers], [running.unknown for running in step.takers])
-        numbers = _numbers_of(readers)
-        adapters = None
-        if self.worker.facts.adapters:
-            adapters = np.full(step.num_rows, -1, np.int64)
-            for namespace, first, stop in step.spans:
-                number = adapter_number(self.worker.facts, namespace[0])  # type: ignore[arg-type]
-                adapters[first:stop] = -1 if number is None else number
-        exits = _exits_of(readers) if self.visits is None else None
-        if drawing is None and not numbers and adapters is None and exits is None:
-            return step.message
-        if isinstance(step.message, VisitStep):
-            return visit_message(self.worker.facts, step, drawing, numbers, adapters)
-        return replace(step.message, drawing=drawing, numbers=numbers, adapters=adapters, exits=exits)
 
     # ------------------------------------------------------------------------------------------- what it brings
 
@@ -521,41 +483,3 @@ class Generator:
             path_rows = int(step.message.run_count.sum()) - step.num_rows
             info = StepInfo(step.num_rows, path_rows, requests, tokens, started, seconds, step.decode_rows)
             self._meter.tell(info)
-
-
-def _image_rows(sequence: Running) -> np.ndarray:
-    """Returns the ids of the rows of images that have to be computed for a sequence's prompt: where none of its rows
-    is missing, of the last one, which runs again."""
-    path = sequence.leaf.path()
-    pending = [np.asarray(node.tokens[node.computed :]) for node in path if node.pending]
-    ids = np.concatenate(pending) if pending else np.asarray(path[-1].tokens[-1:])
-    return ids[ids >= MEDIA_BASE]
-
-
-def _is_known(step: GenerateStep, readers: Sequence[Reader]) -> bool:
-    """Returns whether the choice of the step's tokens depends on no token that is still to come."""
-    return all(
-        not running.unknown or reader.state is None or reader.state.independent
-        for running, reader in zip(step.takers, readers, strict=True)
-    )
-
-
-def _exits_of(readers: Sequence[Reader]) -> np.ndarray | None:
-    """Returns when the rows of a step's reads leave, as of SlotStep; None: all as the checkpoint says."""
-    if all(reader.exits is None or replace(reader.exits, route=None) == Exits() for reader in readers):
-        return None
-    asked = [reader.exits or Exits() for reader in readers]
-    rows = [(one.threshold, one.min_visits, one.max_visits or np.inf) for one in asked]
-    return np.array(rows, np.float64)  # None becomes nan
-
-
-def _numbers_of(readers: Sequence[Reader]) -> tuple[Numbers, ...]:
-    """Returns those of a step's reads that give numbers, by readout."""
-    found: dict[Readout, list[int]] = {}
-    for i, reader in enumerate(readers):
-        if isinstance(reader, NumberReader):
-            found.setdefault(reader.readout, []).append(i)
-    return tuple(
-        Numbers(readout, np.array(reads, np.int64), np.array([readers[i].target for i in reads], np.int32))  # type: ignore[union-attr]
-        for readout, reads in found.items()
-    )

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from ..cache import SlotPool
 from ..errors import InputError
 from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import Held
-from ..schedule.steps import Drawing, MakeStore, Numbers
-from ..schedule.visit_draft import RoutedStep
-from ..schedule.visit_steps import MakeVisitStore, VisitStep
+from ..schedule.steps import MakeStore
+from ..schedule.visit_steps import MakeVisitStore
 from ..schedule.visits import VisitOptions, VisitScheduler
 from ..types import Exits
 from ..worker.protocol import Facts, Worker
 from .options import GenerateOptions
 
-__all__ = ["check_visits", "make_scheduler", "visit_message", "visits_of"]
+__all__ = ["check_visits", "make_scheduler", "visits_of"]
 
 
 def visits_of(facts: Facts, options: GenerateOptions) -> VisitOptions | None:
@@ -49,21 +46,6 @@ def make_scheduler(
         return GenerateScheduler(SlotPool(slots), **limits, cache=options.cache, slot_bytes=facts.slot_bytes, held=held)
     worker.start(MakeVisitStore(slots + 1)).result()
     return VisitScheduler(SlotPool(slots), visits, **limits, cache=options.cache, slot_bytes=facts.visit_bytes)
-
-
-def visit_message(
-    facts: Facts,
-    step: RoutedStep,
-    drawing: Drawing | None,
-    numbers: tuple[Numbers, ...],
-    adapters: np.ndarray | None,
-) -> VisitStep:
-    """Returns the message of a step with how tokens are chosen, what is read as numbers, and the rows' adapters."""
-    projected = None
-    if adapters is not None:
-        names = [namespace[0] for namespace in step.projects]
-        projected = np.array([-1 if name is None else facts.adapters.index(name) for name in names], np.int64)
-    return replace(step.message, drawing=drawing, numbers=numbers, adapters=adapters, project_adapters=projected)
 
 
 def check_visits(exits: Exits | None, facts: Facts, visits: VisitOptions | None) -> None:

@@ -126,11 +126,12 @@ class Ragged:
         ids, values = (np.concatenate([row[i] for row in rows]) for i in range(2))
         return cls(np.concatenate(([0], np.cumsum(sizes))), ids.astype(np.int64), values.astype(np.float32))
 
-    def part(self, first: int, stop: int) -> Ragged:
-        """Returns what belongs to the reads from the `first` up to, not including, `stop`."""
-        offsets = self.offsets[first : stop + 1]
-        some = slice(offsets[0], offsets[-1])
-        return Ragged(offsets - offsets[0], self.ids[some], self.values[some])
+    def pick(self, reads: np.ndarray) -> Ragged:
+        """Returns what belongs to these reads, int64 [n], in their order."""
+        counts = np.diff(self.offsets)[reads]
+        offsets = np.concatenate(([0], np.cumsum(counts)))
+        places = np.arange(offsets[-1]) + np.repeat(self.offsets[reads] - offsets[:-1], counts)
+        return Ragged(offsets, self.ids[places], self.values[places])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -163,11 +164,13 @@ class Drawing:
 
     def part(self, first: int, stop: int) -> Drawing:
         """Returns the Drawing of those of the n reads from the `first` up to, not including, `stop`."""
-        if (first, stop) == (0, len(self.reads)):
-            return self
-        some = slice(first, stop)
-        bias, banned, counted = (x and x.part(first, stop) for x in (self.bias, self.banned, self.counted))
-        inside = (self.masked >= first) & (self.masked < stop)
+        whole = (first, stop) == (0, len(self.reads))
+        return self if whole else self.pick(np.arange(first, stop))
+
+    def pick(self, some: np.ndarray) -> Drawing:
+        """Returns the Drawing of some of the n reads, int64 ascending, for them alone."""
+        bias, banned, counted = (x and x.pick(some) for x in (self.bias, self.banned, self.counted))
+        inside = np.isin(self.masked, some)
         return Drawing(
             reads=self.reads[some],
             filters=self.filters[some],
@@ -177,7 +180,7 @@ class Drawing:
             banned=banned,
             penalties=None if self.penalties is None else self.penalties[some],
             counted=counted,
-            masked=self.masked[inside] - first,
+            masked=np.searchsorted(some, self.masked[inside]),
             allowed=self.allowed[inside] if self.allowed is not None and inside.any() else None,
         )
 

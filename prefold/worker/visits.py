@@ -17,7 +17,7 @@ from ..model.config import ModelConfig
 from ..model.gate import Seen
 from ..model.router import choose, summary
 from ..model.visits import Visits
-from ..schedule.steps import NOT_FINITE, NOTHING, Drawing, Numbers, Ragged, SlotStep
+from ..schedule.steps import NOT_FINITE, NOTHING, Drawing, Numbers, SlotStep
 from ..schedule.visit_steps import CODA, DECIDES, LEAVES, PRELUDE, Routing, VisitResult, VisitStep
 from ..schedule.visits import VisitOptions
 from .attend import heads_of
@@ -215,8 +215,8 @@ class VisitStore:
         hidden = self.visits.read(self.states[send(step.read_slots[taken_slots], self.model.device)])
         number = np.cumsum(taken_slots) - 1
         reads = number[step.reads[taken]]
-        drawing = None if step.drawing is None else _picked(step.drawing, taken)
         order = np.cumsum(taken) - 1
+        drawing = None if step.drawing is None else _picked(step.drawing, taken, order)
         numbers = tuple(_renumbered(some, taken, order) for some in step.numbers)
         empty = (NOTHING,) * 8
         return SlotReads(self.model, hidden, SlotStep(*empty, NOTHING, reads, drawing, numbers))
@@ -281,31 +281,13 @@ class VisitTicket:
         return VisitResult(ids, logprobs, found.numbers, self.left, self.taken, self.blocks)
 
 
-def _picked(drawing: Drawing, taken: np.ndarray) -> Drawing | None:
+def _picked(drawing: Drawing, taken: np.ndarray, order: np.ndarray) -> Drawing | None:
     """Returns how tokens are chosen at those reads that are made, numbered among themselves."""
     keep = np.flatnonzero(taken[drawing.reads])
     if not keep.size:
         return None
-    order = np.cumsum(taken) - 1
-    place = {int(read): i for i, read in enumerate(keep.tolist())}
-    inside = np.array([i for i, read in enumerate(drawing.masked.tolist()) if read in place], np.int64)
-    bias, banned, counted = (
-        one and Ragged.of([(one.part(i, i + 1).ids, one.part(i, i + 1).values) for i in keep.tolist()])
-        for one in (drawing.bias, drawing.banned, drawing.counted)
-    )
-    return replace(
-        drawing,
-        reads=order[drawing.reads[keep]],
-        filters=drawing.filters[keep],
-        keys=drawing.keys[keep],
-        logprobs=drawing.logprobs[keep],
-        bias=bias,
-        banned=banned,
-        penalties=None if drawing.penalties is None else drawing.penalties[keep],
-        counted=counted,
-        masked=np.array([place[int(drawing.masked[i])] for i in inside], np.int64),
-        allowed=drawing.allowed[inside] if drawing.allowed is not None and inside.size else None,
-    )
+    some = drawing.pick(keep)
+    return replace(some, reads=order[some.reads])
 
 
 def _renumbered(some: Numbers, taken: np.ndarray, order: np.ndarray) -> Numbers:
