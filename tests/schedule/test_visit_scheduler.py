@@ -13,9 +13,11 @@ from visit_traces import FakeWorker, check_alone, run_step
 from prefold.cache import CacheOptions, SlotPool
 from prefold.errors import InputError
 from prefold.schedule import visits as scheduling
+from prefold.schedule.admission import FairAdmission
 from prefold.schedule.routed import Decided, Routed
+from prefold.schedule.visit_decode import DecodeStep, Decoding
 from prefold.schedule.visits import VisitOptions, VisitScheduler
-from prefold.types import Exits
+from prefold.types import Exits, Owner
 
 ORDERS = [(0, 1, 0, 1), (0, 0, 0), (1, 0, 1), (0, 1, 2, 0)]
 
@@ -216,6 +218,86 @@ def test_nobody_waits_for_long():
         run_step(scheduler, worker, {}, [])
         longest = max([longest, *(one.waited for one in scheduler.running if one.key == 5)])
     assert longest <= 3 + 1
+
+
+@pytest.mark.parametrize("group", ["block", "template"])
+def test_generation_goes_over_arrays(group, monkeypatch):
+    """Once no prompt is left, steps are drafted and laid out for all rows at once; that changes no block call."""
+    visits = VisitOptions((0, 1, 0, 1, 0), 2, group=group)
+    prompts = [[0, 1, number % 2, number % 3] for number in range(7)]
+    rules = [Exits(0.3, 2), Exits(0.3, 2), Exits(), Exits(max_visits=3), Exits(0.6, 2, route=(1, 0, 1))]
+    rules += [Exits(1.0, visits=(2, 3, 5, 2, 4, 5)), Exits(0.5, 2)]
+    lay_out, made = Decoding.lay_out, []
+
+    def counted(self, draft):
+        made.append(len(draft.members))
+        return lay_out(self, draft)
+
+    monkeypatch.setattr(Decoding, "lay_out", counted)
+    over_arrays = shared(visits, rules, prompts, limit=14).stats
+    assert len(made) > 40 and max(made) > 1  # each is laid out twice
+    monkeypatch.setattr(Decoding, "draft", lambda self, running: None)
+    by_row = shared(visits, rules, prompts, limit=14).stats
+    for name in ("block_calls", "block_calls_saved", "kv_bytes_freed", "decode_rows", "kv_bytes_unshared_peak"):
+        assert getattr(over_arrays, name) == getattr(by_row, name), name
+
+
+def test_tails_grow():
+    """Long outputs, and more sequences than there were places."""
+    visits = VisitOptions((0, 1, 0), 2)
+    prompts = [[number % 2, number % 3, 1] for number in range(20)]
+    shared(visits, [Exits(0.5, 2)] * 20, prompts, limit=40, max_batch_rows=32, max_running=20)
+
+
+def fair(batch_rows: int | None, decided: dict, **how) -> VisitScheduler:
+    """Two sequences of a batch run, an interactive one waits."""
+    scheduler = VisitScheduler(SlotPool(400), VISITS, **{"max_batch_rows": 64, "max_running": 8} | how)
+    scheduler.admit_by(FairAdmission())
+    prompt = np.array(PROMPT, np.int32)
+    for key in ("batch", "other"):
+        decided[key] = Decided()
+        scheduler.submit(key, prompt, limit=6, owner=Owner(is_batch=True), decided=decided[key])
+        scheduler.admit()
+    decided["live"] = Decided()
+    scheduler.submit("live", prompt[::-1].copy(), limit=6, decided=decided["live"])
+    scheduler.waiting.batch_rows = batch_rows
+    return scheduler
+
+
+def keys_of(step) -> set:
+    """Whose rows a step has."""
+    if isinstance(step, DecodeStep):
+        return {step.crew.sequences[number].key for number in step.members.tolist()}
+    return {take.sequence.key for _, take, _ in step.takes}
+
+
+def test_rows_of_batches_are_bounded():
+    """While batches may have no rows, steps are those of the interactive request, and then go on with all."""
+    decided: dict = {}
+    scheduler, worker, ended = fair(0, decided), FakeWorker(2), {}
+    while ("live", 0) not in ended:
+        scheduler.admit()
+        step = scheduler.plan()
+        assert keys_of(step) == {"live"}
+        scheduler.begin(step)
+        result, tokens = worker.run(step)
+        for done in scheduler.commit(step, result, tokens, [False] * len(tokens)):
+            ended[done.key, done.sample] = list(done.tokens)
+    scheduler.waiting.batch_rows = None
+    while scheduler.has_work:
+        run_step(scheduler, worker, ended, [])
+    for key, prompt in (("batch", PROMPT), ("other", PROMPT), ("live", PROMPT[::-1])):
+        check_alone(prompt, 0, 6, Exits(1.0), VISITS, ended[key, 0], decided[key])
+
+
+def test_a_batch_makes_way():
+    """Where as many run as may, one of a batch gives up its place to an interactive request."""
+    scheduler = fair(None, {}, max_running=3)
+    scheduler.submit("more", np.array([1, 1], np.int32), limit=6)
+    scheduler.admit()
+    assert {sequence.key for sequence in scheduler.running} == {"batch", "live", "more"}
+    assert scheduler.stats.preemptions == 1
+    scheduler.check()
 
 
 def test_what_was_decided_is_taken_again():

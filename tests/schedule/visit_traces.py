@@ -116,6 +116,7 @@ class Alone:
         self.left: list[int] = []  # the index of the visit that a row left after
         self.left_with: dict[int, int] = {}  # its state then
         self.tokens: list[int] = []
+        self.rows = len(prompt)
         route = exits.route or (None if visits.routed else visits.order)
         self.route = [PRELUDE] * visits.prelude + (list(route) if route else [])
         if route:
@@ -173,7 +174,11 @@ class Alone:
             number += block >= 0
             if t == len(self.route) - 1:
                 break
-            if block >= 0 and (not is_prompt or exits.prompts):
+            in_tail = row - self.rows
+            if block >= 0 and 0 <= in_tail < len(exits.visits):
+                if gone := number == exits.visits[in_tail]:
+                    left, self.left_with[row] = t, came
+            elif block >= 0 and (not is_prompt or exits.prompts):
                 gone = number >= exits.min_visits and leaves(came, exits)
                 gone = gone or (exits.max_visits is not None and number >= exits.max_visits)
                 if gone:
