@@ -144,7 +144,7 @@ def stops(results: Mapping[str, dict[str, Any]]) -> list[str]:
         ]
         if len(some) > 1:
             fixed = [one["fixed"]["all"] for one in some]
-            ways = [name for name in some[0] if name.startswith(("read", "save"))]
+            ways = [name for name in some[0] if name.startswith("read")]
             best = max(float(np.mean([one[way]["all"] for one in some])) for way in ways)
             if best < np.mean(fixed) - np.std(fixed):
                 found.append(f"{nodes} nodes: exits are right {best:.3f} of the time, all visits {np.mean(fixed):.3f}")

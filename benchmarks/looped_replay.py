@@ -105,62 +105,68 @@ def last_logits(prompts: Prompts, rows: Any) -> torch.Tensor:
     return prompts.model.logits(prompts.model.finish(rows))
 
 
-def visit_some(prompts: Prompts, rows: Any, block: int, numbers: list[int]) -> None:
-    """Takes the rows of some of the prompts through a block."""
-    if len(numbers) == prompts.count:
-        prompts.model.visit(rows, block)
-        rows.plane = 0
-        return
-    length = prompts.tokens.shape[1]
-    x = stream(rows).view(prompts.count, length, -1)
-    attend, _ = prompts.attend(len(numbers))
-    size = len(numbers) * length  # the cosines of n prompts of one length are those of the first n
-    some = replace(
-        rows, x=x[numbers].flatten(0, 1), delta=None, attend=attend, cos_sin=[c[:size] for c in rows.cos_sin]
-    )
+def visited(prompts: Prompts, rows: Any, x: torch.Tensor, block: int) -> torch.Tensor:
+    """Returns states [n, length, hidden] of n prompts after a block; the rows tell how all of them go through it."""
+    count, length = x.shape[:2]
+    attend, _ = prompts.attend(count)
+    size = count * length  # the cosines of n prompts of one length are those of the first n
+    cos_sin = rows.cos_sin if count == prompts.count else [c[:size] for c in rows.cos_sin]
+    some = replace(rows, x=x.reshape(size, -1), delta=None, attend=attend, cos_sin=cos_sin, plane=0)
     prompts.model.visit(some, block)
-    x[numbers] = stream(some).view(len(numbers), length, -1)
-    rows.x, rows.delta, rows.plane = x.flatten(0, 1), None, 0
+    return stream(some).view_as(x)
 
 
-def grouped(prompts: Prompts, picks: Callable[[Any, int], list[int]]) -> tuple[torch.Tensor, list[Route]]:
-    """Returns logits and routes where before each visit those who go to one block are put together; picks: gives the
-    block of each prompt, or blocks where it has left."""
-    model, rows = prompts.model, prompts.start()
+def grouped(
+    prompts: Prompts, picks: Callable[[list[int], torch.Tensor, int], list[int]]
+) -> tuple[torch.Tensor, list[Route]]:
+    """Returns logits and routes where before each visit those who go to one block are put together.
+
+    picks  gives the next block of prompts, or blocks where one has left, of their numbers, their states
+           [prompts, length, hidden], and the number of the visit
+    """
+    model, rows, length = prompts.model, prompts.start(), prompts.tokens.shape[1]
     blocks, routes = model.loop.blocks, [[] for _ in range(prompts.count)]
-    here = set(range(prompts.count))
+    # Those of one block lie side by side, so that a prompt is moved only where others come to go with it.
+    x, order = stream(rows).view(prompts.count, length, -1), list(range(prompts.count))
     for visit in range(len(model.loop.order)):
-        said = picks(rows, visit)
-        groups = defaultdict(list)
-        for number in sorted(here):
-            groups[said[number]].append(number)
-        for block, numbers in sorted(groups.items()):
-            if block == blocks:
-                here -= set(numbers)
-                continue
-            visit_some(prompts, rows, block, numbers)
-            for number in numbers:
-                routes[number].append(block)
-        if not here:
+        said = picks(order, x, visit)
+        said = [blocks if len(routes[n]) < visit else block for n, block in zip(order, said, strict=True)]
+        if min(said) == blocks:
             break
+        places = sorted(range(len(order)), key=said.__getitem__)
+        if places != list(range(len(order))):
+            x, order = x[places], [order[place] for place in places]
+        parts, first = [], 0
+        for block, count in sorted(Counter(said).items()):
+            part = x[first : first + count]
+            parts.append(part if block == blocks else visited(prompts, rows, part, block))
+            for number in order[first : first + count] if block < blocks else ():
+                routes[number].append(block)
+            first += count
+        x = parts[0] if len(parts) == 1 else torch.cat(parts)
+    rows.x, rows.delta = x[np.argsort(order).tolist()].flatten(0, 1), None
     return last_logits(prompts, rows), [tuple(route) for route in routes]
+
+
+def asked(prompts: Prompts, x: torch.Tensor, visit: int) -> list[int]:
+    """Returns what the router says of prompts' states."""
+    model = prompts.model
+    return choose(model.route(x[:, -1], x.mean(1), visit), model.loop.router.threshold).tolist()
 
 
 def generic_hard(prompts: Prompts) -> tuple[torch.Tensor, list[Route]]:
     """Asks the router before each visit."""
-    model, length = prompts.model, prompts.tokens.shape[1]
-
-    def picks(rows: Any, visit: int) -> list[int]:
-        x = stream(rows).view(prompts.count, length, -1)
-        return choose(model.route(x[:, -1], x.mean(1), visit), model.loop.router.threshold).tolist()
-
-    return grouped(prompts, picks)
+    return grouped(prompts, lambda order, x, visit: asked(prompts, x, visit))
 
 
 def plan_replay(prompts: Prompts, plans: Plans) -> torch.Tensor:
     """Goes the routes that are given, putting prompts together before each visit."""
     blocks = prompts.model.loop.blocks
-    return grouped(prompts, lambda rows, visit: [r[visit] if visit < len(r) else blocks for r in plans])[0]
+
+    def picks(order: list[int], x: torch.Tensor, visit: int) -> list[int]:
+        return [plans[n][visit] if visit < len(plans[n]) else blocks for n in order]
+
+    return grouped(prompts, picks)[0]
 
 
 def template_replay(prompts: Prompts, plans: Plans) -> torch.Tensor:
@@ -300,19 +306,17 @@ def queue(
             ends[numbers] = time.perf_counter() - began
         first[name].append(ends)
 
-    def asked(some: Prompts, plans: Plans) -> torch.Tensor:
+    def generic(some: Prompts, plans: Plans) -> torch.Tensor:
         """The router is asked, and what it says not heeded: the plans are what a trained one would have said."""
-        length = some.tokens.shape[1]
 
-        def picks(rows: Any, visit: int) -> list[int]:
-            x = stream(rows).view(some.count, length, -1)
-            choose(model.route(x[:, -1], x.mean(1), visit), 1.0).tolist()
-            return [plan[visit] for plan in plans]
+        def picks(order: list[int], x: torch.Tensor, visit: int) -> list[int]:
+            asked(some, x, visit)
+            return [plans[n][visit] for n in order]
 
         return grouped(some, picks)[0]
 
     ways = {
-        "generic": lambda: run("generic", in_turn, asked),
+        "generic": lambda: run("generic", in_turn, generic),
         "template": lambda: run("template", together, template_replay),
     }
     seconds = times_of(ways, repeats, device)

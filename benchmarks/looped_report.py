@@ -127,7 +127,7 @@ def decode(cells: Cells) -> str:
             continue
         for path in [key for key in one if isinstance(one[key], dict) and "ttft" in one[key]]:
             row, fixed = one[path], one["fixed"]
-            calls = {"template + KV": "block calls", "+ exits": "block calls with exits"}.get(path)
+            calls = {"a visit a step": "block calls", "+ exits": "block calls with exits"}.get(path)
             over = median(fixed["seconds"]) / median(row["seconds"])
             right = f"{row['first right']:.3f} / {row['right']:.3f}" if "right" in row else ""
             first = [name, path, f"{1e3 * row['ttft']:.1f}", f"{1e3 * row['tpot']:.2f}", ms(row["seconds"])]

@@ -25,6 +25,7 @@ from prefold.worker.attend import StepAttend
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 THRESHOLDS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.9, 0.95, 0.98)
+LEAVING = (0.5, 0.9, 0.98)
 
 
 def rows_leave() -> bool:
@@ -46,8 +47,8 @@ def accuracy(folder: Path, nodes: int, device: str) -> dict[str, Any]:
         gate = visit_logprobs(llm.model, queries.batch(llm.model))[1]
     found: dict[str, Any] = {}
 
-    def ask(name: str, one: LLM, threshold: float) -> None:
-        answers = tokens_of(one, requests(queries.prompts, max_tokens=1, exit_threshold=threshold))
+    def ask(name: str, one: LLM, threshold: float, **how: Any) -> None:
+        answers = tokens_of(one, requests(queries.prompts, max_tokens=1, exit_threshold=threshold, **how))
         right = np.array(answers)[:, 0] == queries.wanted[-1]
         made = exit_visits(gate, RowExits(threshold)).cpu().numpy() + 1
         found[name] = {
@@ -65,9 +66,14 @@ def accuracy(folder: Path, nodes: int, device: str) -> dict[str, Any]:
     found["prompt"] = {"tokens": stats.tokens, "rows": stats.rows_computed, "visits of each": visits}
     llm.close()
     if rows_leave():
-        llm = LLM(str(folder), dtype="float32", device=device, kv_memory=1 << 28, exits="save")
-        for threshold in THRESHOLDS:
-            ask(f"save at {threshold:.2f}", llm, threshold)
+        # Rows of prompts leave by the same rule, the edges of a graph and the query; visits are then those of all rows.
+        llm = LLM(str(folder), dtype="float32", device=device, kv_memory=1 << 28, exits="save", cache="off")
+        for threshold in LEAVING:
+            name = f"rows leave at {threshold:.2f}"
+            llm.engine.reset_stats()
+            ask(name, llm, threshold, exit_prompts=True)
+            stats = llm.engine.reset_stats()
+            found[name]["visits"] = stats.generation.block_calls / stats.unique_tokens
         llm.close()
     found["guess"] = 1 / task.chains
     return found
@@ -197,10 +203,12 @@ def once(device: str) -> dict[str, Any]:
 def decode(
     folder: Path | None, nodes: int, hidden: int, batch: int, prompt: int, out: int, repeats: int, device: str
 ) -> dict[str, Any]:
-    """Measures the paths of generation: all visits; visit by visit on a given template; with exits; without refill.
+    """Measures the paths of generation: all visits; a given template; a visit a step, where nobody leaves; with exits;
+    and without refill.
 
     folder  of a trained model, which is asked real queries, whose tokens are scored; None: random weights of the width
-            `hidden`, whose rows leave after as many visits as those of a trained model do (a hop more than they ask)
+            `hidden`, whose rows leave after as many visits as those of a trained model do: a hop more than the 1 to 5
+            that they ask
     """
     if not rows_leave():
         return not_there("rows that leave")
@@ -221,17 +229,18 @@ def decode(
     else:
         prompts = rng.integers(0, read.config.vocab_size, (batch, prompt)).tolist()
     each: list[dict[str, Any]] = [{"exit_threshold": 0.7}] * batch
-    if not folder:  # 1 to 4 hops, and the visit at which it shows
-        each = [{"min_visits": most, "max_visits": most} for most in rng.integers(2, 6, batch).tolist()]
+    if not folder:
+        each = [{"exit_visits": rng.integers(2, 7, out).tolist()} for _ in range(batch)]
     paths: dict[str, Callable[[int], list[list[int]]]] = {
         "fixed": lambda many: tokens_of(read, requests(prompts, max_tokens=many)),
-        "template + KV": lambda many: tokens_of(save, requests(prompts, max_tokens=many, route=order)),
+        "template + KV": lambda many: tokens_of(read, requests(prompts, max_tokens=many, route=order)),
+        "a visit a step": lambda many: tokens_of(save, requests(prompts, max_tokens=many)),
         "+ exits": lambda many: tokens_of(save, requests(prompts, each, max_tokens=many)),
         "+ exits, no refill": lambda many: tokens_of(no_refill, requests(prompts, each, max_tokens=many)),
     }
     ways = {(name, many): partial(path, many) for name, path in paths.items() for many in (1, out)}
     seconds, given = in_turn(ways, repeats)
-    found: dict[str, Any] = {"counts": kv_of(save, paths["template + KV"], paths["+ exits"], out)}
+    found: dict[str, Any] = {"counts": kv_of(save, paths["a visit a step"], paths["+ exits"], out)}
     for name in paths:
         first, whole = median(seconds[name, 1]), median(seconds[name, out])
         found[name] = {

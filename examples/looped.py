@@ -177,8 +177,9 @@ def initialise(model: LoopedLM, task: Task, seed: int) -> None:
             parameter.copy_(normal(*parameter.shape) * parameter.shape[1] ** -0.5)
         else:
             parameter.fill_(1.0)
-    source, target, query = (0.5 * normal(count, model.config.hidden) for count in (task.nodes, task.nodes, 1))
-    model.embedding.copy_(torch.cat(((source[:, None] + target).flatten(0, 1), target + query)))
+    counts = (task.nodes, task.nodes, 1, task.marks)
+    source, target, query, marks = (0.5 * normal(count, model.config.hidden) for count in counts)
+    model.embedding.copy_(torch.cat(((source[:, None] + target).flatten(0, 1), target + query, marks)))
     assert model.gate is not None and model.gate.bias is not None
     model.gate.bias.zero_()
 

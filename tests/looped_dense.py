@@ -95,6 +95,22 @@ def looped_checkpoint(tmp_path: Path, family: str, *, seed: int = 0, tokenizer: 
     return folder
 
 
+def looped_adapter(folder: Path, place: Path, *, seed: int = 3) -> dict[str, Tensor]:
+    """Writes a random LoRA adapter of a checkpoint to `place`, and returns the checkpoint's tensors merged with it."""
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(seed)
+    adapter, merged = {}, dict(tensors)
+    for name, weight in tensors.items():
+        if (weight.ndim == 2 and ".attn." in name) or ".mlp." in name or "_proj." in name:
+            path = name.removesuffix(".weight")
+            a, b = (torch.randn(shape, generator=generator) / 3 for shape in ((2, weight.shape[1]), (len(weight), 2)))
+            adapter |= {f"base_model.model.{path}.lora_A.weight": a, f"base_model.model.{path}.lora_B.weight": b}
+            merged[name] = weight + 1.5 * b @ a
+    place.mkdir()
+    save_file(adapter, place / "adapter_model.safetensors")
+    (place / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 3}))
+    return merged
+
+
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     values = torch.randn(shape, generator=generator)
     if "norm" in name or name.endswith("ln_f.weight"):

@@ -63,12 +63,14 @@ class RowByRow:
                 x = noise[[row]]
             may = exits if row >= prompt or exits.prompts else Exits(1.0)
             stays, has_left = torch.ones(()), torch.zeros(())
+            reads: list[Tensor] = []
             for t, block in enumerate(self.route):
                 before = x
                 x = self._through(self._brought(x, row), row, t, self.blocks[block])
                 if self.between == "norm":
                     x = self.dense._norm(x, "model.norm")
-                share = self._share(x) if may.threshold not in (None, 1) else torch.zeros(())
+                reads.append(x if self.between == "norm" else self.dense._norm(x, self._final_norm))
+                share = self._share(reads) if may.threshold not in (None, 1) else torch.zeros(())
                 stays, has_left = stays * (1 - share), has_left + share * stays
                 given = exits.visits[row - prompt] if 0 <= row - prompt < len(exits.visits) else None
                 leaves = self._leaves(may, t + 1, has_left, before, x) if given is None else t + 1 == given
@@ -88,13 +90,19 @@ class RowByRow:
             return True
         return exits.change is not None and bool((x - before).norm() / before.norm() <= exits.change)
 
-    def _share(self, x: Tensor) -> Tensor:
+    def _share(self, reads: list[Tensor]) -> Tensor:
+        """reads: the states as they are read after each visit so far."""
         name = "model.early_exit_gate" if self.dense.family == "ouro" else "model.gate"
-        read = x if self.between == "norm" else self.dense._norm(x, "model.norm")
+        features = self.dense.config.get("loop", {}).get("gate_reads") == "features"
+        read = self.dense._features(reads) if features else reads[-1]
         return torch.sigmoid(linear(read, self.t[name + ".weight"], self.t[name + ".bias"]))[0, 0]
 
+    @property
+    def _final_norm(self) -> str:
+        return "transformer.ln_f" if self.dense.family == "huginn" else "model.norm"
+
     def _end(self, x: Tensor, row: int) -> Tensor:
-        norm = "transformer.ln_f" if self.dense.family == "huginn" else "model.norm"
+        norm = self._final_norm
         if self.between == "inject":
             x = self.dense._norm(x, norm)
         if self.coda or self.between != "norm":

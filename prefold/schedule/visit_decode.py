@@ -194,8 +194,9 @@ class Decoding:
         """Forgets who runs: somebody has come or gone."""
         self._crew = None
 
-    def draft(self, running: Collection[Routed]) -> DecodeDraft | None:
-        """Returns who makes the next visit, with slots claimed for them; None where that is for Claims to say."""
+    def draft(self, running: Collection[Routed], most: int) -> DecodeDraft | None:
+        """Returns who makes the next visit, at most so many, with slots claimed for them; None where that is for Claims
+        to say."""
         if self.visits.coda or self.visits.keys != "last" or not running:
             return None
         if not all(sequence.ready for sequence in running):
@@ -219,6 +220,8 @@ class Decoding:
             kind = np.where(visit > 0, kind, -1)
         chosen = self._chosen(kind, tails.waited[place])
         members = np.flatnonzero(kind == chosen)
+        if len(members) > most:  # those who waited longest
+            members = np.sort(members[np.argsort(-tails.waited[place[members]], kind="stable")[:most]])
         at = crew.route[members] * crew.most + visit[members]
         members = members[np.argsort(at, kind="stable")]
         if not self._claim(place[members], visit[members], row[members], members):

@@ -153,7 +153,7 @@ class VisitScheduler(Sequences[Routed]):
         while self.running:
             self._draft = None
             if self.waiting.are_alike:
-                self._draft = self._decoding.draft(self.running)
+                self._draft = self._decoding.draft(self.running, self.max_batch_rows)
             if self._draft is None:
                 self._draft = self._claims.draft(self.waiting, self.running, self.max_batch_rows)
             if not self._draft.is_empty:

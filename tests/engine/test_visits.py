@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from generating import ask, generate, tokens_of
-from looped_dense import LOOPED, Dense, looped_checkpoint
+from looped_dense import LOOPED, Dense, looped_adapter, looped_checkpoint
 from running import prompts
 from tiny import tiny_checkpoint
 from visit_dense import RowByRow
@@ -28,6 +28,7 @@ MODELS = {
     "looped": ("looped", {"loop": GATED}),
     "prelude": ("looped", {"num_hidden_layers": 5, "loop": GATED | {"prelude": 1}}),
     "normed": ("looped", {"loop": GATED | {"between": "norm"}}),
+    "features": ("looped", {"loop": GATED | {"between": "norm", "gate_reads": "features"}}),
     "inject": ("looped", {"num_hidden_layers": 6, "loop": PARTS}),
     "huginn": ("huginn", {"mean_recurrence": 4}),
 }
@@ -183,6 +184,21 @@ def test_samples_and_penalties_and_logprobs(gated):
         for a, b in zip(one, other, strict=True):
             if a.logprobs:
                 assert [p.logprob for p in a.logprobs] == pytest.approx([p.logprob for p in b.logprobs], abs=1e-4)
+
+
+def test_adapters(tmp_path):
+    """Rows of several adapters and of none leave in one step, and those that left are projected with their own."""
+    folder, place = looped_checkpoint(tmp_path, "looped", loop=GATED), tmp_path / "adapter"
+    models = {None: Dense(folder), "one": Dense(folder, looped_adapter(folder, place))}
+    llm = LLM(str(folder), dtype="float32", device="cpu", adapters={"one": str(place)})
+    for keys in ("save", "project"):
+        engine = Engine(llm.engine.worker, EngineOptions(generation=GenerateOptions(exits=keys)))
+        cases = [(tokens, name) for tokens in prompts(3, count=4) for name in models]
+        for exits in (Exits(0.5), Exits(0.4, prompts=True), Exits(max_visits=1)):
+            asked = [replace(request_of(tokens, exits), adapter=name) for tokens, name in cases]
+            found = tokens_of(generate(engine, asked))
+            for (tokens, name), made in zip(cases, found, strict=True):
+                check(models[name], "last" if keys == "save" else "project", tokens, made, exits)
 
 
 def test_numbers_are_read_at_last_rows(gated):

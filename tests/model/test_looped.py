@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from generating import ask, engine_of, generate, tokens_of
-from looped_dense import HUGINN, LOOPED, OURO, Dense, looped_checkpoint, state_noise
+from looped_dense import HUGINN, LOOPED, OURO, Dense, looped_adapter, looped_checkpoint, state_noise
 from running import as_request, prompts, run
 from safetensors.torch import load_file, save_file
 from tiny import DenseAttend
@@ -128,18 +127,8 @@ def test_generated_tokens(folder, llm, rows):
 def test_lora_in_every_visit(tmp_path, family):
     """A layer's adapter works in each of its visits; of fused linears each part has its rows."""
     folder = looped_checkpoint(tmp_path, family)
-    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
-    adapter, merged = {}, dict(tensors)
-    for name, weight in tensors.items():
-        if (weight.ndim == 2 and ".attn." in name) or ".mlp." in name or "_proj." in name:
-            path = name.removesuffix(".weight")
-            a, b = (torch.randn(shape, generator=generator) / 3 for shape in ((2, weight.shape[1]), (len(weight), 2)))
-            adapter |= {f"base_model.model.{path}.lora_A.weight": a, f"base_model.model.{path}.lora_B.weight": b}
-            merged[name] = weight + 1.5 * b @ a
     place = tmp_path / "adapter"
-    place.mkdir()
-    save_file(adapter, place / "adapter_model.safetensors")
-    (place / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 3}))
+    merged = looped_adapter(folder, place)
     llm = LLM(str(folder), dtype="float32", device="cpu", adapters={"one": str(place)})
     for tokens in prompts(8, count=4):
         for name, dense in ((None, Dense(folder)), ("one", Dense(folder, merged))):

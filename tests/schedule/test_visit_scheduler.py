@@ -236,7 +236,7 @@ def test_generation_goes_over_arrays(group, monkeypatch):
     monkeypatch.setattr(Decoding, "lay_out", counted)
     over_arrays = shared(visits, rules, prompts, limit=14).stats
     assert len(made) > 40 and max(made) > 1  # each is laid out twice
-    monkeypatch.setattr(Decoding, "draft", lambda self, running: None)
+    monkeypatch.setattr(Decoding, "draft", lambda self, running, most: None)
     by_row = shared(visits, rules, prompts, limit=14).stats
     for name in ("block_calls", "block_calls_saved", "kv_bytes_freed", "decode_rows", "kv_bytes_unshared_peak"):
         assert getattr(over_arrays, name) == getattr(by_row, name), name
@@ -247,6 +247,20 @@ def test_tails_grow():
     visits = VisitOptions((0, 1, 0), 2)
     prompts = [[number % 2, number % 3, 1] for number in range(20)]
     shared(visits, [Exits(0.5, 2)] * 20, prompts, limit=40, max_batch_rows=32, max_running=20)
+
+
+def test_steps_that_become_smaller():
+    """Where a step may have fewer rows than sequences run, those who waited longest have them."""
+    scheduler = VisitScheduler(SlotPool(2000), VISITS, max_batch_rows=64, max_running=8)
+    worker, ended, decided = FakeWorker(2), {}, [Decided() for _ in range(8)]
+    for number in range(8):
+        prompt = np.array([number % 2, 1, number % 3], np.int32)
+        scheduler.submit(number, prompt, limit=9, exits=Exits(0.4, 2), decided=decided[number])
+    while len(ended) < 8:
+        scheduler.max_batch_rows = 3 if all(one.ready for one in scheduler.running) else 64
+        run_step(scheduler, worker, ended, [])
+    for number in range(8):
+        check_alone([number % 2, 1, number % 3], 0, 9, Exits(0.4, 2), VISITS, ended[number, 0], decided[number])
 
 
 def fair(batch_rows: int | None, decided: dict, **how) -> VisitScheduler:
