@@ -13,7 +13,7 @@ from visit_traces import FakeWorker, check_alone, run_step
 from prefold.cache import CacheOptions, SlotPool
 from prefold.errors import InputError
 from prefold.schedule import visits as scheduling
-from prefold.schedule.admission import FairAdmission
+from prefold.schedule.fair import FairAdmission
 from prefold.schedule.routed import Decided, Routed
 from prefold.schedule.visit_decode import DecodeStep, Decoding
 from prefold.schedule.visits import VisitOptions, VisitScheduler
