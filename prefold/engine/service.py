@@ -7,25 +7,24 @@ gives leaves once, after the step: one call into each event loop, which hands ev
 from __future__ import annotations
 
 import asyncio
-import struct
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import InputError, OutOfMemoryError, RankError
-from ..stream import Spool
 from ..text import Tokenizer
 from ..types import Generated, Readout, Request, Result
 from .fault import find_fault
 from .generate import Generator
 from .meter import StepInfo
 from .pace import Pace
+from .reading import Part, read_numbers
 from .replies import Reading, Reply, send
 from .requests import can_probe
 from .samples import TextPiece
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Background", "Service"]
 
-_TAG = struct.Struct("<qq")  # number of the reading, part of it
 # Numbers that wait are read together, as many as fill so many steps: what comes later waits for no more than these.
 STEPS_A_WINDOW = 2
 # What no request alone can be at fault for.
@@ -323,47 +321,20 @@ class Service:
         """Takes note of the error of a step that nobody who asked is at fault for."""
         self.failure, self.failed_at = error, time.monotonic()
 
-    def _read(self, readings: Sequence[tuple[Reading, Sequence[int]]], *, again: bool = True) -> None:
-        """Reads numbers of one kind in a row stream. Where a step fails, in halves, until the one at fault is found.
+    def _read(self, parts: Sequence[Part]) -> None:
+        """Reads numbers of one kind in a row stream. Where a step fails, the request at fault is ended."""
+        if parts:
+            _note_begun(reading.reply for reading, _ in parts)
+            read_numbers(self.engine, parts, done=self._read_all, fail=self._not_read, on_step=self._between)
 
-        again  whether one that fails alone is tried once more
-        """
-        if not readings:
-            return
-        _note_begun(reading.reply for reading, _ in readings)
-        try:
-            self._read_together(readings)
-        except Exception as error:
-            left = [(r, [p for p in parts if r.results[p] is None]) for r, parts in readings]
-            left = [(r, parts) for r, parts in left if parts and not r.reply.is_cancelled]
-            if len(left) > 1:
-                self._read(left[: len(left) // 2])
-                self._read(left[len(left) // 2 :])
-            elif left and again:
-                self._read(left, again=False)
-            for reading, _ in left if len(left) == 1 and not again else ():
-                self._answer(reading.reply, error)
-                if isinstance(error, WHOLE):
-                    self.note_failure(error)
-        else:
-            self.failure = None
+    def _read_all(self, reading: Reading) -> None:
+        self.failure = None
+        self._answer(reading.reply, reading.results)
 
-    def _read_together(self, readings: Sequence[tuple[Reading, Sequence[int]]]) -> None:
-        with Spool() as spool:
-            for number, (reading, parts) in enumerate(readings):
-                for part in parts:
-                    spool.add(reading.requests[part], _TAG.pack(number, part))
-            windows = spool.windows(max_tokens=1 << 20, share=self.engine.sharing == "full")
-            readout = readings[0][0].readout
-            run = self.engine.run(
-                windows, readout, cache_prefill=False, on_step=self._between, stopping=partial(_are_done, readings)
-            )
-            with closing(run) as results:  # type: ignore[type-var]
-                for tag, result in results:
-                    number, part = _TAG.unpack(tag)
-                    reading = readings[number][0]
-                    if reading.book(part, result):
-                        self._answer(reading.reply, reading.results)
+    def _not_read(self, reply: Reply, error: Exception) -> None:
+        self._answer(reply, error)
+        if isinstance(error, WHOLE):
+            self.note_failure(error)
 
     def _between(self, step: StepInfo) -> None:
         """After a step of a stream, makes one of what is in the KV store."""
@@ -388,10 +359,6 @@ class Service:
 
 def _can_probe(requests: Sequence[Request], readout: Readout) -> bool:
     return can_probe(readout, (0 if request.targets is None else len(request.targets) for request in requests))
-
-
-def _are_done(readings: Sequence[tuple[Reading, Sequence[int]]]) -> bool:
-    return all(reading.reply.is_cancelled or not reading.left for reading, _ in readings)
 
 
 def _note_begun(replies: Any) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 
 from ..types import Owner, Readout, Share
-from .replies import Reading
+from .reading import Part
 
 __all__ = ["Turns"]
 
-Part = tuple[Reading, Sequence[int]]  # with those of its requests that are to be read
 IDLE_OWNERS = 1024
 
 
