@@ -47,7 +47,7 @@ def attention_rates(tower, config, dtype: torch.dtype, repeats: int = 5) -> dict
     q, k, v = (torch.randn(config.patches, config.heads, config.head_dim).to(dtype) for _ in range(3))
     attend = TowerAttend(tower)
     ways = {
-        "prefold": lambda: attend(0, q, k, v),
+        "prefold": lambda: attend(0, q, k, v, 0),
         "pytorch": lambda: F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in (q, k, v))),
     }
     flops = 4 * config.patches**2 * config.hidden

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -58,6 +59,8 @@ class LLM(NumericTasks, Texts):
     cache_prefill   whether `embed` (of last tokens), `rerank` and `classify` (with labels of one token, or a head) use
                     and fill the cache of `generate` too, which pays where later calls begin as earlier ones did
     adapters        LoRA adapters that calls may name, {name: PEFT folder}
+    images          whether the tower of a model that sees images is loaded. False: it takes text alone, and the tower's
+                    memory is free for other things
     media_memory    bytes of the rows of images that are kept for others who ask about the same image, once the model's
                     tower has made them
     mmproj          the GGUF file of the tower that belongs to a GGUF file
@@ -98,6 +101,7 @@ class LLM(NumericTasks, Texts):
         cache: CacheOptions | str = "lru",
         cache_prefill: bool = False,
         adapters: Mapping[str, str] | None = None,
+        images: bool = True,
         media_memory: int = MEDIA_MEMORY,
         mmproj: str | None = None,
         allow_media_host: Collection[str] = (),
@@ -136,12 +140,12 @@ class LLM(NumericTasks, Texts):
         if decode_graphs and (self.device.type != "cuda" or tensor_parallel > 1 or adapters):
             message = "decode_graphs is for one GPU, and a model without adapters"
             raise InputError(message, field="decode_graphs", remedy="leave it out")
-        self._team = self._start_ranks(tensor_parallel, threads, seed, adapters or {})
+        self._team = self._start_ranks(tensor_parallel, threads, seed, adapters or {}, images)
         try:
             ranks = ALONE if self._team is None else self._team.ranks
             place: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "ranks": ranks}
             self.model = load_model(self.checkpoint, **place, seed=seed)
-            self.config = self.model.config
+            self.config = self.model.config if images else replace(self.model.config, tower=None)
             self.tower = None
             if self.config.tower is not None:
                 self.tower = load_tower(self.checkpoint, self.config, dtype=self.dtype, device=self.device, seed=seed)
@@ -177,7 +181,9 @@ class LLM(NumericTasks, Texts):
         reader = Reader(hosts=MediaHosts(frozenset(allow_media_host)))
         self.images = image_inputs(self.checkpoint, self.config.tower, self.tokenizer, self.engine.media, reader)
 
-    def _start_ranks(self, size: int, threads: int | None, seed: int, adapters: Mapping[str, str]) -> Team | None:
+    def _start_ranks(
+        self, size: int, threads: int | None, seed: int, adapters: Mapping[str, str], images: bool
+    ) -> Team | None:
         """Starts the processes of the other ranks and returns them as a team; None where one process has the model."""
         if size == 1:
             return None
@@ -186,9 +192,10 @@ class LLM(NumericTasks, Texts):
         elif threads is None:
             threads = max(1, torch.get_num_threads() // size)
             torch.set_num_threads(threads)
+        config = config_from(self.checkpoint.config)
         return Team(
             self.checkpoint,
-            config_from(self.checkpoint.config),
+            config if images else replace(config, tower=None),
             size=size,
             dtype=self.dtype,
             device=self.device,

@@ -131,10 +131,12 @@ def vision_reference(folder: Path, attention: str = "eager") -> torch.nn.Module:
 def tile_attend(patches: int):
     """Attention of towers by the book: rows of one tile see each other."""
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(0, (-1, patches)).transpose(1, 2) for t in (q, k, v))
-        weights = (q.float() @ k.float().transpose(2, 3) / q.shape[-1] ** 0.5).softmax(-1)
-        return (weights @ v.float()).to(q.dtype).transpose(1, 2).flatten(0, 1)
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+        tiles = torch.arange(len(k)) // patches
+        apart = tiles[start : start + len(q), None] != tiles
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        weights = (q.float() @ k.float().transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(apart, -torch.inf)
+        return (weights.softmax(-1) @ v.float()).to(q.dtype).transpose(0, 1)
 
     return attend
 

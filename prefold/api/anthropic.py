@@ -132,10 +132,12 @@ def _message(message: Any, field: str) -> Iterator[Body]:
 
 
 def _image(source: Any, field: str) -> str:
-    """Returns the address of an image: a data URL, or where it lies."""
+    """Returns the address of an image: a data URL, where it lies, or the id of an uploaded file."""
     kind = source.get("type") if isinstance(source, Mapping) else None
     if kind == "url":
         return _text(source.get("url"), f"{field}.url")
+    if kind == "file":
+        return _text(source.get("file_id"), f"{field}.file_id")
     if kind != "base64":
         remedy = 'give {"type": "base64", "media_type": "image/png", "data": "..."}'
         raise InputError(f"{field!r} is of type {kind!r:.100}", field=field, remedy=remedy, code="unsupported")

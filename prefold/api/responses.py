@@ -148,8 +148,8 @@ def _parts(value: Any, field: str) -> Any:
         text = "" if _is_image(part) else _content([part], field)
         if not _is_image(part):
             found.append({"type": "text", "text": text})
-        elif isinstance(part.get("image_url"), str):
-            found.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
+        elif isinstance(address := part.get("image_url") or part.get("file_id"), str):
+            found.append({"type": "image_url", "image_url": {"url": address}})
         else:
             place, remedy = f"{field}[{i}]", 'give {"type": "input_image", "image_url": "data:image/png;base64,..."}'
             raise InputError(f"{place!r} has no image_url", field=place, remedy=remedy, code="unsupported")

@@ -90,6 +90,8 @@ def llm_options(o: Options) -> dict[str, Any]:
         given["adapters"] = adapter_folders(o)
     if o.get("cache_prefill"):
         given["cache_prefill"] = True
+    if o.get("task") and not (o.get("image") or o.get("messages")):
+        given["images"] = False  # the table has texts alone
     # A job knows its future: what is done with is not needed again. Of a stream nobody knows it.
     given["cache"] = o.get("cache") or ("lru" if o.get("stream") else "off")
     return {name: o[name] for name in names} | given

@@ -53,7 +53,7 @@ class Engine:
         self.meter = Meter()
         self._visits = visits_of(worker.facts, options.generation)
         self.media = MediaTable() if media is None else media
-        takes_images = worker.facts.tower_layers > 0
+        takes_images = worker.facts.tower is not None
         self.images = ImageDesk(worker, self.media, options.media_memory, self.meter) if takes_images else None
         self._budget = self._budget_of(options.max_batch_rows or worker.facts.max_rows)
 

@@ -34,11 +34,21 @@ class _Rows:
 
 
 @dataclass(slots=True)
-class _Current:
-    """A _Current is the image that the tower works at. layers: those it has gone through."""
+class _Run:
+    """A _Run is an image that the tower has begun.
+
+    until  floating-point operations until each piece of work on it is done, float64 [pieces of all layers], ascending
+    done   pieces that are done
+    """
 
     medium: Medium
-    layers: int = 0
+    until: np.ndarray
+    done: int = 0
+
+    def within(self, operations: float) -> int:
+        """Returns how many pieces are done when so many operations more are: at least one more."""
+        before = self.until[self.done - 1] if self.done else 0.0
+        return max(self.done + 1, int(np.searchsorted(self.until, before + operations, side="right")))
 
 
 class ImageDesk:
@@ -46,7 +56,8 @@ class ImageDesk:
 
     Rows are kept after their use, up to `memory` bytes, for others who ask for the same image. When room is needed, the
     tenant that has most of it loses what it used least recently: a flood of images is at the cost of who sends it. Rows
-    that somebody waits for stay.
+    that somebody waits for stay. Several images may be on their way through the tower, for several who ask; one that
+    nobody wants any more is given up when another begins.
 
     media  knows the images by the ids of their rows
     meter  counts runs of the tower
@@ -56,12 +67,13 @@ class ImageDesk:
         self.media = media
         media.keep_for(self)
         self._worker, self._memory, self._meter = worker, memory, meter
-        self._layers, self._row_bytes = worker.facts.tower_layers, worker.facts.image_row_bytes
+        assert worker.facts.tower is not None
+        self._tower, self._row_bytes = worker.facts.tower, worker.facts.image_row_bytes
         self._lock = threading.RLock()
         self._held: OrderedDict[int, _Rows] = OrderedDict()  # by first id, the least recently used one first
         self._wanted: dict[Hashable, list[Medium]] = {}
-        self._current: _Current | None = None
-        self._layer_seconds = 0.0
+        self._runs: dict[int, _Run] = {}  # by first id
+        self._rate: float | None = None  # operations a second; None: not measured yet
         self._bounds: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
 
     @property
@@ -71,8 +83,7 @@ class ImageDesk:
 
     def firsts(self) -> list[int]:
         """Returns the first ids of the images that the worker has something of."""
-        current = self._current
-        return [*self._held, *([] if current is None else [_first(current.medium)])]
+        return [*self._held, *self._runs]
 
     def held(self, ids: np.ndarray) -> np.ndarray:
         """Returns which rows of images, by their ids, the worker has: bool [n]."""
@@ -91,8 +102,8 @@ class ImageDesk:
                 self._wanted.pop(who, None)
 
     def advance(self, who: Hashable, seconds: float) -> tuple[Medium, str] | None:
-        """Runs the tower for about so many seconds, at least one layer, for the first image that `who` wants and that
-        is not there. Returns the image that it failed for, and why; None: it did not fail."""
+        """Runs the tower for about so many seconds, at least one piece of work, for the first image that `who` wants
+        and that is not there. Returns the image that it failed for, and why; None: it did not fail."""
         with self._lock:
             medium = next((one for one in self._wanted.get(who, ()) if not self._has(one)), None)
             if medium is None or not self._may_begin(medium):
@@ -130,43 +141,50 @@ class ImageDesk:
     # ----------------------------------------------------------------------------------------------- the tower
 
     def _encode(self, medium: Medium, seconds: float | None) -> str | None:
-        """Takes an image through as many layers as about so many seconds allow (None: all), at least one; another that
-        was on its way is given up. Returns why the tower fails for it, None: it does not."""
+        """Does as much of the tower's work on an image as about so many seconds allow (None: all), at least one piece.
+        Returns why the tower fails for it, None: it does not."""
         started = time.perf_counter()
-        current = self._current
-        if current is not None and _first(current.medium) != _first(medium):
-            self._worker.start(DropImages((_first(current.medium),))).result()
-            current = None
-        if current is None:
-            current = self._current = _Current(medium)
-        layers = self._layers - current.layers
-        if seconds is not None:
-            layers = min(layers, max(1, int(seconds / self._layer_seconds) if self._layer_seconds else 1))
-        stop = current.layers + layers
+        run = self._runs.get(_first(medium)) or self._begin(medium)
+        last = len(run.until)
+        stop = last if seconds is None else min(last, run.within(seconds * (self._rate or 0.0)))
         tiles = unread = None
-        if current.layers == 0:
+        if not run.done:
             try:
                 tiles = medium.load()
             except Exception as error:  # the worker is told all the same: its rows are then no numbers
-                tiles, unread, stop = NO_TILES, str(error), self._layers
+                tiles, unread, stop = NO_TILES, str(error), last
             self._make_room(self._bytes(medium))
+        computing = time.perf_counter()
         result = self._worker.start(EncodeImage(medium.ids, tiles, stop)).result()
-        spent = time.perf_counter() - started
-        self._note_layers(spent, layers)
-        current.layers = stop
-        self._meter.add(seconds={"tower": spent})
+        ended = time.perf_counter()
+        self._note_rate(run.until[stop - 1] - (run.until[run.done - 1] if run.done else 0.0), ended - computing)
+        run.done = stop
+        self._meter.add(seconds={"tower": ended - started})
         if result.is_done:
-            self._current = None
+            del self._runs[_first(medium)]
             self._enter(medium)
             self._meter.add(tower_runs=int(result.error is None))
         return unread or result.error
 
-    def _note_layers(self, seconds: float, layers: int) -> None:
-        self._layer_seconds = seconds / layers
+    def _begin(self, medium: Medium) -> _Run:
+        """Returns the run of an image that the tower has not begun. Those that nobody wants any more are given up."""
+        wanted = self._all_wanted()
+        gone = tuple(first for first in self._runs if first not in wanted)
+        if gone:
+            for first in gone:
+                del self._runs[first]
+            self._worker.start(DropImages(gone)).result()
+        tiles = len(medium.ids) // self._tower.rows
+        run = _Run(medium, np.cumsum(np.tile(self._tower.pieces(tiles), self._tower.layers)))
+        self._runs[_first(medium)] = run
+        return run
+
+    def _note_rate(self, operations: float, seconds: float) -> None:
+        self._rate = operations / seconds
 
     def _may_begin(self, medium: Medium) -> bool:
         """Returns whether there is memory for the rows of an image, now or once those are used that wait to be."""
-        if self._current is not None and _first(self._current.medium) == _first(medium):
+        if _first(medium) in self._runs:
             return True
         wanted = self._all_wanted()
         waiting = sum(rows.size for first, rows in self._held.items() if first in wanted)

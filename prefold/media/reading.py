@@ -7,7 +7,7 @@ import binascii
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from .image import Image, image_of
 __all__ = ["Reader", "is_picture"]
 
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.+=-]+)*),", re.ASCII)
+FILE_ID = re.compile(r"file-[0-9a-zA-Z_-]+", re.ASCII)
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):", re.ASCII)
 # Shorter texts are paths. The smallest image files have more letters than that.
 LEAST_BASE64 = 64
@@ -36,16 +37,19 @@ class Reader:
     folder   where paths are looked up: nothing outside of it is read. None: paths are read as they are
     paths    whether paths are read at all
     hosts    from which https addresses are fetched; none by default
+    files    returns the path of an uploaded file by its id, or None where there is none; None: there are no such files
     """
 
     decoder: Decoder = field(default_factory=Decoder)
     folder: Path | None = None
     paths: bool = True
     hosts: MediaHosts = field(default_factory=MediaHosts)
+    files: Callable[[str], Path | None] | None = None
 
     def read(self, value: Any, field: str = "image") -> Decoded:
         """Returns the image that a value stands for: an Image, a picture of Pillow's, an array uint8 [height, width,
-        3], the bytes of a file, its path, a data URL, base64, an https address, or a mapping that has one of them.
+        3], the bytes of a file, its path, a data URL, base64, an https address, the id of an uploaded file, or a
+        mapping that has one of them.
 
         Raises InputError, with `field` as its field, for what is none of them or is not allowed.
         """
@@ -70,6 +74,8 @@ class Reader:
     def _file(self, name: str | bytes, field: str) -> bytes:
         """Returns the bytes of the file that a text stands for."""
         name = os.fsdecode(name)
+        if FILE_ID.fullmatch(name) and not self.paths:
+            return self._uploaded(name, field)
         if found := DATA_URL.match(name):
             if not found[2].endswith(";base64"):
                 raise InputError(
@@ -85,6 +91,25 @@ class Reader:
         if len(name) >= LEAST_BASE64 and re.fullmatch(r"[A-Za-z0-9+/\s]+={0,2}\s*", name):
             return _decoded64(name, field)
         return self._path(name, field)
+
+    def _uploaded(self, name: str, field: str) -> bytes:
+        path = None if self.files is None else self.files(name)
+        try:
+            if path is None:
+                raise FileNotFoundError
+            return self._content(path)
+        except OSError:
+            raise InputError(
+                f"{field!r} is the id {name!r} of an uploaded file, and there is none with it",
+                field=field,
+                remedy="upload the image (POST /v1/files, purpose vision), or give it as a data URL",
+                code="not_found",
+            ) from None
+
+    def _content(self, path: Path) -> bytes:
+        """Returns the bytes of a file, or more than a file may have."""
+        with open(path, "rb") as file:
+            return file.read(self.decoder.limits.file_bytes + 1)
 
     def _path(self, name: str, field: str) -> bytes:
         if not self.paths:
@@ -106,12 +131,10 @@ class Reader:
                     remedy="give a path in it, or name another media_folder (--media-folder)",
                     code="image_address",
                 )
-        most = self.decoder.limits.file_bytes
         try:
             if not path.is_file():
                 raise FileNotFoundError
-            with open(path, "rb") as file:
-                return file.read(most + 1)
+            return self._content(path)
         except (OSError, ValueError) as error:
             what = getattr(error, "strerror", None) or "there is no such file"
             message = f"{field!r} is the path {name[:100]!r}: {what}"
@@ -127,8 +150,9 @@ def is_picture(value: Any) -> bool:
 
 
 def _inner(value: Mapping[str, Any], field: str) -> Any:
-    """Returns what a mapping holds of an image: OpenAI's {"url": ...}, Hugging Face's {"bytes": ..., "path": ...}."""
-    for key in ("bytes", "base64", "url", "path", "image"):
+    """Returns what a mapping holds of an image: OpenAI's {"url": ...} or {"file_id": ...}, Hugging Face's {"bytes":
+    ..., "path": ...}."""
+    for key in ("bytes", "base64", "url", "path", "image", "file_id"):
         if value.get(key) is not None:
             return value[key]
     raise InputError(f"{field!r} has neither a url nor bytes", field=field, remedy=_GIVE, code="missing_field")

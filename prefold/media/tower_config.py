@@ -6,10 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from ..checkpoint.settings import MOST_LAYERS, Settings
 from ..errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["TowerConfig", "gemma3_tower", "idefics3_tower"]
+__all__ = ["PIECE_ROWS", "TowerConfig", "gemma3_tower", "idefics3_tower"]
+
+# Rows of a piece of the tower's work: with fewer, linears lose speed; more would keep others waiting for longer.
+PIECE_ROWS = 512
 
 # Settings of transformers' towers that change what a tower gives, and the one value that works.
 FIXED: Mapping[str, Any] = {
@@ -94,6 +99,18 @@ class TowerConfig:
         layer = 4 * h * h + 2 * h * i + 4 * h + i + h + 4 * h
         projector = self.merged * self.output + (h if self.kind == "gemma3" else 0)
         return (self.patch_inputs + 1) * h + self.patches * h + self.layers * layer + 2 * h + projector
+
+    def pieces(self, tiles: int) -> np.ndarray:
+        """Returns the floating-point operations of each piece of work that so many tiles make in one layer, in order,
+        float64 [pieces].
+
+        A layer has two stages, and all rows go through the first before any goes through the second: queries, keys and
+        values; attention, and all that follows. A piece is PIECE_ROWS rows in one stage, or what is left of them.
+        """
+        rows, h = tiles * self.patches, self.hidden
+        sizes = np.diff(np.append(np.arange(0, rows, PIECE_ROWS), rows)).astype(np.float64)
+        behind = 4 * self.patches * h + 2 * h * h + 4 * h * self.intermediate
+        return np.concatenate((sizes * (6 * h * h), sizes * behind))
 
     @property
     def tile_flops(self) -> int:

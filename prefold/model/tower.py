@@ -6,19 +6,29 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..media import TowerConfig
+from ..media.tower_config import PIECE_ROWS
 from .layers import ActivatedLinear, Linear, Norm
 from .ops import Ops, choose_ops
-from .transformer import Attend
 
-__all__ = ["Tower", "TowerPass"]
+__all__ = ["Tower", "TowerAttention", "TowerPass"]
+
+
+class TowerAttention(Protocol):
+    """A TowerAttention attends in a layer of the tower: every patch sees all patches of its tile."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        """Returns attention of q, whose first row is row `start` of all, shaped as q.
+
+        q  [n, heads, dim], of some rows; k, v [tiles * patches, heads, dim], of all
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -28,13 +38,22 @@ class TowerPass:
     tiles      how many they are
     x, delta   their residual stream, x + delta [tiles * patches, hidden]; delta may be None
     attend     who attends
+    qkv        queries, keys and values of the layer that it is in [tiles * patches, 3 * heads, dim]
+    done       pieces of work that are done, of those of all layers
     """
 
     tiles: int
     x: Tensor
     delta: Tensor | None
-    attend: Attend
+    attend: TowerAttention
     ops: Ops
+    qkv: Tensor | None = None
+    done: int = 0
+
+    @property
+    def units(self) -> int:
+        """Returns the pieces of a stage of a layer."""
+        return -(-len(self.x) // PIECE_ROWS)
 
 
 class Tower(nn.Module):
@@ -58,16 +77,13 @@ class Tower(nn.Module):
         )
         self.projector = Linear(config.merged, config.output, bias=False, **place)
 
-    def forward(self, tiles: Tensor, attend: Attend) -> Tensor:
-        """Returns the rows of tiles [tiles, 3, size, size], [tiles * rows, output], in the tower's dtype.
-
-        attend: called with the layer's number, and q, k and v [tiles * patches, heads, dim].
-        """
+    def forward(self, tiles: Tensor, attend: TowerAttention) -> Tensor:
+        """Returns the rows of tiles [tiles, 3, size, size], [tiles * rows, output], in the tower's dtype."""
         rows = self.start(tiles, attend)
-        self.go_through(rows, range(self.config.layers))
+        self.go_on(rows)
         return self.finish(rows)
 
-    def start(self, tiles: Tensor, attend: Attend) -> TowerPass:
+    def start(self, tiles: Tensor, attend: TowerAttention) -> TowerPass:
         """Returns tiles before the first layer; the arguments are those of a call of the tower."""
         config = self.config
         size = config.image_size
@@ -81,11 +97,26 @@ class Tower(nn.Module):
         x = (x.unflatten(0, (-1, config.patches)) + self.positions).flatten(0, 1)
         return TowerPass(len(tiles), x, None, attend, choose_ops(self.dtype, self.device))
 
-    def go_through(self, rows: TowerPass, layers: Iterable[int]) -> None:
-        """Takes tiles through these layers, in order."""
-        every = list(self.layers)
-        for number in layers:
-            rows.x, rows.delta = every[number](rows, number)
+    def go_on(self, rows: TowerPass, stop: int | None = None) -> bool:
+        """Does the pieces of work up to `stop` (None: all) that tiles have not had. Returns whether all are done.
+
+        What lies side by side in a stage is computed at once, so that pieces cost nothing where nobody waits.
+        """
+        units = rows.units
+        every = 2 * units * self.config.layers
+        stop = every if stop is None else min(stop, every)
+        while rows.done < stop:
+            stage, unit = divmod(rows.done, units)
+            last = min(units, unit + stop - rows.done)
+            part = slice(unit * PIECE_ROWS, min(last * PIECE_ROWS, len(rows.x)))
+            number, second = divmod(stage, 2)
+            layer = cast(TowerLayer, self.layers[number])
+            if second:
+                layer.finish(rows, part, number)
+            else:
+                layer.begin(rows, part)
+            rows.done += last - unit
+        return rows.done >= every
 
     def finish(self, rows: TowerPass) -> Tensor:
         """Returns what the projector makes of tiles that have gone through all layers, [tiles * rows, output]."""
@@ -115,7 +146,7 @@ class Tower(nn.Module):
 
 
 class TowerLayer(nn.Module):
-    """A TowerLayer computes attention and the MLP of one layer, for every patch of the tiles it is given."""
+    """A TowerLayer computes attention and the MLP of one layer, in two stages, for some rows of a pass at a time."""
 
     def __init__(self, config: TowerConfig, *, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -128,14 +159,32 @@ class TowerLayer(nn.Module):
         self.up = ActivatedLinear(config.hidden, config.intermediate, activation="gelu_tanh", bias=True, **place)
         self.down = Linear(config.intermediate, config.hidden, bias=True, **place)
 
-    def forward(self, rows: TowerPass, number: int) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual stream after this layer, as its x and delta."""
-        ops, heads = rows.ops, self.config.heads
-        x, h = self.input_norm(rows.x, rows.delta, ops)
-        q, k, v = self.qkv(h).unflatten(-1, (3 * heads, self.config.head_dim)).split(heads, 1)
-        delta = self.o(rows.attend(number, q, k, v).flatten(1))
-        x, h = self.post_norm(x, delta, ops)
-        return x, self.down(self.up.activated(h, ops))
+    def begin(self, rows: TowerPass, part: slice) -> None:
+        """Computes queries, keys and values of some rows."""
+        delta = None if rows.delta is None else rows.delta[part]
+        x, h = self.input_norm(rows.x[part], delta, rows.ops)
+        qkv = self.qkv(h).unflatten(-1, (3 * self.config.heads, self.config.head_dim))
+        if len(x) == len(rows.x):
+            rows.x, rows.qkv = x, qkv
+            return
+        if rows.qkv is None:
+            rows.qkv = qkv.new_empty(len(rows.x), *qkv.shape[1:])
+        rows.x[part], rows.qkv[part] = x, qkv
+
+    def finish(self, rows: TowerPass, part: slice, number: int) -> None:
+        """Computes the rest of the layer of some rows, once all have their queries, keys and values. number: the
+        layer's."""
+        assert rows.qkv is not None
+        q, k, v = rows.qkv.split(self.config.heads, 1)
+        delta = self.o(rows.attend(number, q[part], k, v, part.start).flatten(1))
+        x, h = self.post_norm(rows.x[part], delta, rows.ops)
+        delta = self.down(self.up.activated(h, rows.ops))
+        if len(x) == len(rows.x):
+            rows.x, rows.delta = x, delta
+            return
+        if rows.delta is None:
+            rows.delta = torch.empty_like(rows.x)
+        rows.x[part], rows.delta[part] = x, delta
 
 
 def _norm(config: TowerConfig, *, dtype: torch.dtype, device: torch.device) -> Norm:

@@ -8,7 +8,7 @@ There are these:
     StreamStep   some rows of a row stream; the worker keeps the K/V of one path a stream between two of its steps
     MakeStore    room for the K/V of so many slots; before the first SlotStep, and once
     SlotStep     rows whose keys lie in the slots of that store: prompts to be continued, and what is generated
-    EncodeImage  more layers of the tower for an image, whose rows the worker keeps until a DropImages
+    EncodeImage  more work of the tower for an image, whose rows the worker keeps until a DropImages
 
 Where a looped model is gone through a visit at a time, `visit_steps` has two more. All are started alike:
 `ticket = worker.start(message)`, `ticket.result()`. What a slot is used for, which rows are shared, who waits and who
@@ -281,7 +281,8 @@ class SlotResult:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EncodeImage:
-    """An EncodeImage asks that an image is taken through the layers of the tower, up to layer `stop`.
+    """An EncodeImage asks for the tower's work on an image, up to its piece `stop` of those of all layers
+    (`TowerConfig.pieces`).
 
     ids    int32 [rows]: of the image's rows. Once they are made, steps may have rows with these ids
     tiles  float32 [tiles, 3, height, width], in the first message about an image; None: go on with it

@@ -150,7 +150,7 @@ class BatchWork:
                 if ending is None:
                     namespace = self._keys.namespace(Tenant(one.tenant or None))
                     seed = int.from_bytes(hashlib.blake2b(one.id.encode(), digest_size=6).digest())
-                    tasks = _Tasks(self._desk, namespace)
+                    tasks = _Tasks(self._desk, namespace, one.tenant or None)
                     lane = Lane(self._desk.service, Owner(one.tenant or None, is_batch=True), self._desk.pace)
                     job = Job(source, self._adapter(body), tasks, lambda: lane, output, window=WINDOW_TOKENS, seed=seed)
                     stopping = lambda: self._is_stopping() or one.ending is not None  # noqa: E731
@@ -232,13 +232,14 @@ class BatchWork:
 class _Tasks(Mapping[str, Any]):
     """The tasks of a batch's lines, whose prompts are shared within a tenant's namespace only."""
 
-    def __init__(self, desk: Desk, namespace: str):
-        self._desk, self._namespace = desk, namespace
+    def __init__(self, desk: Desk, namespace: str, tenant: str | None):
+        self._desk, self._namespace, self._tenant = desk, namespace, tenant
         self._made: dict[str, _Apart] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
-            self._made[name] = _Apart(self._desk.task(name, {}), self._namespace, self._desk.llm.engine.media)
+            task = self._desk.task(name, {}, self._tenant)
+            self._made[name] = _Apart(task, self._namespace, self._desk.llm.engine.media)
         return self._made[name]
 
     def __iter__(self) -> Any:

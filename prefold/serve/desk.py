@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from copy import copy
@@ -31,6 +31,7 @@ from .http import Refusal, json_of
 from .keys import Keys
 from .metrics import Metrics
 from .options import ServeOptions
+from .store import Store
 from .watch import StepWatch
 
 __all__ = ["Desk", "TaskOrder", "apart"]
@@ -66,7 +67,9 @@ class TaskOrder:
 class Desk:
     """Stands between the faces and the engine of one LLM."""
 
-    def __init__(self, llm: Any, options: ServeOptions, metrics: Metrics, keys: Keys):
+    def __init__(self, llm: Any, options: ServeOptions, metrics: Metrics, keys: Keys, store: Store | None = None):
+        """store: where clients' files are, which may be images."""
+        self._store = store
         self.llm, self.options, self._metrics, self._keys = llm, options, metrics, keys
         self.service, self.watch = llm.engine.service, StepWatch(llm.engine)
         self.admission = FairAdmission(keys.share_of, tenant_of=keys.tenant_of, batch_share=options.batch_share)
@@ -218,19 +221,22 @@ class Desk:
         except Exception as error:
             await events.put(error)
 
-    def task(self, name: str, options: Mapping[str, Any]) -> Any:
-        """Returns a task within the server's limits. Its requests read no file of this machine."""
+    def task(self, name: str, options: Mapping[str, Any], tenant: Hashable = None) -> Any:
+        """Returns a task within the server's limits. Its requests read no file of this machine, but those that the
+        tenant has uploaded."""
         task = self.llm.task(name, **(self._of_texts if name == "generate" else {}), **options)
         images = getattr(task.inputs, "images", None)
         if images is None or not images.reader.paths:
             return task
         found = copy(task)
-        found.inputs = replace(task.inputs, images=images.for_strangers())
+        store = self._store
+        uploaded = None if store is None else lambda id: store.path_of(str(tenant or ""), id)
+        found.inputs = replace(task.inputs, images=images.for_strangers(uploaded))
         return found
 
     def _prepare(self, order: TaskOrder) -> tuple[Any, list[Work]]:
         check_grammars(order.items, self.options.max_grammar_bytes)
-        task = self.task(order.task, order.options)
+        task = self.task(order.task, order.options, order.owner.tenant)
         works: list[Work] = [raised(work) for work in task.prepare(order.items)]
         if not any(work.requests for work in works):  # nobody would ever answer
             raise InputError("the request holds no text", remedy="give at least one", code="empty")

@@ -30,6 +30,7 @@ __all__ = ["routes"]
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _FIELDS = {"input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after"}
+_PURPOSES = ("batch", "vision", "user_data")
 MOST_A_PAGE = 10_000
 
 
@@ -79,17 +80,17 @@ async def upload(site: Site, request: Request, tenant: Tenant) -> Response:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
             raise InputError("the form has no file", field="file", remedy="give it", code="missing_field")
-        if purpose != "batch":
-            message, remedy = f"'purpose' is {purpose!r:.100}", 'give "batch"'
+        if purpose not in _PURPOSES:
+            message, remedy = f"'purpose' is {purpose!r:.100}", 'give "batch", or for images "vision"'
             raise InputError(message, field="purpose", remedy=remedy, code="unsupported")
         seconds = _expiry(
             {name[14:-1]: form[name] for name in ("expires_after[anchor]", "expires_after[seconds]") if name in form}
         )
-        body = await asyncio.to_thread(_keep, store, _owner(tenant), file, seconds)
+        body = await asyncio.to_thread(_keep, store, _owner(tenant), file, str(purpose), seconds)
     return json_response(body)
 
 
-def _keep(store: Store, tenant: str, file: UploadFile, seconds: int | None) -> Body:
+def _keep(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: int | None) -> Body:
     """Keeps a file that has been read; returns what is known of it."""
     id, now = f"file-{new_id()}", int(time.time())
     with store.writing_content(id) as path, path.open("wb") as copy:
@@ -97,7 +98,7 @@ def _keep(store: Store, tenant: str, file: UploadFile, seconds: int | None) -> B
         shutil.copyfileobj(file.file, copy, 1 << 20)
         size = copy.tell()
     name = Path(file.filename or "file.jsonl").name[:255]
-    body: Body = {"id": id, "object": "file", "bytes": size, "created_at": now, "filename": name, "purpose": "batch"}
+    body: Body = {"id": id, "object": "file", "bytes": size, "created_at": now, "filename": name, "purpose": purpose}
     body |= {"expires_at": seconds and now + seconds, "status": "processed", "status_details": None}
     try:
         store.add("file", tenant, body, drop_at=body["expires_at"])

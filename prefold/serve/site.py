@@ -48,7 +48,7 @@ class Site:
 
     def ready(self, llm: Any) -> None:
         """Begins to answer with this LLM."""
-        self.desk = Desk(llm, self.options, self.metrics, self.keys)
+        self.desk = Desk(llm, self.options, self.metrics, self.keys, self.store)
         if self.batches is not None:
             self.batches.start(self.desk, self.names, self.keys)
         if self.state == "loading":

@@ -162,6 +162,10 @@ class Store:
         """Returns where the content of a file lies."""
         return self.files / id
 
+    def path_of(self, tenant: str, id: str) -> Path | None:
+        """Returns where the content of a tenant's file lies; None where it has no such file."""
+        return None if self.get("file", tenant, id) is None else self.path(id)
+
     @contextmanager
     def writing_content(self, id: str) -> Iterator[Path]:
         """Gives the path to which a file's content is to be written; behind the context it is on disk."""

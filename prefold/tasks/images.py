@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ..checkpoint import Checkpoint
 from ..errors import InputError
 from ..media import Processor, TowerConfig, load_processor
 from ..media.reading import Reader, is_picture
+from ..media.recent import RecentImages
 from ..prefix import MEDIA_BASE
 from ..text import Tokenizer
 from ..text.escaped import Escaping
@@ -36,7 +38,7 @@ __all__ = [
 # Types of parts that are images: OpenAI's chat and Responses, and Hugging Face's.
 IMAGE_PARTS = ("image_url", "input_image", "image")
 LOAD = "load a model that sees images: a folder of Gemma 3 (4B and larger), Idefics3 or SmolVLM, or its GGUF file with "
-LOAD += "mmproj=FILE (--mmproj FILE)"
+LOAD += "mmproj=FILE (--mmproj FILE), and without images=False"
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +74,7 @@ class Loading:
     value   what stands for it, or its pixels
     digest  of its pixels, which must be the same again
     tiles   how many it has
+    recent  has them yet, where it was decoded lately
     """
 
     processor: Processor
@@ -79,11 +82,12 @@ class Loading:
     value: Any
     digest: bytes
     tiles: int
+    recent: RecentImages
 
     def __call__(self) -> np.ndarray:
         """Returns its tiles, float32 [tiles, 3, height, width]. Raises InputError where it is not the same image as
         before, or cannot be read any more."""
-        image = self.reader.read(self.value).image
+        image = self.recent.take(self.digest) or self.reader.read(self.value).image
         if image.digest != self.digest:
             message = "the image has changed since it was first read"
             raise InputError(message, field="image", remedy="leave it as it is until the answer is there")
@@ -169,6 +173,7 @@ class ImageInputs:
     table    knows images by the ids of their rows
     most     images that one item may have
     refused  why images are not taken here; "": they are
+    recent   holds pixels that were decoded lately
     """
 
     processor: Processor
@@ -177,10 +182,12 @@ class ImageInputs:
     reader: Reader = field(default_factory=Reader)
     most: int = 64
     refused: str = ""
+    recent: RecentImages = field(default_factory=RecentImages)
 
-    def for_strangers(self) -> ImageInputs:
-        """Returns these inputs without paths: for those who must not read this machine's files."""
-        return replace(self, reader=replace(self.reader, paths=False, folder=None))
+    def for_strangers(self, files: Callable[[str], Path | None] | None = None) -> ImageInputs:
+        """Returns these inputs without paths: for those who must not read this machine's files. files: returns the path
+        of a file that they uploaded, by its id."""
+        return replace(self, reader=replace(self.reader, paths=False, folder=None, files=files))
 
     @cached_property
     def escaping(self) -> Escaping:
@@ -203,9 +210,11 @@ class ImageInputs:
     def _picture(self, value: Any, field: str) -> Picture:
         decoded = self.reader.read(value, field)
         image, processor = decoded.image, self.processor
-        # What can be read again is not held as pixels, which take ten times the memory of a file.
-        again = value if isinstance(value, (str, bytes, Mapping)) else image
-        load = Loading(processor, self.reader, again, image.digest, processor.layout(image.height, image.width).tiles)
+        # What can be read again is not held as pixels for long: they take ten times the memory of a file.
+        if can_be_read_again := isinstance(value, (str, bytes, Mapping)):
+            self.recent.put(image)
+        tiles = processor.layout(image.height, image.width).tiles
+        load = Loading(processor, self.reader, value if can_be_read_again else image, image.digest, tiles, self.recent)
         return Picture((image.height, image.width), processor.key(image), load, field, decoded.animated)
 
     def encode(

@@ -1,9 +1,7 @@
-"""Rows of images on a worker: the tower makes them, some layers at a time, and steps have them in place of
+"""Rows of images on a worker: the tower makes them, some work at a time, and steps have them in place of
 embeddings."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +16,9 @@ from ..schedule.steps import Encoded, EncodeImage
 
 __all__ = ["ImageRows", "TowerAttend", "without_images"]
 
+# Plans are kept for so many parts of images: those of one size, in all pieces of a layer and a few at once.
+MOST_PLANS = 256
+
 
 class TowerAttend:
     """`attend` of a tower: the patches of a tile see each other, and no others. It is the interval attention of rows,
@@ -27,26 +28,23 @@ class TowerAttend:
         config = tower.config
         self._attention = RowAttention(Heads(config.heads, config.heads, config.head_dim, tower.dtype), tower.device)
         self._patches, self._scale = config.patches, config.head_dim**-0.5
-        self._plans: dict[int, RowPlan] = {}
+        self._plans: dict[tuple[int, int, int], RowPlan] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Returns attention of q over k and v, [tiles * patches, heads, dim] each, shaped as q."""
-        rows = len(q)
-        plan = self._plans.get(rows)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        """Returns attention of q, whose first row is row `start` of all, over k and v of all, shaped as q."""
+        # Of the tiles that the queries are in.
+        low, high = start // self._patches * self._patches, -(-(start + len(q)) // self._patches) * self._patches
+        k, v = k[low:high], v[low:high]
+        shape = start - low, len(q), len(k)
+        plan = self._plans.get(shape)
         if plan is None:
-            every = np.arange(rows)
+            every = np.arange(len(k))
             first = every - every % self._patches
-            self._plans = {rows: self._attention.plan(first + self._patches, every, first=first)}
-            plan = self._plans[rows]
+            queries = every[start - low : start - low + len(q)]
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[shape] = self._attention.plan(first + self._patches, queries, first=first)
         return self._attention.attend(q, k, v, plan, scale=self._scale)
-
-
-@dataclass(slots=True)
-class _Run:
-    """A _Run is an image on its way through the tower. layers: how many it has gone through."""
-
-    rows: TowerPass
-    layers: int = 0
 
 
 class ImageRows:
@@ -54,12 +52,12 @@ class ImageRows:
 
     def __init__(self, tower: Tower):
         self._tower, self._attend = tower, TowerAttend(tower)
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, TowerPass] = {}
         self._made: dict[int, tuple[np.ndarray, Tensor]] = {}
         self._firsts = np.empty(0, np.int64)
 
     def encode(self, message: EncodeImage) -> Encoded:
-        """Takes an image through more layers of the tower. What goes wrong with it is told, and not raised; its rows
+        """Does more of the tower's work on an image. What goes wrong with it is told, and not raised; its rows
         are then no numbers, so that nothing comes of whoever reads them."""
         first = int(message.ids[0])
         if message.tiles is None and first not in self._runs and first in self._made:
@@ -104,16 +102,14 @@ class ImageRows:
         return MediaRows(send(at, device), values.index_select(0, send(index, device)))
 
     def _go_on(self, first: int, message: EncodeImage) -> bool:
-        """Returns whether the image has gone through all layers, and its rows are there."""
+        """Returns whether all work is done on the image, and its rows are there."""
         tower = self._tower
         if message.tiles is not None:
-            self._runs[first] = _Run(tower.start(torch.from_numpy(message.tiles).to(tower.device), self._attend))
+            self._runs[first] = tower.start(torch.from_numpy(message.tiles).to(tower.device), self._attend)
         run = self._runs[first]
-        tower.go_through(run.rows, range(run.layers, message.stop))
-        run.layers = max(run.layers, message.stop)
-        if run.layers < tower.config.layers:
+        if not tower.go_on(run, message.stop):
             return False
-        rows = tower.finish(run.rows)
+        rows = tower.finish(run)
         if len(rows) != len(message.ids):
             raise ValueError(f"the tower made {len(rows)} rows of an image that has {len(message.ids)}")
         if not bool(rows.isfinite().all()):

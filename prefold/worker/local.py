@@ -74,7 +74,8 @@ class LocalWorker(Worker):
             vocab_size=model.config.vocab_size,
             adapters=tuple(self.adapters),
             slot_bytes=slot_bytes(model),
-            **({} if tower is None else tower_facts(tower)),
+            tower=None if tower is None else tower.config,
+            image_row_bytes=1 if tower is None else tower.config.output * tower.dtype.itemsize,
             routes=blocks_alike(model.config),
             visits=visits,
             visit_bytes=visit_slot_bytes(model) if isinstance(model, LoopedLM) and visits is not None else 1,
@@ -175,16 +176,6 @@ class LocalWorker(Worker):
         reads = SlotReads(self.model, hidden, step)
         self._given = reads.ids if self.facts.slot_depth > 1 else None
         return reads
-
-
-def tower_facts(tower: Tower) -> dict[str, int]:
-    """Returns the Facts about a tower."""
-    config = tower.config
-    return {
-        "tower_layers": config.layers,
-        "span_rows": config.rows if config.span else 0,
-        "image_row_bytes": config.output * tower.dtype.itemsize,
-    }
 
 
 class _Last:

@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..media import TowerConfig
 from ..schedule.steps import Message
 from ..schedule.visits import VisitOptions
 
@@ -39,8 +40,7 @@ class Facts:
     vocab_size     of the model
     adapters       names of the LoRA adapters; in messages they are numbers, in this order
     slot_bytes     bytes of one slot's K/V, in all planes and on all ranks
-    tower_layers   layers of the tower; 0: the model takes no images
-    span_rows      rows of an image that see each other both ways, and are computed in one step; 0: there are none
+    tower          the tower; None: the model takes no images
     image_row_bytes  bytes of one row of an image as the tower makes it
     routes         whether a step's rows may visit the blocks of a looped model in another order than its own
     visits         how rows go through a looped model a visit at a time; None: they cannot
@@ -54,12 +54,17 @@ class Facts:
     vocab_size: int = 1 << 30
     adapters: tuple[str, ...] = ()
     slot_bytes: int = 1
-    tower_layers: int = 0
-    span_rows: int = 0
+    tower: TowerConfig | None = None
     image_row_bytes: int = 1
     routes: bool = False
     visits: VisitOptions | None = None
     visit_bytes: int = 1
+
+    @property
+    def span_rows(self) -> int:
+        """Returns the rows of an image that see each other both ways, and are computed in one step; 0: there are
+        none."""
+        return self.tower.rows if self.tower is not None and self.tower.span else 0
 
 
 class Ticket(Protocol):

@@ -11,21 +11,24 @@ from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine.images import ImageDesk
 from prefold.engine.meter import Meter
 from prefold.errors import InputError
+from prefold.media import TowerConfig
 from prefold.prefix import MEDIA_BASE
 from prefold.schedule.steps import DropImages, Encoded, EncodeImage, SlotResult, SlotStep
 from prefold.types import Request, Sampling
 from prefold.worker.protocol import Facts, Worker
 
-LAYERS, ROWS = 6, 4
+# Of one row a patch: six pieces of work, in the two stages of three layers.
+TOWER = TowerConfig("gemma3", 4, 3, 1, 4, image_size=8, patch_size=4, merge=1, output=5)
+PIECES, ROWS = 6, 4
 
 
 class Noting(Worker):
     """Has the rows that it was told to make, and complains of a step with others."""
 
-    facts = Facts(tower_layers=LAYERS, image_row_bytes=10, vocab_size=8, max_positions=200)
+    facts = Facts(tower=TOWER, image_row_bytes=10, vocab_size=8, max_positions=200)
 
     def __init__(self) -> None:
-        self.layers: dict[int, int] = {}  # that images have gone through
+        self.done: dict[int, int] = {}  # pieces of images
         self.made: dict[int, np.ndarray] = {}
         self.told: list[tuple[int, int]] = []
         self.fails: set[int] = set()
@@ -36,8 +39,8 @@ class Noting(Worker):
             return Ticket(self.encode(message))
         if isinstance(message, DropImages):
             for first in message.firsts:
-                assert first in self.layers or first in self.made
-                self.layers.pop(first, None)
+                assert first in self.done or first in self.made
+                self.done.pop(first, None)
                 self.made.pop(first, None)
         if isinstance(message, SlotStep):
             there = {i for ids in self.made.values() for i in ids.tolist()}
@@ -48,13 +51,13 @@ class Noting(Worker):
 
     def encode(self, message: EncodeImage) -> Encoded:
         first = int(message.ids[0])
-        assert (message.tiles is not None) == (first not in self.layers)
-        assert self.layers.get(first, 0) < message.stop <= LAYERS
-        self.told.append((first, message.stop - self.layers.get(first, 0)))
-        self.layers[first] = message.stop
-        if message.stop < LAYERS:
+        assert (message.tiles is not None) == (first not in self.done)
+        assert self.done.get(first, 0) < message.stop <= PIECES
+        self.told.append((first, message.stop - self.done.get(first, 0)))
+        self.done[first] = message.stop
+        if message.stop < PIECES:
             return Encoded(False)
-        del self.layers[first]
+        del self.done[first]
         self.made[first] = message.ids
         return Encoded(True, "made up" if first in self.fails else None)
 
@@ -71,7 +74,7 @@ def desk_of(memory: int = 1000) -> tuple[ImageDesk, Noting, MediaTable, Meter]:
 
 def finish(desk: ImageDesk):
     """Runs the tower for all that I want, or until it fails."""
-    for _ in range(4 * LAYERS):
+    for _ in range(4 * PIECES):
         failed = desk.advance("me", 100.0)
         if failed is not None:
             return failed
@@ -82,28 +85,68 @@ def take(table: MediaTable, key: str, salt: str = "", load=lambda: np.zeros((1, 
     return table.medium(key.encode(), tiles=1, rows_per_tile=ROWS, span=True, load=load, salt=salt)
 
 
-def test_a_layer_at_a_time():
+def test_a_piece_at_a_time():
     desk, worker, table, meter = desk_of()
     one, other = take(table, "one"), take(table, "other")
     desk.want("me", [one, other])
     assert not desk.held(np.concatenate((one.ids, other.ids))).any()
-    for layer in range(LAYERS):
+    for piece in range(PIECES):
         assert desk.advance("me", 0.0) is None
-        assert worker.told[-1] == (one.ids[0], 1) and len(worker.told) == layer + 1
+        assert worker.told[-1] == (one.ids[0], 1) and len(worker.told) == piece + 1
     assert desk.held(one.ids).all() and not desk.held(other.ids).any() and not desk.held(one.ids + ROWS).any()
     assert meter.stats.tower_runs == 1 and "tower" in meter.stats.seconds
     assert finish(desk) is None
     assert meter.stats.tower_runs == 2 and desk.bytes_held == 80
-    assert worker.told[LAYERS:] == [(other.ids[0], LAYERS)], "all at once, where there is time"
+    assert worker.told[PIECES:] == [(other.ids[0], PIECES)], "all at once, where there is time"
 
 
-def test_as_many_layers_as_the_time_allows():
+def test_as_much_as_the_time_allows():
     desk, worker, table, _ = desk_of()
-    desk._layer_seconds = 0.5
-    desk._note_layers = lambda seconds, layers: None
+    first, second = TOWER.pieces(1)
+    desk._rate = float(first)  # so the first piece takes a second
+    desk._note_rate = lambda operations, seconds: None
     desk.want("me", [one := take(table, "one")])
-    desk.advance("me", 1.2)
-    assert worker.told[0] == (one.ids[0], 2)
+    desk.advance("me", 1.1 + second / first)
+    assert worker.told == [(one.ids[0], 2)]
+    desk.advance("me", 0.9 + second / first)
+    assert worker.told[1:] == [(one.ids[0], 1)]
+    desk.advance("me", 1.1 + second / first)
+    assert worker.told[2:] == [(one.ids[0], 2)]
+
+
+def test_the_rate_is_measured():
+    desk, _, table, _ = desk_of()
+    desk.want("me", [take(table, "one")])
+    noted = []
+    desk._note_rate = lambda operations, seconds: noted.append(operations)
+    for _ in range(PIECES):
+        desk.advance("me", 0.0)
+    assert noted == pytest.approx([*TOWER.pieces(1)] * 3)
+
+
+def test_several_are_on_their_way():
+    """What one asks for goes on where it was, whatever another asks for meanwhile."""
+    desk, worker, table, _ = desk_of()
+    one, other = take(table, "one"), take(table, "other")
+    desk.want("me", [one])
+    desk.want("you", [other])
+    for _ in range(PIECES):
+        assert not desk.held(one.ids).any() and not desk.held(other.ids).any()
+        desk.advance("me", 0.0)
+        desk.advance("you", 0.0)
+    assert desk.held(one.ids).all() and desk.held(other.ids).all()
+    assert worker.told == [(first, 1) for _ in range(PIECES) for first in (one.ids[0], other.ids[0])]
+
+
+def test_a_run_in_numbers_does_not_undo_what_another_waits_for():
+    desk, worker, table, _ = desk_of()
+    one, other = take(table, "one"), take(table, "other")
+    desk.want("me", [one])
+    desk.advance("me", 0.0)
+    with desk.using(other.ids):
+        assert desk.held(other.ids).all()
+    finish(desk)
+    assert worker.told == [(one.ids[0], 1), (other.ids[0], PIECES), (one.ids[0], PIECES - 1)]
 
 
 def test_an_image_that_nobody_wants_any_more_is_given_up():
@@ -113,7 +156,7 @@ def test_an_image_that_nobody_wants_any_more_is_given_up():
     desk.advance("me", 0.0)
     desk.want("me", [other])
     finish(desk)
-    assert not worker.layers and list(worker.made) == [other.ids[0]]
+    assert not worker.done and list(worker.made) == [other.ids[0]]
     desk.want("me", [one])
     finish(desk)
     assert set(worker.made) == {one.ids[0], other.ids[0]}
@@ -179,7 +222,7 @@ def test_failures(kind):
     worker.fails = {int(medium.ids[0])}
     desk.want("me", [medium, other := take(table, "other")])
     assert finish(desk) == (medium, "gone" if kind == "load" else "made up")
-    assert not worker.made and not worker.layers and not desk.held(medium.ids).any()
+    assert not worker.made and not worker.done and not desk.held(medium.ids).any()
     desk.want("me", [other])
     assert finish(desk) is None
     assert desk.held(other.ids).all()
@@ -194,7 +237,7 @@ def test_text_goes_on_while_images_wait():
     worker = Noting()
     engine = engine_of(worker)
     desk, generator = engine.images, engine.generator
-    desk._layer_seconds, desk._note_layers = 1.0, lambda seconds, layers: None
+    desk._rate, desk._note_rate = 0.001, lambda operations, seconds: None
     image, told = take(engine.media, "one"), {}
     text = Request(np.array([1, 2, 3], np.int32), sampling=Sampling(max_tokens=30))
     generator.add(text, None, lambda answer: told.__setitem__("text", answer))
@@ -207,8 +250,8 @@ def test_text_goes_on_while_images_wait():
     while "first" not in told:
         before = len(worker.told)
         assert generator.step()
-        assert len(worker.told) <= before + 1, "one layer between two steps"
-    assert [layers for _, layers in worker.told] == [1] * LAYERS
+        assert len(worker.told) <= before + 1, "one piece between two steps"
+    assert [pieces for _, pieces in worker.told] == [1] * PIECES
     assert all(len(step.reads) for step in worker.steps), "the text gets a token in every step"
     while generator.has_work:
         generator.step()
@@ -236,7 +279,7 @@ def test_requests_that_are_cancelled_stop_the_tower():
     worker = Noting()
     engine = engine_of(worker)
     generator, image = engine.generator, take(engine.media, "one")
-    engine.images._layer_seconds, engine.images._note_layers = 1.0, lambda seconds, layers: None
+    engine.images._rate, engine.images._note_rate = 0.001, lambda operations, seconds: None
     tokens = np.concatenate(([1], image.ids, [2])).astype(np.int32)
     key = generator.add(Request(tokens, sampling=Sampling(max_tokens=2), media=(image,)), None, lambda answer: None)
     generator.step()

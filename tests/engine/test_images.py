@@ -153,7 +153,7 @@ def smallest(found: Case) -> int:
 def test_the_cases_are_what_they_say(case):
     found, _, hidden, _, tolerance = case
     facts = found.llm.engine.worker.facts
-    assert facts.tower_layers == 2 and facts.span_rows == (9 if found.family == "gemma3" else 0)
+    assert facts.tower.layers == 2 and facts.span_rows == (9 if found.family == "gemma3" else 0)
     windows = {plane.window for plane in found.llm.config.planes} - {None}
     assert not windows or max(windows) < facts.span_rows, "a window that is shorter than a span"
     tiles = [found.processor.layout(image.height, image.width).tiles for image in found.images]
@@ -339,16 +339,16 @@ def test_others_generate_while_the_tower_runs(case, tmp_path):
     requests = found.asked(engine, [seen, Prompt([*seen.parts, [7]])])
     for name, request in zip(("image", "same image"), requests, strict=True):
         engine.generator.add(request, None, lambda answer, name=name: told.__setitem__(name, answer))
-    engine.images._layer_seconds = 1.0  # as of a large one: a layer at a time
+    engine.images._rate = 1e-3  # as of a large one: a piece of work at a time, of two a layer
     steps = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.images, "_note_layers", lambda seconds, layers: None)
+        patch.setattr(engine.images, "_note_rate", lambda operations, seconds: None)
         while not engine.stats.tower_runs:
             before = engine.stats.generation.decode_rows
             assert engine.generator.step()
             assert engine.stats.generation.decode_rows == before + 1
             steps += 1
-    assert 29 <= steps <= 32
+    assert 59 <= steps <= 62
     while engine.generator.has_work:
         engine.generator.step()
     assert engine.stats.tower_runs == 1, "who comes meanwhile waits for the same run"

@@ -206,3 +206,24 @@ def test_the_command_line(folder, llm, tmp_path, monkeypatch):
     assert json.loads(result.output.splitlines()[0])["text"] == expected.text
     result = CliRunner().invoke(main, ["classify", "what?", "--labels", "yes,no", "--json", *options])
     assert result.exit_code == 0, result.output
+
+
+def test_texts_alone_need_no_tower(folder, tmp_path, monkeypatch):
+    def load(*args, **options):
+        raise AssertionError("the tower is loaded")
+
+    monkeypatch.setattr("prefold.llm.load_tower", load)
+    monkeypatch.chdir(tmp_path)
+    with LLM(str(folder), dtype="float32", images=False) as llm:
+        text = llm.generate("what?", max_tokens=4, ignore_eos=True).text
+        with pytest.raises(InputError, match="takes text alone") as error:
+            llm.chat(conversation(1, PICTURES), max_tokens=2)
+        assert error.value.code == "no_tower"
+    Path("in.jsonl").write_text('{"q": "what?"}\n')
+    command = ["run", "in.jsonl", "-o", "out.jsonl", "-m", str(folder), "--task", "generate", "--prompt", "q", "--raw",
+               "--max-tokens", "4", "--dtype", "float32", "--ignore-eos"]  # fmt: skip
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+    assert json.loads(Path("out.jsonl").read_text())["text"] == text
+    with pytest.raises(AssertionError, match="the tower is loaded"):
+        LLM(str(folder), dtype="float32")

@@ -15,9 +15,11 @@ from tiny_vision import FAMILIES, drawing, tile_attend, tiny_vision, vision_refe
 
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
-from prefold.media import Image, load_processor
+from prefold.media import Image, load_processor, tower_config
 from prefold.model import MediaRows, config_from, load_model, load_tower
+from prefold.model import tower as tower_module
 from prefold.text import load_tokenizer
+from prefold.worker.images import TowerAttend
 
 FLOAT = {"dtype": torch.float32, "device": "cpu"}
 
@@ -61,16 +63,35 @@ def test_rows_equal_those_of_transformers(tmp_path, family, pack):
         assert expected.abs().max() > 0.1
 
 
-def test_in_parts(tmp_path):
-    tower, processor = loaded(tiny_vision(tmp_path, "gemma3", vision={"num_hidden_layers": 5}))
-    tiles = torch.from_numpy(processor.tiles(Image(drawing(0, 20, 30))))
-    attend = tile_attend(tower.config.patches)
+@pytest.mark.parametrize("size", [7, 13, 36, 50, 512])
+@pytest.mark.parametrize("own", [False, True], ids=["by the book", "our attention"])
+def test_in_pieces(tmp_path, monkeypatch, size, own):
+    """Three tiles of 36 patches, in pieces of some rows, one at a time and several."""
+    for module in (tower_module, tower_config):
+        monkeypatch.setattr(module, "PIECE_ROWS", size)
+    tower, _ = loaded(tiny_vision(tmp_path, "gemma3", vision={"num_hidden_layers": 3}))
+    tiles = torch.rand(3, 3, 26, 26)
+    attend = TowerAttend(tower) if own else tile_attend(tower.config.patches)
+    rng = np.random.default_rng(size)
+    pieces = 3 * len(tower.config.pieces(3))
+    assert pieces == 3 * 2 * -(-3 * 36 // size)
     with torch.no_grad():
         whole = tower(tiles, attend)
-        rows = tower.start(tiles, attend)
-        for layers in (range(0, 2), range(2, 3), range(3, 5)):
-            tower.go_through(rows, layers)
-        assert torch.equal(tower.finish(rows), whole)
+        assert (whole - tower(tiles, tile_attend(36))).abs().max() < 1e-5
+        for steps in (np.ones(pieces, int), rng.integers(1, 5, pieces)):
+            rows = tower.start(tiles, attend)
+            for stop in steps.cumsum().tolist():
+                assert rows.done < pieces
+                if tower.go_on(rows, stop):
+                    break
+            assert rows.done == pieces
+            assert (tower.finish(rows) - whole).abs().max() < 1e-5
+
+
+def test_what_pieces_cost(tmp_path):
+    config = loaded(tiny_vision(tmp_path, "gemma3"))[0].config
+    ends = config.patch_inputs * config.hidden * config.patches + config.rows * config.merged * config.output
+    assert 2 * config.pieces(2).sum() + 2 * 2 * ends == 2 * config.tile_flops
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import io
 import itertools
+import json
 
 import PIL.Image
 import pytest
-from serving import serving
+from serving import serving, until
 from tiny_vision import drawing, tiny_vision
 
 from prefold import LLM
@@ -88,3 +89,53 @@ def test_tenants_share_no_images(llm, tmp_path):
             runs.append(llm.stats.tower_runs)
     assert len(answers) == 1
     assert [b - a for a, b in itertools.pairwise(runs)] == [1, 0, 1]
+
+
+def test_uploaded_files(llm, tmp_path):
+    import anthropic
+    import openai
+
+    keys = tmp_path / "keys.toml"
+    keys.write_text("".join(f'[[key]]\nkey = "k-{name}"\ntenant = "{name}"\n' for name in ("a", "b")))
+    data, question = base64.b64decode(url_of(PICTURES[0]).partition(",")[2]), {"type": "text", "text": "what?"}
+    how = {"model": "m", "max_tokens": 4}
+    with serving(llm, served_names=("m",), api_keys=str(keys), data_dir=str(tmp_path / "data")) as server:
+        owner, stranger = (
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key=f"k-{name}", max_retries=0) for name in ("a", "b")
+        )
+        file = owner.files.create(file=("a.png", data), purpose="vision")
+        assert file.purpose == "vision"
+
+        def ask(client, id):
+            content = [{"type": "image_url", "image_url": {"url": id}}, question]
+            messages = [{"role": "user", "content": content}]
+            return client.chat.completions.create(messages=messages, temperature=0, **how).choices[0].message.content
+
+        expected = ask(owner, url_of(PICTURES[0]))
+        assert ask(owner, file.id) == expected
+        parts = [{"type": "input_image", "file_id": file.id}, {"type": "input_text", "text": "what?"}]
+        response = owner.responses.create(
+            model="m", input=[{"role": "user", "content": parts}], max_output_tokens=16, temperature=0
+        )
+        assert response.output_text.startswith(expected)
+        client = anthropic.Anthropic(base_url=server.url, api_key="k-a", max_retries=0)
+        blocks = [{"type": "image", "source": {"type": "file", "file_id": file.id}}, question]
+        message = client.messages.create(
+            messages=[{"role": "user", "content": blocks}], extra_body={"temperature": 0}, **how
+        )
+        assert message.content[0].text == expected
+        line = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions"}
+        content = [{"type": "image_url", "image_url": {"url": file.id}}, question]
+        line["body"] = {"messages": [{"role": "user", "content": content}], "temperature": 0, **how}
+        lines = owner.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = owner.batches.create(input_file_id=lines.id, endpoint="/v1/chat/completions", completion_window="24h")
+        until(lambda: owner.batches.retrieve(batch.id).status == "completed", 60)
+        found = json.loads(owner.files.content(owner.batches.retrieve(batch.id).output_file_id).text)
+        assert found["response"]["body"]["choices"][0]["message"]["content"] == expected
+        for client, id in ((stranger, file.id), (owner, "file-none"), (owner, "file-../../keys.toml")):
+            with pytest.raises(openai.BadRequestError) as error:
+                ask(client, id)
+            assert "messages[0].content[0]" in str(error.value) and "k-a" not in str(error.value)
+        assert owner.files.delete(file.id).deleted
+        with pytest.raises(openai.BadRequestError, match="uploaded file, and there is none"):
+            ask(owner, file.id)

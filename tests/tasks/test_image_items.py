@@ -15,8 +15,9 @@ from tiny_vision import FAMILIES, IMAGE_TOKENS, PLACEHOLDER, drawing, tiny_visio
 from prefold.cache.media import MediaTable
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
-from prefold.media import load_processor
+from prefold.media import Image, load_processor
 from prefold.media.reading import Reader
+from prefold.media.recent import RecentImages
 from prefold.model import config_from
 from prefold.prefix import MEDIA_BASE
 from prefold.tasks import make_task
@@ -254,6 +255,30 @@ def test_a_text_model_says_what_to_load(tmp_path):
         (found,) = task.prepare([item])
         assert isinstance(found, InputError) and found.code == "no_tower"
         assert "takes text alone" in str(found) and "--mmproj" in found.remedy
+
+
+def test_a_file_is_decoded_once_where_the_tower_follows(made, tmp_path, monkeypatch):
+    task, _ = made()
+    data, reader, decoded = file_of(PIL.Image.fromarray(drawing(78, 20, 20))), task.inputs.images.reader, []
+    decode = reader.decoder.decode
+    monkeypatch.setattr(reader.decoder, "decode", lambda *given: decoded.append(given) or decode(*given))
+    (work,) = task.prepare([[{"role": "user", "content": [{"type": "image", "image": data}]}]])
+    (medium,) = work.requests[0].media
+    tiles = medium.load()
+    assert len(decoded) == 1
+    assert np.array_equal(medium.load(), tiles) and len(decoded) == 2, "it is not held for longer"
+
+
+def test_what_is_held_of_recent_images():
+    one, two, three = (Image(drawing(i, 10, 10)) for i in range(3))
+    recent = RecentImages(2 * 300)
+    for image in (one, two, one, three):  # `two` was put longest ago
+        recent.put(image)
+        recent.put(Image(drawing(3, 100, 100)))  # larger than all that is held
+    assert recent.take(two.digest) is None
+    assert recent.take(one.digest) is one and recent.take(one.digest) is None
+    recent.put(two)
+    assert recent.take(two.digest) is two and recent.take(three.digest) is three
 
 
 def test_a_request_of_another_salt_has_ids_of_its_own(made, family):
