@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,13 @@ from ..errors import InputError
 from ..options import Truncate
 from ..text import Filled
 from ..text.chat import TEMPLATE_SECONDS
-from ..text.escaped import Escaping
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each
+from .conversations import Conversations, GenerateItem
 from .cut import columns_of, cut_columns
 from .exits import check_exits
 from .images import Chat, ImageIds, Picture, Pictured, all_images, chat_of, refuse_images
-from .messages import has_images, has_system, in_parts, is_cut, objects, plain_message, variables
+from .messages import has_images, is_cut, plain_message
 from .sampling import sampling_from
 from .score import leading_ids
 from .tools import as_tools
@@ -28,45 +28,6 @@ __all__ = ["AUTO_MAX_TOKENS", "GenerateItem", "GenerateTask"]
 
 # What max_tokens "auto" stands for; it is fewer where the model's context ends.
 AUTO_MAX_TOKENS = 256
-_TOOL = '[{"type": "function", "function": {...}}]'
-_NOT_VARIABLES = {"messages", "template", "tools", "documents", "add_generation_prompt", "continue_final_message"}
-_NOT_VARIABLES |= {"template_seconds"}
-
-
-@dataclass(frozen=True)
-class GenerateItem:
-    """A GenerateItem is one prompt, or one conversation, to continue.
-
-    prompt                  a text or token ids; or else
-    messages                a conversation: [{"role": "user", "content": "..."}, ...]
-    images                  for a model that sees images: what stands for each of them. They belong where messages
-                            have a part {"type": "image"}, and where a prompt has the model's placeholder; where a
-                            prompt has none, they come first
-    tools, documents        passed to the chat template; a Python function among the tools as its schema
-    chat_template_kwargs    {name: value}, further names for the chat template
-    chat_template           the name of one of the checkpoint's templates, or the text of a template
-    add_generation_prompt   whether to end with what introduces the assistant's message. None: unless the last message
-                            is continued
-    continue_final_message  whether the last message is continued
-    sampling                {field of Sampling: value}, in place of the task's own values
-    adapter                 the LoRA adapter; None: the task's
-    salt                    as in Request; None: the task's
-    priority                as in Request; None: the task's
-    """
-
-    prompt: Any = None
-    messages: Any = None
-    images: Any = None
-    tools: Any = None
-    documents: Any = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    chat_template: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    sampling: Mapping[str, Any] | None = None
-    adapter: str | None = None
-    salt: str | None = None
-    priority: int | None = None
 
 
 class GenerateTask:
@@ -125,12 +86,9 @@ class GenerateTask:
         self.auto_max_tokens = max_tokens == "auto"
         given = {**(sampling or {}), "max_tokens": AUTO_MAX_TOKENS if self.auto_max_tokens else max_tokens}
         self.sampling = self._sampling(given, Sampling())
-        self.system = system
-        self.tools = as_tools(tools)
-        self.chat_template = chat_template
-        self.chat_template_kwargs = chat_template_kwargs
-        self.template_seconds = template_seconds
-        self.escape_special = escape_special
+        self.conversations = Conversations(
+            system, as_tools(tools), chat_template, chat_template_kwargs, template_seconds, escape_special
+        )
         self.bounds = {"n": max(max_n, self.sampling.n), "logprobs": max(max_logprobs, self.sampling.logprobs or 0)}
         self.salt = salt
         self.priority = priority
@@ -215,10 +173,9 @@ class GenerateTask:
             if item.prompt is not None:
                 message = "the item has both a 'prompt' and 'messages'"
                 raise InputError(message, field="prompt", remedy="give one of them")
-            escaping = self._escaping(item, seen)
-            text = self._render(item, escaping)
-            if escaping is not None:
-                return nothing, batch.add(self._encoded(text, escaping, seen, salt)), "messages"
+            text, encode = self.conversations.written(item, self.inputs, seen, salt)
+            if encode is not None:
+                return nothing, batch.add(encode(text)), "messages"
             if self.truncate is not True:
                 text = self._part(text, "messages", left=self.truncate == "left")
             return nothing, batch.add(text), "messages"
@@ -245,69 +202,6 @@ class GenerateTask:
     def _part(self, text: str, field: str, *, left: bool = False) -> str:
         limits = [limit for limit in (self.context, self.inputs.max_length) if limit is not None]
         return self.inputs.bounded(text, field, self.truncate, left=left, limit=min(limits, default=None))
-
-    def _escaping(self, item: GenerateItem, seen: list[Picture]) -> Escaping | None:
-        """Returns what escapes special tokens in the texts of a conversation; None where nothing is to be escaped.
-        Where a model sees images, the tokens that stand for them are text in what users write."""
-        tokenizer, images = self.inputs.tokenizer, self.inputs.images
-        if tokenizer is None:
-            return None
-        if self.escape_special:
-            return tokenizer.escaping
-        if images is None:
-            return None
-        written = repr((item.messages, item.tools, item.documents, item.chat_template_kwargs))
-        return images.escaping if seen or images.escaping.finds(written) else None
-
-    def _encoded(self, text: str, escaping: Escaping, seen: list[Picture], salt: str) -> np.ndarray:
-        """Returns the token ids of a text that `_render` wrote with special tokens escaped, and images in their
-        places."""
-        if not seen:
-            return escaping.encode(text)
-        assert self.inputs.images is not None
-        ids, media = self.inputs.images.encode(text, seen, salt, "messages", escaping)
-        return ImageIds.of(ids, media)
-
-    def _render(self, item: GenerateItem, escaping: Escaping | None) -> str:
-        """Returns the text of a conversation; with `escaping` it is for `_encoded` only."""
-        if self.inputs.tokenizer is None:
-            remedy = "give a prompt of token ids instead of messages"
-            raise InputError("the model has no tokenizer", field="messages", remedy=remedy, code="no_tokenizer")
-        asked: dict[str, Any] = {
-            "chat_template_kwargs": variables(item.chat_template_kwargs),
-            "messages": item.messages,
-            "tools": None if item.tools is None else as_tools(item.tools),
-            "documents": item.documents,
-        }
-        if isinstance(asked["messages"], (list, tuple)):
-            chat = chat_of(asked["messages"])
-            messages = asked["messages"] if chat is None else chat.messages
-            asked["messages"] = [plain_message(message, i) for i, message in enumerate(messages)]
-        if escaping is not None:
-            asked = {name: escaping.shielded(value, name) for name, value in asked.items()}
-        further = {**variables(self.chat_template_kwargs), **asked["chat_template_kwargs"]}
-        for name in _NOT_VARIABLES & further.keys():
-            message = f"chat_template_kwargs holds {name!r}, which is an option of its own"
-            raise InputError(message, field="chat_template_kwargs", remedy=f"give {name} beside chat_template_kwargs")
-        messages = asked["messages"]
-        if isinstance(messages, (list, tuple)) and self.system is not None and not has_system(messages):
-            messages = [{"role": "system", "content": self.system}, *messages]
-        template = self.chat_template if item.chat_template is None else item.chat_template
-        if self.inputs.images is not None and isinstance(messages, (list, tuple)):
-            source = self.inputs.tokenizer.chat_templates.templates.get(template or "default", template or "")
-            if self.inputs.images.wants_parts(source):
-                messages = [in_parts(message) for message in messages]
-        opens = item.add_generation_prompt
-        return self.inputs.tokenizer.render_chat(
-            messages,
-            template=template,
-            add_generation_prompt=not item.continue_final_message if opens is None else opens,
-            continue_final_message=item.continue_final_message,
-            tools=objects(self.tools if item.tools is None else asked["tools"], "tools", _TOOL),
-            documents=objects(asked["documents"], "documents", '[{"title": "...", "text": "..."}]'),
-            template_seconds=self.template_seconds,
-            **further,
-        )
 
     def _fit(
         self,
@@ -365,10 +259,8 @@ class GenerateTask:
             left, chat = iter(values), list(messages)
             for i, (columns, filled) in parts.items():
                 chat[i] = {**chat[i], "content": filled([next(left) for _ in columns])}
-            shorter = replace(item, messages=chat)
-            escaping = self._escaping(shorter, seen)
-            text = self._render(shorter, escaping)
-            return batch.now(text) if escaping is None else self._encoded(text, escaping, seen, salt)
+            text, encode = self.conversations.written(replace(item, messages=chat), self.inputs, seen, salt)
+            return batch.now(text) if encode is None else encode(text)
 
         every = [column for columns, _ in parts.values() for column in columns]
         return cut_columns(tokenizer, every, make, len, room) if every else None

@@ -1,0 +1,144 @@
+"""What is to be continued, and how a conversation becomes the text of a prompt, by a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+from ..text.escaped import Escaping
+from .base import Inputs
+from .images import ImageIds, Picture, chat_of
+from .messages import has_system, in_parts, objects, plain_message, variables
+from .tools import as_tools
+
+__all__ = ["Conversations", "GenerateItem"]
+
+_TOOL = '[{"type": "function", "function": {...}}]'
+_NOT_VARIABLES = {"messages", "template", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+_NOT_VARIABLES |= {"template_seconds"}
+
+
+@dataclass(frozen=True)
+class GenerateItem:
+    """A GenerateItem is one prompt, or one conversation, to continue.
+
+    prompt                  a text or token ids; or else
+    messages                a conversation: [{"role": "user", "content": "..."}, ...]
+    images                  for a model that sees images: what stands for each of them. They belong where messages
+                            have a part {"type": "image"}, and where a prompt has the model's placeholder; where a
+                            prompt has none, they come first
+    tools, documents        passed to the chat template; a Python function among the tools as its schema
+    chat_template_kwargs    {name: value}, further names for the chat template
+    chat_template           the name of one of the checkpoint's templates, or the text of a template
+    add_generation_prompt   whether to end with what introduces the assistant's message. None: unless the last message
+                            is continued
+    continue_final_message  whether the last message is continued
+    sampling                {field of Sampling: value}, in place of the task's own values
+    adapter                 the LoRA adapter; None: the task's
+    salt                    as in Request; None: the task's
+    priority                as in Request; None: the task's
+    """
+
+    prompt: Any = None
+    messages: Any = None
+    images: Any = None
+    tools: Any = None
+    documents: Any = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    chat_template: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    sampling: Mapping[str, Any] | None = None
+    adapter: str | None = None
+    salt: str | None = None
+    priority: int | None = None
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """A Conversations writes the texts of conversations; its fields are the options of a GenerateTask of these
+    names."""
+
+    system: str | None
+    tools: Any
+    chat_template: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    template_seconds: float
+    escape_special: bool
+
+    def written(
+        self, item: GenerateItem, inputs: Inputs, seen: list[Picture], salt: str
+    ) -> tuple[str, Callable[[str], np.ndarray] | None]:
+        """Returns the text of an item's conversation, and what encodes it where special tokens are escaped in it, or
+        images have places; None: any tokenizer does. seen: the item's images."""
+        escaping = self._escaping(item, inputs, seen)
+        text = self._render(item, inputs, escaping)
+        return text, None if escaping is None else partial(_encoded, inputs, escaping, seen, salt)
+
+    def _escaping(self, item: GenerateItem, inputs: Inputs, seen: list[Picture]) -> Escaping | None:
+        """Returns what escapes special tokens in the texts of a conversation; None where nothing is to be escaped.
+        Where a model sees images, the tokens that stand for them are text in what users write."""
+        tokenizer, images = inputs.tokenizer, inputs.images
+        if tokenizer is None:
+            return None
+        if self.escape_special:
+            return tokenizer.escaping
+        if images is None:
+            return None
+        written = repr((item.messages, item.tools, item.documents, item.chat_template_kwargs))
+        return images.escaping if seen or images.escaping.finds(written) else None
+
+    def _render(self, item: GenerateItem, inputs: Inputs, escaping: Escaping | None) -> str:
+        """Returns the text of a conversation; with `escaping` it is for what encodes it only."""
+        if inputs.tokenizer is None:
+            remedy = "give a prompt of token ids instead of messages"
+            raise InputError("the model has no tokenizer", field="messages", remedy=remedy, code="no_tokenizer")
+        asked: dict[str, Any] = {
+            "chat_template_kwargs": variables(item.chat_template_kwargs),
+            "messages": item.messages,
+            "tools": None if item.tools is None else as_tools(item.tools),
+            "documents": item.documents,
+        }
+        if isinstance(asked["messages"], (list, tuple)):
+            chat = chat_of(asked["messages"])
+            messages = asked["messages"] if chat is None else chat.messages
+            asked["messages"] = [plain_message(message, i) for i, message in enumerate(messages)]
+        if escaping is not None:
+            asked = {name: escaping.shielded(value, name) for name, value in asked.items()}
+        further = {**variables(self.chat_template_kwargs), **asked["chat_template_kwargs"]}
+        for name in _NOT_VARIABLES & further.keys():
+            message = f"chat_template_kwargs holds {name!r}, which is an option of its own"
+            raise InputError(message, field="chat_template_kwargs", remedy=f"give {name} beside chat_template_kwargs")
+        messages = asked["messages"]
+        if isinstance(messages, (list, tuple)) and self.system is not None and not has_system(messages):
+            messages = [{"role": "system", "content": self.system}, *messages]
+        template = self.chat_template if item.chat_template is None else item.chat_template
+        if inputs.images is not None and isinstance(messages, (list, tuple)):
+            source = inputs.tokenizer.chat_templates.templates.get(template or "default", template or "")
+            if inputs.images.wants_parts(source):
+                messages = [in_parts(message) for message in messages]
+        opens = item.add_generation_prompt
+        return inputs.tokenizer.render_chat(
+            messages,
+            template=template,
+            add_generation_prompt=not item.continue_final_message if opens is None else opens,
+            continue_final_message=item.continue_final_message,
+            tools=objects(self.tools if item.tools is None else asked["tools"], "tools", _TOOL),
+            documents=objects(asked["documents"], "documents", '[{"title": "...", "text": "..."}]'),
+            template_seconds=self.template_seconds,
+            **further,
+        )
+
+
+def _encoded(inputs: Inputs, escaping: Escaping, seen: list[Picture], salt: str, text: str) -> np.ndarray:
+    """Returns the token ids of a text that was written with special tokens escaped, and images in their places."""
+    if not seen:
+        return escaping.encode(text)
+    assert inputs.images is not None
+    ids, media = inputs.images.encode(text, seen, salt, "messages", escaping)
+    return ImageIds.of(ids, media)
