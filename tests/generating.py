@@ -12,14 +12,17 @@ from prefold.types import Generated, Request, Sampling
 from prefold.worker.local import LocalWorker
 
 
-def engine_of(llm: LLM, *, rows: int = 4096, sharing: str = "full", slots: int | None = None, **options) -> Engine:
-    """An engine over the model of `llm`, with a KV store of its own."""
+def engine_of(
+    llm: LLM, *, rows: int = 4096, sharing: str = "full", slots: int | None = None, media=None, **options
+) -> Engine:
+    """An engine over the model of `llm`, with a KV store of its own. media: its table of images, or its own."""
     if slots is not None:
         options["kv_memory"] = (slots + 1) * llm.engine.worker.facts.slot_bytes
     generation, eos_ids = GenerateOptions(**options), llm.engine.options.eos_ids
     return Engine(
         LocalWorker(llm.model, tower=llm.tower),
         EngineOptions(sharing=sharing, max_batch_rows=rows, generation=generation, eos_ids=eos_ids),
+        media=media,
     )
 
 
