@@ -22,16 +22,15 @@ from typing import Any
 
 import torch
 from common import export_folder, median, table
+from image_data import SHAPES, drawing
 from safetensors.torch import load_file, save_file
 
 from prefold.checkpoint import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
-# Of the job: its 208 pictures are many; of HTTP: the time to the first token is that of a tower of SmolVLM-256M's.
-SMALL = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536,
-         "image_size": 256, "patch_size": 16}  # fmt: skip
-SMOLVLM = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
-           "image_size": 512, "patch_size": 16}  # fmt: skip
+# Of the job, whose pictures are many. Over HTTP, where the time to the first token is measured, it is SmolVLM-256M's.
+SMALL = {"hidden": 384, "layers": 6, "heads": 6, "intermediate": 1536, "image_size": 256, "patch_size": 16}
+SMOLVLM = SHAPES["smolvlm-256m"]
 TOKENS = ("<fake_token_around_image>", "<image>", "<global-img>")
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -56,10 +55,13 @@ def vision_folder(folder: Path, vision: dict[str, int], dtype: torch.dtype) -> P
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
     text = json.loads((folder / "config.json").read_text())
     text["vocab_size"] = tokenizer.get_vocab_size(with_added_tokens=True)
+    names = {"hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
+             "intermediate": "intermediate_size"}  # fmt: skip
+    sizes = {names.get(name, name): size for name, size in vision.items()}
     config = {
         "architectures": ["SmolVLMForConditionalGeneration"], "model_type": "smolvlm", "scale_factor": 4,
         "image_token_id": tokenizer.token_to_id("<image>"), "tie_word_embeddings": True, "text_config": text,
-        "vision_config": {"model_type": "smolvlm_vision", **vision}, "dtype": text["dtype"],
+        "vision_config": {"model_type": "smolvlm_vision", **sizes}, "dtype": text["dtype"],
         **{name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in text},
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -80,7 +82,7 @@ def vision_folder(folder: Path, vision: dict[str, int], dtype: torch.dtype) -> P
 
 def _tower(vision: dict[str, int], output: int) -> Any:
     """Yields the tensors of a random tower as (name, tensor)."""
-    hidden, patch, wide = vision["hidden_size"], vision["patch_size"], vision["intermediate_size"]
+    hidden, patch, wide = vision["hidden"], vision["patch_size"], vision["intermediate"]
 
     def linear(name: str, outputs: int, *inputs: int) -> Any:
         yield f"{name}.weight", torch.randn(outputs, *inputs) / math.prod(inputs) ** 0.5
@@ -94,7 +96,7 @@ def _tower(vision: dict[str, int], output: int) -> Any:
     yield from linear(f"{top}embeddings.patch_embedding", hidden, 3, patch, patch)
     patches = (vision["image_size"] // patch) ** 2
     yield f"{top}embeddings.position_embedding.weight", torch.randn(patches, hidden)
-    for number in range(vision["num_hidden_layers"]):
+    for number in range(vision["layers"]):
         layer = f"{top}encoder.layers.{number}."
         yield from norm(layer + "layer_norm1")
         for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
@@ -107,8 +109,8 @@ def _tower(vision: dict[str, int], output: int) -> Any:
     yield "model.connector.modality_projection.proj.weight", torch.randn(output, merged) / merged**0.5
 
 
-def picture_bytes(drawing: Any, name: str, size: int = 200) -> bytes:
-    """Returns a drawing as a PNG file. drawing: makes pixels of a name, a height and a width."""
+def picture_bytes(name: str, size: int = 200) -> bytes:
+    """Returns a drawing as a PNG file."""
     import PIL.Image
 
     sink = io.BytesIO()
@@ -132,7 +134,7 @@ COUNTS = {
 }
 
 
-def job(options: argparse.Namespace, drawing: Any) -> list[dict[str, Any]]:
+def job(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs `prefold run` over records with eight example images before one of their own, shared and not, and once
     killed and resumed."""
     found, lines = [], []
@@ -142,7 +144,7 @@ def job(options: argparse.Namespace, drawing: Any) -> list[dict[str, Any]]:
         model = vision_folder(here / "model", SMALL, getattr(torch, options.dtype))
         (here / "pictures").mkdir()
         for number in range(examples + records):
-            (here / "pictures" / f"{number}.png").write_bytes(picture_bytes(drawing, f"job {number}"))
+            (here / "pictures" / f"{number}.png").write_bytes(picture_bytes(f"job {number}"))
         shown = [f"{number}.png" for number in range(examples)]
         rows = [
             {"id": i, "question": QUESTION, "answer": " The first one.", "pictures": [*shown, f"{examples + i}.png"]}
@@ -263,13 +265,14 @@ class Clients:
         return took
 
 
-def http(options: argparse.Namespace, drawing: Any) -> list[dict[str, Any]]:
+def http(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Asks a server: 64 questions about 16 images at once; a second question about an image; a stranger's guesses."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "serve")]
     from serving import serving
 
     from prefold import LLM
 
+    sys.setswitchinterval(1e-3)  # as `prefold serve` does
     images, each = (2, 2) if options.smoke else (16, 4)
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
@@ -281,9 +284,9 @@ def http(options: argparse.Namespace, drawing: Any) -> list[dict[str, Any]]:
             serving(llm, served_names=("m",), api_keys=f"{here}/keys.toml") as server,
         ):
             clients = Clients(server.url, "a")
-            clients.first("openai", picture_bytes(drawing, "warm"), "What is it?")
-            found["at once"] = _at_once(llm, clients, drawing, images, each)
-            found["questions"] = _second(clients, drawing, 2 if options.smoke else 10)
+            clients.first("openai", picture_bytes("warm"), "What is it?")
+            found["at once"] = _at_once(llm, clients, images, each)
+            found["questions"] = _second(clients, 2 if options.smoke else 10)
         model = str(vision_folder(here / "small", SMALL, getattr(torch, options.dtype)))
         kept: dict[str, dict[str, Any]] = {"rows": {"media_memory": 0}, "the tower's store": {"cache": "off"}}
         for what, how in kept.items():
@@ -292,7 +295,7 @@ def http(options: argparse.Namespace, drawing: Any) -> list[dict[str, Any]]:
                 serving(llm, served_names=("m",), api_keys=f"{here}/keys.toml") as server,
             ):
                 guesses = 4 if options.smoke else options.guesses
-                found[what] = _guesses(Clients(server.url, "a"), Clients(server.url, "b"), drawing, guesses, what)
+                found[what] = _guesses(Clients(server.url, "a"), Clients(server.url, "b"), guesses, what)
     at_once, questions = found["at once"], found["questions"]
     print(table(["requests at once", "images", "tower runs", "s"], [[
         images * each, images, at_once["towers"], f"{at_once['seconds']:.1f}"]]))  # fmt: skip
@@ -310,8 +313,8 @@ def http(options: argparse.Namespace, drawing: Any) -> list[dict[str, Any]]:
     return [found]
 
 
-def _at_once(llm: Any, clients: Clients, drawing: Any, images: int, each: int) -> dict[str, Any]:
-    pictures = [picture_bytes(drawing, f"http {number}") for number in range(images)]
+def _at_once(llm: Any, clients: Clients, images: int, each: int) -> dict[str, Any]:
+    pictures = [picture_bytes(f"http {number}") for number in range(images)]
     before, started = llm.stats.tower_runs, time.perf_counter()
     with ThreadPoolExecutor(images * each) as pool:
         kinds = ("openai", "anthropic")
@@ -326,16 +329,16 @@ def _at_once(llm: Any, clients: Clients, drawing: Any, images: int, each: int) -
     return {"towers": towers, "seconds": time.perf_counter() - started, "first": firsts}
 
 
-def _second(clients: Clients, drawing: Any, count: int) -> dict[str, list[float]]:
+def _second(clients: Clients, count: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"first": [], "second": []}
     for number in range(count):
-        picture = picture_bytes(drawing, f"second {number}")
+        picture = picture_bytes(f"second {number}")
         for which, question in (("first", "What is this?"), ("second", "Which colours do you see?")):
             found[which].append(clients.first(("openai", "anthropic")[number % 2], picture, question))
     return found
 
 
-def _guesses(owner: Clients, stranger: Clients, drawing: Any, count: int, what: str) -> dict[str, Any]:
+def _guesses(owner: Clients, stranger: Clients, count: int, what: str) -> dict[str, Any]:
     """Returns {who guesses: (seconds where an image had been seen, and where not, AUC)}: who guessed right in half of
     all cases."""
     from serve_load import auc
@@ -344,12 +347,9 @@ def _guesses(owner: Clients, stranger: Clients, drawing: Any, count: int, what: 
     for who, guesser in {"the same tenant": owner, "another": stranger}.items():
         seen: dict[bool, list[float]] = {True: [], False: []}
         for number in range(count if guesser is stranger else max(4, count // 4)):
-            guess, other = (picture_bytes(drawing, f"{what} {who} {number} {i}", 64) for i in range(2))
+            guess, other = (picture_bytes(f"{what} {who} {number} {i}", 64) for i in range(2))
             right = number % 2 == 0
             owner.first("openai", guess if right else other, "What is this?", 1)
             seen[right].append(guesser.first("openai", guess, "What is this?", 1))
         found[who] = (seen[True], seen[False], auc(seen[True], seen[False]))
     return found
-
-
-CASES = {"job": job, "http": http}

@@ -4,7 +4,7 @@
     python benchmarks/images.py --case nothing-shared --data FOLDER
     python benchmarks/images.py --case job [--tasks generate,score]
     python benchmarks/images.py --case http [--guesses 400]
-    python benchmarks/images.py --case others [--tower gemma3-4b] [--dtype bfloat16] [--step-ms 100]
+    python benchmarks/images.py --case tower --tower gemma3-4b --dtype bfloat16 [--layers 2] [--step-ms 100]
 
 FOLDER has LLaVA-Bench (In-the-Wild) as dev.jsonl.gz, and the images where they may be had (`--pictures`); seeded
 drawings of the listed sizes stand in for those that are missing, and the table says so.
@@ -27,7 +27,8 @@ Answers are compared token for token with those of "no reuse".
                     time against sharing off, and a job that is killed and resumed
     http            64 requests about 16 images at once, by the clients of OpenAI and Anthropic; the time to the first
                     token of a second question; and what a stranger can tell of the images that others sent
-    others          sequences that generate while the tower runs: their rate, and the longest gap between two tokens
+    tower           a tower's layers beside transformers' and the limit of the machine (`tower.py`); and sequences that
+                    generate while the tower runs: their rate, and the longest gap between two tokens
 """
 
 from __future__ import annotations
@@ -38,34 +39,32 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from common import machine, median, read_jsonl, spread, table, write_json
 from image_cases import http, job
+from image_data import SHAPES, drawing, random_tower, rouge_l
 from port import Port
+from tower import compare
 
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.media import Image, TowerConfig
 from prefold.media.idefics3 import Idefics3Processor
-from prefold.model import Tower
 from prefold.prefix import Trie
 from prefold.types import Request, Sampling
 from prefold.worker.local import LocalWorker
 
-SHAPES = {
-    "smolvlm-256m": {
-        "hidden": 768, "layers": 12, "heads": 12, "intermediate": 3072, "image_size": 512, "patch_size": 16,
-    },
-    "gemma3-4b": {
-        "hidden": 1152, "layers": 27, "heads": 16, "intermediate": 4304, "image_size": 896, "patch_size": 14,
-    },
-}  # fmt: skip
 VARIANTS = ("no reuse", "one slot", "exact", "specimen")
+
+
+def bench_config(options: argparse.Namespace) -> TowerConfig:
+    """Returns a tower for SmolLM2-135M."""
+    return TowerConfig(kind="idefics3", merge=4, output=576, **SHAPES[options.tower])
 
 
 class Bench:
@@ -75,7 +74,7 @@ class Bench:
         self.options = options
         torch.manual_seed(0)
         self.llm = LLM("smollm2-135m", dtype=options.dtype, device="cpu")
-        config = TowerConfig(kind="idefics3", merge=4, output=self.llm.config.hidden, **SHAPES[options.tower])
+        config = bench_config(options)
         self.tower = random_tower(config, self.llm.dtype)
         tile, edge = config.image_size, options.edge or config.image_size
         self.edge = edge
@@ -201,43 +200,6 @@ def longest_of(bench: Bench, rows: list[dict], images: list[Image]) -> int:
     return max(len(bench.request(probe, *one).tokens) for one in zip(rows, images, strict=True)) + bench.options.tokens
 
 
-def random_tower(config: TowerConfig, dtype: torch.dtype) -> Tower:
-    """A tower with random weights, packed as one that is loaded."""
-    from prefold.model.layers import Linear
-
-    tower = Tower(config, dtype=dtype, device=torch.device("cpu"))
-    with torch.no_grad():
-        for name, parameter in tower.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
-            else:
-                parameter.copy_(torch.randn(parameter.shape) / parameter.shape[1] ** 0.5)
-    for module in tower.modules():
-        if isinstance(module, Linear):
-            module.pack()
-    return tower.eval()
-
-
-def drawing(name: str, height: int, width: int) -> np.ndarray:
-    """A picture of a size, a function of its name: waves of three colours, uint8 [height, width, 3]."""
-    rng = np.random.default_rng(list(name.encode()))
-    down, across = np.mgrid[0:height, 0:width].astype(np.float32)
-    waves = rng.uniform(0.005, 0.1, (3, 2)).astype(np.float32)
-    return np.stack([(np.sin(a * down + b * across) * 120 + 128).astype(np.uint8) for a, b in waves], -1)
-
-
-def rouge_l(answer: str, reference: str) -> float:
-    """ROUGE-L's F1: of the longest common subsequence of words (Lin 2004)."""
-    a, b = answer.lower().split(), reference.lower().split()
-    lengths = [0] * (len(b) + 1)
-    for word in a:
-        before = 0
-        for j, other in enumerate(b, 1):
-            before, lengths[j] = lengths[j], before + 1 if word == other else max(lengths[j], lengths[j - 1])
-    common = lengths[-1]
-    return 2 * common / (len(a) + len(b)) if common else 0.0
-
-
 def questions(options: argparse.Namespace) -> list[dict]:
     return read_jsonl(Path(options.data) / "dev.jsonl.gz")[: options.questions]
 
@@ -331,8 +293,12 @@ def nothing_shared(options: argparse.Namespace) -> list[dict]:
     return [{"without": plain, "with": cached, "overheads": overheads}]
 
 
-def others(options: argparse.Namespace) -> list[dict]:
-    """Eight sequences generate; then an image is asked about. Their rate while the tower runs, to that before."""
+def tower(options: argparse.Namespace) -> list[dict]:
+    """The tower beside the machine's limit and transformers. Then eight sequences generate, and an image is asked
+    about: their rate while the tower runs, to that before."""
+    config = replace(bench_config(options), layers=options.layers)
+    compared = compare(config, getattr(torch, options.dtype), rounds=options.rounds)
+    print()
     bench = Bench(options)
     engine = bench.engine("exact", 4096, 1)
     generator, tokenizer = engine.generator, bench.llm.tokenizer
@@ -356,7 +322,7 @@ def others(options: argparse.Namespace) -> list[dict]:
         generator.step()
         gaps.append(time.perf_counter() - started)
     generator.cancel(*keys)
-    tower = engine.stats.seconds["tower"]
+    spent = engine.stats.seconds["tower"]
     headers = [
         "step before, ms",
         "steps while the tower ran",
@@ -368,17 +334,17 @@ def others(options: argparse.Namespace) -> list[dict]:
     ]
     print(table(headers, [[
         f"{1e3 * before:.1f}", len(gaps), f"{1e3 * np.mean(gaps):.1f}", f"{1e3 * max(gaps):.1f}",
-        sum(gap > 2e-3 * options.step_ms for gap in gaps), f"{before / np.mean(gaps):.2f}", f"{tower:.2f}",
+        sum(gap > 2e-3 * options.step_ms for gap in gaps), f"{before / np.mean(gaps):.2f}", f"{spent:.2f}",
     ]]))  # fmt: skip
-    return [{"before": before, "gaps": gaps, "tower": tower}]
+    return [{"alone": compared, "before": before, "gaps": gaps, "tower": spent}]
 
 
 CASES: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "llava": llava,
     "nothing-shared": nothing_shared,
-    "others": others,
-    "job": lambda options: job(options, drawing),
-    "http": lambda options: http(options, drawing),
+    "tower": tower,
+    "job": job,
+    "http": http,
 }
 
 
@@ -395,6 +361,7 @@ def main() -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="answers have that many tokens")
     parser.add_argument("--tower", choices=SHAPES, default="smolvlm-256m", help="whose shape the tower has")
     parser.add_argument("--edge", type=int, help="pixels of an image's longest edge; above a tile's it is cut")
+    parser.add_argument("--layers", type=int, default=2, help="of the tower, where it is timed alone")
     parser.add_argument("--step-ms", type=float, default=100.0, help="of others: twice that is the longest gap wanted")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json")
