@@ -8,7 +8,7 @@ trained, and asked for in the end: of its own pictures, and with another picture
 a question is right in 0.23 of all cases.
 
 The model is trained in transformers, which has to be installed (`pip install 'prefold[train,vision]'`), and asked in
-prefold. Takes about five minutes on one core. An interrupted run begins anew.
+prefold. Takes about ten minutes on one core. An interrupted run begins anew.
 """
 
 from __future__ import annotations
