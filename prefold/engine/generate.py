@@ -352,13 +352,14 @@ class Generator:
         elif step is not None:
             self._start(step, started)
         if waits:
-            self._encode(IDLE_SECONDS if step is None else time.perf_counter() - started)
+            self._encode(None if step is None else time.perf_counter() - started)
         return moved
 
-    def _encode(self, seconds: float) -> None:
-        """Runs the tower for about so many seconds. Where it fails for an image, the requests end that need it now."""
+    def _encode(self, seconds: float | None) -> None:
+        """Runs the tower for about so many seconds; None: nobody else has anything to do. Where it fails for an image,
+        the requests end that need it now."""
         assert self._pictures is not None
-        keys, why = self._pictures.encode(seconds)
+        keys, why = self._pictures.encode(IDLE_SECONDS if seconds is None else seconds, idle=seconds is None)
         if keys:
             with self._change():
                 self._fail_images(keys, why)

@@ -59,10 +59,10 @@ class ImageQueue:
         self.desk.want(self, media)
         return not self.desk.held(np.array(list(waiting), np.int64)).all(), list(lost)
 
-    def encode(self, seconds: float) -> tuple[list[Hashable], str]:
+    def encode(self, seconds: float, *, idle: bool) -> tuple[list[Hashable], str]:
         """Runs the tower for about so many seconds. Returns the requests that need an image which it failed for, and
-        why it did."""
-        failed = self.desk.advance(self, seconds)
+        why it did. idle: whether nobody else has anything to do meanwhile."""
+        failed = self.desk.advance(self, seconds, idle=idle)
         if failed is None:
             return [], ""
         medium, why = failed

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,11 +40,13 @@ class _Run:
 
     until  floating-point operations until each piece of work on it is done, float64 [pieces of all layers], ascending
     done   pieces that are done
+    tiles  on their way from the image's file, until the tower has them
     """
 
     medium: Medium
     until: np.ndarray
     done: int = 0
+    tiles: Future[np.ndarray] | None = None
 
     def within(self, operations: float) -> int:
         """Returns how many pieces are done when so many operations more are: at least one more."""
@@ -74,6 +77,7 @@ class ImageDesk:
         self._wanted: dict[Hashable, list[Medium]] = {}
         self._runs: dict[int, _Run] = {}  # by first id
         self._rate: float | None = None  # operations a second; None: not measured yet
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="prefold-image")
         self._bounds: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
 
     @property
@@ -101,14 +105,17 @@ class ImageDesk:
             else:
                 self._wanted.pop(who, None)
 
-    def advance(self, who: Hashable, seconds: float) -> tuple[Medium, str] | None:
+    def advance(self, who: Hashable, seconds: float, *, idle: bool = True) -> tuple[Medium, str] | None:
         """Runs the tower for about so many seconds, at least one piece of work, for the first image that `who` wants
-        and that is not there. Returns the image that it failed for, and why; None: it did not fail."""
+        and that is not there. Returns the image that it failed for, and why; None: it did not fail.
+
+        idle: whether nobody else has anything to do meanwhile, so that files may be waited for.
+        """
         with self._lock:
             medium = next((one for one in self._wanted.get(who, ()) if not self._has(one)), None)
             if medium is None or not self._may_begin(medium):
                 return None
-            error = self._encode(medium, seconds)
+            error = self._encode(medium, seconds, idle)
             if error is None:
                 return None
             self._drop(medium)
@@ -140,7 +147,7 @@ class ImageDesk:
 
     # ----------------------------------------------------------------------------------------------- the tower
 
-    def _encode(self, medium: Medium, seconds: float | None) -> str | None:
+    def _encode(self, medium: Medium, seconds: float | None, idle: bool = True) -> str | None:
         """Does as much of the tower's work on an image as about so many seconds allow (None: all), at least one piece.
         Returns why the tower fails for it, None: it does not."""
         started = time.perf_counter()
@@ -149,22 +156,34 @@ class ImageDesk:
         stop = last if seconds is None else min(last, run.within(seconds * (self._rate or 0.0)))
         tiles = unread = None
         if not run.done:
-            try:
-                tiles = medium.load()
-            except Exception as error:  # the worker is told all the same: its rows are then no numbers
-                tiles, unread, stop = NO_TILES, str(error), last
+            loaded = self._loaded(run, seconds if idle else 0.0)
+            if loaded is None:
+                return None
+            tiles, unread = loaded
+            stop = stop if unread is None else last
             self._make_room(self._bytes(medium))
         computing = time.perf_counter()
         result = self._worker.start(EncodeImage(medium.ids, tiles, stop)).result()
         ended = time.perf_counter()
         self._note_rate(run.until[stop - 1] - (run.until[run.done - 1] if run.done else 0.0), ended - computing)
-        run.done = stop
+        run.done, run.tiles = stop, None
         self._meter.add(seconds={"tower": ended - started})
         if result.is_done:
             del self._runs[_first(medium)]
             self._enter(medium)
             self._meter.add(tower_runs=int(result.error is None))
         return unread or result.error
+
+    def _loaded(self, run: _Run, seconds: float | None) -> tuple[np.ndarray, str | None] | None:
+        """Returns the tiles of an image, and why it cannot be read (None: it can; else the worker gets NO_TILES, so
+        that its rows are no numbers). None where they are not there within so many seconds: reading and resizing a
+        large file takes longer than a step, and goes on beside those that follow."""
+        if run.tiles is None:
+            run.tiles = self._pool.submit(run.medium.load)
+        try:
+            return run.tiles.result(seconds), None
+        except Exception as error:
+            return (NO_TILES, str(error)) if run.tiles.done() else None
 
     def _begin(self, medium: Medium) -> _Run:
         """Returns the run of an image that the tower has not begun. Those that nobody wants any more are given up."""

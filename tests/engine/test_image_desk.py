@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
+from generating import AtOnce
 
 from prefold.cache import CacheOptions
 from prefold.cache.media import MediaTable
@@ -69,7 +73,9 @@ class Ticket:
 
 def desk_of(memory: int = 1000) -> tuple[ImageDesk, Noting, MediaTable, Meter]:
     worker, table, meter = Noting(), MediaTable(), Meter()
-    return ImageDesk(worker, table, memory, meter), worker, table, meter
+    desk = ImageDesk(worker, table, memory, meter)
+    desk._pool = AtOnce()
+    return desk, worker, table, meter
 
 
 def finish(desk: ImageDesk):
@@ -226,6 +232,33 @@ def test_failures(kind):
     desk.want("me", [other])
     assert finish(desk) is None
     assert desk.held(other.ids).all()
+
+
+def test_others_go_on_while_a_file_is_read():
+    desk, worker, table, _ = desk_of()
+    desk._pool = ThreadPoolExecutor(2)
+    may_end = threading.Event()
+
+    def load():
+        assert may_end.wait(20)
+        return np.zeros((1, 3, 2, 2), np.float32)
+
+    desk.want("me", [one := take(table, "one", load=load)])
+    for _ in range(3):
+        assert desk.advance("me", 100.0, idle=False) is None and not worker.told
+    assert desk.advance("me", 0.01) is None and not worker.told
+    may_end.set()
+    while not worker.told:
+        desk.advance("me", 0.01)
+    assert worker.told == [(one.ids[0], 1)]
+    finish(desk)
+    assert desk.held(one.ids).all()
+
+    def slow():
+        raise TimeoutError("it took too long")
+
+    desk.want("me", [bad := take(table, "bad", load=slow)])
+    assert finish(desk) == (bad, "it took too long")
 
 
 def engine_of(worker: Noting) -> Engine:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from generating import engine_of, generate, tokens_of
+from generating import AtOnce, engine_of, generate, tokens_of
 from running import run
 from tiny_vision import drawing, tiny_vision, vision_reference
 
@@ -339,6 +339,7 @@ def test_others_generate_while_the_tower_runs(case, tmp_path):
     requests = found.asked(engine, [seen, Prompt([*seen.parts, [7]])])
     for name, request in zip(("image", "same image"), requests, strict=True):
         engine.generator.add(request, None, lambda answer, name=name: told.__setitem__(name, answer))
+    engine.images._pool = AtOnce()
     engine.images._rate = 1e-3  # as of a large one: a piece of work at a time, of two a layer
     steps = 0
     with pytest.MonkeyPatch.context() as patch:
