@@ -22,6 +22,7 @@ an engine of its own, with nothing left from the round before:
 Answers are compared token for token with those of "no reuse".
 
     llava           the questions in file order, and shuffled
+    company         all questions at once, with nothing shared and with the exact cache: are the answers the same?
     nothing-shared  every question with an image of its own: what keys and bookkeeping cost where they save nothing
     job             records with eight example images in their shared prefix and one of their own: rows, tower runs,
                     time against sharing off, and a job that is killed and resumed
@@ -34,174 +35,24 @@ Answers are compared token for token with those of "no reuse".
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import torch
-from common import machine, median, read_jsonl, spread, table, write_json
+from common import machine, median, spread, table, write_json
+from image_bench import VARIANTS, Asker, Bench, Run, bench_config, longest_of, questions
 from image_cases import http, job
-from image_data import SHAPES, drawing, random_tower, rouge_l
-from port import Port
+from image_data import SHAPES, drawing
 from tower import compare
 
-from prefold import LLM
-from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.media import Image, TowerConfig
-from prefold.media.idefics3 import Idefics3Processor
-from prefold.prefix import Trie
+from prefold.media import Image
 from prefold.types import Request, Sampling
 from prefold.worker.local import LocalWorker
-
-VARIANTS = ("no reuse", "one slot", "exact", "specimen")
-
-
-def bench_config(options: argparse.Namespace) -> TowerConfig:
-    """Returns a tower for SmolLM2-135M."""
-    return TowerConfig(kind="idefics3", merge=4, output=576, **SHAPES[options.tower])
-
-
-class Bench:
-    """A model that sees images, and questions about them."""
-
-    def __init__(self, options: argparse.Namespace):
-        self.options = options
-        torch.manual_seed(0)
-        self.llm = LLM("smollm2-135m", dtype=options.dtype, device="cpu")
-        config = bench_config(options)
-        self.tower = random_tower(config, self.llm.dtype)
-        tile, edge = config.image_size, options.edge or config.image_size
-        self.edge = edge
-        settings = {"size": {"longest_edge": edge}, "max_image_size": {"longest_edge": tile}}
-        settings["do_image_splitting"] = edge > tile
-        self.processor = Idefics3Processor(config, settings)
-        self.images: dict[str, Image] = {}
-
-    def picture(self, row: dict) -> Image:
-        """The image of a question, or a drawing of its size."""
-        name = row["image"]
-        if name not in self.images:
-            path = None if self.options.pictures is None else Path(self.options.pictures) / Path(name).name
-            if path is not None and path.exists():
-                from prefold.media import image_of
-
-                self.images[name] = image_of(path)
-            else:
-                self.images[name] = Image(drawing(name, row["height"], row["width"]))
-        return self.images[name]
-
-    def request(self, engine: Engine, row: dict, image: Image) -> Request:
-        """A chat's one question, with the image before it."""
-        tokenizer, processor = self.llm.tokenizer, self.processor
-        layout = processor.layout(image.height, image.width)
-        medium = engine.media.medium(
-            processor.key(image), tiles=layout.tiles, rows_per_tile=processor.rows_per_tile, span=processor.span,
-            load=lambda: processor.tiles(image),
-        )  # fmt: skip
-        # SmolLM2 has no tokens for images: what stands between the rows is written with its own.
-        ids = medium.ids.reshape(-1, processor.rows_per_tile)
-        parts = [part for part in layout.text.split(processor.image_token) if part]
-        assert len(parts) == len(ids) + 1
-        tokens = [tokenizer.encode("<|im_start|>user\n" + row.get("before", ""))]
-        for part, rows in zip(parts, ids, strict=False):
-            tokens += [tokenizer.encode(part), rows]
-        tokens.append(tokenizer.encode(parts[-1] + row["question"] + "<|im_end|>\n<|im_start|>assistant\n"))
-        o = self.options
-        sampling = Sampling(max_tokens=o.tokens, temperature=0.2, seed=1, ignore_eos=o.ignore_eos)
-        return Request(np.concatenate(tokens).astype(np.int32), sampling=sampling, media=(medium,))
-
-    def engine(self, variant: str, longest: int, requests: int) -> Engine:
-        """longest: rows of the longest request, with its answer. requests: how many there are."""
-        worker = LocalWorker(self.llm.model, tower=self.tower)
-        slots = longest if variant in ("one slot", "specimen") else longest * requests
-        generation = GenerateOptions(
-            kv_memory=(slots + 2) * worker.facts.slot_bytes,
-            cache=None if variant == "no reuse" else CacheOptions(),
-        )
-        kept = 256 << 20 if variant == "exact" else 0
-        eos = self.llm.engine.options.eos_ids
-        return Engine(worker, EngineOptions(generation=generation, eos_ids=eos, media_memory=kept))
-
-
-@dataclass
-class Run:
-    """One variant's run over the questions."""
-
-    latency: list[float]
-    first: list[float]
-    answers: dict[str, tuple[int, ...]]
-    tower_runs: int
-    rows: int
-    unique: int
-    seconds: float
-    overhead: float
-
-
-class Asker:
-    """An Asker puts questions to an engine of its own, one at a time."""
-
-    def __init__(self, bench: Bench, variant: str, longest: int, requests: int):
-        """longest: rows of the longest request, with its answer. requests: how many there are."""
-        self.bench, self.variant = bench, variant
-        self.engine = bench.engine(variant, longest, requests)
-        self.port = Port() if variant == "specimen" else None
-        self.prompts: list[tuple[int, ...]] = []
-        self.out = Run([], [], {}, 0, 0, 0, 0.0, 0.0)
-        # The memory of the KV store is taken when it is first needed, and by no question.
-        warm = Request(np.array([1, 2, 3], np.int32), sampling=Sampling(max_tokens=2, ignore_eos=True))
-        self.engine.generator.add(warm, None, lambda answer: None)
-        while self.engine.generator.step():
-            pass
-        self._rows_before = self.engine.stats.rows_computed
-
-    def ask(self, row: dict, image: Image) -> None:
-        """Asks a question, and notes how long the answer took."""
-        generator, out = self.engine.generator, self.out
-        started = time.perf_counter()
-        request = self.bench.request(self.engine, row, image)
-        out.overhead += time.perf_counter() - started
-        if self.port is not None:
-            request = self.port.request(request)
-        told: list = []
-        key = generator.add(request, None, told.append)
-        first = None
-        while not told:
-            generator.step()
-            if first is None and (told or generator.progress([key])[key]):
-                first = time.perf_counter() - started
-        out.latency.append(time.perf_counter() - started)
-        out.first.append(first)
-        out.answers[row["id"]] = told[0][0].tokens
-        self.prompts.append((*request.tokens.tolist(), *told[0][0].tokens[:-1]))
-        if self.variant == "no reuse":
-            self.engine.images.clear()
-
-    def end(self) -> Run:
-        """Returns what there is to say of all questions."""
-        out, stats = self.out, self.engine.stats
-        out.seconds = sum(out.latency)
-        out.tower_runs, out.rows = stats.tower_runs, stats.rows_computed - self._rows_before
-        offsets = np.cumsum([0, *map(len, self.prompts)])
-        out.unique = Trie.build(np.concatenate(self.prompts).astype(np.int32), offsets).num_rows
-        cache = self.engine.generator.scheduler.cache
-        out.overhead += stats.seconds.get("plan", 0.0) + (0.0 if cache is None else cache.seconds)
-        return out
-
-
-def longest_of(bench: Bench, rows: list[dict], images: list[Image]) -> int:
-    """Returns the rows of the longest request with its answer."""
-    probe = Engine(LocalWorker(bench.llm.model, tower=bench.tower))
-    return max(len(bench.request(probe, *one).tokens) for one in zip(rows, images, strict=True)) + bench.options.tokens
-
-
-def questions(options: argparse.Namespace) -> list[dict]:
-    return read_jsonl(Path(options.data) / "dev.jsonl.gz")[: options.questions]
 
 
 def llava(options: argparse.Namespace) -> list[dict]:
@@ -233,16 +84,14 @@ def llava(options: argparse.Namespace) -> list[dict]:
             slots = runs.get("one slot", runs["no reuse"])
             to_slot = [a.seconds / b.seconds for a, b in zip(several, slots, strict=False)]
             firsts = [sum(a.first) / sum(b.first) for a, b in zip(several, slots, strict=False)]
-            texts = {row["id"]: bench.llm.tokenizer.decode(list(one.answers[row["id"]])) for row in asked}
-            pairs = [(texts[row["id"]], row["reference_answer"]) for row in asked]
-            similar = sum(difflib.SequenceMatcher(None, a, b).ratio() for a, b in pairs) / len(pairs)
+            similar, rouge = bench.similarity(one.answers, rows)
             changed = sum(one.answers[row["id"]] != plain.answers[row["id"]] for row in asked)
             mean = [sum(r.latency) / len(r.latency) for r in several]
             lines.append([
                 order, variant, len(asked), f"{1e3 * median(mean):,.0f}",
                 f"{1e3 * median([median(r.latency) for r in several]):,.0f}",
                 f"{1e3 * median([median(r.first) for r in several]):,.0f}",
-                f"{similar:.4f}", f"{sum(rouge_l(a, b) for a, b in pairs) / len(pairs):.4f}", changed, one.tower_runs,
+                f"{similar:.6f}", f"{rouge:.6f}", changed, one.tower_runs,
                 f"{one.rows:,}", f"{one.unique:,}", f"{median(ratio):.3f} ({spread(ratio)})",
                 f"{median(to_slot):.3f} ({spread(to_slot)})", f"{median(firsts):.3f}",
             ])  # fmt: skip
@@ -256,6 +105,40 @@ def llava(options: argparse.Namespace) -> list[dict]:
     print(f"\nimages: {missing} drawings stand in for pictures; longest edge {bench.edge}, answers of at most")
     print(f"{options.tokens} tokens")
     return found
+
+
+def company(options: argparse.Namespace) -> list[dict]:
+    """The questions all at once, shared with nothing; with the exact cache; and once more, shuffled, out of what that
+    has kept."""
+    bench, rows = Bench(options), questions(options)
+    longest = longest_of(bench, rows, [bench.picture(row) for row in rows])
+    worker = LocalWorker(bench.llm.model, tower=bench.tower)
+    kept = GenerateOptions(kv_memory=(longest * len(rows) + 2) * worker.facts.slot_bytes)
+    eos = bench.llm.engine.options.eos_ids
+    plain = Engine(worker, EngineOptions(generation=kept, eos_ids=eos, sharing="off", media_memory=0))
+    exact = bench.engine("exact", longest, len(rows))
+    shuffled = random.Random(0).sample(rows, len(rows))
+    answers, lines = [], []
+    for name, engine, asked in (("nothing shared", plain, rows), ("exact", exact, rows), ("again", exact, shuffled)):
+        told: dict[str, list] = {row["id"]: [] for row in asked}
+        before = engine.stats.tower_runs, engine.stats.rows_computed
+        started = time.perf_counter()
+        for row in asked:
+            engine.generator.add(bench.request(engine, row, bench.picture(row)), None, told[row["id"]].append)
+        while not all(told.values()):
+            engine.generator.step()
+        seconds = time.perf_counter() - started
+        answers.append({name: one[0][0].tokens for name, one in told.items()})
+        similar, rouge = bench.similarity(answers[-1], rows)
+        changed = sum(answers[-1][row["id"]] != answers[0][row["id"]] for row in rows)
+        towers, computed = engine.stats.tower_runs - before[0], engine.stats.rows_computed - before[1]
+        tokens = sum(map(len, answers[-1].values()))
+        lines.append(
+            [name, f"{similar:.6f}", f"{rouge:.6f}", changed, tokens, towers, f"{computed:,}", f"{seconds:.1f}"]
+        )
+    headers = ["", "similarity", "ROUGE-L", "answers changed", "tokens", "tower runs", "rows", "s"]
+    print(table(headers, lines))
+    return answers
 
 
 def nothing_shared(options: argparse.Namespace) -> list[dict]:
@@ -343,6 +226,7 @@ def tower(options: argparse.Namespace) -> list[dict]:
 
 CASES: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "llava": llava,
+    "company": company,
     "nothing-shared": nothing_shared,
     "tower": tower,
     "job": job,
