@@ -281,6 +281,7 @@ def channel(arguments: argparse.Namespace) -> dict[str, Any]:
                 found[f"{guesser} {when}"] = score = auc(times[True], times[False])
                 p50 = [f"{statistics.median(times[kind]) * 1e3:.1f}" for kind in (True, False)]
                 rows.append(["the same tenant" if guesser == "a" else "another", when, *p50, f"{score:.3f}"])
+                print("  ", *rows[-1], flush=True)
         print(table(["who guesses", "the prompt is", "P50 right, ms", "P50 wrong, ms", "AUC"], rows), flush=True)
         if "flood" in arguments.parts:
             found["flood"] = flood(llm, server, client, arguments)

@@ -36,10 +36,8 @@ class StepTimes:
         self._fixed, self._row = 0.0, 0.0
 
     def note(self, rows: int, seconds: float) -> None:
-        """Takes note of a step. One that took much longer than expected counts as three times as long: the machine was
-        busy with something else, or kernels were compiled."""
-        if self._sums[0]:
-            seconds = min(seconds, 3 * (self._fixed + self._row * rows))
+        """Takes note of a step. One that took much longer than others (the machine was busy with something else, or
+        kernels were compiled) counts for little, as errors are relative."""
         weight = 1 / max(seconds, 1e-9) ** 2
         new = (1.0, rows, seconds, rows * rows, rows * seconds)
         self._sums = tuple(KEPT * old + weight * one for old, one in zip(self._sums, new, strict=True))  # type: ignore[assignment]

@@ -69,6 +69,9 @@ def test_times():
     assert times.rows_within(0.06) == 100
     assert 100 < times.rows_within(0.2) <= 380
     assert times.rows_within(0.001) == 1
+    times.note(100, 60.0)  # a single one
+    assert times.seconds_of(1) == pytest.approx(0.0105, rel=0.01)
+    assert times.rows_within(0.06) == pytest.approx(100, rel=0.01)
     for _ in range(50):
         times.note(100, 0.12)  # the machine has become slower
     assert times.seconds_of(100) == pytest.approx(0.12, rel=0.05)
@@ -154,3 +157,14 @@ def test_steps_are_long_again_when_nobody_came_for_a_while():
     assert machine.pace.pause == 0
     machine.pace.note_live()
     assert machine.pace.pause == pytest.approx(module.PAUSE_SECONDS)
+
+
+def test_steps_of_a_batchs_numbers_are_short_where_somebody_came_lately():
+    machine = Machine()
+    for rows in (1, 16, 100, 1000):
+        machine.pace.stream_times.note(rows, 0.01 + 0.0005 * rows)
+    assert machine.pace.stream_rows(4096) == pytest.approx(480, abs=1)  # a quarter of a second
+    machine.pace.note_live()
+    assert machine.pace.stream_rows(4096) == pytest.approx(22, abs=1)  # two steps of a row
+    machine.now += LATELY_SECONDS
+    assert machine.pace.stream_rows(4096) == pytest.approx(480, abs=1) and machine.pace.stream_rows(100) == 100

@@ -40,6 +40,17 @@ def test_who_comes_to_a_flood_is_next():
     assert "other" in owners(turns.take(20))
 
 
+def test_who_was_away_has_no_claim_on_what_it_did_not_use():
+    turns = Turns()
+    turns.add(part("away"))
+    for _ in range(50):
+        turns.add(part("here"))
+    turns.take(310)
+    for _ in range(20):
+        turns.add(part("away"))
+    assert Counter(owners(turns.take(100)))["away"] in (4, 5, 6)
+
+
 def test_weights_and_classes():
     turns = Turns()
     turns.share_of = lambda tenant: Share(3.0 if tenant == "a" else 1.0)
