@@ -48,10 +48,14 @@ class _Run:
     done: int = 0
     tiles: Future[np.ndarray] | None = None
 
+    @property
+    def operations(self) -> float:
+        """Returns the operations of the pieces that are done."""
+        return float(self.until[self.done - 1]) if self.done else 0.0
+
     def within(self, operations: float) -> int:
-        """Returns how many pieces are done when so many operations more are: at least one more."""
-        before = self.until[self.done - 1] if self.done else 0.0
-        return max(self.done + 1, int(np.searchsorted(self.until, before + operations, side="right")))
+        """Returns how many pieces are done when so many operations more are."""
+        return int(np.searchsorted(self.until, self.operations + operations, side="right"))
 
 
 class ImageDesk:
@@ -77,6 +81,7 @@ class ImageDesk:
         self._wanted: dict[Hashable, list[Medium]] = {}
         self._runs: dict[int, _Run] = {}  # by first id
         self._rate: float | None = None  # operations a second; None: not measured yet
+        self._credit = 0.0  # seconds that steps of others have had and the tower has not
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="prefold-image")
         self._bounds: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
 
@@ -106,10 +111,11 @@ class ImageDesk:
                 self._wanted.pop(who, None)
 
     def advance(self, who: Hashable, seconds: float, *, idle: bool = True) -> tuple[Medium, str] | None:
-        """Runs the tower for about so many seconds, at least one piece of work, for the first image that `who` wants
-        and that is not there. Returns the image that it failed for, and why; None: it did not fail.
+        """Runs the tower for about so many seconds, for the first image that `who` wants and that is not there. Returns
+        the image that it failed for, and why; None: it did not fail.
 
-        idle: whether nobody else has anything to do meanwhile, so that files may be waited for.
+        idle: whether nobody else has anything to do meanwhile. Then files are waited for, and at least one piece of
+        work is done. Otherwise a piece that takes longer waits until several calls have given it the time.
         """
         with self._lock:
             medium = next((one for one in self._wanted.get(who, ()) if not self._has(one)), None)
@@ -148,31 +154,44 @@ class ImageDesk:
     # ----------------------------------------------------------------------------------------------- the tower
 
     def _encode(self, medium: Medium, seconds: float | None, idle: bool = True) -> str | None:
-        """Does as much of the tower's work on an image as about so many seconds allow (None: all), at least one piece.
-        Returns why the tower fails for it, None: it does not."""
+        """Does as much of the tower's work on an image as about so many seconds allow (None: all). Returns why the
+        tower fails for it, None: it does not."""
         started = time.perf_counter()
         run = self._runs.get(_first(medium)) or self._begin(medium)
-        last = len(run.until)
-        stop = last if seconds is None else min(last, run.within(seconds * (self._rate or 0.0)))
         tiles = unread = None
         if not run.done:
             loaded = self._loaded(run, seconds if idle else 0.0)
             if loaded is None:
                 return None
             tiles, unread = loaded
-            stop = stop if unread is None else last
+        stop = self._stop(run, seconds if unread is None else None, idle)
+        if stop == run.done:
+            return None
+        if not run.done:
             self._make_room(self._bytes(medium))
         computing = time.perf_counter()
         result = self._worker.start(EncodeImage(medium.ids, tiles, stop)).result()
         ended = time.perf_counter()
-        self._note_rate(run.until[stop - 1] - (run.until[run.done - 1] if run.done else 0.0), ended - computing)
-        run.done, run.tiles = stop, None
+        self._credit = 0.0 if idle else self._credit - (ended - started)
+        before, run.done, run.tiles = run.operations, stop, None
+        self._note_rate(run.operations - before, ended - computing)
         self._meter.add(seconds={"tower": ended - started})
         if result.is_done:
             del self._runs[_first(medium)]
             self._enter(medium)
             self._meter.add(tower_runs=int(result.error is None))
         return unread or result.error
+
+    def _stop(self, run: _Run, seconds: float | None, idle: bool) -> int:
+        """Returns how many pieces of an image are to be done after so many seconds; `run.done` where others have not
+        had as much time yet as the next piece takes."""
+        last = len(run.until)
+        if seconds is None:
+            return last
+        if idle:
+            return min(last, max(run.done + 1, run.within(seconds * (self._rate or 0.0))))
+        self._credit += seconds
+        return run.done + 1 if self._rate is None else min(last, run.within(max(0.0, self._credit) * self._rate))
 
     def _loaded(self, run: _Run, seconds: float | None) -> tuple[np.ndarray, str | None] | None:
         """Returns the tiles of an image, and why it cannot be read (None: it can; else the worker gets NO_TILES, so

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -36,6 +37,7 @@ class Noting(Worker):
         self.made: dict[int, np.ndarray] = {}
         self.told: list[tuple[int, int]] = []
         self.fails: set[int] = set()
+        self.takes = lambda pieces: None
         self.steps: list[SlotStep] = []
 
     def start(self, message, prepared=None):
@@ -58,6 +60,7 @@ class Noting(Worker):
         assert (message.tiles is not None) == (first not in self.done)
         assert self.done.get(first, 0) < message.stop <= PIECES
         self.told.append((first, message.stop - self.done.get(first, 0)))
+        self.takes(self.told[-1][1])
         self.done[first] = message.stop
         if message.stop < PIECES:
             return Encoded(False)
@@ -118,6 +121,21 @@ def test_as_much_as_the_time_allows():
     assert worker.told[1:] == [(one.ids[0], 1)]
     desk.advance("me", 1.1 + second / first)
     assert worker.told[2:] == [(one.ids[0], 2)]
+
+
+def test_others_keep_half_of_the_time():
+    """A piece that takes longer than a step of others waits until they have had as much."""
+    desk, worker, table, _ = desk_of()
+    desk._rate, desk._note_rate = float(TOWER.pieces(1)[0]) / 0.02, lambda operations, seconds: None
+    worker.takes = lambda pieces: time.sleep(0.02)
+    desk.want("me", [one := take(table, "one")])
+    given, done = 0.0, []
+    while not desk.held(one.ids).all():
+        desk.advance("me", 0.006, idle=False)
+        given += 0.006
+        done.append(len(worker.told))
+    assert done[:4] == [0, 0, 0, 1], "the first piece takes 0.02 seconds"
+    assert given >= 0.9 * PIECES * 0.02
 
 
 def test_the_rate_is_measured():
@@ -270,7 +288,7 @@ def test_text_goes_on_while_images_wait():
     worker = Noting()
     engine = engine_of(worker)
     desk, generator = engine.images, engine.generator
-    desk._rate, desk._note_rate = 0.001, lambda operations, seconds: None
+    desk._stop = lambda run, seconds, idle: run.done + 1
     image, told = take(engine.media, "one"), {}
     text = Request(np.array([1, 2, 3], np.int32), sampling=Sampling(max_tokens=30))
     generator.add(text, None, lambda answer: told.__setitem__("text", answer))
@@ -312,7 +330,7 @@ def test_requests_that_are_cancelled_stop_the_tower():
     worker = Noting()
     engine = engine_of(worker)
     generator, image = engine.generator, take(engine.media, "one")
-    engine.images._rate, engine.images._note_rate = 0.001, lambda operations, seconds: None
+    engine.images._stop = lambda run, seconds, idle: run.done + 1
     tokens = np.concatenate(([1], image.ids, [2])).astype(np.int32)
     key = generator.add(Request(tokens, sampling=Sampling(max_tokens=2), media=(image,)), None, lambda answer: None)
     generator.step()

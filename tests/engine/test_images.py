@@ -340,10 +340,10 @@ def test_others_generate_while_the_tower_runs(case, tmp_path):
     for name, request in zip(("image", "same image"), requests, strict=True):
         engine.generator.add(request, None, lambda answer, name=name: told.__setitem__(name, answer))
     engine.images._pool = AtOnce()
-    engine.images._rate = 1e-3  # as of a large one: a piece of work at a time, of two a layer
     steps = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.images, "_note_rate", lambda operations, seconds: None)
+        # As of a large one: a piece of work at a time, of two a layer.
+        patch.setattr(engine.images, "_stop", lambda run, seconds, idle: run.done + 1)
         while not engine.stats.tower_runs:
             before = engine.stats.generation.decode_rows
             assert engine.generator.step()
