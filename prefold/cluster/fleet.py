@@ -163,9 +163,12 @@ class Fleet:
         self.ready[name] = facts
         return True
 
-    def leave(self, name: str, reason: str, *, returns: bool) -> None:
-        self.losses += self.ready.pop(name, None) is not None
-        if self._gone.get(name) != reason:
+    def leave(self, name: str, reason: str, *, returns: bool, died: bool = True) -> None:
+        """Notes that a replica is gone; it counts as lost where it has died."""
+        self.losses += self.ready.pop(name, None) is not None and died
+        if not died:
+            self.notify(f"{name} runs, but what passed between was lost: {reason}; what it had is sent again")
+        elif self._gone.get(name) != reason:
             again = "; it is started anew" if returns else ""
             self.notify(f"{name} is lost: {reason}{again}")
         if not returns:

@@ -153,10 +153,10 @@ class FleetRun:
             if fleet.meet(name, event.facts):
                 self._join(name)
             else:
-                yield from self._lose(name, "refused", returns=False)
+                yield from self._lose(name, ReplicaLost("refused"))
         elif isinstance(event, ReplicaLost):
-            fleet.leave(name, event.reason, returns=event.returns)
-            yield from self._lose(name, event.reason, returns=event.returns)
+            fleet.leave(name, event.reason, returns=event.returns, died=event.died)
+            yield from self._lose(name, event)
         elif event.failure is not None and isinstance(event.failure, (InputError, JobError)):
             raise event.failure  # any replica would say so
         else:
@@ -219,13 +219,15 @@ class FleetRun:
         if self.known is not None:
             self.known.join(name, fleet.ready[name], fleet.expected, now)
 
-    def _lose(self, name: str, reason: str, *, returns: bool) -> Iterator[tuple[bytes, Any]]:
+    def _lose(self, name: str, lost: ReplicaLost) -> Iterator[tuple[bytes, Any]]:
         self._count_loss(self._begun.pop(name, None))
-        tags = [] if self.known is None else list(self.known.lose(name, time.monotonic(), returns=returns))
+        tags, now, died = [], time.monotonic(), lost.died
+        if self.known is not None:
+            tags += self.known.lose(name, now, returns=lost.returns, died=died)
         if self.live is not None:
-            tags += [request.tag for request in self.live.lose(name)]
+            tags += [request.tag for request in self.live.lose(name, died=died)]
         for tag in tags:
-            message = f"two replicas were lost while they worked on it, the last one with: {reason}"
+            message = f"two replicas were lost while they worked on it, the last one with: {lost.reason}"
             remedy = "see what is unusual about the record, or run it again by itself"
             yield tag, InputError(message, remedy=remedy, code="replicas_lost")
 

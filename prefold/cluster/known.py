@@ -82,12 +82,12 @@ class KnownWork:
         for place in self.leases.commit(name, number, answers, now):
             yield *self._under_way.pop(place), answers[place]
 
-    def lose(self, name: str, now: float, *, returns: bool) -> Iterator[bytes]:
+    def lose(self, name: str, now: float, *, returns: bool, died: bool) -> Iterator[bytes]:
         """Yields the tags of the requests that are given up as a replica is lost."""
         self._last.pop(name, None)
         if self.leases is None:
             return
-        for place in self.leases.lose(name, now):
+        for place in self.leases.lose(name, now, died=died):
             yield self._under_way.pop(place)[0]
         if returns:
             self.leases.expect(name)

@@ -148,25 +148,28 @@ class Leases:
         late = now - self.options.patience
         return [name for name, replica in self._replicas.items() if replica.open and replica.heard < late]
 
-    def lose(self, replica: Hashable, now: float) -> list[int]:
+    def lose(self, replica: Hashable, now: float, *, died: bool = True) -> list[int]:
         """Takes back what a replica has, which is gone; returns the requests that are given up.
 
         Those are the ones that ran under suspicion: another replica was lost with them before. Otherwise what the
-        replica may have begun is under suspicion from now on. A replica that is not known has nothing.
+        replica may have begun is under suspicion from now on. Where it has not died, nothing is held against any
+        request. A replica that is not known has nothing.
         """
         entry = self._replicas.pop(replica, None)
         if entry is None:
             return []
         self._free += entry.segment
-        blamed = entry.suspects
-        begun, cost = (0, 0.0) if blamed else self.options.begun
+        blamed = entry.suspects if died else []
+        begun, cost = self.options.begun if died and not blamed else (0, 0.0)
         rest = []
         for open_ in entry.open.values():
             for place in sorted(open_.left):
-                if open_.lease.suspect:
+                if open_.lease.suspect and died:
                     continue
                 self.moved += 1
-                if begun > 0 and cost > 0:
+                if open_.lease.suspect:
+                    heapq.heappush(self._suspects, place)
+                elif begun > 0 and cost > 0:
                     heapq.heappush(self._suspects, place)
                     begun, cost = begun - 1, cost - self.cost.of(place, place + 1)
                 else:

@@ -115,11 +115,12 @@ class LiveLeases:
         late = now - self._patience
         return [name for name, replica in self._replicas.items() if replica.open and replica.heard < late]
 
-    def lose(self, replica: Hashable) -> list[SpooledRequest]:
+    def lose(self, replica: Hashable, *, died: bool = True) -> list[SpooledRequest]:
         """Takes back what a replica has, which is gone; returns the requests that are given up.
 
         Those ran under suspicion: another replica was lost with them before. Otherwise what the replica may have begun
-        is under suspicion from now on. A replica that is not known has nothing.
+        is under suspicion from now on. Where it has not died, nothing is held against any request. A replica that is
+        not known has nothing.
         """
         entry = self._replicas.pop(replica, None)
         if entry is None:
@@ -128,16 +129,17 @@ class LiveLeases:
         self.dispatcher.leave(replica)
         blamed: list[SpooledRequest] = []
         is_blamed = any(open_.suspect for open_ in entry.open.values())
-        begun = 0 if is_blamed or not entry.facts.dies_of_requests else _may_have_begun(entry.facts, self._call)
+        is_open = died and not is_blamed and entry.facts.dies_of_requests  # what it died of
+        begun = _may_have_begun(entry.facts, self._call) if is_open else 0
         for open_ in entry.open.values():
             for prompt in dict.fromkeys(open_.left.values()):
                 reads = tuple(self._reads.pop(prompt).values())
-                if open_.suspect:
+                if open_.suspect and died:
                     blamed += reads
                     continue
                 self._reads[reads[0].number] = {one.number: one for one in reads}
                 self.moved += len(reads)
-                (self._suspects if begun > 0 else self._late).append(reads)
+                (self._suspects if begun > 0 or open_.suspect else self._late).append(reads)
                 begun -= 1
         return blamed
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +17,14 @@ __all__ = ["RayReplicas"]
 
 try:
     import ray
-    from ray.exceptions import RayActorError, RayError
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 except ImportError:
     raise MissingExtraError("ray", "ray", "a fleet on Ray") from None
 
 _RESTARTS = 3  # of a replica that has answered nothing since
 _POLL = 0.25
 _LONGEST_WAIT = 0.5  # that a report is waited for
+_DOUBT = 15.0  # seconds after which a replica that does not answer is taken for dead
 
 
 class _Actor:
@@ -30,12 +33,17 @@ class _Actor:
 
     def __init__(self) -> None:
         self._host: Any = None
+        self._life = uuid.uuid4().hex
 
-    def load(self, model: str, options: dict[str, Any], backend: str) -> ReplicaFacts:
+    def life(self) -> str:
+        """Returns the name of this process: one that was started anew has another."""
+        return self._life
+
+    def load(self, model: str, options: dict[str, Any], backend: str) -> tuple[ReplicaFacts, str]:
         if self._host is None:
             self._host = (_vllm_host if backend == "vllm" else _host)(model, options)
         self._host.end()  # where only the connection was lost, the process has its model still
-        return self._host.facts
+        return self._host.facts, self._life
 
     def begin(self, call: RunCall) -> None:
         self._host.begin(call)
@@ -69,8 +77,16 @@ def _vllm_host(model: str, options: dict[str, Any]) -> Any:
 
 @dataclass(slots=True)
 class _RayMember:
+    """An actor, as it is known here.
+
+    life   name of the process that has loaded the model
+    doubt  since when it is not known whether that process lives, and why; None: there is no doubt
+    """
+
     handle: Any
     restarts: int = _RESTARTS
+    life: str | None = None
+    doubt: tuple[float, Exception] | None = None
 
 
 class RayReplicas(Replicas):
@@ -204,26 +220,49 @@ class RayReplicas(Replicas):
             for reference in found:
                 name, what = self._pending.pop(reference)
                 try:
-                    self._take(name, ray.get(reference))
+                    self._take(name, what, ray.get(reference))
                 except RayActorError as error:
-                    self._lose(name, error)
+                    self._doubt(name, what, error)
                 except (RayError, PrefoldError) as error:
                     cause = getattr(error, "cause", None) or error
                     self._members[name].restarts = 0
                     ray.kill(self._members[name].handle)
                     self._tell(name, ReplicaLost(f"it cannot {what}: {_first_lines(cause)}"))
+            for name, member in self._members.items():
+                if member.doubt is not None and time.monotonic() - member.doubt[0] > _DOUBT:
+                    self._lose(name, member.doubt[1], died=True)
 
-    def _take(self, name: str, said: ReplicaFacts | ReplicaReport) -> None:
-        self._tell(name, ReplicaReady(said) if isinstance(said, ReplicaFacts) else said)
-        if isinstance(said, ReplicaReport) and said.answers:
-            self._members[name].restarts = _RESTARTS
+    def _take(self, name: str, what: str, said: Any) -> None:
+        member = self._members[name]
+        if what == "life":
+            if member.doubt is not None:
+                self._lose(name, member.doubt[1], died=said != member.life)
+            return
+        if what == "load":
+            facts, member.life = said
+            said = ReplicaReady(facts)
+        elif said.answers:
+            member.restarts = _RESTARTS
+        self._tell(name, said)
         self._report(name)
 
-    def _lose(self, name: str, error: Exception) -> None:
+    def _doubt(self, name: str, what: str, error: Exception) -> None:
+        """Asks a replica whose answer did not come whether its process is the same as before."""
         member = self._members[name]
-        member.restarts -= 1
+        if what == "life":
+            if member.doubt is not None:
+                self._lose(name, member.doubt[1], died=True)
+        elif what == "report" and isinstance(error, ActorUnavailableError):
+            member.doubt = time.monotonic(), error
+            self._pending[member.handle.life.options(concurrency_group="orders").remote()] = (name, "life")
+        else:
+            self._lose(name, error, died=True)
+
+    def _lose(self, name: str, error: Exception, *, died: bool) -> None:
+        member = self._members[name]
+        member.restarts, member.doubt = member.restarts - 1, None
         returns = member.restarts >= 0
-        self._tell(name, ReplicaLost(_first_lines(error), returns))
+        self._tell(name, ReplicaLost(_first_lines(error), returns, died or not returns))
         if returns:
             self._load(name)
         else:

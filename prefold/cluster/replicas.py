@@ -109,10 +109,15 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLost:
-    """Says that a replica is gone, with everything it had. returns: whether it is started anew."""
+    """Says that a replica is gone, with everything it had.
+
+    returns  whether it comes back
+    died     whether it has ended, perhaps of what it ran; otherwise only what it was asked and said was lost on the way
+    """
 
     reason: str
     returns: bool = False
+    died: bool = True
 
 
 ReplicaEvent = ReplicaReady | ReplicaReport | ReplicaLost

@@ -7,8 +7,6 @@ come, a bounded number at a time. What vLLM's cache holds is told by its events,
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -25,21 +23,19 @@ import psutil
 
 from ..cache import CacheEvents
 from ..engine.meter import StepInfo
-from ..errors import InputError, JobError, MissingExtraError
+from ..errors import InputError, JobError
 from ..prefix import MEDIA_BASE
 from ..stream import Window
-from ..types import Generated, GenerationStats, Request, Sampling, Stats, TokenLogprobs
+from ..types import GenerationStats, Request, Sampling, Stats
 from .block_events import BlockEvents
 from .replicas import ReplicaFacts, ReplicaReport, RunCall, requests_of
+from .vllm_requests import generated, import_vllm, lacks, sampling_params
 
-__all__ = ["VllmHost", "sampling_params"]
+__all__ = ["VllmHost"]
 
 _LONGEST_WAIT = 0.5
 _SECONDS_TO_REPLAY = 2.0
 _END_OF_REPLAY = (1 << 64) - 1
-# Fields of Sampling that vLLM calls by the same name.
-_SAME = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-         "min_tokens", "ignore_eos", "logprobs")  # fmt: skip
 # Waits for the end of its input, which ends with the process that writes to it.
 _GUARD = """
 import os, signal, sys
@@ -50,8 +46,6 @@ for pid in map(int, sys.argv[1].split()):
     except ProcessLookupError:
         pass
 """
-_EXITS = ("exit_threshold", "min_visits", "max_visits")
-_GRAMMARS = {"json_schema": "json", "regex": "regex", "choice": "choice"}
 
 
 class VllmHost:
@@ -66,7 +60,7 @@ class VllmHost:
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], *, caching: bool = True):
-        vllm = _vllm()
+        vllm = import_vllm()
         self._vllm = vllm
         self._folder = Path(tempfile.mkdtemp(prefix="prefold-vllm-"))
         self._events = _EventSockets(self._folder) if caching else None
@@ -231,9 +225,9 @@ class VllmHost:
 
     async def _generate(self, call: RunCall, request: Request) -> tuple[Any, Stats]:
         if request.adapter is not None:
-            raise _lacks("adapter")
+            raise lacks("adapter")
         if int(request.tokens.max()) >= MEDIA_BASE:
-            raise _lacks("image")
+            raise lacks("image")
         params = sampling_params(request.sampling or Sampling(), call.text, self._longest - len(request.tokens))
         prompt: dict[str, Any] = {"prompt_token_ids": request.tokens.tolist()}
         if request.salt:
@@ -252,7 +246,7 @@ class VllmHost:
             ) from error  # fmt: skip
         assert said is not None
         cached = min(said.num_cached_tokens or 0, len(request.tokens))
-        found = [_generated(one, call.text, cached, params.logprobs or 0) for one in said.outputs]
+        found = [generated(one, call.text, cached, params.logprobs or 0) for one in said.outputs]
         made = sum(len(one.token_ids) for one in said.outputs)
         rows = len(request.tokens)
         generation = GenerationStats(
@@ -321,81 +315,11 @@ class _EventSockets:
         self._context.term()
 
 
-def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
-    """Returns vLLM's SamplingParams. room: tokens that fit behind the prompt. Raises InputError for what it lacks."""
-    vllm = _vllm()
-    for name in _EXITS:
-        if getattr(sampling, name) != getattr(Sampling(), name):
-            raise _lacks(name)
-    grammar, structured = sampling.grammar, None
-    if grammar is not None:
-        if not with_text:
-            raise _lacks("tokens without text, of a grammar")
-        if grammar.kind == "json":
-            given: dict[str, Any] = {"json_object": True}
-        elif grammar.kind in _GRAMMARS:
-            given = {_GRAMMARS[grammar.kind]: json.loads(grammar.text) if grammar.kind == "choice" else grammar.text}
-        else:
-            raise _lacks("grammar")
-        given |= {"disable_any_whitespace": True} if grammar.compact and grammar.kind.startswith("json") else {}
-        structured = vllm.sampling_params.StructuredOutputsParams(**given)
-    values = {name: getattr(sampling, name) for name in _SAME}
-    return vllm.SamplingParams(
-        **values,
-        max_tokens=max(1, room) if sampling.max_tokens is None else sampling.max_tokens,
-        seed=None if sampling.seed is None else sampling.seed & ((1 << 63) - 1),
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_ids),
-        logit_bias=dict(sampling.logit_bias) or None,
-        structured_outputs=structured,
-        detokenize=with_text,
-        output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _generated(one: Any, with_text: bool, cached: int, num_logprobs: int) -> Generated:
-    """Returns one sample of vLLM's as ours: without the token that ended it."""
-    tokens = tuple(int(token) for token in one.token_ids)
-    ended = one.finish_reason == "stop" and not isinstance(one.stop_reason, str)
-    logprobs = None
-    if one.logprobs is not None:
-        logprobs = tuple(
-            _logprobs(token, found, num_logprobs) for token, found in zip(tokens, one.logprobs, strict=False)
-        )
-    if ended:
-        tokens, logprobs = tokens[:-1], None if logprobs is None else logprobs[: len(tokens) - 1]
-    reason: Any = "stop" if one.finish_reason == "stop" else "length"
-    return Generated(tokens, one.text if with_text else None, reason, one.stop_reason, cached, logprobs)
-
-
-def _logprobs(token: int, found: Mapping[int, Any], count: int) -> TokenLogprobs:
-    """Returns them as ours. found: those of the `count` most likely tokens, and of the chosen one."""
-    best = sorted((one.rank, other, one.logprob) for other, one in found.items() if one.rank <= count)
-    return TokenLogprobs(float(found[token].logprob), tuple((int(other), float(value)) for _, other, value in best))
-
-
-def _lacks(what: str) -> InputError:
-    remedy = "leave it out, or run the model with prefold (without --backend vllm)"
-    return InputError(f"vLLM cannot be asked for {what}", field=what, remedy=remedy, code="unsupported")
-
-
 def _guarded(pids: list[int]) -> subprocess.Popen[bytes]:
     """Returns a process that kills these when this one has ended: vLLM's do not notice that themselves."""
     numbers = " ".join(map(str, pids))
     command = [sys.executable, "-c", _GUARD, numbers]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-
-
-def _vllm() -> Any:
-    # Threads are not bound to cores: several replicas, or this process, would be bound to the same ones.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    try:
-        import vllm
-        import vllm.sampling_params
-    except ImportError:
-        raise MissingExtraError("vllm", "vllm", "vLLM as a replica") from None
-    return vllm
 
 
 def _has_tokenizer(model: str) -> bool:

@@ -96,10 +96,11 @@ class ThreadReplicas(Replicas):
     def kill(self, name):
         self.lose(name, "killed")
 
-    def lose(self, name, reason):
+    def lose(self, name, reason, *, died=True):
+        """died: whether the replica has ended; otherwise it is only out of reach for a while."""
         self.killed.append(name)
         self.hosts.pop(name).close()
-        self.tell(name, ReplicaLost(reason, self.returns))
+        self.tell(name, ReplicaLost(reason, self.returns, died))
         if self.returns:
             threading.Thread(target=self._serve, args=(name,), daemon=True).start()
 

@@ -16,7 +16,7 @@ from prefold.cluster.fleet import Fleet
 from prefold.cluster.host import facts_of
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, Replicas, requests_of
 from prefold.errors import FleetError, InputError
-from prefold.stream import Spool
+from prefold.stream import Feed, LiveInput, Spool
 from prefold.types import Readout, Request, Sampling
 from tests.job.fakes import FakeEngine
 
@@ -158,6 +158,37 @@ def test_a_request_that_two_replicas_die_of_is_an_error():
     assert isinstance(found[bad.tag], InputError) and error.code == "replicas_lost" and len(replicas.killed) == 2
     good = [pair for pair in expected() if pair[0] != bad.tag]
     assert plain((tag, answer) for tag, answer in found.items() if tag != bad.tag) == good
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_replica_out_of_reach_counts_as_no_loss_and_blames_nobody(stream):
+    """The same request is there when a replica dies, when one is out of reach, and when another dies: two deaths."""
+    with filled() as spool:
+        (bad,) = spool.order().read(200, 201)
+    poison, fates = np.frombuffer(bad.key, ">i4").tolist(), iter([True, False, True])
+    out_of_reach = []
+
+    def before(name, tokens):
+        if tokens.tolist() == poison and (died := next(fates, None)) is not None:
+            out_of_reach.append(not died)
+            threading.Thread(target=replicas.lose, args=(name, "gone"), kwargs={"died": died}).start()
+            time.sleep(0.5)
+
+    notes = []
+    replicas = ThreadReplicas("ab", before=before, returns=True)
+    with closing(Fleet(replicas, notify=notes.append)) as fleet, filled() as spool:
+        if stream:
+            feed = Feed()
+            for one in spool.order().read(0, 400):
+                feed.put([(Request(np.frombuffer(one.key, ">i4").astype(np.int32)), one.tag)])
+            feed.end()
+            found = dict(fleet.run(LiveInput(feed, 1000), Readout("last")))
+        else:
+            found = dict(run(fleet, spool))
+        assert fleet.losses == 2
+    assert out_of_reach == [False, True, False] and found[bad.tag].code == "replicas_lost"
+    assert sum("runs, but what passed between was lost: gone" in note for note in notes) == 1
+    assert plain((t, a) for t, a in found.items() if t != bad.tag) == [p for p in expected() if p[0] != bad.tag]
 
 
 def test_work_begins_while_others_load():

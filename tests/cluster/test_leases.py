@@ -87,13 +87,15 @@ class FakeFleet:
             self.times[lease.replica] = self.now
         self.send()
 
-    def kill(self, name: str, place: int | None = None) -> None:
+    def kill(self, name: str, place: int | None = None, died: bool = True) -> None:
         if name in self.dead or name not in self.leases.replicas:
             return
         if place is not None:
             self.killers[place] = self.killers.get(place, 0) + 1
         self.dead.add(name)
-        self.blamed += self.leases.lose(name, self.now)
+        blamed = self.leases.lose(name, self.now, died=died)
+        assert died or not blamed
+        self.blamed += blamed
         self.free_at.pop(name, None)
         self.send()
 
@@ -125,7 +127,7 @@ def test_every_request_is_answered_exactly_once(data):
     fleet.at(0.0, "join", names[0])
     for _ in range(data.draw(st.integers(0, 6))):  # each replica that is killed comes back
         name, when = data.draw(st.sampled_from(names)), float(rng.uniform(0, 200))
-        fleet.at(when, "kill", name)
+        fleet.at(when, "kill", name, None, data.draw(st.booleans()))
         fleet.at(when + float(rng.uniform(0, 50)), "join", name)
     fleet.at(float(rng.uniform(0, 300)), "join", "late")
 
@@ -155,6 +157,18 @@ def test_a_request_that_kills_two_replicas_is_given_up_and_no_other(seed, alone)
     fleet.run()
     assert fleet.blamed == [bad] and fleet.killers == {bad: 2}
     assert sorted(fleet.answered) == [place for place in range(80) if place != bad]
+
+
+def test_only_where_its_replica_died_a_request_is_under_suspicion_and_given_up():
+    leases = Leases(StreamCost(np.full(1, 10), np.zeros(1, int)), ["a", "b", "c", "d"])
+    found = []
+    for name, died in (("a", False), ("b", True), ("c", False), ("d", True)):
+        leases.join(name, 0.0)
+        leases.admit(0.0)
+        leases.begin(leases.plan(), 0.0)
+        found.append([lease.suspect for lease in leases.open_leases(name)] + leases.lose(name, 1.0, died=died))
+        leases.check()
+    assert found == [[False], [False], [True], [True, 0]] and not leases.num_left
 
 
 def test_only_what_may_have_begun_is_under_suspicion():

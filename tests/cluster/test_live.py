@@ -103,7 +103,9 @@ def test_the_books_balance_in_long_random_runs(seed, kind):
             name = list(there)[rng.integers(len(there))]
             del there[name]
             gone = [r for n, r, left in leases.values() if n == name for r in left]
-            for one in live.lose(name):
+            died = bool(rng.random() < 0.7)
+            for one in live.lose(name, died=died):
+                assert died
                 blamed.append(one.number)
                 assert one.number in gone
         elif what < 0.75 and leases:

@@ -9,10 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 
+import numpy as np
 import psutil
 import pytest
-from tiny import tiny_checkpoint
+import torch
+from tiny import reference, tiny_checkpoint
+
+from prefold import LLM
+from prefold.tasks.run import with_seed
+from prefold.types import Request, Sampling
+from prefold.worker.noise import gumbel, hash_ids, make_key, make_stream
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -65,13 +73,43 @@ def lines(path):
 
 
 def assert_same(folder, one, other):
+    """Both outputs are equal. A drawn text may leave the other where two tokens were as good as equally likely."""
     expected, found = lines(folder / one), lines(folder / other)
+    rounded = 0
     for number, line in expected.items():
         line, twin = dict(line), dict(found[number])
+        if line.get("text") != twin.get("text") and None not in (line.get("text"), twin.get("text")):
+            rounded += 1
+            certain = certain_text(folder, line)
+            assert len(certain) > 4 and twin["text"].startswith(certain), (line, twin)
+            continue
         for vector, again in [(line.pop("embedding", []), twin.pop("embedding", []))]:
             assert vector == pytest.approx(again, abs=1e-5)
         line.pop("cached_tokens", None), twin.pop("cached_tokens", None)
         assert line == twin
+    assert rounded <= 3
+
+
+def certain_text(folder, line):
+    """The text of a record of the long job up to the first draw whose best two tokens are within 1e-4 of each other:
+    computed in float64, and a rounding error of float32 is at most some 1e-5 here."""
+    (given,) = (row for row in map(json.loads, (folder / "in.jsonl").open()) if row["id"] == line["id"])
+    llm = LLM(str(folder / "model"), threads=1)
+    prompt = llm.tokenizer.encode(given["text"])
+    asked = Request(prompt, sampling=Sampling(max_tokens=120, temperature=1.0))
+    seed = with_seed(asked, 5, line["record"], 0, 0).sampling.seed
+    (made,) = llm.generate([given["text"]], max_tokens=120, temperature=1.0, seed=seed)
+    assert made.text == line["text"]
+    with torch.no_grad():
+        model = reference(folder / "model").double()
+        logits = model(torch.tensor([[*prompt, *made.tokens]])).logits[0, len(prompt) - 1 : -1].numpy()
+    ids = np.arange(logits.shape[1])
+    for place, row in enumerate(logits):
+        key = np.array([make_key(make_stream(seed, 0), place)], np.uint64)
+        best, second = np.sort(row + gumbel(hash_ids(ids, key)))[:-3:-1]
+        if best - second < 1e-4:
+            return llm.tokenizer.decode(list(made.tokens[:place])).rstrip("\ufffd")
+    raise AssertionError("no two tokens came close to each other")
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +128,16 @@ def test_two_replicas_give_what_one_process_gives(alone, task, options, stream):
     assert_same(alone, f"{task}.jsonl", f"two-{task}.jsonl")
 
 
-def actors(process):
-    """The processes of a job's replicas."""
-    own = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in own if "ray::_Actor" in " ".join(child.cmdline() or [child.name()])]
+def actors(process, least=1, seconds=120):
+    """The processes of a job's replicas, `least` of which are waited for."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        own = psutil.Process(process.pid).children(recursive=True)
+        found = [child for child in own if "ray::_Actor" in " ".join(child.cmdline() or [child.name()])]
+        if len(found) >= least:
+            return found
+        time.sleep(0.05)
+    raise AssertionError("the job has no replicas")
 
 
 def wait_for_output(path, least=1, seconds=120):
@@ -116,14 +160,64 @@ def long(alone):
 
 @pytest.mark.parametrize("stream", [(), ("--stream",)])
 def test_a_replica_that_is_killed_loses_nothing_and_comes_back(long, stream):
-    options = (*LONG, *stream, "--overwrite")
-    with subprocess.Popen(command(long, "killed.jsonl", *options), cwd=long, env=environment(), stderr=-1) as job:
-        wait_for_output(long / "killed.jsonl", 30)
-        actors(job)[0].kill()
-        said = job.communicate(timeout=400)[1].decode()
+    """Of a stream the last records come when the replica has been killed: it has work to lose until then."""
+    out, records = long / f"killed{len(stream)}.jsonl", (long / "in.jsonl").read_bytes().splitlines(keepends=True)
+    arguments = ["-" if a == "in.jsonl" else a for a in command(long, out.name, *LONG, *stream, "--overwrite")]
+    before = 200 if stream else NUM
+    with subprocess.Popen(arguments, cwd=long, env=environment(), stdin=-1, stderr=-1) as job:
+        job.stdin.write(b"".join(records[:before]))
+        job.stdin.flush()
+        if not stream:  # nothing is cut before all is read
+            job.stdin.close()
+        replicas = actors(job, 2)
+        wait_for_output(out, 30)
+        replicas[0].kill()
+        if stream:
+            job.stdin.write(b"".join(records[before:]))
+            job.stdin.close()
+        said = job.stderr.read().decode()
+        job.wait(60)
     assert job.returncode == 3, said
     assert "is lost" in said and "1 were lost" in said
-    assert_same(long, "long.jsonl", "killed.jsonl")
+    assert_same(long, "long.jsonl", out.name)
+
+
+def test_a_report_that_is_torn_on_its_way_is_no_loss(long):
+    """What the reports said is computed again, by the same processes; nothing is held against any request."""
+    from ray.exceptions import ActorUnavailableError
+
+    from prefold.cluster.fleet import Fleet
+    from prefold.cluster.ray_replicas import RayReplicas
+    from prefold.stream import Spool
+
+    class Torn(RayReplicas):
+        told = 0
+
+        def _take(self, name, what, said):
+            if what == "report" and said.answers:
+                self.told += 1
+                if self.told in (2, 4, 9):
+                    raise ActorUnavailableError("torn", None)
+            super()._take(name, what, said)
+
+    prompts = [np.array([10 + i % 7] * 9 + [20 + i], np.int32) for i in range(200)]
+
+    def spooled():
+        spool = Spool()
+        for i, tokens in enumerate(prompts):
+            spool.add(Request(tokens, sampling=Sampling(max_tokens=20, ignore_eos=True)), b"%d" % i)
+        return spool
+
+    place, notes = {"threads": 1, "dtype": "float32", "max_running": 4}, []
+    with closing(LLM(str(long / "model"), **place)) as llm, spooled() as spool:
+        alone = {tag: one[0].tokens for tag, one in llm.engine.generate(spool.windows(max_tokens=1 << 20), None)}
+    replicas = Torn(str(long / "model"), place, count=2)
+    with closing(Fleet(replicas, notify=notes.append)) as fleet, spooled() as spool:
+        found = dict(fleet.generate(spool.windows(max_tokens=1 << 20), None))
+        assert fleet.losses == 0 and fleet.moved > 0 and replicas.told >= 9
+        assert fleet.stats.requests == 200
+    assert {tag: one[0].tokens for tag, one in found.items()} == alone
+    assert sum("runs, but what passed between was lost" in note for note in notes) == 3, notes
 
 
 def test_a_replica_that_stands_still_is_killed(long):

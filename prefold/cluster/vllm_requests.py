@@ -1,0 +1,90 @@
+"""What is asked of vLLM, in its words, and what it gives, in ours. Nothing runs here."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import InputError, MissingExtraError
+from ..types import Generated, Sampling, TokenLogprobs
+
+__all__ = ["generated", "import_vllm", "lacks", "sampling_params"]
+
+# Fields of Sampling that vLLM calls by the same name.
+_SAME = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+         "min_tokens", "ignore_eos", "logprobs")  # fmt: skip
+_EXITS = ("exit_threshold", "min_visits", "max_visits")
+_GRAMMARS = {"json_schema": "json", "regex": "regex", "choice": "choice"}
+
+
+def import_vllm() -> Any:
+    """Returns the module. Raises MissingExtraError where it is not there."""
+    # Threads are not bound to cores: several replicas, or this process, would be bound to the same ones.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        import vllm
+        import vllm.sampling_params
+    except ImportError:
+        raise MissingExtraError("vllm", "vllm", "vLLM as a replica") from None
+    return vllm
+
+
+def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
+    """Returns vLLM's SamplingParams. room: tokens that fit behind the prompt. Raises InputError for what it lacks."""
+    vllm = import_vllm()
+    for name in _EXITS:
+        if getattr(sampling, name) != getattr(Sampling(), name):
+            raise lacks(name)
+    grammar, structured = sampling.grammar, None
+    if grammar is not None:
+        if not with_text:
+            raise lacks("tokens without text, of a grammar")
+        if grammar.kind == "json":
+            given: dict[str, Any] = {"json_object": True}
+        elif grammar.kind in _GRAMMARS:
+            given = {_GRAMMARS[grammar.kind]: json.loads(grammar.text) if grammar.kind == "choice" else grammar.text}
+        else:
+            raise lacks("grammar")
+        given |= {"disable_any_whitespace": True} if grammar.compact and grammar.kind.startswith("json") else {}
+        structured = vllm.sampling_params.StructuredOutputsParams(**given)
+    values = {name: getattr(sampling, name) for name in _SAME}
+    return vllm.SamplingParams(
+        **values,
+        max_tokens=max(1, room) if sampling.max_tokens is None else sampling.max_tokens,
+        seed=None if sampling.seed is None else sampling.seed & ((1 << 63) - 1),
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_ids),
+        logit_bias=dict(sampling.logit_bias) or None,
+        structured_outputs=structured,
+        detokenize=with_text,
+        output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def generated(one: Any, with_text: bool, cached: int, num_logprobs: int) -> Generated:
+    """Returns one sample of vLLM's as ours: without the token that ended it."""
+    tokens = tuple(int(token) for token in one.token_ids)
+    ended = one.finish_reason == "stop" and not isinstance(one.stop_reason, str)
+    logprobs = None
+    if one.logprobs is not None:
+        logprobs = tuple(
+            _logprobs(token, found, num_logprobs) for token, found in zip(tokens, one.logprobs, strict=False)
+        )
+    if ended:
+        tokens, logprobs = tokens[:-1], None if logprobs is None else logprobs[: len(tokens) - 1]
+    reason: Any = "stop" if one.finish_reason == "stop" else "length"
+    return Generated(tokens, one.text if with_text else None, reason, one.stop_reason, cached, logprobs)
+
+
+def _logprobs(token: int, found: Mapping[int, Any], count: int) -> TokenLogprobs:
+    """Returns them as ours. found: those of the `count` most likely tokens, and of the chosen one."""
+    best = sorted((one.rank, other, one.logprob) for other, one in found.items() if one.rank <= count)
+    return TokenLogprobs(float(found[token].logprob), tuple((int(other), float(value)) for _, other, value in best))
+
+
+def lacks(what: str) -> InputError:
+    remedy = "leave it out, or run the model with prefold (without --backend vllm)"
+    return InputError(f"vLLM cannot be asked for {what}", field=what, remedy=remedy, code="unsupported")
