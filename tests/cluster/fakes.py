@@ -39,6 +39,7 @@ class ThreadReplicas(Replicas):
         self.killed: list[str] = []
         self.given: dict[str, int] = dict.fromkeys(self.names, 0)
         self.windows: list[tuple[str, Any]] = []
+        self.runs: list[tuple[str, list[Any]]] = []  # each that began on a replica, with its windows
         self.closed = False
 
     def start(self, tell):
@@ -77,11 +78,13 @@ class ThreadReplicas(Replicas):
         return watched
 
     def begin(self, name, call):
+        self.runs.append((name, []))
         self.hosts[name].begin(call)
 
     def give(self, name, windows):
         self.given[name] += sum(window.num_requests for window in windows)
         self.windows += [(name, window) for window in windows]
+        next(own for one, own in reversed(self.runs) if one == name).extend(windows)
         if name in self.hosts:
             self.hosts[name].give(windows)
 

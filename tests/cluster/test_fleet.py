@@ -112,6 +112,9 @@ def test_a_replica_that_comes_back_works_again():
             if len(found) == 100:
                 replicas.lose("a", "restarted")
         assert plain(found) == expected()
+    # It holds nothing of what it was given before.
+    first = [windows[0] for _, windows in replicas.runs if windows]
+    assert len(first) == 2 and [window.common for window in first] == [0, 0]
 
 
 def test_a_replica_that_hangs_is_killed():
@@ -189,6 +192,27 @@ def test_a_replica_out_of_reach_counts_as_no_loss_and_blames_nobody(stream):
     assert out_of_reach == [False, True, False] and found[bad.tag].code == "replicas_lost"
     assert sum("runs, but what passed between was lost: gone" in note for note in notes) == 1
     assert plain((t, a) for t, a in found.items() if t != bad.tag) == [p for p in expected() if p[0] != bad.tag]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_further_reads_of_a_prompt_do_not_count_it_again(stream):
+    """Each prompt is read twice, as for two labels of one token: two answers, and its tokens once."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(97, 123, 8 + i % 9).astype(np.int32) for i in range(60)]
+    reads = [(Request(tokens), b"%d/%d" % (i, part)) for i, tokens in enumerate(prompts) for part in range(2)]
+    with closing(Fleet(ThreadReplicas("ab"))) as fleet, Spool() as spool:
+        if stream:
+            feed = Feed()
+            for place in range(0, 120, 2):
+                feed.put(reads[place : place + 2])
+            feed.end()
+            found = list(fleet.run(LiveInput(feed, 1000), Readout("last")))
+        else:
+            for request, tag in reads:
+                spool.add(request, tag)
+            found = list(run(fleet, spool))
+        assert sorted(tag for tag, _ in found) == sorted(tag for _, tag in reads)
+        assert fleet.stats.requests == 60 and fleet.stats.tokens == sum(map(len, prompts))
 
 
 def test_work_begins_while_others_load():

@@ -241,6 +241,23 @@ def test_a_request_that_two_replicas_die_of_is_an_error_and_the_stream_goes_on()
     assert len(replicas.killed) == 2
 
 
+def test_a_replica_that_hangs_on_a_stream_is_killed():
+    hang, notes = threading.Event(), []
+
+    def before(name, tokens):
+        if name == "b":
+            hang.wait(30)
+        time.sleep(0.005)
+
+    replicas = ThreadReplicas("ab", before=before)
+    fleet = Fleet(replicas, patience=1.0, notify=notes.append)
+    found = run_all(fleet, feed_of(texts_of(200), pause=0.002))
+    hang.set()
+    fleet.close()
+    assert len(found) == 200 and replicas.killed == ["b"]
+    assert notes.count("b has done nothing for 1 s and is killed") == 1
+
+
 def test_the_first_answers_come_before_the_last_requests():
     fleet = Fleet(ThreadReplicas("a"))
     feed = feed_of(texts_of(30), pause=0.05)
