@@ -15,14 +15,13 @@ from ..checkpoint.identity import model_identity
 from ..engine.meter import StepInfo
 from ..stream import Window
 from ..types import GenerationStats, Stats
-from .replicas import ReplicaFacts, ReplicaReport, RunCall, place_of
+from .replicas import LONGEST_WAIT, ReplicaFacts, ReplicaReport, RunCall, place_of
 
 __all__ = ["ReplicaHost", "facts_of"]
 
 # A replica whose device computes ahead ends its engine's run when no lease has come for so long: only then the last
 # step's results are taken.
 _IDLE_SECONDS = 0.05
-_LONGEST_WAIT = 0.5
 
 
 class _HostRun:
@@ -102,7 +101,7 @@ class ReplicaHost:
         self.end()
         self._runs.put(None)
 
-    def report(self, wait: float = _LONGEST_WAIT) -> ReplicaReport:
+    def report(self, wait: float = LONGEST_WAIT) -> ReplicaReport:
         """Returns what was done since the last report; waits a little where nothing was done."""
         with self._changed:
             self._changed.wait_for(lambda: self._report.answers or self._report.steps or self._report.failure, wait)

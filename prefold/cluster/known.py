@@ -10,13 +10,11 @@ import numpy as np
 
 from ..prefix import RowCost, StreamCost
 from ..stream import Order, Window, Windows
-from ..stream.options import decode_options
 from .leases import LeaseOptions, Leases
-from .replicas import ReplicaFacts, RunCall, lease_windows
+from .replicas import ReplicaFacts, RunCall, expected_limit, lease_windows
 
 __all__ = ["Answered", "KnownWork"]
 
-_GUESSED_OUTPUT = 256  # tokens, where no request says how many it may have
 _SAMPLED = 256  # requests that are asked how many they may have
 
 # A request's tag, the tokens of its prompt (0: of a further read of a prompt), and what it gave.
@@ -114,7 +112,5 @@ def _expected_outputs(order: Order) -> np.ndarray:
     found = []
     for place in np.linspace(0, len(order) - 1, min(_SAMPLED, len(order))).astype(int).tolist():
         (request,) = order.read(place, place + 1)
-        sampling, _ = decode_options(request.options)
-        limit = _GUESSED_OUTPUT if sampling is None or sampling.max_tokens is None else sampling.max_tokens
-        found.append(limit * (1 if sampling is None else sampling.n))
+        found.append(expected_limit(request))
     return np.full(len(order), round(float(np.mean(found))), np.int64)

@@ -17,17 +17,15 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..stream.options import decode_options
 from ..stream.order import SpooledRequest
 from ..types import Generated
 from .dispatch import Dispatcher, Limits
 from .policies import Policy
-from .replicas import ReplicaFacts, RunCall
+from .replicas import ReplicaFacts, RunCall, expected_limit
 from .router import Prompt, Router
 
-__all__ = ["LiveLease", "LiveLeases", "expected_limit"]
+__all__ = ["LiveLease", "LiveLeases"]
 
-_GUESSED_OUTPUT = 256  # tokens, where a request does not say how many it may have
 _PATIENCE = 300.0
 
 Reads = Sequence[SpooledRequest]  # of one prompt
@@ -83,7 +81,7 @@ class LiveLeases:
         **window: Any,
     ):
         self.router = Router(policy)
-        self.dispatcher = Dispatcher(self.router, limit_of=expected_limit, max_tokens=max_tokens, **window)
+        self.dispatcher = Dispatcher(self.router, limit_of=_limit_of, max_tokens=max_tokens, **window)
         self.window = self.dispatcher.window
         self.moved = 0  # requests that were sent again because a replica was lost
         self._call, self._numbers, self._patience, self._early = call, numbers, patience, early
@@ -215,7 +213,7 @@ class LiveLeases:
 
     def _suspect_lease(self, name: Hashable, reads: Reads, now: float) -> LiveLease:
         first = reads[0]
-        prompt = Prompt(first.tokens, expected_limit(reads), _namespace(first))
+        prompt = Prompt(first.tokens, _limit_of(reads), _namespace(first))
         self.router.send(reads[0].number, prompt, name)
         if self._alone:
             self._replicas[name].is_paused = True
@@ -276,12 +274,8 @@ class LiveLeases:
         assert set(found) == {number for left in self._reads.values() for number in left}
 
 
-def expected_limit(reads: Reads) -> int:
-    """Returns how many tokens may be generated for a prompt, a guess where it does not say; 0 where it is only read."""
-    sampling, _ = decode_options(reads[0].options)
-    if sampling is None:
-        return 0
-    return (_GUESSED_OUTPUT if sampling.max_tokens is None else sampling.max_tokens) * sampling.n
+def _limit_of(reads: Reads) -> int:
+    return expected_limit(reads[0])
 
 
 def limits_of(facts: ReplicaFacts, call: RunCall, *, early: bool = False) -> Limits:

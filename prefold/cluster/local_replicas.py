@@ -8,12 +8,19 @@ from typing import Protocol
 
 from ..errors import PrefoldError
 from ..stream import Window
-from .replicas import ReplicaEvent, ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, Replicas, RunCall
+from .replicas import (
+    LONGEST_WAIT,
+    RESTARTS,
+    ReplicaEvent,
+    ReplicaFacts,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaReport,
+    Replicas,
+    RunCall,
+)
 
 __all__ = ["Host", "LocalReplicas"]
-
-_RESTARTS = 3  # of a host that has answered nothing since
-_LONGEST_WAIT = 0.5  # that a report is waited for
 
 
 class Host(Protocol):
@@ -36,7 +43,7 @@ class LocalReplicas(Replicas):
         self.names = (name,)
         self._make = make
         self._host: Host | None = None
-        self._restarts = _RESTARTS
+        self._restarts = RESTARTS
         self._is_closed = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -87,11 +94,11 @@ class LocalReplicas(Replicas):
             if not self._is_closed:
                 self._tell(self.names[0], ReplicaReady(host.facts))
             while self._host is host:
-                report = host.report(_LONGEST_WAIT)
+                report = host.report(LONGEST_WAIT)
                 if self._host is not host:
                     break
                 if report.answers:
-                    self._restarts = _RESTARTS
+                    self._restarts = RESTARTS
                 self._tell(self.names[0], report)
             host.close()
             if not self._is_closed:

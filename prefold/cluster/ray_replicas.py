@@ -11,7 +11,17 @@ from typing import Any
 
 from ..errors import JobError, MissingExtraError, PrefoldError
 from ..stream import Window
-from .replicas import ReplicaEvent, ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, Replicas, RunCall
+from .replicas import (
+    LONGEST_WAIT,
+    RESTARTS,
+    ReplicaEvent,
+    ReplicaFacts,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaReport,
+    Replicas,
+    RunCall,
+)
 
 __all__ = ["RayReplicas"]
 
@@ -21,9 +31,7 @@ try:
 except ImportError:
     raise MissingExtraError("ray", "ray", "a fleet on Ray") from None
 
-_RESTARTS = 3  # of a replica that has answered nothing since
 _POLL = 0.25
-_LONGEST_WAIT = 0.5  # that a report is waited for
 _DOUBT = 15.0  # seconds after which a replica that does not answer is taken for dead
 
 
@@ -84,7 +92,7 @@ class _RayMember:
     """
 
     handle: Any
-    restarts: int = _RESTARTS
+    restarts: int = RESTARTS
     life: str | None = None
     doubt: tuple[float, Exception] | None = None
 
@@ -177,7 +185,7 @@ class RayReplicas(Replicas):
 
     def _report(self, name: str) -> None:
         method = self._members[name].handle.report.options(concurrency_group="reports")
-        self._pending[method.remote(_LONGEST_WAIT)] = (name, "report")
+        self._pending[method.remote(LONGEST_WAIT)] = (name, "report")
 
     def _order(self, name: str, method: str, *arguments: Any) -> None:
         getattr(self._members[name].handle, method).options(concurrency_group="orders").remote(*arguments)
@@ -242,7 +250,7 @@ class RayReplicas(Replicas):
             facts, member.life = said
             said = ReplicaReady(facts)
         elif said.answers:
-            member.restarts = _RESTARTS
+            member.restarts = RESTARTS
         self._tell(name, said)
         self._report(name)
 

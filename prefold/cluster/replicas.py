@@ -13,11 +13,14 @@ from ..engine.meter import StepInfo
 from ..engine.requests import PROBED
 from ..stream import Order, Window
 from ..stream.live_windows import window_of
+from ..stream.options import decode_options
 from ..stream.order import SpooledRequest
 from ..stream.window import cut_into_windows
 from ..types import Readout, Sharing, Stats
 
 __all__ = [
+    "LONGEST_WAIT",
+    "RESTARTS",
     "ReplicaEvent",
     "ReplicaFacts",
     "ReplicaLost",
@@ -25,12 +28,16 @@ __all__ = [
     "ReplicaReport",
     "Replicas",
     "RunCall",
+    "expected_limit",
     "lease_windows",
     "place_of",
     "requests_of",
     "tagged_windows",
 ]
 
+RESTARTS = 3  # of a replica that has answered nothing since
+LONGEST_WAIT = 0.5  # seconds that a report waits for something to be done
+_GUESSED_OUTPUT = 256  # tokens, where a request does not say how many it may have
 _TAG = struct.Struct("<QQ")  # number of the lease, place of the request in the order
 
 
@@ -158,6 +165,14 @@ class Replicas(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends all replicas."""
+
+
+def expected_limit(request: SpooledRequest) -> int:
+    """Returns how many tokens may be generated for a request: a guess where it does not say, 0 for one that is read."""
+    sampling, _ = decode_options(request.options)
+    if sampling is None:
+        return 0
+    return (_GUESSED_OUTPUT if sampling.max_tokens is None else sampling.max_tokens) * sampling.n
 
 
 def lease_windows(

@@ -28,12 +28,11 @@ from ..prefix import MEDIA_BASE
 from ..stream import Window
 from ..types import GenerationStats, Request, Sampling, Stats
 from .block_events import BlockEvents
-from .replicas import ReplicaFacts, ReplicaReport, RunCall, requests_of
+from .replicas import LONGEST_WAIT, ReplicaFacts, ReplicaReport, RunCall, requests_of
 from .vllm_requests import generated, import_vllm, lacks, sampling_params
 
 __all__ = ["VllmHost"]
 
-_LONGEST_WAIT = 0.5
 _SECONDS_TO_REPLAY = 2.0
 _END_OF_REPLAY = (1 << 64) - 1
 # Waits for the end of its input, which ends with the process that writes to it.
@@ -163,7 +162,7 @@ class VllmHost:
             self._events.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def report(self, wait: float = _LONGEST_WAIT) -> ReplicaReport:
+    def report(self, wait: float = LONGEST_WAIT) -> ReplicaReport:
         """Returns what was done since the last report; waits a little where nothing was done."""
         with self._changed:
             self._changed.wait_for(lambda: self._report.answers or self._report.failure, wait)

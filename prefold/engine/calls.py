@@ -89,14 +89,15 @@ class Call:
         readout: Readout | None = None,
         sharing: bool | None = None,
         text: bool = False,
+        again: bool = False,
     ) -> None:
-        """Asks for the answer to a request, which `take` yields with its tag. readout, sharing: as for `Generator.add`.
-        text: whether its text is wanted piece by piece."""
+        """Asks for the answer to a request, which `take` yields with its tag. text: whether its text is wanted piece by
+        piece. The others are as for `Generator.add`."""
         key = self.generator.new_key()
         self.open[key] = tag  # before it is known elsewhere: whatever happens, it is ended when the call is left
         on_text = partial(self.inbox.put, key) if text else None
         on_done = partial(self.inbox.put, key)
-        self.generator.add(request, tokenizer, on_done, on_text, readout=readout, sharing=sharing, key=key)
+        self.generator.add(request, tokenizer, on_done, on_text, readout=readout, sharing=sharing, key=key, again=again)
 
     def take(self) -> Iterator[tuple[Any, TextPiece | Answer]]:
         """Yields (tag, piece of text or answer) of all that has come and was not taken yet."""
@@ -139,6 +140,7 @@ def serve(
     tokenizer: Tokenizer | None = None,
     *,
     stopping: Callable[[], bool] = lambda: False,
+    is_again: Callable[[Any], bool] = lambda tag: False,
     **options: Any,
 ) -> Iterator[tuple[Any, TextPiece | Answer]]:
     """Yields (tag, answer) of every request as it ends, and with text=True its (tag, piece of text) before.
@@ -147,6 +149,7 @@ def serve(
     None says that nothing more is there yet: the iterator is asked again after the next step.
 
     stopping  called after every step: once it returns True, this ends, having yielded what is there
+    is_again  of a tag: whether its request is a further read of a prompt that another request counts
     options   of `Call.add`
     """
     call = Call(generator)
@@ -161,7 +164,7 @@ def serve(
                 if window is None:
                     break
                 for tag, request in window:
-                    call.add(tag, request, tokenizer, **options)
+                    call.add(tag, request, tokenizer, again=is_again(tag), **options)
             yield from call.take()
             if stopping():
                 return

@@ -158,13 +158,12 @@ class Engine:
         self, windows: Probes, readout: Readout, how: dict[str, Any], *, shares: bool = True
     ) -> Iterator[tuple[bytes, Result]]:
         """Runs windows in the slots of the KV store, in one loop with what is generated."""
-        probes = serve(self.generator, windows, stopping=how["stopping"], readout=readout, sharing=shares)
+        asked: dict[str, Any] = {"stopping": how["stopping"], "readout": readout, "sharing": shares}
+        probes = serve(self.generator, windows, is_again=lambda tag: bool(tag[0].twins[tag[1]]), **asked)
         with closing(probes) as answers:
             for (window, number), result in answers:
                 if isinstance(result, Result):
-                    if window.twins[number]:  # The generator has counted its prompt, which its first read stands for.
-                        self.meter.add(tokens=-int(window.offsets[number + 1] - window.offsets[number]))
-                    else:
+                    if not window.twins[number]:
                         self.meter.add(requests=1)
                     yield window.tags[number], result
                 else:

@@ -120,6 +120,7 @@ class Generator:
         sharing: bool | None = None,
         key: int | None = None,
         owner: Owner = NOBODY,
+        again: bool = False,
     ) -> int:
         """Takes a request, and returns its key.
 
@@ -131,6 +132,7 @@ class Generator:
         sharing  whether the request shares rows with others; None: as the engine's options say
         key      from `new_key`; None: a new one
         owner    for whom it runs
+        again    whether it is a further read of a prompt that another request counts (see `Window.twins`)
         """
         key = self.new_key() if key is None else key
         sharing = self.sharing if sharing is None else sharing
@@ -141,6 +143,7 @@ class Generator:
         except InputError as error:
             on_done(error)
         else:
+            one.again = again
             self._new.append(one)
         return key
 
@@ -455,7 +458,8 @@ class Generator:
             if running.sample == 0:
                 one.cached_tokens = running.cached_tokens or 0
             if one.is_done:
-                requests, tokens = requests + 1, tokens + one.num_tokens
+                if not one.again:
+                    requests, tokens = requests + 1, tokens + one.num_tokens
                 self._tell(one, one.answer())
         return requests, tokens
 

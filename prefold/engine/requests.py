@@ -65,6 +65,7 @@ class OpenRequest:
     reserve        whether room for all of these is set aside
     namespace      rows are shared only between requests of one namespace
     owner          for whom it runs
+    again          whether it is a further read of a prompt, which an earlier request counts
     cached_tokens  how many of the prompt's rows the first sample found in place
     decided        which blocks its rows visit, and after which visits they left, as far as that was decided
     """
@@ -77,6 +78,7 @@ class OpenRequest:
     reserve: bool
     namespace: tuple[Hashable, ...]
     owner: Owner
+    again: bool = False
     cached_tokens: int = 0
     decided: Decided = field(default_factory=Decided)
 

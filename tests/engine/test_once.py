@@ -91,6 +91,20 @@ def test_twins_in_a_row_run_once_in_the_baselines_too(llm, sharing):
         np.testing.assert_allclose(one.values, other.values, atol=1e-5)
 
 
+@pytest.mark.parametrize("cache_prefill", [True, False])
+def test_steps_and_stats_count_a_prompt_once_however_often_it_is_read(llm, cache_prefill):
+    prompts = [[5, 6, 7], [5, 6], [9, 8, 7, 6]]
+    requests = [as_request(tokens, [label]) for tokens in prompts for label in range(4)]
+    with LLM(llm.checkpoint.path, dtype="float32", device="cpu", cache_prefill=cache_prefill) as some:
+        told = []
+        run(some, requests, Readout("logprobs"), sharing="full", rows=100, on_step=told.append)
+        stats = some.stats
+        lengths = sum(map(len, prompts)) if cache_prefill else some.stats.tokens
+        assert (stats.requests, stats.tokens) == (3, lengths)
+        assert sum(step.requests_done for step in told) == 3
+        assert sum(step.tokens_done for step in told) == stats.tokens
+
+
 def test_path_is_what_lies_above_the_cut(llm):
     """A prompt far longer than a batch: the path grows with it, and goes with it."""
     long = np.arange(200).tolist()
