@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=["segments", "alone"])
     parser.add_argument("--rows", type=int, default=1500)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--model", help="of the case vllm: a folder")
+    parser.add_argument("--model", help="of the cases vllm and faults: a folder")
     parser.add_argument("--groups", type=int, default=32, help="of the case vllm: prefixes")
     parser.add_argument("--ways", default="process,http", help="of the case vllm")
     parser.add_argument("--jobs", default="shared,single", help="of the case vllm")

@@ -276,8 +276,14 @@ def replicas(rows: int, model: str, seeds: int) -> list[dict[str, Any]]:
     return table
 
 
-def faults(rows: int, model: str, seeds: int, parts: str = "ways,replicas") -> list[dict[str, Any]]:
-    """The tables of the case. model: a folder with a tiny model and a tokenizer."""
+def faults(rows: int, model: str | None, seeds: int, parts: str = "ways,replicas") -> list[dict[str, Any]]:
+    """The tables of the case. model: a folder with a model and a tokenizer; None: the tiny one of the tests."""
+    if model is None:
+        with tempfile.TemporaryDirectory() as folder:
+            sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+            from tiny import tiny_checkpoint
+
+            return faults(rows, str(tiny_checkpoint(Path(folder), "llama")), seeds, parts)
     found: list[dict[str, Any]] = []
     if "ways" in parts.split(","):
         found += ways(rows, model)
