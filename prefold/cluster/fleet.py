@@ -164,9 +164,10 @@ class Fleet:
         return True
 
     def leave(self, name: str, reason: str, *, returns: bool, died: bool = True) -> None:
-        """Notes that a replica is gone; it counts as lost where it has died."""
-        self.losses += self.ready.pop(name, None) is not None and died
-        if not died:
+        """Notes that a replica is gone; it counts as lost where it has died, or does not come back."""
+        is_back = returns and not died
+        self.losses += self.ready.pop(name, None) is not None and not is_back
+        if is_back:
             self.notify(f"{name} runs, but what passed between was lost: {reason}; what it had is sent again")
         elif self._gone.get(name) != reason:
             again = "; it is started anew" if returns else ""

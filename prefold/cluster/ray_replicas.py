@@ -270,7 +270,7 @@ class RayReplicas(Replicas):
         member = self._members[name]
         member.restarts, member.doubt = member.restarts - 1, None
         returns = member.restarts >= 0
-        self._tell(name, ReplicaLost(_first_lines(error), returns, died or not returns))
+        self._tell(name, ReplicaLost(_first_lines(error), returns, died))
         if returns:
             self._load(name)
         else:
