@@ -230,7 +230,7 @@ def decode(
         prompts = rng.integers(0, read.config.vocab_size, (batch, prompt)).tolist()
     each: list[dict[str, Any]] = [{"exit_threshold": 0.7}] * batch
     if not folder:
-        each = [{"exit_visits": rng.integers(2, 7, out).tolist()} for _ in range(batch)]
+        each = [{"exit_visits": tuple(rng.integers(2, 7, out).tolist())} for _ in range(batch)]
     paths: dict[str, Callable[[int], list[list[int]]]] = {
         "fixed": lambda many: tokens_of(read, requests(prompts, max_tokens=many)),
         "template + KV": lambda many: tokens_of(read, requests(prompts, max_tokens=many, route=order)),
