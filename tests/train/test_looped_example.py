@@ -107,6 +107,9 @@ def test_marks_say_how_many_hops_are_asked_for(router_example, example):
     packs = router_example.Packs.make(task, [range(2, 3), range(3, 4)], 2, np.random.default_rng(1))
     assert [prompt[16] - 16 * 17 + 1 for prompt in packs.prompts] == [2, 3]
     assert task.vocab_size == 16 * 17 + 3 > max(max(prompt) for prompt in queries.prompts)
+    model = example.make_model(example.hf_config(task, 16, 2, 4))
+    example.initialise(model, task, 0)
+    assert model.embedding[-3:].abs().mean() > 0.2  # those of marks too
 
 
 def test_packs_ask_what_they_say(router_example, example):
