@@ -50,7 +50,7 @@ class DecodeStep:
     """A DecodeStep is one visit of a row for each of some sequences, and what it means for them.
 
     message         what the worker is given, as of RoutedStep
-    takers, visits, spans   as of RoutedStep
+    takers, visits  as of RoutedStep
     crew            who runs
     members         int64 [n]: the number in the crew of the sequence of each row
     place, at, row  int64 [n]: the place of each row's tail, the visit that it makes, and the row's number in the tail
@@ -59,7 +59,6 @@ class DecodeStep:
     message: VisitStep
     takers: list[Routed]
     visits: list[int]
-    spans: list[tuple[tuple[Hashable, ...], int, int]]
     crew: _Crew
     members: np.ndarray
     place: np.ndarray
@@ -71,6 +70,12 @@ class DecodeStep:
     def num_rows(self) -> int:
         """Returns how many rows go through the block."""
         return len(self.members)
+
+    @property
+    def spans(self) -> list[tuple[tuple[Hashable, ...], int, int]]:
+        """Returns (namespace, its first query, the query behind its last) of each row."""
+        namespaces = [self.crew.sequences[number].namespace for number in self.members.tolist()]
+        return [(namespace, row, row + 1) for row, namespace in enumerate(namespaces)]
 
     @property
     def first_rows(self) -> int:
@@ -197,11 +202,9 @@ class Decoding:
     def draft(self, running: Collection[Routed], most: int) -> DecodeDraft | None:
         """Returns who makes the next visit, at most so many, with slots claimed for them; None where that is for Claims
         to say."""
-        if self.visits.coda or self.visits.keys != "last" or not running:
-            return None
-        if not all(sequence.ready for sequence in running):
-            return None
         if self._crew is None:
+            if self.visits.coda or self.visits.keys != "last" or not all(sequence.ready for sequence in running):
+                return None
             self._crew = _Crew(running, self.tails, self.tails.visits)
         crew, tails = self._crew, self.tails
         place = crew.place
@@ -291,8 +294,7 @@ class Decoding:
             reads=np.arange(len(reads)),
         )  # fmt: skip
         takers = [crew.sequences[number] for number in members[reads].tolist()]
-        spans = self._spans(crew, members)
-        return DecodeStep(message, takers, visit[reads].tolist(), spans, crew, members, place, visit, row)
+        return DecodeStep(message, takers, visit[reads].tolist(), crew, members, place, visit, row)
 
     def _leaves(self, unit: int, crew: _Crew, route: np.ndarray, visit: np.ndarray, place: np.ndarray) -> np.ndarray:
         """Returns whether rows leave after a visit, as `Routed.leaves` does."""
@@ -341,16 +343,6 @@ class Decoding:
         columns = [np.concatenate(column) for column in zip(*found, strict=True)]
         order = np.argsort(columns[3], kind="stable")
         return joined(*(column[order] for column in columns))
-
-    def _spans(self, crew: _Crew, members: np.ndarray) -> list[tuple[tuple[Hashable, ...], int, int]]:
-        spans: list[tuple[tuple[Hashable, ...], int, int]] = []
-        for row, number in enumerate(members.tolist()):
-            namespace = crew.sequences[number].namespace
-            if spans and spans[-1][0] == namespace:
-                spans[-1] = (namespace, spans[-1][1], row + 1)
-            else:
-                spans.append((namespace, row, row + 1))
-        return spans
 
     def begin(self, step: DecodeStep) -> int:
         """Books a step as being run. Returns how many slots all who run would need if nobody shared anything."""
