@@ -201,35 +201,34 @@ TABLES: dict[str, tuple[str, Callable[[Cells], str]]] = {
 
 
 def publishable(cells: Cells) -> str:
-    """Returns the seed's table, with exits added: a row a path, for the first decode cell of a trained model, beside
-    what the other sections say."""
-    decoded = [one for parts, one in of(cells, "decode") if parts[0] == "trained" and "fixed" in one]
-    asked = {
-        way: one[way] for parts, one in of(cells, "routes") if parts[0] == "request" for way in one if way != "machine"
-    }
+    """Returns the seed's table, with exits added: a row a path. Paths of generation are those of the first decode cell
+    of a trained model, whose tokens are scored; routers are means over what the routes section has of those that read
+    requests, with the time of prompts alone."""
+    trained = [(parts, one) for parts, one in of(cells, "decode") if parts[0] == "trained" and "fixed" in one]
+    routed = [one for parts, one in of(cells, "routes") if parts[0] == "request" and "fixed" in one]
     replayed = next((one for _, one in of(cells, "replay") if "seconds" in one), None)
     lines = []
-    paths = {"fixed loop": "fixed", "hard + template + KV": "template + KV", "+ exits": "+ exits"}
-    for name in (
-        "fixed loop",
-        "soft router",
-        "hard router",
-        "hard + template batching",
-        "hard + template + KV",
-        "+ exits",
-    ):
+    for name, path in (("fixed loop", "fixed"), ("soft router", "soft"), ("hard router", "generic hard"),
+                       ("hard + template batching", "template replay"), ("hard + template + KV", "template + KV"),
+                       ("+ exits", "+ exits")):  # fmt: skip
         row: dict[str, str] = dict.fromkeys(("accuracy", "TTFT", "TPOT", "tokens/s", "block calls", "notes"), "")
-        way = {"fixed loop": "fixed", "soft router": "soft", "hard router": "hard at 0.60"}.get(name, "hard at 0.60")
-        if name != "+ exits" and way in asked:
-            row["accuracy"] = f"{asked[way]['right']:.3f}"
-            row["block calls"] = f"{np.mean(list(asked[way]['visits'].values())):.2f}" if way != "soft" else "16"
-        if decoded and name in paths:
-            one = decoded[0][paths[name]]
-            row |= {"TTFT": f"{1e3 * one['ttft']:.1f} ms", "TPOT": f"{1e3 * one['tpot']:.2f} ms"}
-            row |= {"tokens/s": f"{one['tokens/s']:.0f}", "accuracy": f"{one['right']:.3f}"}
-        elif replayed:
-            key = {"soft router": "soft", "hard router": "generic hard"}.get(name, "template replay")
-            row["notes"] = f"prompts alone: {ms(replayed['seconds'][key])} ms" if name not in paths else ""
+        if path in ("fixed", "template + KV", "+ exits"):
+            if trained:
+                parts, cell = trained[0]
+                one, counts = cell[path], cell["counts"]
+                share = counts["block calls with exits"] / counts["block calls"] if path == "+ exits" else 1
+                row |= {"TTFT": f"{1e3 * one['ttft']:.1f} ms", "TPOT": f"{1e3 * one['tpot']:.2f} ms"}
+                row |= {"tokens/s": f"{one['tokens/s']:.0f}", "accuracy": f"{one['right']:.3f}"}
+                row |= {"block calls": f"{8 * share:.2f}", "notes": "generates: " + "-".join(parts)}
+        else:
+            way = "soft" if path == "soft" else "hard at 0.60"
+            if routed:
+                row["accuracy"] = f"{np.mean([one[way]['right'] for one in routed]):.3f}"
+                made = np.mean([np.mean(list(one[way]["visits"].values())) for one in routed])
+                row["block calls"] = "16" if path == "soft" else f"{made:.2f}"
+                row["notes"] = f"{len(routed)} routers, one hop more than trained among the queries; "
+            if replayed:
+                row["notes"] += f"prompts alone: {ms(replayed['seconds'][path])} ms"
         lines.append([name, *row.values()])
     return table(["Model", "Accuracy", "TTFT", "TPOT", "tokens/s", "Block calls", "Notes"], lines)
 
