@@ -8,7 +8,8 @@
     replay     ways through a routed model: soft, the router asked before each visit, plans and templates replayed; and
                a queue of 256 requests with 1, 4 and 16 templates
     kv         generating with K/V, and each token computed from the whole text before it
-    decode     generating: all visits; a given template; exits; exits without refill
+    decode     generating: all visits; a given template; exits; exits without refill; of trained models, and of random ones
+               of two blocks of a layer and (oneblock) of one block of two
     routes     trains routers (examples/looped_router.py): right answers by threshold, routes and their frequencies, how
                well a planner foretells them, routes of rows
     once       rows that are computed once for each beginning of a route
@@ -86,10 +87,10 @@ def kv_cells(options: argparse.Namespace) -> Cells:
 
 
 def decode_cells(options: argparse.Namespace) -> Cells:
-    def one(nodes: int | None, batch: int, prompt: int, out: int) -> dict[str, Any]:
+    def one(nodes: int | None, batch: int, prompt: int, out: int, blocks: int = 2) -> dict[str, Any]:
         folder = trained_model(options.out, nodes, options.seeds[0], options.steps)[0] if nodes else None
         given = (options.hidden, batch, prompt, out, options.repeats, options.device)
-        return looped_served.decode(folder, nodes or 0, *given)
+        return looped_served.decode(folder, nodes or 0, *given, blocks=blocks)
 
     cells: Cells = {}
     for batch in options.batches:
@@ -97,7 +98,9 @@ def decode_cells(options: argparse.Namespace) -> Cells:
             for nodes in options.nodes:
                 cells[f"decode-trained-{nodes}-{batch}-{out}"] = partial(one, nodes, batch, 0, out)
             for prompt in options.prompts:
-                cells[f"decode-random-{options.hidden}-{batch}-{prompt}-{out}"] = partial(one, None, batch, prompt, out)
+                size = f"{options.hidden}-{batch}-{prompt}-{out}"
+                cells[f"decode-random-{size}"] = partial(one, None, batch, prompt, out)
+                cells[f"decode-oneblock-{size}"] = partial(one, None, batch, prompt, out, blocks=1)
     return cells
 
 

@@ -129,10 +129,10 @@ def in_turn(ways: dict[Any, Callable[[], Any]], repeats: int) -> tuple[dict[Any,
     return seconds, given
 
 
-def random_llm(hidden: int, visits: int, device: str, **options: Any) -> LLM:
-    """Returns an LLM of random weights, two blocks of a layer, visited in turn, with a gate."""
+def random_llm(hidden: int, visits: int, device: str, *, blocks: int = 2, **options: Any) -> LLM:
+    """Returns an LLM of random weights, two blocks of a layer, visited in turn, or one of two layers, with a gate."""
     config = example.hf_config(example.Task(24, 4), hidden, 4 if hidden < 256 else 8, visits)
-    config |= {"max_position_embeddings": 1024}
+    config |= {"max_position_embeddings": 1024, "loop": config["loop"] | {"blocks": blocks}}
     options |= {"cache": "off"}  # a round is not to find what the one before has computed
     return LLM(Checkpoint.dummy(config), dtype="float32", device=device, kv_memory=1 << 30, **options)
 
@@ -201,7 +201,16 @@ def once(device: str) -> dict[str, Any]:
 
 
 def decode(
-    folder: Path | None, nodes: int, hidden: int, batch: int, prompt: int, out: int, repeats: int, device: str
+    folder: Path | None,
+    nodes: int,
+    hidden: int,
+    batch: int,
+    prompt: int,
+    out: int,
+    repeats: int,
+    device: str,
+    *,
+    blocks: int = 2,
 ) -> dict[str, Any]:
     """Measures the paths of generation: all visits; a given template; a visit a step, where nobody leaves; with exits;
     and without refill.
@@ -209,13 +218,14 @@ def decode(
     folder  of a trained model, which is asked real queries, whose tokens are scored; None: random weights of the width
             `hidden`, whose rows leave after as many visits as those of a trained model do: a hop more than the 1 to 5
             that they ask
+    blocks  of the random model
     """
     if not rows_leave():
         return not_there("rows that leave")
 
     def make(**options: Any) -> LLM:
         if folder is None:
-            return random_llm(hidden, 8, device, **options)
+            return random_llm(hidden, 8, device, blocks=blocks, **options)
         return LLM(str(folder), dtype="float32", device=device, kv_memory=1 << 30, cache="off", **options)
 
     read, save, no_refill = make(), make(exits="save"), make(exits="save", refill=False)
