@@ -8,8 +8,8 @@
     replay     ways through a routed model: soft, the router asked before each visit, plans and templates replayed; and
                a queue of 256 requests with 1, 4 and 16 templates
     kv         generating with K/V, and each token computed from the whole text before it
-    decode     generating: all visits; a given template; exits; exits without refill; of trained models, and of random ones
-               of two blocks of a layer and (oneblock) of one block of two
+    decode     generating: all visits; a given template; exits; exits without refill; of trained models, and of
+               random ones of two blocks of a layer and (oneblock) of one block of two
     routes     trains routers (examples/looped_router.py): right answers by threshold, routes and their frequencies, how
                well a planner foretells them, routes of rows
     once       rows that are computed once for each beginning of a route
