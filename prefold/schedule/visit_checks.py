@@ -34,6 +34,7 @@ def check_visits(scheduler: VisitScheduler) -> None:
             for prefix in sequence.prefixes:
                 takes[node.visits[prefix]] = takes.get(node.visits[prefix], 0) + 1
         _check_deeper(sequence)
+        _check_tail(sequence)
     nodes: list[VisitNode] = [*scheduler.tree.nodes(), *(sequence.tail for sequence in sequences)]  # type: ignore[list-item]
     for node in nodes:
         is_tail = node.parent is None or node.parent.children.get(int(node.tokens[0]) if len(node) else -1) is not node
@@ -50,12 +51,26 @@ def check_visits(scheduler: VisitScheduler) -> None:
                 for slot in range(start, start + count)
             ]
             assert flat == visit.slots[: visit.done].tolist()
+    places = [sequence.tail.place for sequence in scheduler.running]
+    assert len(set(places)) == len(places), "two tails in one place"
     slots = np.sort(np.concatenate(held)) if held else np.empty(0, np.int64)
     assert np.array_equal(slots, np.arange(1, scheduler.pool.num_slots + 1)), "slots leak, or are used twice"
     assert len(scheduler.running) <= scheduler.max_running
     assert {*sequences} == {sequence for request in scheduler._requests.values() for sequence in request}
     if scheduler.cache is not None:
         scheduler.cache.check()
+
+
+def _check_tail(sequence: Routed) -> None:
+    """What is held of the last row of a tail is what the tail has."""
+    tail, tails = sequence.tail, sequence.tails
+    if tail.place is None:
+        assert sequence.state == "waiting"
+        return
+    assert tail.place not in tails._free and tails.row[tail.place] == len(tail.tokens) - 1
+    if tail.tokens:
+        assert tails.token[tail.place] == tail.tokens[-1]
+        assert (tails.decides[tail.place], tails.leaves[tail.place]) == sequence.when(len(tail.tokens) - 1)
 
 
 def _check_deeper(sequence: Routed) -> None:

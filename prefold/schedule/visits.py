@@ -131,6 +131,7 @@ class VisitScheduler(Sequences[Routed]):
     def clear(self) -> None:
         super().clear()
         self._tails.clear()
+        self._decoding.forget()
         self._draft = self._begun = None
 
     @property
