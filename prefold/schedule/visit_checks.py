@@ -82,6 +82,9 @@ def _check_deeper(sequence: Routed) -> None:
             visit = node.visits[prefix]
             assert visit.done <= done
             done = visit.done
+            if t and sequence.route[t] >= 0:
+                left = node.visits[sequence.prefixes[t - 1]].left[:done]
+                assert visit.left[:done][left].all(), "a row that had left is back"
             own |= {int(slot) for slot in visit.slots[: visit.done]} if t == 0 else set()
             own |= {int(slot) for slot in visit.slots[visit.owned]}
             assert {int(slot) for slot in visit.slots[: visit.done]} <= own

@@ -256,9 +256,12 @@ def test_steps_that_become_smaller():
     for number in range(8):
         prompt = np.array([number % 2, 1, number % 3], np.int32)
         scheduler.submit(number, prompt, limit=9, exits=Exits(0.4, 2), decided=decided[number])
+    longest = 0
     while len(ended) < 8:
         scheduler.max_batch_rows = 3 if all(one.ready for one in scheduler.running) else 64
         run_step(scheduler, worker, ended, [])
+        longest = max([longest, *(one.waited for one in scheduler.running)])
+    assert longest <= 8
     for number in range(8):
         check_alone([number % 2, 1, number % 3], 0, 9, Exits(0.4, 2), VISITS, ended[number, 0], decided[number])
 
@@ -278,21 +281,32 @@ def fair(batch_rows: int | None, decided: dict, **how) -> VisitScheduler:
     return scheduler
 
 
-def keys_of(step) -> set:
-    """Whose rows a step has."""
+def rows_of(step) -> list[tuple]:
+    """Whose rows a step has, and how many."""
     if isinstance(step, DecodeStep):
-        return {step.crew.sequences[number].key for number in step.members.tolist()}
-    return {take.sequence.key for _, take, _ in step.takes}
+        return [(step.crew.sequences[number].key, 1) for number in step.members.tolist()]
+    return [(take.sequence.key, take.rows) for _, take, _ in step.takes]
 
 
-def test_rows_of_batches_are_bounded():
-    """While batches may have no rows, steps are those of the interactive request, and then go on with all."""
+def keys_of(step) -> set:
+    return {key for key, _ in rows_of(step)}
+
+
+@pytest.mark.parametrize("batch_rows", [0, 1])
+@pytest.mark.parametrize("after", [0, 12])
+def test_rows_of_batches_are_bounded(batch_rows, after):
+    """While batches may have few rows, steps are those of the interactive request; then they go on with all."""
     decided: dict = {}
-    scheduler, worker, ended = fair(0, decided), FakeWorker(2), {}
+    scheduler, worker, ended = fair(None if after else batch_rows, decided), FakeWorker(2), {}
+    for _ in range(after):
+        run_step(scheduler, worker, ended, [])
+    scheduler.waiting.batch_rows = batch_rows
     while ("live", 0) not in ended:
         scheduler.admit()
         step = scheduler.plan()
-        assert keys_of(step) == {"live"}
+        keys = keys_of(step)
+        assert "live" in keys and len(keys) <= 1 + batch_rows
+        assert sum(rows for key, rows in rows_of(step) if key != "live") <= batch_rows
         scheduler.begin(step)
         result, tokens = worker.run(step)
         for done in scheduler.commit(step, result, tokens, [False] * len(tokens)):
