@@ -118,12 +118,12 @@ class Claims:
             pending = False
             for visit in sequence.at(sequence.visit):
                 if visit.pending:
-                    pending = pending or self._settle_left(sequence, visit)
+                    pending = pending or self.settle_left(sequence, visit)
             if pending:
                 return
             sequence.visit += 1
 
-    def _settle_left(self, sequence: Routed, visit: NodeVisit) -> bool:
+    def settle_left(self, sequence: Routed, visit: NodeVisit) -> bool:
         """Settles the next rows that left before and whose K/V is there already; returns whether rows are pending."""
         visit.make_room()
         node, first = visit.node, visit.done

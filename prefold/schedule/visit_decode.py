@@ -211,10 +211,11 @@ class Decoding:
         visit, row = tails.visit[place], tails.row[place]
         if not (visit < crew.length).all():
             return None
-        ahead = np.arange(crew.most) >= visit[:, None]
-        ahead &= np.arange(crew.most) < crew.length[:, None]
-        if (ahead & (tails.done[place] != row[:, None])).any():
-            return None  # something is to be settled first
+        for number in np.flatnonzero(tails.done[place, visit] != row).tolist():
+            sequence = crew.sequences[number]
+            there = sequence.tail.visits[sequence.prefixes[visit[number]]]
+            self.claims.settle_left(sequence, there)
+        behind = tails.done[place, visit] != row
         unit = crew.units[crew.route, visit]
         kind = unit - PRELUDE
         if self.visits.group == "template":
@@ -225,6 +226,8 @@ class Decoding:
         members = np.flatnonzero(kind == chosen)
         if len(members) > most:  # those who waited longest
             members = np.sort(members[np.argsort(-tails.waited[place[members]], kind="stable")[:most]])
+        if behind[members].any():  # K/V are to be made of the states of rows that left
+            return None
         at = crew.route[members] * crew.most + visit[members]
         members = members[np.argsort(at, kind="stable")]
         if not self._claim(place[members], visit[members], row[members], members):
@@ -364,9 +367,9 @@ class Decoding:
         gone = np.flatnonzero(left)
         if not len(gone):
             return 0
-        # What deeper visits see of them is there, but for K/V that are made of a state.
+        # What deeper visits see of them is there, but for K/V that are made of a state, and what comes behind such.
         seen = crew.seen[route[gone], visit[gone]]
-        which, deeper = np.nonzero(seen >= 0)
+        which, deeper = np.nonzero((seen >= 0) & (tails.done[place[gone]] == row[gone, None]))
         seen, which = seen[which, deeper], gone[which]
         place, row = place[which], row[which]
         slots = tails.slots[place, seen, row]
