@@ -105,18 +105,15 @@ def last_logits(prompts: Prompts, rows: Any) -> torch.Tensor:
     return prompts.model.logits(prompts.model.finish(rows))
 
 
-def visited(prompts: Prompts, rows: Any, x: torch.Tensor, block: int, out: torch.Tensor) -> None:
-    """Puts states [n, length, hidden] of n prompts after a block into `out`; the rows tell how all go through it."""
+def visited(prompts: Prompts, rows: Any, x: torch.Tensor, block: int) -> torch.Tensor:
+    """Returns states [n, length, hidden] of n prompts after a block; the rows tell how all of them go through it."""
     count, length = x.shape[:2]
     attend, _ = prompts.attend(count)
     size = count * length  # the cosines of n prompts of one length are those of the first n
     cos_sin = rows.cos_sin if count == prompts.count else [c[:size] for c in rows.cos_sin]
     some = replace(rows, x=x.reshape(size, -1), delta=None, attend=attend, cos_sin=cos_sin, plane=0)
     prompts.model.visit(some, block)
-    if some.delta is None:
-        out.copy_(some.x.view_as(x))
-    else:
-        torch.add(some.x.view_as(x), some.delta.view_as(x), out=out)
+    return stream(some).view_as(x)
 
 
 def grouped(
@@ -139,17 +136,14 @@ def grouped(
         places = sorted(range(len(order)), key=said.__getitem__)
         if places != list(range(len(order))):
             x, order = x[places], [order[place] for place in places]
-        out, first = torch.empty_like(x), 0
+        parts, first = [], 0
         for block, count in sorted(Counter(said).items()):
-            some = slice(first, first + count)
-            if block == blocks:
-                out[some] = x[some]
-            else:
-                visited(prompts, rows, x[some], block, out[some])
-                for number in order[some]:
-                    routes[number].append(block)
+            part = x[first : first + count]
+            parts.append(part if block == blocks else visited(prompts, rows, part, block))
+            for number in order[first : first + count] if block < blocks else ():
+                routes[number].append(block)
             first += count
-        x = out
+        x = parts[0] if len(parts) == 1 else torch.cat(parts)
     rows.x, rows.delta = x[np.argsort(order).tolist()].flatten(0, 1), None
     return last_logits(prompts, rows), [tuple(route) for route in routes]
 

@@ -61,6 +61,12 @@ if asked["ouro"]:
     spec = importlib.util.spec_from_file_location(name, asked["ouro"])
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+
+    def load_weights(self, weights):  # the loader takes no prefixes to leave out any more
+        from vllm.model_executor.models.utils import AutoWeightsLoader
+        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+
+    module.OuroForCausalLM.load_weights = load_weights
     ModelRegistry.register_model("OuroForCausalLM", module.OuroForCausalLM)
 llm = LLM(asked["folder"], dtype="float32", enforce_eager=True, skip_tokenizer_init=True, block_size=32,
           max_model_len=256, max_num_seqs=16, enable_prefix_caching=False)
