@@ -16,7 +16,7 @@ that it is compared with, on one LLM; the client is a process of its own, which 
 standard library only. Calls and requests take turns, so that a drift of the machine's speed hits both.
 
 overhead    P50 of requests of several kinds, one after the other, by HTTP and by a call in the process; the processor
-            time a request takes here and in the client; and the rate of 64 at once against one call of 64 prompts
+            time a request takes here and in the client; and the rate of many at once against one call of as many
 cancel      clients that close their connection at a random moment, beside others that stay: milliseconds and steps
             until the engine has nothing of them any more
 batches     a batch alone against the same lines as a job of `prefold run` in this process; and requests of one token,
@@ -177,8 +177,8 @@ def overhead(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, 
 
 
 def saturated(llm: Any, ask_client: Client, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compares 64 requests at once with one call of 64 prompts."""
-    prompts = [f"{PROMPT} number {i} jumps" for i in range(64)]
+    """Compares many requests at once with one call of as many prompts."""
+    prompts = [f"{PROMPT} number {i} jumps" for i in range(arguments.at_once)]
     bodies = [{"prompt": prompt, "max_tokens": 32} | GREEDY for prompt in prompts]
     seconds: dict[str, list[float]] = {"http": [], "call": []}
     for _ in range(max(3, arguments.rounds // 2)):
@@ -190,7 +190,8 @@ def saturated(llm: Any, ask_client: Client, arguments: argparse.Namespace) -> di
         seconds["call"].append(time.perf_counter() - started)
     ratios = [call / http for http, call in zip(seconds["http"], seconds["call"], strict=True)]
     found = {name: statistics.median(values) for name, values in seconds.items()}
-    print(f"\n64 prompts, 32 tokens each: {found['http']:.2f} s by HTTP at once, {found['call']:.2f} s as one call;"
+    print(f"\n{len(prompts)} prompts, 32 tokens each: {found['http']:.2f} s by HTTP at once,"
+          f" {found['call']:.2f} s as one call;"
           f" throughput ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")  # fmt: skip
     return found | {"ratios": ratios}
 
@@ -344,7 +345,7 @@ def in_process(arguments: argparse.Namespace) -> dict[str, Any]:
 
     sys.setswitchinterval(1e-3)  # as `prefold serve` does
     if arguments.smoke:
-        arguments.rounds, arguments.each, arguments.count, arguments.lines = 2, 2, 10, 10
+        arguments.rounds, arguments.each, arguments.count, arguments.lines, arguments.at_once = 2, 2, 10, 10, 8
     llm = LLM(arguments.model, dtype=arguments.dtype)
     with tempfile.TemporaryDirectory() as folder, serving(llm, data_dir=folder) as server:
         return HERE[arguments.case](llm, server, arguments)
@@ -357,6 +358,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--each", type=int, default=10, help="overhead: requests of a kind and round")
+    parser.add_argument("--at-once", type=int, default=256, help="overhead: requests of the last part")
     parser.add_argument("--count", type=int, default=1000, help="cancel: clients that leave")
     parser.add_argument("--wait", type=float, default=0.2, help="cancel: they leave within so many seconds")
     parser.add_argument("--lines", type=int, default=200, help="batches: of a batch")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from ..schedule.generate_step import NOBODY
 from ..types import Owner, Readout, Request, Result
 from .samples import TextPiece
 
-__all__ = ["Reading", "Reply", "send"]
+__all__ = ["Reading", "Reply", "events_of", "send"]
 
 
 class Reply:
@@ -23,6 +23,8 @@ class Reply:
     owner       for whom it runs
     begun_at    time.perf_counter() of the first step that worked for it; None: it waits
     keys        by which the generator knows what it was asked
+    pieces      that nobody has taken yet, by sample
+    came        is set where there is something new
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tokens: int, owner: Owner = NOBODY):
@@ -30,38 +32,55 @@ class Reply:
         self.begun_at: float | None = None
         self.keys: list[int] = []
         self.is_cancelled = False
-        self._pieces: dict[int, TextPiece] = {}
+        self.pieces: dict[int, TextPiece] = {}
+        self.came = asyncio.Event()
         self._answer: Any = None
-        self._came = asyncio.Event()
 
     def put(self, events: Sequence[Any]) -> None:
         """Takes pieces and answers; called in the reader's event loop."""
         for event in events:
             if isinstance(event, TextPiece):
-                before = self._pieces.get(event.sample)
-                self._pieces[event.sample] = event if before is None else _joined(before, event)
+                before = self.pieces.get(event.sample)
+                self.pieces[event.sample] = event if before is None else _joined(before, event)
             elif self._answer is None:
                 self._answer = event
-        self._came.set()
+        self.came.set()
+
+    @property
+    def is_answered(self) -> bool:
+        return self._answer is not None
 
     async def answer(self) -> Any:
         """Returns the answer: a list of Generated, or of Results. Raises what went wrong with the request."""
         while self._answer is None:
-            await self._came.wait()
-            self._came.clear()
+            await self.came.wait()
+            self.came.clear()
         if isinstance(self._answer, BaseException):
             raise self._answer
         return self._answer
 
-    async def pieces(self) -> AsyncIterator[TextPiece]:
-        """Yields pieces of texts as they come, until the answer is there."""
-        while self._answer is None or self._pieces:
-            if not self._pieces:
-                await self._came.wait()
-                self._came.clear()
-            pieces, self._pieces = self._pieces, {}
-            for piece in pieces.values():
-                yield piece
+
+async def events_of(replies: Sequence[Reply]) -> AsyncGenerator[tuple[int, Any]]:
+    """Yields (number of a reply, a TextPiece or its answer) as they come; the answer of a reply is its last event.
+
+    Raises what went wrong with one of the requests. Nobody else may read the replies meanwhile.
+    """
+    came = asyncio.Event()  # one for all, so that none needs a task of its own
+    came.set()
+    for reply in replies:
+        reply.came = came
+    left = dict(enumerate(replies))
+    while left:
+        await came.wait()
+        came.clear()
+        for number, reply in list(left.items()):
+            while reply.pieces:
+                pieces, reply.pieces = reply.pieces, {}
+                for piece in pieces.values():
+                    yield number, piece
+            if reply.is_answered:
+                del left[number]
+                yield number, await reply.answer()
 
 
 def _joined(one: TextPiece, more: TextPiece) -> TextPiece:

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,7 +25,7 @@ from .generate import Generator
 from .meter import StepInfo
 from .pace import Pace
 from .reading import Part, read_numbers
-from .replies import Reading, Reply, send
+from .replies import Reading, Reply, events_of, send
 from .requests import can_probe
 from .samples import TextPiece
 from .turns import Turns
@@ -100,10 +100,9 @@ class Service:
         reply = Reply(asyncio.get_running_loop(), len(request.tokens))
         try:
             await asyncio.to_thread(self.generate, reply, request, tokenizer, text=text)
-            if text:
-                async for piece in reply.pieces():
-                    yield piece
-            yield await reply.answer()
+            async with aclosing(events_of([reply])) as events:
+                async for _, event in events:
+                    yield event
         finally:
             self.cancel(reply)
 

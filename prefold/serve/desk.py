@@ -11,14 +11,14 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..cache.media import MediaTable
 from ..engine.pace import Pace
-from ..engine.replies import Reply
+from ..engine.replies import Reply, events_of
 from ..engine.samples import TextPiece
 from ..errors import InputError
 from ..schedule.fair import FairAdmission
@@ -187,39 +187,18 @@ class Desk:
         last, is_first = time.perf_counter(), True
         async with self._entered(order, num_bytes, text=True) as (task, works, replies):
             yield (sum(reply.tokens for reply in replies),)
-            events: asyncio.Queue[Any] = asyncio.Queue(2 * len(replies))
-            readers = [
-                asyncio.create_task(self._forward(number, reply, events)) for number, reply in enumerate(replies)
-            ]
-            try:
-                left = len(readers)
-                while left:
-                    event = await events.get()
-                    if isinstance(event, BaseException):
-                        raise event
+            async with aclosing(events_of(replies)) as events:
+                async for number, what in events:
                     now = time.perf_counter()
                     (self._metrics.first if is_first else self._metrics.between).observe(now - last)
                     last, is_first = now, False
-                    number, what = event
                     if isinstance(what, TextPiece):
                         tokens = [task.token_logprobs(*pair) for pair in what.tokens]
                         yield number, what.sample, what.text, tokens
                     else:
                         (result,) = finish_items(task, [works[number]], [[what]])
-                        left -= 1
                         self._metrics.prompt(order.owner.tenant, raised(result))
                         yield number, result
-            finally:
-                for reader in readers:
-                    reader.cancel()
-
-    async def _forward(self, number: int, reply: Reply, events: asyncio.Queue[Any]) -> None:
-        try:
-            async for piece in reply.pieces():
-                await events.put((number, piece))
-            await events.put((number, await reply.answer()))
-        except Exception as error:
-            await events.put(error)
 
     def task(self, name: str, options: Mapping[str, Any], tenant: Hashable = None) -> Any:
         """Returns a task within the server's limits. Its requests read no file of this machine, but those that the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -152,25 +152,31 @@ class EventStream(Response):
             await unless_gone(self._request, self._write(send))
 
     async def _write(self, send: Any) -> None:
-        async def put(body: bytes, more: bool = True) -> None:
-            async with asyncio.timeout(self._options.send_seconds):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
+        # An event makes no task and no timer of its own: there is one for each token of each text.
+        loop, options = asyncio.get_running_loop(), self._options
+        last, pings = loop.time(), set[asyncio.Task[None]]()
+        async with aclosing(self._events), asyncio.timeout(None) as limit:
 
-        upcoming: asyncio.Future[bytes] | None = None
-        try:
-            while True:
-                upcoming = asyncio.ensure_future(anext(self._events))
-                while not (await asyncio.wait({upcoming}, timeout=self._options.ping_seconds))[0]:
-                    await put(b": ping\n\n")
-                try:
-                    event = upcoming.result()
-                except StopAsyncIteration:
-                    break
-                await put(event)
-            await put(b"", more=False)
-        finally:
-            if upcoming is not None and not upcoming.done():
-                upcoming.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await upcoming
-            await self._events.aclose()
+            async def put(body: bytes, more: bool = True) -> None:
+                nonlocal last
+                last = loop.time()
+                limit.reschedule(last + options.send_seconds)
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+                limit.reschedule(None)
+
+            def look() -> None:
+                nonlocal looking
+                if limit.when() is None and loop.time() >= last + options.ping_seconds:
+                    pings.add(task := asyncio.ensure_future(put(b": ping\n\n")))
+                    task.add_done_callback(pings.discard)
+                looking = loop.call_later(max(1e-3, last + options.ping_seconds - loop.time()), look)
+
+            looking = loop.call_later(options.ping_seconds, look)
+            try:
+                async for event in self._events:
+                    await put(event)
+                await put(b"", more=False)
+            finally:
+                looking.cancel()
+                for ping in pings:
+                    ping.cancel()
