@@ -29,6 +29,7 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
+FILLING = 10  # prompts of nothing-shared before the time counts: more than its servers have room for
 SAME_HASHES = {"PYTHONHASHSEED": "0"}  # of which it makes the text of a trace's blocks
 __all__ = ["live", "msmarco", "nothing_shared", "turns"]
 
@@ -305,20 +306,22 @@ def unlimited(prompts: list[list[int]]) -> tuple[int, int]:
 def nothing_shared(arguments: argparse.Namespace) -> dict[str, Any]:
     """Sends prompts that share nothing to a server with its cache on and to one with it off, in turns.
 
-    Then it measures what looking after a cache takes when it is full.
+    Both have room for few rows, so that the cache is full, and gives rows back, when the time begins to count. Then it
+    measures what looking after a cache takes when it is full.
     """
     count = 4 if arguments.smoke else arguments.requests
     draw, seconds, answers = np.random.default_rng(0), {"lru": [], "off": []}, {"lru": [], "off": []}
     llm = LLM(arguments.model, dtype=arguments.dtype)
     vocabulary = llm.config.vocab_size
+    row_bytes = 2 * len(llm.config.planes) * llm.config.kv_size * llm.dtype.itemsize
     del llm
-    prompts = draw.integers(100, vocabulary, size=(count + 2, 256))
+    prompts = draw.integers(100, vocabulary, size=(count + FILLING, 256))
+    memory = str(row_bytes * 256 * (FILLING - 2))
     cpu = time.process_time()
     with ExitStack() as stack:
+        few = ["--cache-reuse", "0", "--kv-memory", memory]
         servers = [
-            stack.enter_context(
-                prefold_server(cache, arguments.model, "--cache", cache, "--cache-reuse", "0", dtype=arguments.dtype)
-            )
+            stack.enter_context(prefold_server(cache, arguments.model, "--cache", cache, *few, dtype=arguments.dtype))
             for cache in seconds
         ]
         clients = [stack.enter_context(Clients(server.port, 1)) for server in servers]
@@ -329,7 +332,7 @@ def nothing_shared(arguments: argparse.Namespace) -> dict[str, Any]:
                 server.go_on()
                 spent, answer = clients[which].ask("/v1/completions", json.dumps(body).encode())
                 server.pause()
-                if number >= 2:  # the first two warm it up
+                if number >= FILLING:
                     seconds[server.name].append(spent)
                     answers[server.name].append(answer["choices"][0]["text"])
     ratio, low, high = interval_of_ratio(seconds["lru"], seconds["off"])
