@@ -110,7 +110,7 @@ class Dispatcher:
                 if bucket is None:
                     break
                 replica = self.router.choose(self._prompt(bucket), free)
-            share = self._fair_share(replica)
+            share = self._fair_share(replica) if self._by_prefix else None
             if share is not None and share < 1:
                 del free[replica]
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..cluster.dispatch import Dispatcher
 from ..cluster.policies import policy_named
 from ..errors import InputError
 from .blocks import BlockEngine
@@ -13,6 +14,7 @@ from .daft import DaftProvider
 from .engines import SimEngine
 from .feeders import Lists, Routed, SharedQueue, Streamed, contiguous
 from .fleet import Feeder, FleetRun, Replica, run_fleet
+from .parts import PARTS
 from .requests import SimRequest
 from .rows import RowEngine
 from .scheduled import ScheduledEngine
@@ -40,6 +42,7 @@ class Setup:
     reports   of "stream" and "routed": whether replicas tell what their caches hold; else it is estimated
     steal     of "segments": whether work is divided anew
     load      seconds until a model is there
+    without   of "stream": one of parts.PARTS that is left out; "": nothing is
     slow      every second replica takes so many times as long for a step
     rate      records a second that come in; None: all are there from the start, or at their own times
     """
@@ -54,6 +57,7 @@ class Setup:
     steal: bool = True
     load: float = 0.0
     rate: float | None = None
+    without: str = ""
     slow: float = 1.0
     max_batch_rows: int = MAX_BATCH_ROWS
     max_running: int = 256
@@ -61,7 +65,12 @@ class Setup:
     @property
     def name(self) -> str:
         name = f"{self.engine}, {self.feeder}" + (f", {self.policy}" if self.feeder in ("stream", "routed") else "")
-        return name + ("" if self.reports else ", no events") + ("" if self.steal else ", no stealing")
+        return (
+            name
+            + ("" if self.reports else ", no events")
+            + ("" if self.steal else ", no stealing")
+            + (f", without {self.without}" if self.without else "")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +123,11 @@ def run_setup(setup: Setup, requests: Sequence[SimRequest]) -> FleetRun:
 def _feeder(setup: Setup, cost: StepCost, requests: Sequence[SimRequest], there: Sequence[SimRequest]) -> Feeder:
     count = setup.replicas
     if setup.feeder == "stream":
+        kind = PARTS[setup.without] if setup.without else Dispatcher
         return Streamed(
-            cost, count=len(requests), policy=policy_named(setup.policy), reports=setup.reports, requests=there
-        )
+            cost, count=len(requests), kind=kind, policy=policy_named(setup.policy), reports=setup.reports,
+            requests=there,
+        )  # fmt: skip
     if setup.feeder == "routed":
         return Routed(policy_named(setup.policy), cost, reports=setup.reports, requests=there)
     if setup.feeder == "batches":

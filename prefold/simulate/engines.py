@@ -106,7 +106,7 @@ class SlotEngine:
         reports: bool = False,
     ):
         self.cost, self.reports = cost, reports
-        self.max_batch_rows, self.max_running = max_batch_rows, max_running
+        self.max_batch_rows, self.max_running = max_batch_rows, min(max_running, max_batch_rows)
         self.slots = cost.kv_rows if slots is None else slots
         self.hits = Hits()
         self.open()

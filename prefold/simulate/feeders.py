@@ -172,6 +172,7 @@ class Streamed(FeederBase):
     window   options of `LiveWindow`
     backlog  rows that a replica may have been sent, as a multiple of its KV store
     reports  whether replicas tell what their caches hold
+    kind     of the dispatcher
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class Streamed(FeederBase):
         cost: StepCost,
         *,
         count: int,
+        kind: type[Dispatcher] = Dispatcher,
         slots: int | None = None,
         policy: Policy | None = None,
         backlog: float = 1.25,
@@ -189,7 +191,7 @@ class Streamed(FeederBase):
         super().__init__()
         self.router = Router(policy)
         limits = {"max_tokens": 1 << 23} | window
-        self.dispatcher = Dispatcher(self.router, limit_of=lambda request: request.limit, **limits)
+        self.dispatcher = kind(self.router, limit_of=lambda request: request.limit, **limits)
         self._cost, self._left, self._reports = cost, count, reports
         self.limits = Limits(int(backlog * (cost.kv_rows if slots is None else slots)))
         self._late: deque[SimRequest] = deque(requests)

@@ -215,7 +215,9 @@ class _Simulation:
         if state.idle_since >= 0:
             self.result.idle[state.cause] += now - state.idle_since
         state.idle_since, state.is_busy = -1.0, True
-        seconds = stretch.seconds * state.slow
+        if state.slow != 1:
+            stretch = stretch._replace(seconds=stretch.seconds * state.slow)
+        seconds = stretch.seconds
         self.result.busy += seconds
         self._stretches.append((now, now + seconds))
         self._push(now + seconds, "step", (number, stretch))

@@ -39,13 +39,17 @@ _BATCH = 512
 _NODE = 4  # replicas of a node
 _OWN = 1 << 30  # numbers of parts that nobody shares
 
-# What of ours is left out of each line: fields of Setup.
-_PARTS: tuple[dict[str, object], ...] = (
-    {"feeder": "segments"},
+# What of ours is left out of each line, or put in its place: fields of Setup.
+_LEFT_OUT: tuple[dict[str, object], ...] = (
+    {"feeder": "segments", "max_batch_rows": 2048},
+    {"feeder": "segments", "max_batch_rows": 8192},
     {"feeder": "segments", "steal": False},
     {"feeder": "segments", "engine": "vllm"},
     {"feeder": "static"},
     {"feeder": "stream"},
+    {"feeder": "stream", "without": "runs"},
+    {"feeder": "stream", "without": "shares"},
+    {"feeder": "stream", "without": "copies"},
     {"feeder": "stream", "reports": False},
     {"feeder": "stream", "policy": "least-loaded"},
     {"feeder": "stream", "engine": "vllm"},
@@ -68,22 +72,30 @@ def published(
         prompts // scale, prefixes=max(1, prefixes // scale), prefix=256, suffix=256, output=128
     )
     cost = StepCost(base.machine, base.model)
-    for (name, replicas), expected in PUBLISHED.items() if theirs else ():
+    small = {"max_batch_rows": cost.balanced_rows, "max_running": _ASYNC["max_running"]}
+    systems = [(one, _LLM if one[0] == "naive" else _ASYNC, expected) for one, expected in PUBLISHED.items()]
+    # Theirs with steps as small as ours, which nobody published.
+    for (name, replicas), options, expected in [*systems, (("bucketing", 128), small, None)] if theirs else ():
         count = max(1, replicas // scale)
-        options = _LLM if name == "naive" else _ASYNC
         blocks = vllm_blocks(cost, **options)
         engine = Replica(lambda: BlockEngine(cost, blocks=blocks, **options), base.load)  # noqa: B023
         setup = replace(base, replicas=count, engine="vllm", feeder=name, **options)
         feeder = _FEEDERS[name](requests, count)
-        yield Outcome(name, setup, run_fleet([engine] * count, feeder), expected)
+        shown = name if expected else f"{name}, steps of {options['max_batch_rows']}"
+        yield Outcome(shown, setup, run_fleet([engine] * count, feeder), expected)
     if not ours:
         return
-    for replicas in (32, 64):
-        setup = replace(base, replicas=max(1, replicas // scale), feeder="segments", load=0.0)
-        yield Outcome(setup.name, setup, run_setup(setup, requests))
-    for part in _PARTS:
-        setup = replace(base, replicas=max(1, 128 // scale), load=0.0, **part)  # type: ignore[arg-type]
-        yield Outcome(setup.name, setup, run_setup(setup, requests))
+    base = replace(base, load=0.0, max_batch_rows=cost.balanced_rows)
+    for replicas in (32, 64, 128):
+        setup = replace(base, replicas=max(1, replicas // scale), feeder="segments")
+        yield Outcome(_named(setup), setup, run_setup(setup, requests))
+    for part in _LEFT_OUT:
+        setup = replace(base, replicas=max(1, 128 // scale), **part)  # type: ignore[arg-type]
+        yield Outcome(_named(setup), setup, run_setup(setup, requests))
+
+
+def _named(setup: Setup) -> str:
+    return f"{setup.name}, steps of {setup.max_batch_rows:,}"
 
 
 def vllm_blocks(cost: StepCost, *, max_batch_rows: int, max_running: int) -> int:

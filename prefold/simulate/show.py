@@ -12,6 +12,7 @@ from .fleet import IDLE_CAUSES
 
 __all__ = ["as_json", "header", "line", "plot"]
 
+_NAME = 48  # width of a system's name
 _COLUMNS = (
     ("replicas", 9), ("seconds", 10), ("published", 10), ("$/Mtok", 9), ("first", 7), ("in-step", 8), ("again", 7),
     ("tier", 6), ("vLLM", 7), ("published", 10), ("use", 7), *((cause, 8) for cause in IDLE_CAUSES),
@@ -21,7 +22,7 @@ _COLUMNS = (
 def header() -> str:
     """Returns the head of the table: seconds, cost, the four hit counters and what vLLM would count, use and idle time
     as shares of all replicas' time."""
-    return f"{'system':<32}" + "".join(f"{name:>{width}}" for name, width in _COLUMNS)
+    return f"{'system':<{_NAME}}" + "".join(f"{name:>{width}}" for name, width in _COLUMNS)
 
 
 def line(outcome: Outcome) -> str:
@@ -40,7 +41,7 @@ def line(outcome: Outcome) -> str:
         *(f"{run.idle_share(cause):.1%}" for cause in IDLE_CAUSES),
     ]
     widths = [width for _, width in _COLUMNS]
-    row = f"{outcome.name:<32}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    row = f"{outcome.name:<{_NAME}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
     return "\n".join([row, *(f"    {what:<40}{number:>14,.6g}" for what, number in outcome.facts.items())])
 
 

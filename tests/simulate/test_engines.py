@@ -120,6 +120,14 @@ def test_kv_rows_are_those_of_the_roofline():
     assert COST.model.kv_bytes == 144 << 10
 
 
+def test_rows_of_prompts_cost_nothing_while_the_weights_are_read():
+    def took(rows: int) -> float:
+        return COST.seconds(StepRows(rows, 0, 0, 0, 1))
+
+    balanced = COST.balanced_rows
+    assert took(int(0.95 * balanced)) == took(1) < took(int(1.1 * balanced))
+
+
 def test_fit_finds_the_machine_again():
     rng = np.random.default_rng(0)
     steps = []

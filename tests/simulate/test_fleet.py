@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +14,13 @@ from prefold.cli import main
 from prefold.cluster.policies import POLICIES
 from prefold.errors import InputError
 from prefold.simulate.cases import ENGINES, FEEDERS, Setup, run_setup
-from prefold.simulate.costs import machine_named, model_named
+from prefold.simulate.costs import StepCost, machine_named, model_named
+from prefold.simulate.feeders import Lists
+from prefold.simulate.fleet import Replica, run_fleet
+from prefold.simulate.parts import PARTS
 from prefold.simulate.published import published
 from prefold.simulate.requests import prefix_repetition, read_trace, unique_rows
+from prefold.simulate.rows import RowEngine
 
 MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")
 
@@ -61,9 +66,41 @@ def test_prefixes_are_kept_together():
     assert found["prefix"].hits.computed < 0.8 * found["round-robin"].hits.computed
 
 
+def test_feeders_are_told_what_steps_take_on_a_slow_replica():
+    class Told(Lists):
+        seconds = 0.0
+
+        def worked(self, replica, engine, stretch, now):
+            super().worked(replica, engine, stretch, now)
+            self.seconds += stretch.seconds
+
+    requests = prefix_repetition(60, prefixes=4, prefix=64, suffix=32, output=8)
+    feeder = Told([requests[:30], requests[30:]])
+    replicas = [Replica(lambda: RowEngine(StepCost(MACHINE, MODEL)), slow=slow) for slow in (1.0, 3.0)]
+    run = run_fleet(replicas, feeder)
+    assert feeder.seconds == pytest.approx(run.busy) and run.ended_at[1] > 2.5 * run.ended_at[0]
+
+
+def test_what_each_part_of_the_dispatcher_is_worth():
+    """Long limits leave room for few prefixes; a frequent one is more than a replica's share."""
+    long = [replace(r, limit=1000) for r in prefix_repetition(600, prefixes=24, prefix=512, suffix=64, output=60)]
+    frequent = prefix_repetition(1500, prefixes=8, prefix=512, suffix=256, output=48, skew=2.0)
+    found = {}
+    for without in ("", *PARTS):
+        for name, requests in (("long", long), ("frequent", frequent)):
+            run = run_setup(Setup(MACHINE, MODEL, replicas=4, without=without, slow=2.0), requests)
+            assert run.requests == len(requests)
+            found[without, name] = run
+    assert found["runs", "long"].hits.computed > 1.05 * found["", "long"].hits.computed
+    assert found["shares", "long"].idle_share("tail") > 1.5 * found["", "long"].idle_share("tail")
+    assert found["copies", "frequent"].seconds > 1.2 * found["", "frequent"].seconds
+
+
 def test_the_published_systems_at_a_small_size():
     found = {(o.name, o.expected): o for o in published(scale=32, ours=False)}
-    assert len(found) == 9
+    assert len(found) == 10
+    (small_steps,) = [o for o in found.values() if o.name == "bucketing, steps of 190"]
+    assert small_steps.setup.max_batch_rows == 190 and small_steps.expected is None
     of = {o.name: o for o in found.values() if o.run.replicas == 4}
     assert of["sorted"].run.hits.rates()["vllm"] == pytest.approx(0.545, abs=0.05)
     assert of["naive"].run.seconds > of["continuous"].run.seconds > of["bucketing"].run.seconds
