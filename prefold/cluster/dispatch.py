@@ -17,12 +17,13 @@ import numpy as np
 
 from ..stream.live import Bucket, LiveWindow, Waiting
 from .policies import BestStart
-from .replica import Speed
+from .replica import ReplicaLoad, Speed
 from .router import Prompt, Router
 
 __all__ = ["Assignment", "Dispatcher", "Limits"]
 
 _SHORT = 0.25  # a replica of whose backlog so much is free will soon be short of work
+_HALVINGS = 12
 _OVERDUE = 2  # a request that has waited for so many times the age bound goes before larger buckets
 
 
@@ -44,12 +45,15 @@ class Limits:
     requests  how many of them; None: any number
     at_once   requests that leave together for it; None: any number
     busy      with so many requests it has enough to do to let others wait for more of their kind
+    reserves  whether it sets room aside for the longest output that a request may have: then that counts in place of
+              what is expected
     """
 
     backlog: int
     requests: int | None = None
     at_once: int | None = None
     busy: int = 1
+    reserves: bool = False
 
 
 @dataclass(slots=True)
@@ -58,6 +62,19 @@ class _Run:
 
     bucket: Bucket
     left: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """When replicas end, in seconds from now, and of each how long it takes for a request, and its speed."""
+
+    seconds: float
+    replicas: dict[Hashable, tuple[float, Speed]]
+
+    def share(self, replica: Hashable, load: ReplicaLoad) -> int:
+        """Returns how many requests a replica can still do until then."""
+        each, speed = self.replicas[replica]
+        return int((self.seconds - load.seconds_at(speed)) / each + 1e-6)
 
 
 class Dispatcher:
@@ -91,11 +108,12 @@ class Dispatcher:
         load, limits = self.router.load(replica), self._limits[replica]
         if limits.requests is not None and load.requests >= limits.requests:
             return 0
-        return limits.backlog - load.prefill_rows - load.decode_rows
+        return limits.backlog - load.prefill_rows - (load.limits if limits.reserves else load.decode_rows)
 
     def dispatch(self, now: float) -> list[Assignment]:
         """Returns what leaves the window now. It is booked in the router as sent; whoever calls gives it away."""
-        orders = []
+        orders: list[Assignment] = []
+        ends: _Ends | None = None
         free = {replica: None for replica in self._limits if self.room(replica) > 0}  # in the order in which they came
         while len(self.window) and free:
             if self._by_prefix:
@@ -110,7 +128,9 @@ class Dispatcher:
                 if bucket is None:
                     break
                 replica = self.router.choose(self._prompt(bucket), free)
-            share = self._fair_share(replica) if self._by_prefix else None
+            if ends is None and self._by_prefix and self.window.is_closed:
+                ends = self._ends()
+            share = None if ends is None else ends.share(replica, self.router.load(replica))
             if share is not None and share < 1:
                 del free[replica]
                 continue
@@ -161,43 +181,43 @@ class Dispatcher:
                 found.append((self.router.seconds_to_wait(one) if one in self._limits else math.inf, one))
         return sorted(found, key=lambda pair: -pair[0])
 
-    def _fair_share(self, replica: Hashable) -> float | None:
-        """Returns how many of the requests that wait a replica should take, so that it ends when the others do; None
-        where more may come. They are taken to be like those that are under way."""
-        if not self.window.is_closed:
-            return None
+    def _ends(self) -> _Ends:
+        """Returns when replicas end if each takes its share of all that waits, which is taken to be like what is under
+        way."""
         loads = [self.router.load(one) for one in self._limits]
-        requests = sum(load.requests for load in loads)
-        if not requests:
-            return max(1.0, len(self.window) / len(loads))
+        requests = max(1, sum(load.requests for load in loads))
         prefill = sum(load.prefill_rows for load in loads) / requests
         decode = sum(load.decode_rows for load in loads) / requests
         known = [load.speed for load in loads if load.speed.is_measured]
         if known:  # of one that has not been measured, what the others do
             mean = Speed(sum(one.prefill for one in known) / len(known), sum(one.decode for one in known) / len(known))
         speeds = [load.speed if load.speed.is_measured or not known else mean for load in loads]
-        each = np.array([prefill * speed.prefill + decode * speed.decode for speed in speeds])
+        each = np.array([max(1e-9, prefill * speed.prefill + decode * speed.decode) for speed in speeds])
         waits = np.array([load.seconds_at(speed) for load, speed in zip(loads, speeds, strict=True)])
-        if not each.all():
-            return None
         # Until the time t the replicas that are free before can do sum((t - wait) / each) requests; the more take part
         # the earlier they end, as long as they are free before that.
         order = np.argsort(waits)
         rates, done = np.cumsum(1 / each[order]), np.cumsum(waits[order] / each[order])
-        end = ((len(self.window) + done) / rates).min()
-        mine = list(self._limits).index(replica)
-        share = (end - waits[mine]) / each[mine]
-        return max(1.0, share) if waits[mine] <= waits.min() else share
+        low = float(((len(self.window) + done) / rates).min())
+        high = low + float(each.max())
+        for _ in range(_HALVINGS):  # a little later, as requests are not divided
+            middle = (low + high) / 2
+            if np.maximum(0, (middle - waits) // each).sum() >= len(self.window):
+                high = middle
+            else:
+                low = middle
+        return _Ends(high, dict(zip(self._limits, zip(each.tolist(), speeds, strict=True), strict=True)))
 
-    def _give(self, bucket: Bucket, replica: Hashable, share: float | None) -> Assignment:
+    def _give(self, bucket: Bucket, replica: Hashable, share: int | None) -> Assignment:
         """Gives a replica of a bucket what it has room for, and at most its share."""
         prompt = self._prompt(bucket)
         held = self.router.matched(prompt).get(replica, 0)
         mean = bucket.tokens / bucket.requests
         room = max(0, self.room(replica) - (len(bucket.prefix) - held))
         first = next(self.window.requests_of(bucket))
-        each = mean - len(bucket.prefix) + self.router.expected_output(self._limit_of(first.what))
-        count = room / max(1.0, each)
+        limit = self._limit_of(first.what)
+        output = limit if self._limits[replica].reserves else self.router.expected_output(limit)
+        count = room / max(1.0, mean - len(bucket.prefix) + output)
         limits, has = self._limits[replica], self.router.load(replica).requests
         if limits.requests is not None:
             count = min(count, limits.requests - has)

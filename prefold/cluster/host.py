@@ -214,4 +214,5 @@ def facts_of(llm: Any) -> ReplicaFacts:
         dtype=identity["dtype"],
         cache_rows=engine.worker.kv_slots(generation.kv_memory, engine.worker.facts.slot_bytes),
         reports_cache=True,
+        reserves_output=generation.reserve_output,
     )

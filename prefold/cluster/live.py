@@ -288,7 +288,8 @@ def limits_of(facts: ReplicaFacts, call: RunCall, *, early: bool = False) -> Lim
     rows = max(4 * facts.max_rows, facts.cache_rows + facts.cache_rows // 4) if facts.cache_rows else 1 << 62
     if call.readout.kind != "tokens":
         return Limits(min(rows, 3 * facts.max_rows), busy=1)
-    return Limits(rows, running if early else running + running // 2, max(1, running // 8), max(1, running // 2))
+    requests = running if early else running + running // 2
+    return Limits(rows, requests, max(1, running // 8), max(1, running // 2), facts.reserves_output)
 
 
 def _may_have_begun(facts: ReplicaFacts, call: RunCall) -> int:

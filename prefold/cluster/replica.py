@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["ReplicaLoad", "Speed"]
+__all__ = ["Outputs", "ReplicaLoad", "Speed"]
 
+_FEW = 16  # outputs that have ended, before their mean is believed
 _FORGET = 0.98  # of what was measured, at each measurement: the last 50 count
 
 
@@ -46,30 +47,54 @@ class Speed:
 
 
 @dataclass(slots=True)
+class Outputs:
+    """How long outputs are: their share of their limits, of those that have ended. It is the same for all replicas."""
+
+    ended: int = 0
+    shares: float = 0.0  # the sum
+
+    def end(self, rows: int, limit: int) -> None:
+        """An output of so many tokens has ended, which might have had `limit`."""
+        self.ended += 1
+        self.shares += min(1.0, rows / limit)
+
+    def expected(self, limit: int) -> int:
+        """Returns how many tokens outputs are expected to have, which together may have `limit`."""
+        share = (self.shares + _FEW) / (self.ended + _FEW)  # as if a few had ended at their limits
+        return max(1, round(share * limit)) if limit else 0
+
+
+@dataclass(slots=True)
 class ReplicaLoad:
     """The work that a replica was sent and has not done.
 
     requests      that have not ended
     prefill_rows  rows of their prompts that it did not hold when they were sent
-    decode_rows   rows of outputs that were expected of them
+    limits        rows of outputs that they may have
     total         requests that it was ever sent
     """
 
     speed: Speed = field(default_factory=Speed)
+    outputs: Outputs = field(default_factory=Outputs)
     requests: int = 0
     prefill_rows: int = 0
-    decode_rows: int = 0
+    limits: int = 0
     total: int = 0
     # Rows that were reported as done beyond those of the requests that have ended: they are part of the rows above.
     _prefill_done: int = 0
     _decode_done: int = 0
 
-    def send(self, prefill_rows: int, decode_rows: int) -> None:
+    @property
+    def decode_rows(self) -> int:
+        """Returns the rows of outputs that are expected of them now."""
+        return self.outputs.expected(self.limits)
+
+    def send(self, prefill_rows: int, limit: int) -> None:
         """It is sent a request."""
         self.requests += 1
         self.total += 1
         self.prefill_rows += prefill_rows
-        self.decode_rows += decode_rows
+        self.limits += limit
 
     def work(self, prefill_rows: int, decode_rows: int, seconds: float) -> None:
         """It reports of a step, or of several."""
@@ -77,11 +102,12 @@ class ReplicaLoad:
         self._prefill_done += prefill_rows
         self._decode_done += decode_rows
 
-    def end(self, expected: tuple[int, int], actual: tuple[int, int]) -> None:
-        """A request has ended; (prefill rows, decode rows) as expected when it was sent, and as they came."""
+    def end(self, sent: tuple[int, int], actual: tuple[int, int]) -> None:
+        """A request has ended; (prefill rows, limit of its output) as it was sent, (prefill rows, decode
+        rows) as they came."""
         self.requests -= 1
-        self.prefill_rows -= expected[0]
-        self.decode_rows -= expected[1]
+        self.prefill_rows -= sent[0]
+        self.limits -= sent[1]
         # Where steps are not reported there is nothing to take away.
         self._prefill_done = max(0, self._prefill_done - actual[0])
         self._decode_done = max(0, self._decode_done - actual[1])

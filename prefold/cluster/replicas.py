@@ -53,6 +53,7 @@ class ReplicaFacts:
     dtype             what it computes in
     cache_rows        rows that its KV store holds; 0: not known
     reports_cache     whether it tells what its cache holds, where it is asked to
+    reserves_output   whether it sets room aside for the longest output that a request may have
     steps_overlap     whether the seconds of its steps overlap: its speed is then what it does in the time that passes
     """
 
@@ -64,6 +65,7 @@ class ReplicaFacts:
     dtype: str = ""
     cache_rows: int = 0
     reports_cache: bool = False
+    reserves_output: bool = False
     steps_overlap: bool = False
 
 

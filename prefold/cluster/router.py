@@ -17,11 +17,9 @@ from ..errors import InputError
 from .estimate import EstimatedCache
 from .policies import BestStart, Policy, Standing
 from .prefixes import Place, PrefixIndex, token_bytes
-from .replica import ReplicaLoad, Speed
+from .replica import Outputs, ReplicaLoad, Speed
 
 __all__ = ["Prompt", "Router", "Sent"]
-
-_FEW = 16  # outputs that have ended, before their mean is believed
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -47,7 +45,6 @@ class Sent:
     replica: Hashable
     prompt: Prompt
     matched: int
-    decode_rows: int
     place: Place
 
 
@@ -76,7 +73,7 @@ class Router:
         self.in_flight: dict[Hashable, Sent] = {}
         self._members: dict[Hashable, _Member] = {}
         self._numbers: list[_Member | None] = []
-        self._outputs, self._output_share = 0, 0.0  # that have ended, and the sum of their shares of their limits
+        self._outputs = Outputs()
         self._resize(0)
 
     # -------------------------------------------------------------------------------------------------- replicas
@@ -102,7 +99,7 @@ class Router:
             self._resize(number + 1)
         estimate = None if reports else EstimatedCache(*(() if capacity is None else (capacity,)))
         room = np.inf if capacity is None else float(capacity)
-        member = _Member(name, number, ReplicaLoad(speed or Speed()), room, estimate)
+        member = _Member(name, number, ReplicaLoad(speed or Speed(), self._outputs), room, estimate)
         self._numbers[number] = self._members[name] = member
         self._capacity[number] = room
         self._is_there[number] = True
@@ -236,9 +233,9 @@ class Router:
         matched = int(standing.matched[member.number])
         place = self.index.enter(self.index.root(prompt.namespace), token_bytes(prompt.tokens))
         self.index.send(place, member.number)
-        sent = Sent(replica, prompt, matched, self.expected_output(prompt.limit), place)
+        sent = Sent(replica, prompt, matched, place)
         self.in_flight[key] = sent
-        member.load.send(standing.rows - matched, sent.decode_rows)
+        member.load.send(standing.rows - matched, prompt.limit)
         self._note(member)
         return sent
 
@@ -258,8 +255,7 @@ class Router:
         member, prompt = self._members[sent.replica], sent.prompt
         rows = len(prompt.tokens)
         if output_rows is not None and prompt.limit:
-            self._outputs += 1
-            self._output_share += min(1.0, output_rows / prompt.limit)
+            self._outputs.end(output_rows, prompt.limit)
         if member.estimate is not None and output_rows is not None:
             how = {"believed": sent.matched, "cached": cached_rows}
             member.estimate.answered(prompt.namespace, prompt.tokens, **how)
@@ -267,17 +263,14 @@ class Router:
                 self.take(member.name, events)
         self.index.unsend(sent.place, member.number)
         computed = 0 if output_rows is None else rows - (sent.matched if cached_rows is None else cached_rows)
-        member.load.end((rows - sent.matched, sent.decode_rows), (computed, output_rows or 0))
+        member.load.end((rows - sent.matched, prompt.limit), (computed, output_rows or 0))
         self._note(member)
         return sent
 
     def expected_output(self, limit: int) -> int:
         """Returns how many tokens a request of this limit is expected to make: its share of the limit is that of those
         that have ended."""
-        if not limit:
-            return 0
-        share = (self._output_share + _FEW) / (self._outputs + _FEW)  # as if a few had ended at their limits
-        return max(1, round(share * limit))
+        return self._outputs.expected(limit)
 
     # -------------------------------------------------------------------------------------------------- arrays
 
@@ -364,7 +357,7 @@ class Router:
             loads = [sent for sent in self.in_flight.values() if sent.replica == member.name]
             assert member.load.requests == len(loads)
             assert member.load.prefill_rows == sum(len(sent.prompt.tokens) - sent.matched for sent in loads)
-            assert member.load.decode_rows == sum(sent.decode_rows for sent in loads)
+            assert member.load.limits == sum(sent.prompt.limit for sent in loads)
 
 
 def _bits(mask: int) -> list[int]:

@@ -126,7 +126,7 @@ def _feeder(setup: Setup, cost: StepCost, requests: Sequence[SimRequest], there:
         kind = PARTS[setup.without] if setup.without else Dispatcher
         return Streamed(
             cost, count=len(requests), kind=kind, policy=policy_named(setup.policy), reports=setup.reports,
-            requests=there,
+            requests=there, reserves=setup.engine != "vllm",
         )  # fmt: skip
     if setup.feeder == "routed":
         return Routed(policy_named(setup.policy), cost, reports=setup.reports, requests=there)

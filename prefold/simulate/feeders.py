@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+from ..cache import CacheEvents
 from ..cluster.dispatch import Dispatcher, Limits
 from ..cluster.policies import Policy
 from ..cluster.replica import Speed
@@ -31,7 +32,7 @@ class FeederBase:
     def arrived(self, request: SimRequest, now: float) -> None:
         raise TypeError("all requests are there from the start")
 
-    def worked(self, replica: int, engine: SimEngine, stretch: Stretch, now: float) -> None:
+    def worked(self, replica: int, stretch: Stretch, events: CacheEvents | None, now: float) -> None:
         self.in_flight[replica] -= len(stretch.ended)
 
     def idle_cause(self, replica: int) -> Idle:
@@ -145,9 +146,9 @@ class Routed(FeederBase):
     def arrived(self, request: SimRequest, now: float) -> None:
         self._new.append(request)
 
-    def worked(self, replica: int, engine: SimEngine, stretch: Stretch, now: float) -> None:
-        super().worked(replica, engine, stretch, now)
-        _tell(self.router, replica, engine, stretch)
+    def worked(self, replica: int, stretch: Stretch, events: CacheEvents | None, now: float) -> None:
+        super().worked(replica, stretch, events, now)
+        _tell(self.router, replica, stretch, events)
 
     def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
         given = []
@@ -172,6 +173,7 @@ class Streamed(FeederBase):
     window   options of `LiveWindow`
     backlog  rows that a replica may have been sent, as a multiple of its KV store
     reports  whether replicas tell what their caches hold
+    reserves whether they set room aside for the longest output that a request may have
     kind     of the dispatcher
     """
 
@@ -185,6 +187,7 @@ class Streamed(FeederBase):
         policy: Policy | None = None,
         backlog: float = 1.25,
         reports: bool = True,
+        reserves: bool = True,
         requests: Sequence[SimRequest] = (),
         **window: Any,
     ):
@@ -193,7 +196,7 @@ class Streamed(FeederBase):
         limits = {"max_tokens": 1 << 23} | window
         self.dispatcher = kind(self.router, limit_of=lambda request: request.limit, **limits)
         self._cost, self._left, self._reports = cost, count, reports
-        self.limits = Limits(int(backlog * (cost.kv_rows if slots is None else slots)))
+        self.limits = Limits(int(backlog * (cost.kv_rows if slots is None else slots)), reserves=reserves)
         self._late: deque[SimRequest] = deque(requests)
 
     def joined(self, replica: int, engine: SimEngine, now: float) -> None:
@@ -204,9 +207,9 @@ class Streamed(FeederBase):
     def arrived(self, request: SimRequest, now: float) -> None:
         self._late.append(request)
 
-    def worked(self, replica: int, engine: SimEngine, stretch: Stretch, now: float) -> None:
-        super().worked(replica, engine, stretch, now)
-        _tell(self.router, replica, engine, stretch)
+    def worked(self, replica: int, stretch: Stretch, events: CacheEvents | None, now: float) -> None:
+        super().worked(replica, stretch, events, now)
+        _tell(self.router, replica, stretch, events)
 
     def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
         given: list[tuple[int, list[SimRequest]]] = []
@@ -238,9 +241,8 @@ def _join(router: Router, replica: Hashable, cost: StepCost, reports: bool) -> N
     router.join(replica, speed=speed, capacity=cost.kv_rows, reports=reports)
 
 
-def _tell(router: Router, replica: Hashable, engine: SimEngine, stretch: Stretch) -> None:
+def _tell(router: Router, replica: Hashable, stretch: Stretch, events: CacheEvents | None) -> None:
     router.worked(replica, stretch.prefill, stretch.decode, stretch.seconds)
-    events = engine.events()
     if events is not None:
         router.take(replica, events)
     for ended in stretch.ended:

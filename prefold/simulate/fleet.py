@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from ..cache import CacheEvents
 from .engines import Hits, SimEngine, Stretch
 from .requests import SimRequest
 
@@ -30,8 +31,8 @@ class Feeder(Protocol):
         """A request has come."""
         ...
 
-    def worked(self, replica: int, engine: SimEngine, stretch: Stretch, now: float) -> None:
-        """A replica has done some steps, and ended some requests."""
+    def worked(self, replica: int, stretch: Stretch, events: CacheEvents | None, now: float) -> None:
+        """A replica has done some steps, and ended some requests. events: what its cache reports of them."""
         ...
 
     def give(self, now: float) -> Iterable[tuple[int, Sequence[SimRequest]]]:
@@ -102,17 +103,21 @@ class _State:
     ended: float = 0.0
 
 
-def run_fleet(replicas: Sequence[Replica], feeder: Feeder, arrivals: Iterable[SimRequest] = ()) -> FleetRun:
+def run_fleet(
+    replicas: Sequence[Replica], feeder: Feeder, arrivals: Iterable[SimRequest] = (), *, delay: float = 0.0
+) -> FleetRun:
     """Runs until nothing happens any more.
 
     arrivals  requests that come at their times, ascending; what a feeder has from the start needs none
+    delay     seconds from the end of a step until its replica has what it is given because of it; replicas go on
+              meanwhile with what they have
     """
-    return _Simulation(replicas, feeder, iter(arrivals)).run()
+    return _Simulation(replicas, feeder, iter(arrivals), delay).run()
 
 
 class _Simulation:
-    def __init__(self, replicas: Sequence[Replica], feeder: Feeder, arrivals: Iterable[SimRequest]):
-        self.feeder = feeder
+    def __init__(self, replicas: Sequence[Replica], feeder: Feeder, arrivals: Iterable[SimRequest], delay: float):
+        self.feeder, self._delay = feeder, delay
         self.result = FleetRun(len(replicas))
         self._states: list[_State | None] = [None] * len(replicas)
         self._replicas = replicas
@@ -165,27 +170,38 @@ class _Simulation:
         elif kind == "step":
             assert isinstance(what, tuple)
             number, stretch = what
-            self._stepped(number, stretch, now)
+            events = self._stepped(number, stretch, now)
             touched.add(number)
+            if self._delay:
+                self._push(now + self._delay, "heard", (number, stretch, events))
+                return False
+            self.feeder.worked(number, stretch, events, now)
+            return bool(stretch.ended)
+        elif kind == "heard":
+            assert isinstance(what, tuple)
+            number, stretch, events = what
+            self.feeder.worked(number, stretch, events, now)
             return bool(stretch.ended)
         else:
             self._wake = None
         return True
 
-    def _stepped(self, number: int, stretch: Stretch, now: float) -> None:
+    def _stepped(self, number: int, stretch: Stretch, now: float) -> CacheEvents | None:
+        """Counts what a replica has done, and returns what its cache reports."""
         state, result = self._states[number], self.result
         assert state is not None
         state.is_busy = False
-        self.feeder.worked(number, state.engine, stretch, now)
+        events = state.engine.events()
         result.steps += stretch.steps
         if not stretch.ended:
-            return
+            return events
         state.ended = result.seconds = now
         result.requests += len(stretch.ended)
         for request, _ in stretch.ended:
             result.prompt_tokens += request.rows
             result.output_tokens += request.output
             result.waits.append(now - request.arrival)
+        return events
 
     def _give(self, now: float, touched: set[int]) -> None:
         for number, requests in self.feeder.give(now):

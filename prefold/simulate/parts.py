@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from ..cluster.dispatch import Dispatcher
+from ..cluster.dispatch import Assignment, Dispatcher
 from ..stream.live import Bucket
 
 __all__ = ["PARTS"]
@@ -21,8 +21,8 @@ class _NoRuns(Dispatcher):
 class _NoShares(Dispatcher):
     """At the end of the input a replica takes all that it has room for."""
 
-    def _fair_share(self, replica: Hashable) -> float | None:
-        return None
+    def _give(self, bucket: Bucket, replica: Hashable, share: int | None) -> Assignment:
+        return super()._give(bucket, replica, None)
 
 
 class _NoCopies(Dispatcher):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -163,3 +164,15 @@ def test_all_replicas_end_at_the_same_time_when_nothing_comes_any_more():
         d.router.end(open_[name].pop(0), output_rows=0, cached_rows=0)
     assert abs(ends["a"] - ends["b"]) <= 120 * speeds["b"] + 1e-9
     assert max(ends.values()) <= 1.05 * 80 * 120 / (1 / speeds["a"] + 1 / speeds["b"])
+
+
+@pytest.mark.parametrize(("reserves", "leave"), [(True, 2), (False, 10)])
+def test_room_is_what_the_replica_sets_aside(reserves, leave):
+    d = dispatcher("a", grown_tokens=0)
+    d.join("a", Limits(2300, reserves=reserves))
+    for i in range(500):  # outputs are a tenth of what they might be
+        d.router.send(i, Prompt(prompt(7, i), 1000), "a")
+        d.router.end(i, output_rows=100)
+    for i in range(10):
+        d.window.put(500 + i, prompt(1, i), now=0.0, what=1000)
+    assert sum(len(order.requests) for order in d.dispatch(0.0)) == leave
