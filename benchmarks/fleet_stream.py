@@ -21,7 +21,7 @@ from prefold.cluster.policies import POLICIES, policy_named
 from prefold.cluster.ray_replicas import RayReplicas
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, RunCall
 from prefold.engine.meter import StepInfo
-from prefold.simulate.costs import StepCost, StepRows, fit, machine_named, model_named
+from prefold.simulate.costs import Machine, StepCost, StepRows, fit, machine_named, model_named
 from prefold.simulate.feeders import Streamed
 from prefold.simulate.fleet import FleetRun, Replica, run_fleet
 from prefold.simulate.requests import SimRequest, prefix_repetition
@@ -120,16 +120,18 @@ def two(rows: int, repeats: int) -> list[dict[str, Any]]:
                     fleet.live = {} if name == "prefix" else IN_ORDER
                     fleet.reset_stats()
                     seconds = run(fleet, requests)
-                    runs[name].append((seconds, fleet.stats.generation, simulated(machine, name, requests)))
+                    runs[name].append(
+                        (seconds, fleet.stats.generation, simulated(machine, fleet.facts, name, requests))
+                    )
             ours = median([seconds for seconds, _, _ in runs["prefix"]])
             for name, some in runs.items():
                 seconds, g = median([one for one, _, _ in some]), some[-1][1]
-                said = median([one.seconds for _, _, one in some])
+                predicted = median([one.seconds for _, _, one in some])
                 asked = sum(request.rows for request in requests)
                 table.append(
                     {
                         "requests": shape, "policy": name, "seconds": seconds, "of ours": seconds / ours,
-                        "simulated": said, "off by": said / seconds - 1,
+                        "simulated": predicted, "off by": predicted / seconds - 1,
                         "on admission": (g.first_admission_hits + g.cross_window_hits) / asked,
                         "in step": g.in_step_hits / asked, "computed": g.prefill_rows / asked,
                         "again": g.recomputed_rows / asked,
@@ -156,7 +158,7 @@ def renumbered(requests: list[SimRequest], seed: int) -> list[SimRequest]:
     return [replace(r, path=tuple((base + number, rows) for number, rows in r.path)) for r in requests]
 
 
-def calibrated(fleet: Fleet, replicas: Watched) -> Any:
+def calibrated(fleet: Fleet, replicas: Watched) -> Machine:
     """This machine, with the constants that explain best what the fleet's own steps took, each until the next began:
     both replicas at work on prompts of which nothing is shared, and on such as repeat prefixes."""
     for seed, shape in ((9001, "nothing shared"), (9002, "repeated")):
@@ -173,13 +175,13 @@ def calibrated(fleet: Fleet, replicas: Watched) -> Any:
     return fit(machine_named("cpu2"), model_named("SmolLM2-135M"), steps)
 
 
-def simulated(machine: Any, policy: str, requests: list[SimRequest]) -> Any:
+def simulated(machine: Machine, facts: ReplicaFacts, policy: str, requests: list[SimRequest]) -> FleetRun:
     cost = StepCost(machine, model_named("SmolLM2-135M"))
     options = {} if policy == "prefix" else IN_ORDER
     feeder = Streamed(cost, count=len(requests), slots=STORE, policy=policy_named(policy), requests=requests, **options)
-    limits = limits_of(ReplicaFacts(max_running=RUNNING, cache_rows=STORE), RunCall(Readout("tokens"), live=True))
-    feeder.limits = limits
-    engine = partial(ScheduledEngine, cost, max_batch_rows=4096, max_running=RUNNING, slots=STORE, reports=True)
+    feeder.limits = limits_of(facts, RunCall(Readout("tokens"), live=True))
+    some = {"max_batch_rows": facts.max_rows, "max_running": facts.max_running, "slots": facts.cache_rows}
+    engine = partial(ScheduledEngine, cost, reports=True, **some)
     return run_fleet([Replica(engine), Replica(engine)], feeder, delay=DELAY)
 
 

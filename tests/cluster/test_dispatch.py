@@ -166,7 +166,7 @@ def test_all_replicas_end_at_the_same_time_when_nothing_comes_any_more():
     assert max(ends.values()) <= 1.05 * 80 * 120 / (1 / speeds["a"] + 1 / speeds["b"])
 
 
-@pytest.mark.parametrize(("reserves", "leave"), [(True, 2), (False, 10)])
+@pytest.mark.parametrize(("reserves", "leave"), [(True, 3), (False, 10)])
 def test_room_is_what_the_replica_sets_aside(reserves, leave):
     d = dispatcher("a", grown_tokens=0)
     d.join("a", Limits(2300, reserves=reserves))

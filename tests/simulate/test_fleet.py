@@ -82,7 +82,8 @@ def test_feeders_are_told_what_steps_take_on_a_slow_replica():
 
 
 def test_what_is_given_may_come_late():
-    requests = prefix_repetition(300, prefixes=1, prefix=64, suffix=32, output=8)
+    some = prefix_repetition(300, prefixes=1, prefix=64, suffix=32, output=8)
+    requests = [replace(request, output=1 + request.key % 8) for request in some]  # they do not end together
     found = []
     for delay in (0.0, 0.001, 2.0):
         feeder = Lists([requests], in_flight=20)
@@ -163,7 +164,8 @@ def test_command_prints_tables_json_and_plots(tmp_path):
     result = invoke(*small, "--json", "--plot", str(plot))
     found = [json.loads(text) for text in result.output.splitlines()]
     assert [one["replicas"] for one in found] == [1, 2] and found[0]["requests"] == 60
-    assert "<svg" in plot.read_text()
+    drawn = plot.read_text()
+    assert "<svg" in drawn and drawn.count("prefold, stream, prefix") >= 3, "two bars, and their line by replicas"
 
 
 def test_command_calibrates(tmp_path):
