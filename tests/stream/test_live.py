@@ -139,6 +139,20 @@ def test_a_bucket_that_has_changed_is_not_taken():
         window.take(bucket)
 
 
+def test_a_bucket_is_followed_while_others_leave_and_come():
+    window = LiveWindow(max_tokens=10**6)
+    for key in range(5):
+        window.put(key, np.array([1] * 100 + [10 + key], np.int32), now=0.0)
+    bucket = window.largest(grown=False)
+    assert len(window.take(bucket, 202)) == 2
+    assert keys_of(window, window.now(bucket)) == {2, 3, 4}
+    window.put("half", np.array([1] * 60 + [9] * 20, np.int32), now=1.0)  # the bucket is now at a place above
+    assert keys_of(window, window.now(bucket)) == {2, 3, 4, "half"}
+    window.take(window.now(bucket))
+    assert window.now(bucket) is None
+    window.check()
+
+
 def test_a_prompt_goes_in_in_the_time_of_its_own_length():
     """Not of what waits: 64 times as many prompts do not take much longer each."""
     rng = np.random.default_rng(0)
