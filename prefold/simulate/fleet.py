@@ -126,6 +126,7 @@ class _Simulation:
         self._order = itertools.count()
         self._stretches: list[tuple[float, float]] = []
         self._wake: float | None = None
+        self._given = 0.0  # when something was given last: all idle time after it is the tail
 
     def run(self) -> FleetRun:
         for number, replica in enumerate(self._replicas):
@@ -205,6 +206,7 @@ class _Simulation:
 
     def _give(self, now: float, touched: set[int]) -> None:
         for number, requests in self.feeder.give(now):
+            self._given = now
             state = self._states[number]
             assert state is not None
             for request in requests:
@@ -244,7 +246,9 @@ class _Simulation:
             assert state is not None
             result.ended_at.append(state.ended)
             if 0 <= state.idle_since < result.seconds:
-                result.idle["tail"] += result.seconds - state.idle_since
+                tail = min(max(state.idle_since, self._given), result.seconds)
+                result.idle[state.cause] += tail - state.idle_since
+                result.idle["tail"] += result.seconds - tail
             result.hits.add(state.engine.hits)
         result.use = _use(self._stretches, result.seconds, result.replicas)
 

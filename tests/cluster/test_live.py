@@ -194,7 +194,8 @@ def run_all(fleet, feed, kind="last", window=4000, **options):
 @pytest.mark.parametrize("kind", ["last", "mean", "tokens"])
 def test_every_request_of_a_stream_is_answered_once(kind):
     texts = texts_of(400)
-    replicas = ThreadReplicas("abc", loads={"c": 0.3})
+    # As slow as to be at work when the second one is there.
+    replicas = ThreadReplicas("abc", loads={"c": 0.3}, before=lambda name, tokens: time.sleep(0.001))
     fleet = Fleet(replicas)
     seen = []
     sampling = Sampling(max_tokens=4) if kind == "tokens" else None
