@@ -181,8 +181,13 @@ class Reader:
                 return
             if record is not None:
                 self._take(record)
-            if record is None or (self._feeds and any(feed.is_hungry for feed in self._feeds.values())):
+            if record is None or self._is_wanted():
                 self._flush_all()
+
+    def _is_wanted(self) -> bool:
+        """Returns whether what has been read goes on at once: nothing of its task has yet, or engines have nothing."""
+        is_first = any(task not in self._feeds for task in self._chunks) if self._live else not self._feeds
+        return ((self._live or self._early) and is_first) or any(feed.is_hungry for feed in self._feeds.values())
 
     def _pumped(self, records: Iterator[Record]) -> Iterator[Record | None]:
         """Yields the records, and None whenever none has come for a moment (as from a pipe that goes on later)."""

@@ -107,3 +107,25 @@ def test_the_first_record_is_answered_while_the_input_is_open(tmp_path, folder):
     pipe.close()
     thread.join(60)
     assert not thread.is_alive() and len(lines_of(out)) == 4
+
+
+def test_a_steady_source_is_answered_from_its_first_record_on(tmp_path, folder):
+    """Records that come so fast that there is never a pause, and too few to fill a chunk."""
+    read, write = os.pipe()
+    out = tmp_path / "out.jsonl"
+    llm = small_llm(folder, cache=CacheOptions(min_overlap=0))
+    pipe = os.fdopen(write, "w")
+    answered = []
+
+    def tell_all() -> None:
+        for number in range(200):
+            pipe.write(json.dumps({"text": "the yes", "k": str(number)}) + "\n")
+            pipe.flush()
+            time.sleep(0.01)
+            answered.append(out.exists() and out.stat().st_size > 0)
+        pipe.close()
+
+    threading.Thread(target=tell_all, daemon=True).start()
+    job = live_job(folder, "generate", open_source("-", stdin=os.fdopen(read, "rb")), out, llm=llm, max_tokens=3)
+    run_job(job, Progress())
+    assert len(lines_of(out)) == 200 and any(answered), "nothing was answered before the input had ended"
