@@ -282,6 +282,8 @@ def batches(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, A
     """Compares batches with jobs, and live requests beside a batch with the same alone."""
     import openai
 
+    from prefold.engine.pace import LATELY_SECONDS
+
     openai_client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     ask_client, folder, found = Client(server.bound_at[1]), Path(server.site.options.data_dir), {}
     path, body = KINDS["completion, 1 token"]
@@ -303,6 +305,7 @@ def batches(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, A
             llm.cache.clear()
             seconds["job"].append(as_job(llm, lines, folder))
             llm.cache.clear()
+            time.sleep(LATELY_SECONDS)  # for so long after a live request a batch's steps are short
             started = time.perf_counter()
             batch = begin(lines)
             while counts(batch)[0] != "completed":
