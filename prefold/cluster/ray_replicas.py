@@ -32,6 +32,7 @@ except ImportError:
     raise MissingExtraError("ray", "ray", "a fleet on Ray") from None
 
 _POLL = 0.25
+_PAUSE = 2.0  # seconds before a replica that has died is asked for again
 _DOUBT = 15.0  # seconds after which a replica that does not answer is taken for dead
 
 
@@ -47,11 +48,11 @@ class _Actor:
         """Returns the name of this process: one that was started anew has another."""
         return self._life
 
-    def load(self, model: str, options: dict[str, Any], backend: str) -> tuple[ReplicaFacts, str]:
+    def load(self, model: str, options: dict[str, Any], backend: str) -> ReplicaFacts:
         if self._host is None:
             self._host = (_vllm_host if backend == "vllm" else _host)(model, options)
         self._host.end()  # where only the connection was lost, the process has its model still
-        return self._host.facts, self._life
+        return self._host.facts
 
     def begin(self, call: RunCall) -> None:
         self._host.begin(call)
@@ -87,14 +88,16 @@ def _vllm_host(model: str, options: dict[str, Any]) -> Any:
 class _RayMember:
     """An actor, as it is known here.
 
-    life   name of the process that has loaded the model
-    doubt  since when it is not known whether that process lives, and why; None: there is no doubt
+    life    name of the process that loads the model, or has it; None: it is not known
+    doubt   since when it is not known whether that process lives, and why; None: there is no doubt
+    ask_at  when it is asked again which process it is
     """
 
     handle: Any
     restarts: int = RESTARTS
     life: str | None = None
     doubt: tuple[float, Exception] | None = None
+    ask_at: float | None = None
 
 
 class RayReplicas(Replicas):
@@ -173,15 +176,13 @@ class RayReplicas(Replicas):
     def start(self, tell: Callable[[str, ReplicaEvent], None]) -> None:
         self._tell = tell
         for name in self.names:
-            self._load(name)
+            self._ask(name)
         self._thread = threading.Thread(target=self._pump, name="prefold-ray", daemon=True)
         self._thread.start()
 
-    def _load(self, name: str) -> None:
-        self._pending[self._members[name].handle.load.remote(self._model, self._options, self._backend)] = (
-            name,
-            "load",
-        )
+    def _ask(self, name: str) -> None:
+        method = self._members[name].handle.life.options(concurrency_group="orders")
+        self._pending[method.remote()] = (name, "life")
 
     def _report(self, name: str) -> None:
         method = self._members[name].handle.report.options(concurrency_group="reports")
@@ -221,6 +222,7 @@ class RayReplicas(Replicas):
         while not self._closing.is_set():
             if not self._pending:
                 self._closing.wait(_POLL)
+                self._look_at_the_clock()
                 continue
             found, _ = ray.wait(list(self._pending), num_returns=1, timeout=_POLL)
             if found:
@@ -236,44 +238,60 @@ class RayReplicas(Replicas):
                     self._members[name].restarts = 0
                     ray.kill(self._members[name].handle)
                     self._tell(name, ReplicaLost(f"it cannot {what}: {_first_lines(cause)}"))
-            for name, member in self._members.items():
-                if member.doubt is not None and time.monotonic() - member.doubt[0] > _DOUBT:
-                    self._lose(name, member.doubt[1], died=True)
+            self._look_at_the_clock()
+
+    def _look_at_the_clock(self) -> None:
+        now = time.monotonic()
+        for name, member in self._members.items():
+            if member.ask_at is not None and now > member.ask_at:
+                member.ask_at = None
+                self._ask(name)
+            if member.doubt is not None and now - member.doubt[0] > _DOUBT:
+                self._lose(name, member.doubt[1], died=True)
 
     def _take(self, name: str, what: str, said: Any) -> None:
         member = self._members[name]
         if what == "life":
-            if member.doubt is not None:
-                self._lose(name, member.doubt[1], died=said != member.life)
+            self._found(name, said)
             return
         if what == "load":
-            facts, member.life = said
-            said = ReplicaReady(facts)
+            said = ReplicaReady(said)
         elif said.answers:
             member.restarts = RESTARTS
         self._tell(name, said)
         self._report(name)
 
     def _doubt(self, name: str, what: str, error: Exception) -> None:
-        """Asks a replica whose answer did not come whether its process is the same as before."""
+        """Asks a replica whose answer did not come whether its process is the same as before; where Ray is about to
+        start another, until that one answers."""
         member = self._members[name]
-        if what == "life":
-            if member.doubt is not None:
-                self._lose(name, member.doubt[1], died=True)
-        elif what == "report" and isinstance(error, ActorUnavailableError):
-            member.doubt = time.monotonic(), error
-            self._pending[member.handle.life.options(concurrency_group="orders").remote()] = (name, "life")
-        else:
+        now = time.monotonic()
+        if not isinstance(error, ActorUnavailableError):
             self._lose(name, error, died=True)
+            member.ask_at = now + _PAUSE if member.restarts >= 0 else None
+        elif what == "life":
+            member.ask_at = now + _POLL
+        else:
+            member.doubt = now, error
+            self._ask(name)
+
+    def _found(self, name: str, life: str) -> None:
+        """Loads the model in the process that has answered. What it did not answer before is lost, and so is its model
+        where the process is another."""
+        member = self._members[name]
+        died = member.life is not None and member.life != life
+        if member.doubt is not None:
+            self._lose(name, member.doubt[1], died=died)
+        if member.restarts >= 0:
+            member.life = life
+            self._pending[member.handle.load.remote(self._model, self._options, self._backend)] = (name, "load")
 
     def _lose(self, name: str, error: Exception, *, died: bool) -> None:
         member = self._members[name]
-        member.restarts, member.doubt = member.restarts - 1, None
+        member.restarts, member.doubt, member.life = member.restarts - 1, None, None
         returns = member.restarts >= 0
         self._tell(name, ReplicaLost(_first_lines(error), returns, died))
-        if returns:
-            self._load(name)
-        else:
+        if not returns:
             ray.kill(member.handle)
 
 
