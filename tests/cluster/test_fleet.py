@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from contextlib import closing
@@ -165,15 +166,16 @@ def test_a_request_that_two_replicas_die_of_is_an_error():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_replica_out_of_reach_counts_as_no_loss_and_blames_nobody(stream):
-    """The same request is there when a replica dies, when one is out of reach, and when another dies: two deaths."""
+    """The same request is there when a replica dies, when one is out of reach, and when others die. (At its first death
+    it may lie too far behind to have begun.)"""
     with filled() as spool:
         (bad,) = spool.order().read(200, 201)
-    poison, fates = np.frombuffer(bad.key, ">i4").tolist(), iter([True, False, True])
+    poison, fates = np.frombuffer(bad.key, ">i4").tolist(), itertools.chain([True, False], itertools.repeat(True))
     out_of_reach = []
 
     def before(name, tokens):
-        if tokens.tolist() == poison and (died := next(fates, None)) is not None:
-            out_of_reach.append(not died)
+        if tokens.tolist() == poison:
+            out_of_reach.append(not (died := next(fates)))
             threading.Thread(target=replicas.lose, args=(name, "gone"), kwargs={"died": died}).start()
             time.sleep(0.5)
 
@@ -188,8 +190,8 @@ def test_a_replica_out_of_reach_counts_as_no_loss_and_blames_nobody(stream):
             found = dict(fleet.run(LiveInput(feed, 1000), Readout("last")))
         else:
             found = dict(run(fleet, spool))
-        assert fleet.losses == 2
-    assert out_of_reach == [False, True, False] and found[bad.tag].code == "replicas_lost"
+        assert fleet.losses == out_of_reach.count(False) in (2, 3)
+    assert out_of_reach.count(True) == 1 and found[bad.tag].code == "replicas_lost"
     assert sum("runs, but what passed between was lost: gone" in note for note in notes) == 1
     assert plain((t, a) for t, a in found.items() if t != bad.tag) == [p for p in expected() if p[0] != bad.tag]
 
