@@ -141,10 +141,10 @@ class Accounts:
     def check(self) -> None:
         """Raises AssertionError where the order and what accounts have do not agree; for tests."""
         assert set(self._with_rows) == {account for account in self if account.rows}
+        assert all(account in self._grown for account in self if account.has_grown)
         if len(self._with_rows) > 1:
-            self._enter_grown()
             largest = {account: size for size, _, account in sorted(self._by_size, reverse=True)}
-            assert all(largest[account] <= -account.size for account in self._with_rows)
+            assert all(account.has_grown or largest[account] <= -account.size for account in self._with_rows)
 
     def _enter_grown(self) -> None:
         for account in self._grown:

@@ -120,6 +120,14 @@ def test_rows_in_use_are_part_of_what_a_tenant_has():
     assert (cache.rows("runs"), cache.rows("small")) == (10, 30)
 
 
+def test_slots_that_no_row_came_to_are_given_back():
+    cache = Tenants(slots=20)
+    leaf, _ = cache.begin("a", 1, 2, 3)
+    leaf.claim(cache.pool.allocate(4))
+    cache.end(leaf.path())
+    assert cache.pool.free_slots == 17
+
+
 def test_who_is_away_has_no_share():
     cache = Tenants(slots=100)
     for number in range(5):
