@@ -223,11 +223,11 @@ def replicas(rows: int, model: str, seeds: int) -> list[dict[str, Any]]:
     class Late(RayReplicas):
         """The second one comes when much is done."""
 
-        def _load(self, name: str) -> None:
+        def _ask(self, name: str) -> None:
             if name == self.names[0]:
-                super()._load(name)
+                super()._ask(name)
             else:
-                threading.Timer(8.0, super()._load, (name,)).start()
+                threading.Timer(8.0, super()._ask, (name,)).start()
 
     def run(name: str, fault: Any, seed: int, patience: float = 300.0, kind: type[RayReplicas] = RayReplicas) -> None:
         rng = random.Random(seed)
