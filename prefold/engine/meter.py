@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,12 +97,25 @@ class Meter:
 class StepBudget:
     """A StepBudget is the most rows that a step may have: what was asked for, until memory is too small for it.
 
-    limit  given that, returns how many a step may have at this moment, at most that
-    least  it never falls below that
+    limit    given that, returns how many a step may have at this moment, at most that
+    least    it never falls below that
+    before   to be called before each step
+    between  called between the parts of a step, where the worker computes it in parts
+    paused   the seconds that `between` took until now
     """
 
-    def __init__(self, rows: int, limit: Callable[[int], int] | None = None, *, least: int = 1):
+    def __init__(
+        self,
+        rows: int,
+        limit: Callable[[int], int] | None = None,
+        *,
+        least: int = 1,
+        before: Callable[[], None] = lambda: None,
+        between: Callable[[], None] | None = None,
+    ):
         self._rows, self._limit, self.least = rows, limit, least
+        self.before, self._between = before, between
+        self.paused = 0.0
 
     @property
     def rows(self) -> int:
@@ -116,9 +130,17 @@ class StepBudget:
         Raises OutOfMemoryError where memory is too small for the least of steps.
         """
         try:
-            return worker.start(message, prepared)
+            if self._between is None or worker.facts.parts == 1:
+                return worker.start(message, prepared)
+            return worker.start(message, prepared, self._pause)
         except OutOfMemoryError:
             if rows <= self.least:
                 raise
             self._rows = max(self.least, min(self._rows, rows // 2))
             return None
+
+    def _pause(self) -> None:
+        started = time.perf_counter()
+        assert self._between is not None
+        self._between()
+        self.paused += time.perf_counter() - started

@@ -12,6 +12,10 @@ __all__ = ["Pace", "StepTimes"]
 
 # How much less a step counts than the one after it.
 KEPT = 0.95
+# A step that takes so many times what was expected, or less, is not taken for an accident; and the next step may have
+# so many times the rows of those before.
+OFTEN = 4.0
+GROWTH = 4
 # For so many seconds after the last interactive request a batch makes no step: whoever asks again at once waits for
 # none. And for so many seconds its steps are short.
 PAUSE_SECONDS = 0.02
@@ -28,17 +32,23 @@ LEAST_ROWS = 16
 class StepTimes:
     """A StepTimes knows how long steps took lately: some time for each, and some for each of their rows.
 
-    Both are fitted to the last steps, so that the sum of the squares of relative errors is least.
+    Both are fitted to the last steps, so that the sum of the squares of relative errors is least. Errors are relative
+    to what was expected: were they to what was measured, a step that took longer would count less, and short steps
+    before it would outweigh it for long.
     """
 
     def __init__(self) -> None:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of weights, rows, seconds, rows^2, rows * seconds
         self._fixed, self._row = 0.0, 0.0
+        self._most = 0.0  # rows of the largest of the last steps
 
     def note(self, rows: int, seconds: float) -> None:
-        """Takes note of a step. One that took much longer than others (the machine was busy with something else, or
-        kernels were compiled) counts for little, as errors are relative."""
-        weight = 1 / max(seconds, 1e-9) ** 2
+        """Takes note of a step. One that took very much longer than expected (the machine was busy with something else,
+        or kernels were compiled) counts for next to nothing."""
+        self._most = max(rows, KEPT * self._most)
+        seconds = max(seconds, 1e-9)
+        expected = min(seconds, max(1e-9, self.seconds_of(rows) or seconds))
+        weight = 1 / expected**2 / (1 + (seconds / expected / OFTEN) ** 4)
         new = (1.0, rows, seconds, rows * rows, rows * seconds)
         self._sums = tuple(KEPT * old + weight * one for old, one in zip(self._sums, new, strict=True))  # type: ignore[assignment]
         total, *means = self._sums
@@ -55,10 +65,12 @@ class StepTimes:
         return self._fixed + self._row * rows if self._sums[0] else None
 
     def rows_within(self, seconds: float) -> int:
-        """Returns how many rows a step may have that takes no longer, at least 1."""
+        """Returns how many rows a step may have that takes no longer, at least 1. They are a few times those of the
+        last steps at most: of larger ones nothing is known."""
         if not self._sums[0]:
             return LEAST_ROWS
-        return max(1, int(min(1e9, (seconds - self._fixed) / max(self._row, 1e-12))))
+        most = GROWTH * max(self._most, LEAST_ROWS)
+        return max(1, int(min(most, (seconds - self._fixed) / max(self._row, 1e-12))))
 
     def more_rows(self, seconds: float) -> int:
         """Returns by how many rows a step is so much longer, at least 1."""
@@ -120,7 +132,8 @@ class Pace:
             self._due = 0.0
             return
         self._due += self.batch_share * passed
-        if self._due > self._short(self.times):
+        # As little at a time as nobody notices, and no less: a step costs much more than another row of it.
+        if self._due > LENGTHENED * (self.times.seconds_of(1) or ALONE_SECONDS):
             policy.batch_rows, policy.batch_first = self.times.more_rows(self._due), True
             self._due = 0.0
 
@@ -138,10 +151,15 @@ class Pace:
         seconds = (1 + LENGTHENED) * alone if self._step_seconds is None else self._step_seconds
         return max(0, self.times.rows_within(seconds) - num_live)
 
-    def stream_rows(self, most: int) -> int:
-        """Returns how many rows a step of a batch's row stream may have, at most `most`."""
-        lately = self._is_lately(self._clock())
-        seconds = self._short(self.stream_times) if lately else ALONE_SECONDS
+    def stream_rows(self, most: int, *, parts: int = 1) -> int:
+        """Returns how many rows a step of a batch's row stream may have, at most `most`. parts: how many it is computed
+        in, between which interactive requests come in."""
+        if not self._is_lately(self._clock()):
+            seconds = parts * ALONE_SECONDS
+        elif parts > 1:
+            seconds = parts * LENGTHENED * self._short(self.stream_times) / SHORT_STEPS
+        else:
+            seconds = self._short(self.stream_times)
         return min(most, max(LEAST_ROWS, self.stream_times.rows_within(seconds)))
 
     def _short(self, times: StepTimes) -> float:

@@ -7,11 +7,12 @@ gives leaves once, after the step: one call into each event loop, which hands ev
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -37,6 +38,8 @@ __all__ = ["Background", "Service"]
 
 # Numbers that wait are read together, as many as fill so many steps: what comes later waits for no more than these.
 STEPS_A_WINDOW = 2
+# So often somebody who waits is asked whether it still does, though nobody woke the thread.
+LOOK_SECONDS = 1.0
 # What no request alone can be at fault for.
 WHOLE = (RankError, OutOfMemoryError)
 # After so many steps that failed one after the other all that run is ended.
@@ -53,7 +56,7 @@ class Background(Protocol):
         """Returns whether it has waited long enough to go before live requests."""
 
     def advance(self) -> bool:
-        """Does some of it; returns whether there may be more. It calls `Service.serve_live` between its steps."""
+        """Does some of it; returns whether there may be more. It calls `Service.serve_live` as often as it can."""
 
 
 class Service:
@@ -239,15 +242,20 @@ class Service:
         if "generator" in self.engine.__dict__:
             self.generator.cancel()  # those that came to an end while the last step was being made
 
-    def serve_live(self, until: float) -> None:
-        """Works for live requests as long as there are any, and at most until that time.perf_counter()."""
+    def serve_live(self, until: float = math.inf, *, waits: Callable[[], bool] = lambda: False) -> None:
+        """Works for live requests as long as there are any, or `waits` says so; and at most until that
+        time.perf_counter(). Whoever ends the waiting wakes this thread."""
         self._deliver()
         while not self._inbox.is_closed:
             self._take_in()
             pause = self._pause
-            if time.perf_counter() > until or not (pause or self._has_live):
+            if time.perf_counter() > until:
                 return
-            if pause:
+            if not (pause or self._has_live):
+                if not waits():
+                    return
+                self._take_in(self._next_within(LOOK_SECONDS))
+            elif pause:
                 self._take_in(self._next_within(pause))
             else:
                 self._advance()

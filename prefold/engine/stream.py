@@ -151,14 +151,16 @@ class _StreamRun:
         left = [(work.planned, work.prepared)]
         while left:
             planned, prepared = left.pop()
-            started = time.perf_counter()
+            self._budget.before()
+            started, paused = time.perf_counter(), self._budget.paused
             rows = planned.stop - planned.start
             with nullcontext() if self._images is None else self._images.using(planned.message.tokens):
                 ticket = self._budget.start(self._worker, planned.message, rows, prepared)
             if ticket is None:
                 left += [(half, None) for half in reversed(work.scheduler.halves(planned))]
             else:
-                yield _Begun(work.results, planned, ticket, started)
+                # What was done between its parts took none of its time.
+                yield _Begun(work.results, planned, ticket, started + self._budget.paused - paused)
 
     def finish(self, step: _Begun) -> Iterator[tuple[bytes, Result]]:
         """Waits for a step, counts it, and yields the results that it completes."""

@@ -5,7 +5,6 @@ and the error file. Each of its states can be left at any moment; the next start
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import threading
 import time
@@ -13,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ..cache.media import MediaTable
 from ..errors import InputError, JobError
@@ -267,21 +268,53 @@ class _Apart:
         return works
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    """The usage of an answer, by the names of either kind: of chats and completions, or of responses."""
+
+    prompt_tokens: int = 0
+    input_tokens: int = 0
+    completion_tokens: int = 0
+    output_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+
+
+class _Body(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+    body: _Body
+
+
+class _Line(msgspec.Struct):
+    """What is read of a line; all else in it is passed over."""
+
+    response: _Response | None
+
+
+_read_line = msgspec.json.Decoder(_Line).decode
+
+
 def _split(lines: Path, good: Path, bad: Path) -> tuple[dict[str, int], Body]:
     """Writes a batch's lines into two files, answers and errors; returns ({kind: lines}, usage of all answers)."""
     counts, prompt, cached, generated = {"output": 0, "error": 0}, 0, 0, 0
     with lines.open("rb") as file, good.open("wb") as answers, bad.open("wb") as errors:
         for line in file:
-            response = json.loads(line)["response"]
-            failed = response is None or response["status_code"] != 200
+            response = _read_line(line).response
+            failed = response is None or response.status_code != 200
             (errors if failed else answers).write(line)
             counts["error" if failed else "output"] += 1
-            if not failed:
-                usage = response["body"].get("usage") or {}
-                prompt += usage.get("prompt_tokens", usage.get("input_tokens", 0))
-                generated += usage.get("completion_tokens", usage.get("output_tokens", 0))
-                details = usage.get("prompt_tokens_details", usage.get("input_tokens_details")) or {}
-                cached += details.get("cached_tokens", 0)
+            if response is not None and not failed and (usage := response.body.usage) is not None:
+                prompt += usage.prompt_tokens or usage.input_tokens
+                generated += usage.completion_tokens or usage.output_tokens
+                details = usage.prompt_tokens_details or usage.input_tokens_details
+                cached += 0 if details is None else details.cached_tokens
     return counts, {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached},

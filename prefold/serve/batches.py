@@ -35,7 +35,7 @@ class Batches:
         self._store, self._log = store, log
         self._open: dict[str, OpenBatch] = {}
         self._lock = threading.Lock()  # of `_open`, and of who works for what
-        self._woken = threading.Event()
+        self._woken, self._can_run = threading.Event(), threading.Event()
         self._is_stopping = False
         self._threads: list[threading.Thread] = []
         for tenant, body in store.all("batch"):
@@ -56,6 +56,7 @@ class Batches:
         """Makes the batch that runs stop after its step."""
         self._is_stopping = True
         self._woken.set()
+        self._can_run.set()
 
     def stop(self) -> None:
         """Stops, and waits until what is done is written."""
@@ -119,7 +120,8 @@ class Batches:
                 if found is not None:
                     found.is_taken = True
             if found is None:
-                time.sleep(LOOK_SECONDS)
+                self._can_run.wait(LOOK_SECONDS)
+                self._can_run.clear()
             else:
                 self._attempt(self._work.finish, found)
 
@@ -157,6 +159,7 @@ class Batches:
             one.retry_at = time.monotonic() + RETRY_SECONDS
         finally:
             one.output, one.is_taken = None, False
+            self._can_run.set()
 
     def _drop_ended(self) -> None:
         """Forgets files and responses whose time has come."""

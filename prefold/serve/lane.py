@@ -1,8 +1,8 @@
 """The lane of batches: an engine, as a job sees it, on the thread of a server whose live requests go first.
 
 Texts are generated beside those of live requests, in the same steps, and the policy of admission and the pace see to
-it that they give way. Numbers are read in a stream of their own, a step at a time, when nothing live is there to do;
-where that is never so, they get a small share of the time.
+it that they give way. Numbers are read in a stream of their own, when nothing live is there to do: a step stops between
+two of its parts for as long as there is, and where that is always so, it gets a small share of the time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from ..types import Owner, Readout, Result, Sharing
 
 __all__ = ["Lane"]
 
-# Results that nobody has taken yet: beyond these no more are computed.
-MOST_RESULTS = 4096
 LOOK_SECONDS = 0.05
 
 
@@ -109,7 +107,8 @@ class Lane:
                 if isinstance(event, BaseException):
                     raise event
                 yield event
-                self._service.wake()
+                if numbers.came.empty():
+                    self._service.wake()
         finally:
             numbers.leave()
 
@@ -119,7 +118,11 @@ def _put(came: SimpleQueue[tuple[int, Any]], key: int, answer: Any) -> None:
 
 
 class _BatchNumbers(Background):
-    """Numbers of a batch that are being read. All but `leave` is called by the engine's thread."""
+    """Numbers of a batch that are being read. All but `leave` is called by the engine's thread.
+
+    A step is begun when the lines of the one before are made: they are made in Python, and a step that computes
+    meanwhile waits for the interpreter at each of its operations.
+    """
 
     def __init__(
         self,
@@ -134,14 +137,20 @@ class _BatchNumbers(Background):
         self._has_left = False
         self._is_in_step = False
         self._ended: SimpleQueue[None] = SimpleQueue()
-        self._stepped = time.perf_counter()  # when the last step of a batch ended
-        self._due_at = self._stepped
-        engine = service.engine
+        self._began = time.perf_counter()  # when what it computes now was begun
+        self._due_at = self._began
+        engine, facts = service.engine, service.engine.worker.facts
         self._results = engine.run(
             windows,
             readout,
             cache_prefill=False,
-            budget=StepBudget(engine.max_batch_rows, pace.stream_rows, least=max(1, engine.worker.facts.span_rows)),
+            budget=StepBudget(
+                engine.max_batch_rows,
+                partial(pace.stream_rows, parts=facts.parts),
+                least=max(1, facts.span_rows),
+                before=self._wait_for_lines,
+                between=self._give_way,
+            ),
             on_step=self._between,
             stopping=lambda: self._has_left or stopping(),
         )
@@ -153,7 +162,7 @@ class _BatchNumbers(Background):
         self._ended.get()
 
     def is_ready(self) -> bool:
-        return self._has_left or self.came.qsize() < MOST_RESULTS
+        return True
 
     def is_due(self) -> bool:
         return time.perf_counter() >= self._due_at
@@ -177,13 +186,22 @@ class _BatchNumbers(Background):
         return False
 
     def _between(self, step: Any) -> None:
-        """Serves live requests after a step of the batch, until there are none or the batch's share is due."""
-        if not self._is_in_step:  # a step of live requests
-            return
-        self._is_in_step = False
-        self._service.failure = None
-        self._pace.stream_times.note(step.rows, step.seconds)
+        """Takes note of a step of the batch."""
+        if self._is_in_step:  # else it is one of live requests
+            self._service.failure = None
+            self._pace.stream_times.note(step.rows, step.seconds)
+            self._give_way()
+
+    def _give_way(self) -> None:
+        """Serves live requests until there are none, or the batch's share is due."""
         now = time.perf_counter()
-        self._due_at = now + (now - self._stepped) * (1 / self._pace.batch_share - 1)
+        self._due_at = now + (now - self._began) * (1 / self._pace.batch_share - 1)
+        self._is_in_step = False
         self._service.serve_live(self._due_at)
-        self._stepped, self._is_in_step = time.perf_counter(), True
+        self._began, self._is_in_step = time.perf_counter(), True
+
+    def _wait_for_lines(self) -> None:
+        """Serves live requests until what the steps before have given is written."""
+        self._is_in_step = False
+        self._service.serve_live(waits=lambda: not (self._has_left or self.came.empty()))
+        self._began, self._is_in_step = time.perf_counter(), True

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -69,6 +70,8 @@ class LocalWorker(Worker):
         self.facts = Facts(
             depth=depth,
             slot_depth=depth if model.ranks.size == 1 else 1,
+            # On a GPU layers are only begun here, and other ranks are told of whole steps.
+            parts=len(model.config.planes) if model.device.type == "cpu" and model.ranks.size == 1 else 1,
             max_rows=batch_rows(model),
             max_positions=model.config.max_positions,
             vocab_size=model.config.vocab_size,
@@ -100,10 +103,12 @@ class LocalWorker(Worker):
             message = replace(message, tokens=without_images(message.tokens))
         return prepare(message, self.model.config.planes, self._attention, tuple(self.adapters.values()))
 
-    def start(self, message: Message, prepared: Batch | None = None) -> Ticket:
+    def start(
+        self, message: Message, prepared: Batch | None = None, between: Callable[[], None] | None = None
+    ) -> Ticket:
         with self._lock, on(self.model.device), torch.inference_mode():
             try:
-                return self._start(message, prepared)
+                return self._start(message, prepared, between)
             except torch.OutOfMemoryError as error:
                 why = str(error)
             # Not while the error is handled: it holds what the failed step made.
@@ -120,7 +125,7 @@ class LocalWorker(Worker):
     def compile_seconds(self) -> float:
         return compile_seconds() if runs_triton(self.model.device) else 0.0
 
-    def _start(self, message: Message, prepared: Batch | None) -> Ticket:
+    def _start(self, message: Message, prepared: Batch | None, between: Callable[[], None] | None) -> Ticket:
         if isinstance(message, StreamStep):
             batch = self.prepare(message) if prepared is None else prepared
             assert batch is not None
@@ -128,7 +133,9 @@ class LocalWorker(Worker):
             if path.rows < message.path:
                 raise ValueError(f"the step goes on with {message.path} rows, its stream left {path.rows}")
             media = None if self._images is None else self._images.rows(message.tokens)
-            reads, self._paths[message.stream] = run(self.model, batch, path.truncate(message.path), media)
+            # A step with images holds them until it is over, and others may need their room.
+            pause = None if between is None or media is not None else partial(self._pause, between)
+            reads, self._paths[message.stream] = run(self.model, batch, path.truncate(message.path), media, pause)
             return reads
         if isinstance(message, SlotStep):
             return self._start_slots(message)
@@ -152,6 +159,13 @@ class LocalWorker(Worker):
         else:
             raise TypeError(f"{type(message).__name__} is no message to a worker")
         return Nothing()
+
+    def _pause(self, between: Callable[[], None]) -> None:
+        self._lock.release()
+        try:
+            between()
+        finally:
+            self._lock.acquire()
 
     def _encode(self, message: EncodeImage) -> Ticket:
         if self._images is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -57,13 +57,19 @@ def _fetch(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def run(model: CausalLM, batch: Batch, path: Path, media: MediaRows | None = None) -> tuple[Reads, Path]:
+def run(
+    model: CausalLM,
+    batch: Batch,
+    path: Path,
+    media: MediaRows | None = None,
+    between: Callable[[], None] | None = None,
+) -> tuple[Reads, Path]:
     """Runs the forward pass of a step, and returns its read-out, not waited for, and the path above the next step.
 
-    On a rank other than 0 what is read of the whole vocabulary is empty.
+    between: called after attention in each plane. On a rank other than 0 what is read of the whole vocabulary is empty.
     """
     config, readout = model.config, batch.step.readout
-    attend = StepAttend(batch, path, config.planes, config.scale)
+    attend = StepAttend(batch, path, config.planes, config.scale, between)
     how: dict[str, Any] = {}
     if readout.exits is not None:
         how = {"route": readout.exits.route}

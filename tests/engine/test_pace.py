@@ -80,6 +80,30 @@ def test_times():
     assert times.seconds_of(100) < 0.2  # once is an accident
 
 
+@pytest.mark.parametrize("within", [0.05, 0.25])
+@pytest.mark.parametrize("before", [[1], [1, 2, 3, 4], [8, 9], [4, 40]], ids=str)
+def test_times_of_large_steps_are_soon_known_though_small_ones_came_before(before, within):
+    def seconds(rows):  # as of a machine that reads the weights meanwhile, however few the rows
+        return max(0.010, 0.004 + 0.0004 * rows)
+
+    times, took = StepTimes(), []
+    for rows in 50 * before:
+        times.note(rows, seconds(rows))
+    for _ in range(12):
+        rows = times.rows_within(within)
+        took.append(seconds(rows))
+        times.note(rows, took[-1])
+    assert max(took) < 1.3 * within
+    assert min(took[4:]) > 0.9 * within
+
+
+def test_a_first_step_that_takes_long_is_soon_forgotten():
+    times = StepTimes()
+    for rows, seconds in ((16, 0.3), (16, 0.01), (64, 0.025)):
+        times.note(rows, seconds)
+    assert 90 < times.rows_within(0.05) < 200
+
+
 def test_a_batch_alone_has_long_steps_but_not_without_end():
     machine = Machine()
     for _ in range(200):
@@ -166,5 +190,8 @@ def test_steps_of_a_batchs_numbers_are_short_where_somebody_came_lately():
     assert machine.pace.stream_rows(4096) == pytest.approx(480, abs=1)  # a quarter of a second
     machine.pace.note_live()
     assert machine.pace.stream_rows(4096) == pytest.approx(22, abs=1)  # two steps of a row
+    # In parts, each of which takes no longer than a quarter of such a step.
+    assert machine.pace.stream_rows(4096, parts=30) == pytest.approx(137, abs=1)
     machine.now += LATELY_SECONDS
+    assert machine.pace.stream_rows(4096, parts=2) == pytest.approx(980, abs=1)
     assert machine.pace.stream_rows(4096) == pytest.approx(480, abs=1) and machine.pace.stream_rows(100) == 100
