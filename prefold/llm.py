@@ -73,6 +73,8 @@ class LLM(NumericTasks, Texts):
                     "project": they see K/V made of the state that it left with. Requests may then give routes
     refill          where rows leave, whether others come into their places at once
     group           which rows make a step together then: those whose next "block" is the same, or whose "template" is
+    step_visits     the most visits that rows make one after another in a step then, where nobody has a prompt to
+                    compute; it changes no result
     decode_graphs   whether steps that only decode are replayed as captured CUDA graphs, which saves launching their
                     kernels one by one. Experimental; on one GPU, without adapters
     load_format     "auto", or "dummy" for random weights of the model's shapes
@@ -110,6 +112,7 @@ class LLM(NumericTasks, Texts):
         exits: Literal["read", "save", "project"] = "read",
         refill: bool = True,
         group: Literal["block", "template"] = "block",
+        step_visits: int = 8,
         decode_graphs: bool = False,
         load_format: Literal["auto", "dummy"] = "auto",
         revision: str | None = None,
@@ -167,6 +170,7 @@ class LLM(NumericTasks, Texts):
             exits=exits,
             refill=refill,
             group=group,
+            step_visits=step_visits,
         )
         options = EngineOptions(
             sharing="full" if sharing == "auto" else sharing,

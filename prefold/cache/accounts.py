@@ -20,8 +20,7 @@ class Account:
     """An Account is what the cache keeps for one tenant.
 
     rows    how many rows may be evicted
-    held    how many slots its nodes and tails hold, whether kept, pinned or in use; not counted (0) of a looped model
-            whose rows have slots for each visit
+    held    how many slots its nodes and tails hold, whether kept, pinned or in use
     nodes   how many nodes are kept
     leaves  its nodes that may go now, the one that goes first at the head; the RadixCache's
     used    when the tenant used any of its rows last

@@ -345,7 +345,7 @@ class RadixCache:
             nodes.setdefault(node.account, []).append(node)
         held = Counter[Account | None]()
         for node in self._tree.nodes():
-            held[node.account] += len(node.slots)
+            held[node.account] += node.num_slots
         for account in self.accounts:
             own = nodes.get(account, [])
             assert account.rows == sum(node.computed for node in own if not node.pins)

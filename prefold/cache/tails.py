@@ -200,6 +200,7 @@ class TailVisit(NodeVisit):
         if self.tail.place is not None:
             for name in ("slots", "owned", "left", "done", "num_runs", "num_spare"):
                 getattr(self.tail.tails, name)[self.tail.place, self.number] = 0
+        self._gave_up(len(slots))
         return slots
 
 

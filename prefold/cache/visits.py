@@ -98,11 +98,21 @@ class NodeVisit:
             self.counts.append(count)
             self.positions.append(position)
 
+    def hold(self, slots: int) -> None:
+        """Books that so many more slots are this visit's own, in the account of its tenant."""
+        if self.node.account is not None:
+            self.node.account.hold(slots)
+
     def give_up(self) -> np.ndarray:
         """Forgets all rows, and returns the slots that were this visit's own, int64."""
         slots = self.slots[self.owned]
         self._forget()
+        self._gave_up(len(slots))
         return slots
+
+    def _gave_up(self, slots: int) -> None:
+        if self.node.account is not None:
+            self.node.account.held -= slots
 
     def split(self, upper: VisitNode, size: int) -> NodeVisit:
         """Returns this visit of the first `size` rows, which go to `upper`; the others stay."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..schedule.generate_step import GenerateStep
 from ..schedule.steps import Numbers, SlotStep
-from ..schedule.visit_decode import DecodeStep
+from ..schedule.visit_decode_step import DecodeStep
 from ..schedule.visit_draft import RoutedStep
 from ..schedule.visit_steps import VisitStep
 from ..types import Exits, Readout

@@ -28,6 +28,8 @@ class GenerateOptions:
                     Requests may then give routes, too
     refill          where rows leave, others come into their places at once; else when all have left
     group           which rows make a step together then: those whose next "block" is the same, or whose "template"
+    step_visits     the most visits that rows make one after another in a step then, where nobody has a prompt to
+                    compute
     """
 
     kv_memory: int | None = None
@@ -37,9 +39,10 @@ class GenerateOptions:
     exits: Literal["read", "save", "project"] = "read"
     refill: bool = True
     group: Literal["block", "template"] = "block"
+    step_visits: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("kv_memory", "max_running"):
+        for name in ("kv_memory", "max_running", "step_visits"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}", field=name, remedy="give 1 or more")

@@ -30,7 +30,8 @@ def visits_of(facts: Facts, options: GenerateOptions) -> VisitOptions | None:
     if visits is None or not (visits.routed or options.exits != "read"):
         return None
     keys = "project" if options.exits == "project" else "last"
-    return replace(visits, keys=keys, refill=options.refill, group=options.group)  # type: ignore[arg-type]
+    how = {"refill": options.refill, "group": options.group, "step_visits": options.step_visits}
+    return replace(visits, keys=keys, **how)  # type: ignore[arg-type]
 
 
 def make_scheduler(

@@ -5,7 +5,7 @@ Rows of one call may be at different visits, and of different requests. Who atte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -59,12 +59,14 @@ class Visits:
         positions: Tensor,
         attend: Attend,
         adapters: RowAdapters = NO_ADAPTERS,
+        cos_sin: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Returns states after the layers of a part; may write into `states`."""
+        """Returns states after the layers of a part; may write into `states`. cos_sin: what `cos_sin` gives for the
+        positions, where it is known."""
         model = self.model
-        rows = Pass(
-            states, None, self._cos_sin(part, positions), attend, None, adapters, choose_ops(model.dtype, model.device)
-        )
+        planes = self.cos_sin(positions) if cos_sin is None else cos_sin
+        angles = [planes[self._first[layer]] for layer in part]
+        rows = Pass(states, None, angles, attend, None, adapters, choose_ops(model.dtype, model.device))
         model.go_through(rows, part)
         return rows.x if rows.delta is None else rows.x + rows.delta
 
@@ -76,9 +78,11 @@ class Visits:
         positions: Tensor,
         attend: Attend,
         adapters: RowAdapters = NO_ADAPTERS,
+        cos_sin: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Returns states after a visit to a block. given: states after the prelude, where each visit is given them."""
-        states = self.through(self.blocks[block], self._brought(states, given), positions, attend, adapters)
+        """Returns states after a visit to a block. given: states after the prelude, where each visit is given them;
+        cos_sin: as of `through`."""
+        states = self.through(self.blocks[block], self._brought(states, given), positions, attend, adapters, cos_sin)
         return self._normed(states) if self.loop.between == "norm" else states
 
     def end(self, states: Tensor, positions: Tensor, attend: Attend, adapters: RowAdapters = NO_ADAPTERS) -> Tensor:
@@ -107,10 +111,11 @@ class Visits:
         """Gives `write` the number, keys and values of each layer of a block, made of states that do not visit it."""
         model, states = self.model, self._brought(states, given)
         part, ops = self.blocks[block], choose_ops(model.dtype, model.device)
-        for number, (layer, cos_sin) in enumerate(zip(part, self._cos_sin(part, positions), strict=True)):
+        planes = self.cos_sin(positions)
+        for number, layer in enumerate(part):
             one = model.layers[layer]
             assert isinstance(one, Layer)
-            write(number, *one.keys_values(states.clone(), cos_sin, ops, adapters))
+            write(number, *one.keys_values(states.clone(), planes[self._first[layer]], ops, adapters))
 
     def _brought(self, states: Tensor, given: Tensor | None) -> Tensor:
         return states if self.model.inject is None else self.model.inject(torch.cat((states, given), -1))
@@ -118,6 +123,6 @@ class Visits:
     def _normed(self, states: Tensor) -> Tensor:
         return self.model.norm(states.clone(), None, choose_ops(self.model.dtype, self.model.device))[1]
 
-    def _cos_sin(self, part: Iterable[int], positions: Tensor) -> list[Tensor]:
-        planes = self.model._cos_sin(positions)
-        return [planes[self._first[layer]] for layer in part]
+    def cos_sin(self, positions: Tensor) -> list[Tensor]:
+        """Returns the cosines and sines of positions, by plane of the model's order."""
+        return self.model._cos_sin(positions)

@@ -59,6 +59,8 @@ def check_visits(scheduler: VisitScheduler) -> None:
     assert {*sequences} == {sequence for request in scheduler._requests.values() for sequence in request}
     if scheduler.cache is not None:
         scheduler.cache.check()
+        for account in scheduler.cache.accounts:
+            assert account.held == sum(node.num_slots for node in nodes if node.account is account)
 
 
 def _check_tail(sequence: Routed) -> None:

@@ -217,7 +217,9 @@ class Claims:
     def _slots(self, sequence: Routed, visit: NodeVisit, count: int) -> np.ndarray:
         """Returns up to `count` slots for rows at a visit; of a tail some more are claimed, for the rows to come."""
         if not isinstance(visit, TailVisit):
-            return self._allocate(count)
+            slots = self._allocate(count)
+            visit.hold(len(slots))
+            return slots
         slots = visit.take_spare(count)
         wanted = count - len(slots)
         if not wanted:
@@ -229,8 +231,10 @@ class Claims:
         rest = found[wanted:]
         if len(rest) and rest[-1] - rest[0] == len(rest) - 1:
             visit.keep_spare(rest)
+            visit.hold(len(found))
         else:
             self.pool.free(rest)
+            visit.hold(len(found) - len(rest))
         return np.concatenate((slots, found[:wanted]))
 
     def _allocate(self, count: int) -> np.ndarray:

@@ -26,6 +26,7 @@ class VisitOptions:
     group     which rows make a step together: those whose next "block" is the same, or whose "template" and visit are
     patience  after so many steps without it a sequence decides which block comes next
     threshold of requests that give none
+    step_visits  the most visits that the rows of a step make one after another, where nobody has a prompt to compute
     """
 
     order: tuple[int, ...]
@@ -38,6 +39,7 @@ class VisitOptions:
     group: Literal["block", "template"] = "block"
     patience: int = 16
     threshold: float = 1.0
+    step_visits: int = 1
 
 
 def rule_of(exits: Exits) -> tuple[Hashable, ...]:

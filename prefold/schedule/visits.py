@@ -30,7 +30,8 @@ from .sequences import Sequences
 from .steps import NOT_FINITE
 from .visit_checks import check_visits
 from .visit_claims import Claims
-from .visit_decode import DecodeDraft, DecodeStep, Decoding
+from .visit_decode import Decoding
+from .visit_decode_step import DecodeDraft, DecodeStep
 from .visit_draft import RoutedStep, Take, VisitDraft, lay_out
 from .visit_options import VisitOptions, may_leave, rule_of
 from .visit_steps import CODA, VisitResult
@@ -125,13 +126,13 @@ class VisitScheduler(Sequences[Routed]):
             sequence.set_out(self.visits)
 
     def cancel(self, key: Hashable) -> None:
-        self._draft = None
+        self._drop_draft()
         super().cancel(key)
 
     def clear(self) -> None:
         super().clear()
         self._tails.clear()
-        self._decoding.forget()
+        self._decoding.clear()
         self._draft = self._begun = None
 
     @property
@@ -148,6 +149,7 @@ class VisitScheduler(Sequences[Routed]):
         if self._begun is not None:
             return []
         failed, self._failed = self._failed, []
+        self._drop_draft()
         if self.cache is not None:
             self.cache.expire()
         self._admit()
@@ -166,6 +168,10 @@ class VisitScheduler(Sequences[Routed]):
             elif not self._release_waiting(last):
                 failed.append(self._fail(last))
         return failed
+
+    def _drop_draft(self) -> None:
+        self._draft = None
+        self._decoding.withdraw()
 
     def plan(self) -> RoutedStep | DecodeStep | None:
         """Returns the step that `admit` settled; changes nothing. None where there is none, or one has begun."""
@@ -207,16 +213,18 @@ class VisitScheduler(Sequences[Routed]):
         stats.steps += 1
         stats.decode_rows += step.decode_rows
         stats.prefill_rows += step.first_rows - step.decode_rows
-        if step.message.block >= 0:
-            stats.block_calls += step.num_rows
         if isinstance(step, DecodeStep):
-            saved = self._decoding.book(step, result.left)
+            visits = step.visits(result)
+            stats.block_calls += step.block_calls(result)
+            saved = self._decoding.book(step, result)
             stats.block_calls_saved += saved
             stats.kv_bytes_freed += saved * self._slot_bytes
             if self.tree.on_store:
                 for sequence in step.first_takers:
                     self.tree.stored(sequence.tail)
         else:
+            visits = step.visits
+            stats.block_calls += step.num_rows if step.message.block >= 0 else 0
             for visit, take, queries in step.takes:
                 self._book(visit, take, queries, result.left)
             for sequence, blocks in zip(step.routed, result.blocks.tolist(), strict=True):
@@ -224,7 +232,7 @@ class VisitScheduler(Sequences[Routed]):
                     self._go_on(sequence, block)
         done = []
         for sequence, visit_number, token, stop, taken in zip(
-            step.takers, step.visits, tokens, ended, result.taken.tolist(), strict=True
+            step.takers, visits, tokens, ended, result.taken.tolist(), strict=True
         ):
             if sequence.state == "ended" or not taken:
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,10 +18,11 @@ from ..model.gate import Seen
 from ..model.router import choose, summary
 from ..model.visits import Visits
 from ..schedule.steps import NOT_FINITE, NOTHING, Drawing, Numbers, SlotStep
-from ..schedule.visit_steps import CODA, DECIDES, LEAVES, PRELUDE, Routing, VisitResult, VisitStep
+from ..schedule.visit_steps import CODA, DECIDES, LEAVES, PRELUDE, Routing, VisitResult, VisitRounds, VisitStep
 from ..schedule.visits import VisitOptions
 from .attend import heads_of
 from .slot_reads import SlotReads
+from .visit_rounds import part_of
 
 __all__ = ["VisitStore", "blocks_alike", "visit_options", "visit_slot_bytes"]
 
@@ -87,24 +88,59 @@ class VisitStore:
             self.states = torch.zeros(shape, dtype=model.dtype, device=device)
         self.odds = torch.zeros(slots, 2, device=device)
         self.likely = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._reads_features = model.gate is not None and model.gate.reads == "features"
 
     def run(self, step: VisitStep) -> VisitTicket:
         """Runs a step, and returns the ticket of what it gives."""
         if len(step.project_slots):
             self._project(step)
+        if step.rounds is not None:
+            return self._run_rounds(step, step.rounds)
         left = self._compute(step) if step.num_rows else np.zeros(0, bool)
         taken_slots = (
             (step.read_rows < 0) | left[np.maximum(step.read_rows, 0)] if step.num_rows else step.read_rows < 0
         )
         taken = taken_slots[step.reads]
-        reads = self._read(step, taken_slots, taken) if taken.any() else None
+        reads = self._read(step, step.read_slots[taken_slots], taken_slots, taken) if taken.any() else None
         blocks = [self._route(routing) for routing in step.routings]
         return VisitTicket(left, taken, np.concatenate(blocks) if blocks else NOTHING.reshape(0, 1), reads)
 
+    def _run_rounds(self, step: VisitStep, rounds: VisitRounds) -> VisitTicket:
+        """Runs a step whose rows make several visits one after another, each as long as it has not left."""
+        num_rows = int(rounds.offsets[1])
+        left, made, last = np.zeros(num_rows, bool), np.zeros(num_rows, np.int64), np.arange(num_rows)
+        cos_sin = self.visits.cos_sin(send(step.positions[:num_rows], self.model.device))
+        goes = np.zeros(step.num_rows, bool)  # which queries did not leave
+        for number, block in enumerate(rounds.blocks.tolist()):
+            first, stop = rounds.offsets[number : number + 2].tolist()
+            going = None
+            if number and not (there := goes[rounds.before[first:stop]]).all():
+                going = np.flatnonzero(there)
+            if (stop - first if going is None else going.size) < rounds.least[number]:
+                break
+            part = part_of(step, block, first, stop, slice(*rounds.runs[number : number + 2].tolist()), going)
+            queries = np.arange(first, stop) if going is None else first + going
+            rows = rounds.row[queries]
+            angles = cos_sin
+            if len(rows) < num_rows:
+                at = send(rows, self.model.device)
+                some = {id(plane): plane.index_select(0, at) for plane in {id(p): p for p in cos_sin}.values()}
+                angles = [some[id(plane)] for plane in cos_sin]
+            gone = self._compute(part, angles)
+            goes[queries] = ~gone
+            left[rows], last[rows] = gone, queries
+            made[rows] += 1
+        taken_slots = (left | rounds.ends[last])[step.read_rows]
+        taken = taken_slots[step.reads]
+        slots = step.slots[last[step.read_rows[taken_slots]]]
+        reads = self._read(step, slots, taken_slots, taken) if taken.any() else None
+        return VisitTicket(left, taken, NOTHING.reshape(0, 1), reads, made)
+
     # ------------------------------------------------------------------------------------------------- rows
 
-    def _compute(self, step: VisitStep) -> np.ndarray:
-        """Takes the rows of a step through its block, and returns which of them left, bool [n]."""
+    def _compute(self, step: VisitStep, cos_sin: list[Tensor] | None = None) -> np.ndarray:
+        """Takes the rows of a step through its block, and returns which of them left, bool [n]. cos_sin: of the rows'
+        positions, where it is known."""
         device, visits = self.model.device, self.visits
         positions, slots = send(step.positions, device), send(step.slots, device)
         source = send(step.source, device)
@@ -117,12 +153,12 @@ class VisitStore:
             self.states[slots] = visits.end(came, positions, attend, adapters)
             return step.leaves == LEAVES
         if step.block == PRELUDE:
-            self.states[slots] = visits.through(visits.prelude, came, positions, attend, adapters)
+            self.states[slots] = visits.through(visits.prelude, came, positions, attend, adapters, cos_sin)
             self.odds[slots] = self.odds.new_tensor((1.0, 0.0))
             return step.leaves == LEAVES
         given = None if self.model.inject is None else self.states[send(step.given, device)]
         before = came.clone() if np.isfinite(step.criteria[:, 1]).any() else came
-        went = visits.visit(step.block, came, given, positions, attend, adapters)
+        went = visits.visit(step.block, came, given, positions, attend, adapters, cos_sin)
         self.states[slots] = went
         return self._leave(step, source, slots, before, went)
 
@@ -161,25 +197,25 @@ class VisitStore:
         """Returns which rows have left by the gate's sum, bool. A row whose gate gives no number leaves with a state
         that is none, so that whoever reads it gets an error."""
         # A row comes from the prelude, or from nowhere, and so has made no visit to a block.
-        first = send((step.source == step.given)[asked], slots.device) > 0
-        odds = torch.where(first[:, None], self.odds.new_tensor((1.0, 0.0)), self.odds[source])
-        gate = self.model.gate
-        hidden, seen = self.visits.read(went), None
-        if gate is not None and gate.reads == "features":
-            seen = Seen(self.visits.read(self.states[source]), self.likely[source].long())
-            logits, seen_first = self.model.leaves(hidden, None)
-            later, seen = self.model.leaves(hidden, seen)
-            logit = torch.where(first, logits, later)
-            assert seen_first is not None
-            self.likely[slots] = seen_first.likely.to(torch.int32)
-        else:
-            logit, _ = self.model.leaves(hidden, None)
+        is_first = (step.source == step.given)[asked]
+        hidden, before, first = self.visits.read(went), None, send(is_first, slots.device) > 0
+        if self._reads_features and not is_first.all():
+            before = Seen(self.visits.read(self.states[source]), self.likely[source].long())
+        logit, seen = self.model.leaves(hidden, before)
+        if seen is not None:
+            if before is not None and is_first.any():
+                logit = torch.where(first, self.model.leaves(hidden, None)[0], logit)
+            self.likely[slots] = seen.likely.to(torch.int32)
         share = torch.sigmoid(logit)
-        now = torch.stack((odds[:, 0] * (1 - share), odds[:, 1] + share * odds[:, 0]), -1)
-        self.odds[slots] = now
-        self.states[slots[now[:, 1].isnan()]] = torch.nan
-        threshold = torch.as_tensor(step.criteria[asked, 0], dtype=torch.float32, device=slots.device)
-        return (~(now[:, 1] < threshold)).cpu().numpy()
+        stays, gone = self.odds[source].T
+        stays, gone = stays.masked_fill(first, 1.0), gone.masked_fill(first, 0.0)
+        now = gone + share * stays
+        self.odds[slots] = torch.stack((stays * (1 - share), now), -1)
+        found = now.cpu().numpy()
+        wrong = np.flatnonzero(np.isnan(found))
+        if wrong.size:
+            self.states[slots[send(wrong, slots.device)]] = torch.nan
+        return ~(found < step.criteria[asked, 0].astype(np.float32))
 
     def _project(self, step: VisitStep) -> None:
         """Makes K/V of the step's block of the states of rows that have left."""
@@ -210,9 +246,9 @@ class VisitStore:
 
     # ------------------------------------------------------------------------------------------ reads and routes
 
-    def _read(self, step: VisitStep, taken_slots: np.ndarray, taken: np.ndarray) -> SlotReads:
-        """Returns the ticket of those reads that are made."""
-        hidden = self.visits.read(self.states[send(step.read_slots[taken_slots], self.model.device)])
+    def _read(self, step: VisitStep, slots: np.ndarray, taken_slots: np.ndarray, taken: np.ndarray) -> SlotReads:
+        """Returns the ticket of those reads that are made, of the states in `slots`."""
+        hidden = self.visits.read(self.states[send(slots, self.model.device)])
         number = np.cumsum(taken_slots) - 1
         reads = number[step.reads[taken]]
         order = np.cumsum(taken) - 1
@@ -270,15 +306,16 @@ class VisitTicket:
     taken: np.ndarray
     blocks: np.ndarray
     reads: SlotReads | None
+    made: np.ndarray = field(default_factory=lambda: NOTHING)
 
     def result(self) -> VisitResult:
         ids = np.full(len(self.taken), -1, np.int64)
         if self.reads is None:
-            return VisitResult(ids, left=self.left, taken=self.taken, blocks=self.blocks)
+            return VisitResult(ids, left=self.left, taken=self.taken, blocks=self.blocks, made=self.made)
         found, at = self.reads.result(), np.flatnonzero(self.taken)
         ids[at] = found.ids
         logprobs = {int(at[read]): one for read, one in found.logprobs.items()}
-        return VisitResult(ids, logprobs, found.numbers, self.left, self.taken, self.blocks)
+        return VisitResult(ids, logprobs, found.numbers, self.left, self.taken, self.blocks, self.made)
 
 
 def _picked(drawing: Drawing, taken: np.ndarray, order: np.ndarray) -> Drawing | None:

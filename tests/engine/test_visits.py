@@ -138,6 +138,24 @@ def test_exits_that_are_given(gated):
     assert check(dense, "last", tokens, made, exits)[len(tokens) :] == [3, 1, 5, 5]
 
 
+def test_several_visits_a_step_change_nothing(gated):
+    """Rows go on within a step as their gates say, with adapters or none; only steps become fewer."""
+    llm, dense = gated
+    cases = [
+        (tokens, exits) for tokens in prompts(5, count=4) for exits in (Exits(0.5), Exits(0.8, 2), Exits(change=0.9))
+    ]
+    asked = [request_of(*case, max_tokens=12) for case in cases]
+    found, steps, calls = {}, {}, {}
+    for most in (1, 2, 8):
+        engine = engine_of(llm, step_visits=most)
+        found[most] = tokens_of(generate(engine, asked))
+        steps[most], calls[most] = (getattr(engine.stats.generation, name) for name in ("steps", "block_calls"))
+    assert found[1] == found[2] == found[8]
+    assert calls[1] == calls[2] == calls[8] and steps[8] < steps[2] < steps[1]
+    for (tokens, exits), made in zip(cases, found[8], strict=True):
+        check(dense, "last", tokens, made, exits)
+
+
 def test_a_second_call_finds_rows_of_the_first(gated):
     """Kept rows serve prompts that go on from them, with another route from where the routes part, and with the tokens
     of an answer; what is found gives the same as what is computed."""
@@ -163,7 +181,7 @@ def test_little_memory(gated, reserve):
     """Sequences give up their rows and go on with the same tokens; no exit is decided twice."""
     llm, dense = gated
     token_lists, exits = prompts(9, count=6), Exits(0.6, prompts=True)
-    slots = 5 * (max(map(len, token_lists)) + 24)
+    slots = 5 * (max(map(len, token_lists)) + (24 if reserve else 12))
     engine = engine_of(llm, slots=slots, reserve_output=reserve)
     found = tokens_of(generate(engine, [request_of(tokens, exits, max_tokens=24) for tokens in token_lists]))
     for tokens, made in zip(token_lists, found, strict=True):

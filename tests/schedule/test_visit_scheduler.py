@@ -15,9 +15,10 @@ from prefold.errors import InputError
 from prefold.schedule import visits as scheduling
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.routed import Decided, Routed
-from prefold.schedule.visit_decode import DecodeStep, Decoding
+from prefold.schedule.visit_decode import Decoding
+from prefold.schedule.visit_decode_step import DecodeStep
 from prefold.schedule.visits import VisitOptions, VisitScheduler
-from prefold.types import Exits, Owner
+from prefold.types import Exits, Owner, Share
 
 ORDERS = [(0, 1, 0, 1), (0, 0, 0), (1, 0, 1), (0, 1, 2, 0)]
 
@@ -28,6 +29,7 @@ def some_visits(draw) -> VisitOptions:
         order, max(order) + 1, draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([False, False, True])),
         keys=draw(st.sampled_from(["last", "project"])), refill=draw(st.booleans()),
         group=draw(st.sampled_from(["block", "template"])), patience=draw(st.sampled_from([1, 4, 16])),
+        step_visits=draw(st.sampled_from([1, 2, 3, 8])),
     )  # fmt: skip
 
 
@@ -220,10 +222,11 @@ def test_nobody_waits_for_long():
     assert longest <= 3 + 1
 
 
+@pytest.mark.parametrize("step_visits", [1, 3, 8])
 @pytest.mark.parametrize("group", ["block", "template"])
-def test_generation_goes_over_arrays(group, monkeypatch):
+def test_generation_goes_over_arrays(group, step_visits, monkeypatch):
     """Once no prompt is left, steps are drafted and laid out for all rows at once; that changes no block call."""
-    visits = VisitOptions((0, 1, 0, 1, 0), 2, group=group)
+    visits = VisitOptions((0, 1, 0, 1, 0), 2, group=group, step_visits=step_visits)
     prompts = [[0, 1, number % 2, number % 3] for number in range(7)]
     rules = [Exits(0.3, 2), Exits(0.3, 2), Exits(), Exits(max_visits=3), Exits(0.6, 2, route=(1, 0, 1))]
     rules += [Exits(1.0, visits=(2, 3, 5, 2, 4, 5)), Exits(0.5)]
@@ -235,11 +238,68 @@ def test_generation_goes_over_arrays(group, monkeypatch):
 
     monkeypatch.setattr(Decoding, "lay_out", counted)
     over_arrays = shared(visits, rules, prompts, limit=14).stats
-    assert len(made) > 40 and max(made) > 1  # each is laid out twice
+    assert len(made) > 40 // step_visits and max(made) > 1  # each is laid out twice
     monkeypatch.setattr(Decoding, "draft", lambda self, running, most: None)
     by_row = shared(visits, rules, prompts, limit=14).stats
     for name in ("block_calls", "block_calls_saved", "kv_bytes_freed", "decode_rows"):
         assert getattr(over_arrays, name) == getattr(by_row, name), name
+
+
+@pytest.mark.parametrize("refill", [True, False])
+def test_rows_make_several_visits_in_a_step(refill):
+    """A step ends where no more than half of the sequences would go on, and others can take the places of the rest;
+    without refill it ends with the last row."""
+    visits = VisitOptions((0,) * 6, 1, refill=refill, step_visits=6)
+    prompts, limit = [[0, 1, number % 2] for number in range(6)], 13
+    rules = [Exits(1.0, visits=(1 if number < 4 else 6,) * (limit - 1)) for number in range(6)]
+    seen: set[tuple[int, ...]] = set()
+    submit = VisitScheduler.commit
+
+    class Watched(VisitScheduler):
+        def commit(self, step, result, tokens, ended):
+            done = submit(self, step, result, tokens, ended)
+            if isinstance(step, DecodeStep):
+                seen.add(tuple(sorted(one.visit for one in self.running)))
+            return done
+
+    scheduler = Watched(SlotPool(2000), visits, max_batch_rows=64, max_running=16)
+    worker, ended, decided = FakeWorker(1), {}, [Decided() for _ in rules]
+    for number, (prompt, exits) in enumerate(zip(prompts, rules, strict=True)):
+        scheduler.submit(number, np.array(prompt, np.int32), limit=limit, exits=exits, decided=decided[number])
+    while scheduler.has_work:
+        run_step(scheduler, worker, ended, [])
+    for number, (prompt, exits) in enumerate(zip(prompts, rules, strict=True)):
+        check_alone(prompt, 0, limit, exits, visits, ended[number, 0], decided[number])
+    between = {one for one in seen if any(one)}
+    assert ((0, 0, 0, 0, 1, 1) in between) if refill else not between
+
+
+@pytest.mark.parametrize("how", ["prompt", "cancel"])
+def test_a_step_that_is_not_run_keeps_nothing(how):
+    """Slots for visits that rows perhaps do not make are given back where another step is run in its place."""
+    visits = VisitOptions((0, 1, 0, 1), 2, step_visits=8)
+    scheduler = VisitScheduler(SlotPool(2000), visits, max_batch_rows=64, max_running=8)
+    worker, ended, decided = FakeWorker(2), {}, [Decided() for _ in range(4)]
+    for number in range(3):
+        prompt = np.array([number % 2, 1, 0], np.int32)
+        scheduler.submit(number, prompt, limit=9, exits=Exits(0.5, 2), decided=decided[number])
+    scheduler.admit()
+    while not isinstance(step := scheduler.plan(), DecodeStep):
+        run_step(scheduler, worker, ended, [])
+        scheduler.admit()
+    used = scheduler.pool.used_slots
+    assert len(step.message.rounds.blocks) > 1
+    if how == "cancel":
+        scheduler.cancel(2)
+        scheduler.check()
+        assert scheduler.pool.used_slots < used
+    else:
+        scheduler.submit(3, np.array([1, 1], np.int32), limit=9, exits=Exits(0.5, 2), decided=decided[3])
+    while scheduler.has_work:
+        run_step(scheduler, worker, ended, [])
+    for number in range(2 if how == "cancel" else 4):
+        prompt = [1, 1] if number == 3 else [number % 2, 1, 0]
+        check_alone(prompt, 0, 9, Exits(0.5, 2), visits, ended[number, 0], decided[number])
 
 
 def test_tails_grow():
@@ -350,3 +410,28 @@ def test_a_request_that_can_never_run():
     scheduler = VisitScheduler(SlotPool(20), VISITS, max_batch_rows=16, max_running=4)
     with pytest.raises(InputError, match=r"7 rows at 3 visits, 21 slots, the KV store holds 20"):
         scheduler.submit(0, np.zeros(7, np.int32), limit=1)
+
+
+def test_what_runs_counts_for_its_tenant():
+    """Slots that rows of running sequences hold are part of what a tenant has when rows are evicted."""
+    scheduler = VisitScheduler(
+        SlotPool(500), VISITS, max_batch_rows=64, max_running=4, cache=CacheOptions(min_overlap=0)
+    )
+    scheduler.cache.set_tenants(lambda namespace: namespace[0], lambda tenant: Share())
+    worker = FakeWorker(2)
+
+    def use(key, tenant, rows, limit):
+        tokens = np.arange(rows, dtype=np.int32) + 100 * key
+        scheduler.submit(key, tokens, limit=limit, namespace=(tenant, ""), exits=Exits(0.3))
+
+    use(0, "small", 12, 1)
+    use(1, "runs", 3, 1)
+    while scheduler.has_work:
+        run_step(scheduler, worker, {}, [])
+    assert scheduler.cache.accounts.next(0.0).tenant == "small"
+    use(2, "runs", 8, 30)
+    for _ in range(30):
+        run_step(scheduler, worker, {}, [])
+    small, runs = (scheduler.cache.accounts.of(tenant) for tenant in ("small", "runs"))
+    assert runs.rows < small.rows and runs.held > small.held == 12 * 3
+    assert scheduler.cache.accounts.next(0.0) is runs

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prefold.schedule.routed import Decided
-from prefold.schedule.visit_decode import DecodeStep
+from prefold.schedule.routed import Decided, Routed
+from prefold.schedule.visit_decode_step import DecodeStep
 from prefold.schedule.visit_draft import RoutedStep
 from prefold.schedule.visit_steps import CODA, DECIDES, LEAVES, PRELUDE, VisitResult, VisitStep
 from prefold.schedule.visits import VisitOptions, VisitScheduler
@@ -49,6 +49,8 @@ class FakeWorker:
 
     def run(self, step: RoutedStep | DecodeStep) -> tuple[VisitResult, list[int]]:
         """Returns the result, and the token at each read."""
+        if step.message.rounds is not None:
+            return self._run_rounds(step)
         message, left = step.message, np.zeros(step.num_rows, bool)
         for slot, source in zip(message.project_slots.tolist(), message.project_sources.tolist(), strict=True):
             self.kv[slot] = mixed(PROJECTED, message.block, self.states[source])
@@ -61,21 +63,8 @@ class FakeWorker:
         assert len({int(slot) for slot in message.slots}) == step.num_rows
         new: list[tuple[int, int]] = []
         for row in range(step.num_rows):
-            seen = self._seen(message, row)
-            position, slot = int(message.positions[row]), int(message.slots[row])
-            assert sorted(seen) == list(range(position + 1)), "a key is missing"
-            assert seen[position] == slot
-            source = int(message.source[row])
-            came = mixed(TOKEN, int(message.tokens[row])) if not source else self.states[source]
-            state = mixed(came, message.block, *(self.kv[seen[p]] for p in range(position)))
-            self.kv[slot] = state
-            new.append((slot, state))
-            left[row] = message.leaves[row] == LEAVES
-            if message.leaves[row] == DECIDES:
-                sequence = of_row[row]
-                in_tail = position - sequence.leaf.stop
-                assert in_tail < 0 or in_tail == len(sequence.tail.tokens) - 1, "a row that had left decides again"
-                left[row] = leaves(state, sequence.exits)
+            state, left[row] = self._visited(message, message.block, row, of_row.get(row))
+            new.append((int(message.slots[row]), state))
         self.states.update(new)
         taken_slots = [row < 0 or bool(left[row]) for row in message.read_rows.tolist()]
         taken = np.array([taken_slots[read] for read in message.reads.tolist()], bool)
@@ -95,6 +84,61 @@ class FakeWorker:
                 blocks.append([chosen(states, routing.step, int(routing.fewest[i]), self.blocks)])
         found = np.array(blocks, np.int64).reshape(-1, 1)
         return VisitResult(np.array(tokens, np.int64), left=left, taken=taken, blocks=found), tokens
+
+    def _visited(self, message: VisitStep, block: int, query: int, sequence: Routed | None) -> tuple[int, bool]:
+        """Returns the state after a query's visit, and whether its row leaves."""
+        seen = self._seen(message, query)
+        position, slot = int(message.positions[query]), int(message.slots[query])
+        assert sorted(seen) == list(range(position + 1)), "a key is missing"
+        assert seen[position] == slot
+        source = int(message.source[query])
+        came = mixed(TOKEN, int(message.tokens[query])) if not source else self.states[source]
+        self.kv[slot] = state = mixed(came, block, *(self.kv[seen[p]] for p in range(position)))
+        left = message.leaves[query] == LEAVES
+        if message.leaves[query] == DECIDES:
+            in_tail = position - sequence.leaf.stop
+            assert in_tail < 0 or in_tail == len(sequence.tail.tokens) - 1, "a row that had left decides again"
+            left = leaves(state, sequence.exits)
+        return state, bool(left)
+
+    def _run_rounds(self, step: DecodeStep) -> tuple[VisitResult, list[int]]:
+        """Each row by itself: it goes on through its queries until it has left."""
+        message, rounds = step.message, step.message.rounds
+        count = int(rounds.offsets[1])
+        assert not len(message.project_slots) and not message.routings and (message.read_rows >= 0).all()
+        assert rounds.row[:count].tolist() == list(range(count)) and (rounds.before[:count] < 0).all()
+        queries_of = np.bincount(rounds.row)
+        left, made, ends, last = [False] * count, [0] * count, [False] * count, [0] * count
+        for number, block in enumerate(rounds.blocks.tolist()):
+            new = {}
+            if (
+                sum(not gone and made[row] == number and number < queries_of[row] for row, gone in enumerate(left))
+                < (rounds.least[number])
+            ):
+                break
+            for query in range(*rounds.offsets[number : number + 2].tolist()):
+                row = int(rounds.row[query])
+                if left[row] or made[row] < number:
+                    continue
+                if number:
+                    before = int(rounds.before[query])
+                    assert last[row] == before and message.source[query] == message.slots[before]
+                runs = rounds.runs[number : number + 2]
+                at = np.flatnonzero((message.run_first <= query) & (query < message.run_last))
+                assert runs[0] <= at.min() and at.max() < runs[1]
+                sequence = step.crew.sequences[step.members[row]]
+                new[int(message.slots[query])], left[row] = self._visited(message, block, query, sequence)
+                made[row], last[row], ends[row] = number + 1, query, bool(rounds.ends[query])
+            self.states.update(new)
+        taken = np.array([left[row] or ends[row] for row in message.read_rows.tolist()], bool)[message.reads]
+        tokens = [
+            token_of(self.states[int(message.slots[last[row]])], sequence.sample) if there else -1
+            for row, there, sequence in zip(
+                message.read_rows[message.reads].tolist(), taken.tolist(), step.takers, strict=True
+            )
+        ]
+        result = VisitResult(np.array(tokens, np.int64), left=np.array(left), taken=taken, made=np.array(made))
+        return result, tokens
 
     def _seen(self, message: VisitStep, row: int) -> dict[int, int]:
         seen: dict[int, int] = {}
@@ -211,6 +255,9 @@ def run_step(scheduler: VisitScheduler, worker: FakeWorker, ended: dict, failed:
         return False
     for name in step.message.__dataclass_fields__:
         was, now = getattr(step.message, name), getattr(again.message, name)
+        if name == "rounds" and was is not None:
+            assert all(np.array_equal(getattr(was, part), getattr(now, part)) for part in was.__dataclass_fields__)
+            continue
         same = name in ("routings", "block") or was is None or np.array_equal(was, now, equal_nan=name == "criteria")
         assert same, name
     assert step.num_rows + len(step.message.project_slots) <= scheduler.max_batch_rows
