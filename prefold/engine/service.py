@@ -49,9 +49,6 @@ MOST_IN_VAIN = 3
 class Background(Protocol):
     """Work that is done when no live request needs the engine."""
 
-    def is_ready(self) -> bool:
-        """Returns whether there is something to do now."""
-
     def is_due(self) -> bool:
         """Returns whether it has waited long enough to go before live requests."""
 
@@ -132,7 +129,8 @@ class Service:
         """Takes requests whose numbers are to be read; they are answered with a Result each, together."""
         self._replies[reply] = None
         reading = Reading(reply, requests, readout)
-        if self.engine.options.cache_prefill and self.engine.sharing == "full" and _can_probe(requests, readout):
+        targets = (0 if request.targets is None else len(request.targets) for request in requests)
+        if self.engine.options.cache_prefill and self.engine.sharing == "full" and can_probe(readout, targets):
             generator = self.generator
             self.engine.meter.add(requests=len(requests))
             for part, request in enumerate(requests):
@@ -173,6 +171,11 @@ class Service:
             if generator.pace is not self.pace:
                 generator.set_pace(self.pace)
             return generator
+
+    @property
+    def has_generator(self) -> bool:
+        """Returns whether the generator is there as it is wanted, so that nobody waits for it."""
+        return "generator" in self.engine.__dict__ and self.engine.generator.pace is self.pace
 
     def set_pace(self, pace: Pace | None) -> None:
         """Admits and steps as a pace says from now on."""
@@ -226,7 +229,7 @@ class Service:
         """Works until there is nothing to do, after something has come to the inbox."""
         self._take_in(came)
         while not self._inbox.is_closed:
-            beside = next((work for work in self._beside if work.is_ready()), None)
+            beside = next(iter(self._beside), None)
             self._take_in()
             pause = self._pause
             if beside is not None and (beside.is_due() or not (pause or self._has_live)):
@@ -362,10 +365,6 @@ class Service:
         out, self._out = self._out, {}
         if out:
             send(out)
-
-
-def _can_probe(requests: Sequence[Request], readout: Readout) -> bool:
-    return can_probe(readout, (0 if request.targets is None else len(request.targets) for request in requests))
 
 
 def _note_begun(replies: Any) -> None:

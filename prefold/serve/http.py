@@ -154,24 +154,28 @@ class EventStream(Response):
     async def _write(self, send: Any) -> None:
         # An event makes no task and no timer of its own: there is one for each token of each text.
         loop, options = asyncio.get_running_loop(), self._options
-        last, pings = loop.time(), set[asyncio.Task[None]]()
+        last, is_sending, pings = loop.time(), False, set[asyncio.Task[None]]()
         async with aclosing(self._events), asyncio.timeout(None) as limit:
 
             async def put(body: bytes, more: bool = True) -> None:
-                nonlocal last
-                last = loop.time()
-                limit.reschedule(last + options.send_seconds)
+                nonlocal last, is_sending
+                last, is_sending = loop.time(), True
                 await send({"type": "http.response.body", "body": body, "more_body": more})
-                limit.reschedule(None)
+                is_sending = False
 
             def look() -> None:
                 nonlocal looking
-                if limit.when() is None and loop.time() >= last + options.ping_seconds:
+                now = loop.time()
+                if is_sending and now >= last + options.send_seconds:
+                    limit.reschedule(now)
+                elif not is_sending and now >= last + options.ping_seconds:
                     pings.add(task := asyncio.ensure_future(put(b": ping\n\n")))
                     task.add_done_callback(pings.discard)
-                looking = loop.call_later(max(1e-3, last + options.ping_seconds - loop.time()), look)
+                due = last + (options.send_seconds if is_sending else options.ping_seconds)
+                looking = loop.call_later(max(1e-3, min(due - now, soon)), look)
 
-            looking = loop.call_later(options.ping_seconds, look)
+            soon = min(options.send_seconds, options.ping_seconds)  # nothing that begins now is due before
+            looking = loop.call_later(soon, look)
             try:
                 async for event in self._events:
                     await put(event)

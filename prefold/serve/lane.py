@@ -161,9 +161,6 @@ class _BatchNumbers(Background):
         self._service.wake()
         self._ended.get()
 
-    def is_ready(self) -> bool:
-        return True
-
     def is_due(self) -> bool:
         return time.perf_counter() >= self._due_at
 
