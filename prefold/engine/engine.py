@@ -19,6 +19,7 @@ from ..text import Tokenizer
 from ..types import Readout, Request, Result, Sharing, Stats
 from ..worker.protocol import Worker
 from .calls import serve
+from .choice import SharingChoice
 from .generate import Generator
 from .images import ImageDesk
 from .meter import Meter, StepBudget, StepInfo
@@ -55,6 +56,7 @@ class Engine:
         self.media = MediaTable() if media is None else media
         takes_images = worker.facts.tower is not None
         self.images = ImageDesk(worker, self.media, options.media_memory, self.meter) if takes_images else None
+        self._choice = SharingChoice(options.sharing_threshold)
         self._budget = self._budget_of(options.max_batch_rows or worker.facts.max_rows)
 
     def _budget_of(self, rows: int) -> StepBudget:
@@ -116,14 +118,14 @@ class Engine:
 
         Raises InputError for an adapter that the worker has not, OutOfMemoryError where not even one row fits.
         """
-        threshold = self.options.sharing_threshold if sharing is None else 1.0
+        choice = self._choice if sharing is None else None
         sharing = sharing or self.sharing
         if self._visits is not None:
             yield from self._run_visits(windows, readout, sharing, on_step, stopping)
             return
         check_visits(readout.exits, self.worker.facts, None)
         how: dict[str, Any] = {"sharing": sharing, "meter": self.meter, "stopping": stopping, "images": self.images}
-        how["threshold"] = threshold
+        how["choice"] = choice
         how["budget"] = budget or (self._budget if max_batch_rows is None else self._budget_of(max_batch_rows))
         with self.meter.heard_by(on_step):
             if sharing != "full" or not (self.options.cache_prefill if cache_prefill is None else cache_prefill):

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from ..schedule.steps import StepResult
 from ..stream import Window
 from ..types import Readout, Result, Sharing
 from ..worker.protocol import Ticket, Worker
+from .choice import SharingChoice
 from .images import ImageDesk
 from .meter import Meter, StepBudget, StepInfo
 from .requests import adapter_number
@@ -40,7 +42,7 @@ def run_stream(
     readout: Readout,
     *,
     sharing: Sharing,
-    threshold: float = 1.0,
+    choice: SharingChoice | None = None,
     budget: StepBudget,
     meter: Meter,
     stopping: Callable[[], bool] = lambda: False,
@@ -51,11 +53,11 @@ def run_stream(
     With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`). Steps are planned, and
     prepared by the worker, in a thread while others run.
 
-    threshold  with sharing "full": windows whose unique tokens are a larger share of their tokens run as with "off"
+    choice     with sharing "full": says which windows run as with "off"; None: none
     stopping   called after every step: once it returns True, no more steps are begun
     images     sees to it that the worker has the rows of images; None: it takes none
     """
-    run = _StreamRun(worker, readout, sharing, threshold, budget, meter, images)
+    run = _StreamRun(worker, readout, sharing, choice, budget, meter, images)
     # Wherever Ctrl-C falls, the worker forgets the stream: at the latest when nobody holds the run any more.
     end = weakref.finalize(run, worker.forget, run.number)
     begun: deque[_Begun] = deque()
@@ -102,7 +104,7 @@ class _StreamRun:
         worker: Worker,
         readout: Readout,
         sharing: Sharing,
-        threshold: float,
+        choice: SharingChoice | None,
         budget: StepBudget,
         meter: Meter,
         images: ImageDesk | None,
@@ -110,7 +112,7 @@ class _StreamRun:
         self._images = images
         self.number = next(_NUMBERS)
         self._worker, self._readout, self._sharing = worker, readout, sharing
-        self._threshold = threshold
+        self._choice = choice
         self._budget, self._meter = budget, meter
 
     def work(self, windows: Iterable[Window]) -> Iterator[_Prepared]:
@@ -125,8 +127,11 @@ class _StreamRun:
             unique = unique_tokens(window)
             self._meter.add(**counts, unique_tokens=unique)
             sharing = self._sharing
-            if sharing == "full" and unique > self._threshold * window.num_tokens:
-                sharing = "off"
+            choice = self._choice if sharing == "full" else None
+            if choice is not None:
+                sharing = choice.choose(unique, window.num_tokens)
+                if unique <= choice.threshold * window.num_tokens:
+                    choice = None  # what such windows take says nothing about the others
             scheduler = PrefillScheduler(
                 window,
                 self._readout,
@@ -137,7 +142,8 @@ class _StreamRun:
                 adapter=adapter_number(self._worker.facts, window.adapter),
             )
             follows = sharing == "full"  # the others leave no path
-            results = _WindowResults(window, self._readout, lengths)
+            told = None if choice is None else partial(choice.note, sharing)
+            results = _WindowResults(window, self._readout, lengths, told)
             while (planned := scheduler.plan()) is not None:
                 scheduler.commit(planned)
                 scheduler.max_batch_rows = self._budget.rows  # of the next: it falls when memory runs out
@@ -176,6 +182,8 @@ class _StreamRun:
             lengths = step.results.lengths[planned.done]
             done, tokens = int(np.count_nonzero(lengths)), int(lengths.sum())
             self._meter.tell(StepInfo(message.num_rows, message.path, done, tokens, step.started, seconds))
+        if step.results.told is not None:
+            step.results.told(message.num_rows, seconds)
         yield from step.results.take(planned, result)
 
 
@@ -183,10 +191,13 @@ class _WindowResults:
     """Gathers a window's read-outs; targets of one request may be read in several steps.
 
     lengths  int64 [B]: tokens of each prompt, as the user sees them; 0 of a second read of the same prompt
+    told     is told the rows and seconds of each step; None: nobody is
     """
 
-    def __init__(self, window: Window, readout: Readout, lengths: np.ndarray):
-        self.window, self.lengths = window, lengths
+    def __init__(
+        self, window: Window, readout: Readout, lengths: np.ndarray, told: Callable[[int, float], None] | None
+    ):
+        self.window, self.lengths, self.told = window, lengths, told
         self._pairs = readout.kind == "logprobs"
         self._values = np.empty(len(window.targets), np.float32)
         self._greedy = np.empty(len(window.targets), bool)
