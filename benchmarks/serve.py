@@ -43,6 +43,7 @@ nothing-shared   prompts that share nothing, with a cache and without; the time 
 from __future__ import annotations
 
 import argparse
+import gc
 import http.client
 import json
 import random
@@ -315,7 +316,7 @@ def batches(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, A
     for kind in ("completions", "embeddings"):
         seconds: dict[str, list[float]] = {"job": [], "batch": [], "alone": [], "beside": []}
         lines = lines_of(kind, arguments.lines * (8 if kind == "embeddings" else 1))  # which are so much shorter
-        many = lines_of(kind, 50_000 if kind == "embeddings" else 5_000)
+        many = lines_of(kind, 20_000 if kind == "embeddings" else 5_000)
         for number in range(arguments.rounds):
             for name in ("job", "batch") if number % 2 else ("batch", "job"):
                 llm.cache.clear()
@@ -355,10 +356,12 @@ def in_process(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from prefold import LLM
 
-    sys.setswitchinterval(1e-3)  # as `prefold serve` does
+    sys.setswitchinterval(1e-3)  # as `prefold serve` does, and so is the garbage collector frozen
     if arguments.smoke:
         arguments.rounds, arguments.each, arguments.count, arguments.lines, arguments.at_once = 2, 2, 10, 10, 8
     llm = LLM(arguments.model, dtype=arguments.dtype)
+    gc.collect()
+    gc.freeze()
     with tempfile.TemporaryDirectory() as folder, serving(llm, data_dir=folder) as server:
         return HERE[arguments.case](llm, server, arguments)
 

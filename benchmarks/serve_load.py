@@ -193,6 +193,8 @@ def served(
             serving(llm, **options) as server,
             httpx.Client(base_url=server.url, timeout=300) as client,
         ):
+            gc.collect()
+            gc.freeze()  # as `prefold serve` does
             yield llm, server, client
 
 

@@ -26,7 +26,34 @@ __all__ = ["make_app"]
 LAG_SECONDS = 0.5  # between two looks at the event loop
 
 
-def make_app(site: Site) -> Starlette:
+class Direct:
+    """An ASGI application that answers paths of faces without parameters itself, and leaves the rest to Starlette.
+
+    Starlette looks at its routes one after the other, and wraps what is sent twice, for errors that `Face.endpoint` has
+    answered.
+
+    routes  of the whole application
+    """
+
+    def __init__(self, app: Starlette):
+        self._app, self.routes = app, app.routes
+        self._routes = {
+            (method, route.path): route
+            for route in reversed(app.routes)  # of two for one path the first counts
+            if isinstance(route, Route) and "{" not in route.path and hasattr(route.endpoint, "about")
+            for method in route.methods or ()
+        }
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        route = self._routes.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if route is None:
+            return await self._app(scope, receive, send)
+        scope["route"] = route
+        response = await route.endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
+def make_app(site: Site) -> Direct:
     """Returns the application of a site."""
 
     async def wrong_path(request: Request, error: Exception) -> Response:
@@ -60,7 +87,7 @@ def make_app(site: Site) -> Starlette:
         ),
     ]
     routes += openapi.routes(routes)
-    return Starlette(routes=routes, exception_handlers={HTTPException: wrong_path}, lifespan=lifespan)
+    return Direct(Starlette(routes=routes, exception_handlers={HTTPException: wrong_path}, lifespan=lifespan))
 
 
 def health_of(site: Site) -> Any:

@@ -81,6 +81,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # nobody asks for the client's address
             timeout_keep_alive=30,
             timeout_graceful_shutdown=CLOSE_SECONDS,
             backlog=2048,
