@@ -106,9 +106,9 @@ class Desk:
 
     def check_room(self, owner: Owner) -> None:
         """Raises Refusal (429) where too many wait for one more of this owner's to be taken."""
-        waiting, limits = self._waiting(), self._keys.limits_of(owner.tenant)
-        mine = [one for one in waiting if one[0].tenant == owner.tenant]
-        options = self.options
+        waiting, limits, options = self._waiting(), self._keys.limits_of(owner.tenant), self.options
+        is_limited = limits.max_waiting_requests is not None or limits.max_waiting_tokens is not None
+        mine = [one for one in waiting if one[0].tenant == owner.tenant] if is_limited else []
         for found, who, most_requests, most_tokens in (
             (waiting, "", options.max_waiting_requests, options.max_waiting_tokens),
             (mine, " of yours", limits.max_waiting_requests, limits.max_waiting_tokens),
