@@ -165,6 +165,20 @@ def test_what_was_not_used_gives_no_claim():
     assert 0.4 < ended.count("a") / len(ended) < 0.6
 
 
+def test_outputs_count_while_they_are_made():
+    scheduler = fair_scheduler(4000, 32, 2)
+    scheduler.submit(("a", "long"), prompt(1, 1), limit=300, owner=Owner("a"))
+    for _ in range(60):
+        one_step(scheduler)
+    scheduler.submit(("a", "short"), prompt(1, 2), limit=1, owner=Owner("a"))
+    for number in range(90):
+        scheduler.submit(("b", number), prompt(2, number), limit=1, owner=Owner("b"))
+    ended = []
+    while ("a", "short") not in ended:
+        ended += one_step(scheduler)
+    assert 40 < len(ended) < 80  # of 2 rows each, while "a" had 60 and gets another one with each of them
+
+
 def test_interactive_requests_go_before_batches_and_batches_get_their_part():
     scheduler = fair_scheduler(4000, 64, 8, batch_share=0.1)
     rows, number = Counter(), 0
