@@ -21,10 +21,10 @@ def broken(llm, monkeypatch):
     worker, errors = llm.engine.generator.worker, []  # it has its store
     real = worker.start
 
-    def start(message, prepared=None):
+    def start(message, *more):
         if errors:
             raise errors[0]
-        return real(message, prepared)
+        return real(message, *more)
 
     monkeypatch.setattr(worker, "start", start)
     monkeypatch.setattr("prefold.serve.batches.RETRY_SECONDS", 0.2)

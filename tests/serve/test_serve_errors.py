@@ -84,11 +84,11 @@ def broken(llm, monkeypatch):
     worker, places = llm.engine.worker, []
     real = worker.start
 
-    def start(message, prepared=None):
+    def start(message, *more):
         positions = getattr(message, "positions", None)
         if places and positions is not None and (positions >= places[0]).any():
             raise RuntimeError("the step failed")
-        return real(message, prepared)
+        return real(message, *more)
 
     monkeypatch.setattr(worker, "start", start)
     return places

@@ -289,13 +289,13 @@ def poisoned(llm, monkeypatch):
     worker, reasons = llm.engine.worker, []
     real, (poison,) = worker.start, llm.tokenizer.encode("Q").tolist()
 
-    def start(message, prepared=None):
+    def start(message, *more):
         if reasons:
             raise reasons.pop()
         tokens = getattr(message, "tokens", None)
         if tokens is not None and ((tokens == poison) & (message.positions == 0)).any():
             raise RuntimeError("the step failed")
-        return real(message, prepared)
+        return real(message, *more)
 
     monkeypatch.setattr(worker, "start", start)
     return reasons
