@@ -4,6 +4,7 @@
     python benchmarks/images.py --case nothing-shared --data FOLDER
     python benchmarks/images.py --case job [--tasks generate,score]
     python benchmarks/images.py --case http [--guesses 400]
+    python benchmarks/images.py --case shifted --data FOLDER [--set mmlu] [--dtype bfloat16]
     python benchmarks/images.py --case tower --tower gemma3-4b --dtype bfloat16 [--layers 2] [--step-ms 100]
 
 FOLDER has LLaVA-Bench (In-the-Wild) as dev.jsonl.gz, and the images where they may be had (`--pictures`); seeded
@@ -28,6 +29,7 @@ Answers are compared token for token with those of "no reuse".
                     time against sharing off, and a job that is killed and resumed
     http            64 requests about 16 images at once, by the clients of OpenAI and Anthropic; the time to the first
                     token of a second question; and what a stranger can tell of the images that others sent
+    shifted         chunks of text reused at other positions; FOLDER has MMLU and tau-bench then (`shifted.py`)
     tower           a tower's layers beside transformers' and the limit of the machine (`tower.py`); and sequences that
                     generate while the tower runs: their rate, and the longest gap between two tokens
 """
@@ -47,6 +49,8 @@ from common import machine, median, spread, table, write_json
 from image_bench import VARIANTS, Asker, Bench, Run, bench_config, longest_of, questions
 from image_cases import http, job
 from image_data import SHAPES, drawing
+from shifted import add_arguments
+from shifted import measure as shifted
 from tower import compare
 
 from prefold.engine import Engine, EngineOptions, GenerateOptions
@@ -231,6 +235,7 @@ CASES: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "tower": tower,
     "job": job,
     "http": http,
+    "shifted": shifted,
 }
 
 
@@ -252,6 +257,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json")
     parser.add_argument("--tasks", help="of the job, comma-separated; all by default")
+    add_arguments(parser)
     parser.add_argument("--guesses", type=int, default=400, help="of a stranger")
     parser.add_argument("--smoke", action="store_true", help="a few questions and tokens, to see that it runs")
     options = parser.parse_args()

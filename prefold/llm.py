@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -12,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from .cache import CacheOptions, RadixCache
+from .cache.drift import permitted
 from .cache.media import MediaTable
 from .checkpoint import Checkpoint, resolve
+from .checkpoint.identity import folder_digest, model_identity
 from .device import choose_device, choose_dtype
 from .engine import MEDIA_MEMORY, Engine, EngineOptions, GenerateOptions
 from .errors import InputError
@@ -143,6 +146,8 @@ class LLM(NumericTasks, Texts):
         if decode_graphs and (self.device.type != "cuda" or tensor_parallel > 1 or adapters):
             message = "decode_graphs is for one GPU, and a model without adapters"
             raise InputError(message, field="decode_graphs", remedy="leave it out")
+        self._adapters = dict(adapters or {})
+        kept = permitted(cache_options(cache), self.identity)
         self._team = self._start_ranks(tensor_parallel, threads, seed, adapters or {}, images)
         try:
             ranks = ALONE if self._team is None else self._team.ranks
@@ -166,7 +171,7 @@ class LLM(NumericTasks, Texts):
             kv_memory=kv_memory,
             max_running=max_running,
             reserve_output=reserve_output,
-            cache=cache_options(cache),
+            cache=kept,
             exits=exits,
             refill=refill,
             group=group,
@@ -207,6 +212,13 @@ class LLM(NumericTasks, Texts):
             seed=seed,
             adapters=adapters,
         )
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Returns what the results depend on beside requests, as JSON: the model's files, the dtype, the adapters."""
+        loaded = {name: folder_digest(Path(folder)) for name, folder in self._adapters.items()}
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"model": model_identity(self.checkpoint), "dtype": dtype, "adapters": loaded}
 
     def close(self) -> None:
         """Ends the processes that hold parts of a split model, after which this object cannot be used any more.

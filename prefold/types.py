@@ -258,6 +258,8 @@ class Generated(Jsonable):
     stop           the text or id that ended it, None for the end of text and for "length"
     cached_tokens  tokens of the prompt that were not computed for this request
     logprobs       one for each token, if asked for
+    approximate_tokens   tokens of the prompt whose K/V was computed at other positions, behind other tokens, and copied
+                   for this request; 0: the result is exact
     """
 
     tokens: tuple[int, ...]
@@ -266,6 +268,7 @@ class Generated(Jsonable):
     stop: str | int | None = None
     cached_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    approximate_tokens: int = 0
 
     def __repr__(self) -> str:
         ended = repr(self.finish_reason) + ("" if self.stop is None else f" at {self.stop!r}")

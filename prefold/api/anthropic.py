@@ -190,7 +190,8 @@ def _head(model: str, id: str) -> Body:
 
 def _usage(result: Mapping[str, Any]) -> Body:
     cached = result["cached_tokens"]
-    return {
+    approximate = {name: result[name] for name in ("approximate_tokens",) if name in result}
+    return approximate | {
         "input_tokens": result["num_tokens"] - cached, "output_tokens": result["num_generated"],
         "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0,
     }  # fmt: skip

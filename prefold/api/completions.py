@@ -215,11 +215,14 @@ def usage_of(results: list[dict[str, Any]]) -> dict[str, Any]:
     prompt, generated, cached = (
         sum(result[name] for result in results) for name in ("num_tokens", "num_generated", "cached_tokens")
     )
+    details = {"cached_tokens": cached}
+    if approximate := sum(result.get("approximate_tokens", 0) for result in results):
+        details["approximate_tokens"] = approximate
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": details,
     }
 
 

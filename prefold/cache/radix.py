@@ -1,8 +1,8 @@
 """The radix cache keeps rows of sequences that have ended, for later prompts that begin with the same tokens.
 
 Rows are kept as they lie, in the radix tree and in their slots. A later prompt is entered into the tree in any case,
-token for token, and there meets the kept rows. So looking up costs nothing of its own, and no K/V is ever copied,
-shifted or matched approximately.
+token for token, and there meets the kept rows. So looking up costs nothing of its own, and all that is in the tree is
+exact. Only with `CacheOptions.shifted` are rows found in another way, too: see `shifted.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +23,7 @@ from ..errors import InputError
 from ..prefix import clear_of_span
 from ..types import Share
 from .accounts import Account, Accounts
+from .shifted import ShiftedReuse
 from .slots import SlotPool
 from .tree import BrokenOff, Node, RadixTree, common_prefix
 
@@ -41,12 +43,15 @@ class CacheOptions:
     ttl          seconds after its last use at which a row goes; None: never
     max_tokens   the most rows kept beside those in use; None: as many as the KV store holds
     min_overlap  prefixes of fewer tokens are neither used nor kept: they cost less to compute than to look after
+    shifted      which chunks of text are reused at other positions than they were computed at, for approximate results;
+                 or the file that `prefold verify --reuse shifted` wrote, which an LLM reads. None: reuse is exact
     """
 
     policy: Policy = "lru"
     ttl: float | None = None
     max_tokens: int | None = None
     min_overlap: int = 16
+    shifted: ShiftedReuse | str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -56,6 +61,10 @@ class CacheOptions:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise InputError(f"{name} is {value}", field=name, remedy="give 0 or more")
+        if isinstance(self.shifted, ShiftedReuse) and self.shifted.min_tokens < self.min_overlap:
+            message = f"chunks of {self.shifted.min_tokens} tokens are to be reused, and prefixes of {self.min_overlap}"
+            remedy = f"give {self.shifted.min_tokens} or less"
+            raise InputError(message, field="min_overlap", remedy=remedy)
 
 
 class RadixCache:
@@ -136,6 +145,14 @@ class RadixCache:
                 node.uses += 1
             else:
                 self._pool.free(self._tree.drop(node))
+
+    def touch(self, node: Node) -> None:
+        """Books that rows were copied from the nodes down to this one, for a sequence that does not go through them."""
+        now = self._clock()
+        for one in node.path():
+            if one.kept:
+                one.used, one.uses = now, one.uses + 1
+                self._enter(one)
 
     def graft(self, tail: Node, priority: int) -> None:
         """Enters the rows of a tail whose sequence ends into the tree, for prompts that go on from its tokens."""

@@ -94,6 +94,12 @@ def llm_options(o: Options) -> dict[str, Any]:
         given["images"] = False  # the table has texts alone
     # A job knows its future: what is done with is not needed again. Of a stream nobody knows it.
     given["cache"] = o.get("cache") or ("lru" if o.get("stream") else "off")
+    if o.get("cache_reuse_shifted") and isinstance(given["cache"], str):
+        if o.get("cache") == "off":
+            raise click.UsageError("--cache-reuse-shifted needs a cache; leave out --cache off")
+        from ..cache import CacheOptions
+
+        given["cache"] = CacheOptions(policy=o.get("cache") or "lru", shifted=o["cache_reuse_shifted"])
     return {name: o[name] for name in names} | given
 
 

@@ -27,7 +27,7 @@ def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) ->
         value = o.get(name)
         if value is None or value == () or (value is False and name not in ("normalize", "chat")):
             continue
-        if name in ("examples", "labels_file") or (name == "json_schema" and value.lstrip()[:1] != "{"):
+        if name in FILES or (name == "json_schema" and value.lstrip()[:1] != "{"):
             value = hashlib.blake2b(read_bytes(value.removeprefix("@")), digest_size=8).hexdigest()
         options[name] = read_argument(value) if isinstance(value, str) else value
     if o.get("adapter"):
@@ -43,11 +43,14 @@ def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) ->
     return json.loads(json.dumps(found))  # with lists in place of tuples, as the journal gives it back
 
 
+# Options that name a file, of which a digest is kept.
+FILES = ("examples", "labels_file", "cache_reuse_shifted")
 # What the options of the tasks are made of, and what chooses between them; then how the input is read. Of adapters
 # a digest is kept, and the seed has a place of its own.
 RESULT_OPTIONS = (
     *journal_names(),
     "exits",
+    "cache_reuse_shifted",
     "chat",
     "recommended",
     "tokenizer",

@@ -41,6 +41,8 @@ def has_fleet(o: Options) -> bool:
         raise click.UsageError("--backend and --url exclude each other: a server computes as it likes")
     if (on_ray or urls or in_vllm) and o.get("sharing_threshold", "auto") != "auto":
         raise click.UsageError("--sharing-threshold is for one process; leave it out, or --ray, --url and --backend")
+    if (on_ray or urls or in_vllm) and o.get("cache_reuse_shifted"):
+        raise click.UsageError("--cache-reuse-shifted is for one process; leave it out, or --ray, --url and --backend")
     if o.get("backend_option") and not in_vllm:
         raise click.UsageError("--backend-option needs --backend vllm")
     if o.get("pooling") and urls:

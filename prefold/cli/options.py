@@ -13,6 +13,7 @@ from ..options import doc_of
 
 __all__ = ["DEFAULT_MODEL", "NUMERIC_TASKS", "TASKS", "column_options", "engine_options", "generation_options"]
 __all__ += [
+    "chat_options",
     "job_options",
     "limit_options",
     "machine_options",
@@ -143,6 +144,9 @@ generation_options = _all(
     click.option("--cache", type=click.Choice(["off", "lru", "lfu", "priority"]),
                  help="Keep keys and values of prompts for later windows, and forget by this policy.  [default: off; "
                       "with --stream lru]"),
+    click.option("--cache-reuse-shifted", metavar="FILE",
+                 help="Reuse chunks of text at other positions too, for approximate answers: FILE is what `prefold "
+                      "verify --reuse shifted` wrote when its bound was met."),
 )  # fmt: skip
 
 fleet_options = _all(
@@ -219,6 +223,17 @@ _COLUMNS = {
 }  # fmt: skip
 _MESSAGES = click.option("--messages", metavar="COLUMN", help="Chat messages, written by the model's chat template.")
 
+_CHAT = (
+    click.option("--chat/--raw", default=None,
+                 help="Put prompts into the model's chat template, or not.  [default: if it has one]"),
+    _of("generate", "system", "--system", metavar="TEXT"),
+    _of("generate", "chat_template", "--chat-template", metavar="TEXT"),
+    click.option("--chat-template-kwargs", metavar="JSON",
+                 help='Variables of the chat template: {"enable_thinking": false}.'),
+    _of("generate", "template_seconds", "--template-seconds", type=click.FloatRange(0, min_open=True), metavar="X"),
+    _of("generate", "escape_special", "--escape-special", is_flag=True),
+)  # fmt: skip
+
 _TASKS: dict[str, tuple[Decorator, ...]] = {
     "embed": (
         _of("embed", "pooling", "--pooling", type=click.Choice(["last", "mean", "first"])),
@@ -241,14 +256,7 @@ _TASKS: dict[str, tuple[Decorator, ...]] = {
     ),
     "score": (),
     "generate": (
-        click.option("--chat/--raw", default=None,
-                     help="Put prompts into the model's chat template, or not.  [default: if it has one]"),
-        _of("generate", "system", "--system", metavar="TEXT"),
-        _of("generate", "chat_template", "--chat-template", metavar="TEXT"),
-        click.option("--chat-template-kwargs", metavar="JSON",
-                     help='Variables of the chat template: {"enable_thinking": false}.'),
-        _of("generate", "template_seconds", "--template-seconds", type=click.FloatRange(0, min_open=True), metavar="X"),
-        _of("generate", "escape_special", "--escape-special", is_flag=True),
+        *_CHAT,
         _of("generate", "max_tokens", "--max-tokens", type=click.IntRange(0), metavar="N"),
         _of("generate", "min_tokens", "--min-tokens", type=click.IntRange(0), metavar="N"),
         _of("generate", "n", "--n", type=click.IntRange(1), metavar="N"),
@@ -358,6 +366,10 @@ threshold_option = click.option(
     help="With --sharing auto: prompts whose numbers are read together are computed as with off where their unique "
          "tokens are a larger share of their tokens, such as 0.85. auto: never.",
 )  # fmt: skip
+
+
+# What a prompt of the task "generate" is made by.
+chat_options = _all(*_CHAT)
 
 
 def job_options(*tasks: str) -> Decorator:

@@ -136,7 +136,8 @@ def serve(**o: Any) -> None:  # fmt: skip
     options = ServeOptions(**{name: o[name] for name in names})
     if o["cache"] != "off":
         ttl, most, least = o["cache_reuse_ttl"], o["cache_reuse_max_tokens"], o["cache_reuse"]
-        o["cache"] = CacheOptions(policy=o["cache"] or "lru", ttl=ttl, max_tokens=most, min_overlap=least)
+        how = {"ttl": ttl, "max_tokens": most, "min_overlap": least, "shifted": o["cache_reuse_shifted"]}
+        o["cache"] = CacheOptions(policy=o["cache"] or "lru", **how)
 
     def load() -> Any:
         llm = load_llm(o, *open_model(o))

@@ -9,8 +9,17 @@ from typing import Any
 
 import click
 
-from .options import NUMERIC_TASKS as TASKS
-from .options import column_options, engine_options, limit_options, model_options, task_options
+from .options import (
+    NUMERIC_TASKS,
+    TASKS,
+    chat_options,
+    column_options,
+    engine_options,
+    limit_options,
+    model_options,
+    task_options,
+)
+from .reuse import refuse_reuse_options, reuse_options, verify_reuse
 
 __all__ = ["verify"]
 
@@ -31,13 +40,15 @@ __all__ = ["verify"]
     "--tolerance",
     type=click.FloatRange(min=0),
     metavar="X",
-    help="Fail (status 1) if sharing moves a value by more than X.",
+    help="Fail (status 1) if sharing, or reuse, moves a value by more than X.",
 )
 @model_options
 @column_options(*TASKS)
-@task_options(*TASKS)
+@task_options(*NUMERIC_TASKS)
+@chat_options
 @limit_options
 @engine_options
+@reuse_options
 @click.option("--json", "as_json", is_flag=True, help="The numbers as JSON.")
 def verify(**o: Any) -> None:  # fmt: skip
     """Run a sample of a job shared and unshared, and in float32, and print how far the results are apart.
@@ -46,13 +57,25 @@ def verify(**o: Any) -> None:  # fmt: skip
     (the given --dtype against float32, both off), and the two together. In float32 there is only the
     first.
 
+    With --reuse shifted the prompts of --task generate are run one after the other, with exact rows and with chunks of
+    text reused at other positions (see docs/serving.md), and what likely first tokens changed by is compared with the
+    bound: --tolerance, --max-changed.
+
     \b
     prefold verify pairs.jsonl --task rerank --dtype bfloat16 --sample 200
+    prefold verify asked.jsonl --task generate --reuse shifted --tolerance 0.5 -o shifted.json
     """
     from .input import draw, open_input
 
+    if o["reuse"] is None:
+        refuse_reuse_options(o)
+        if o["task"] == "generate":
+            raise click.UsageError("numbers are compared, and --task generate gives texts; with --reuse shifted it can")
     input = open_input(o["task"], o["input"], o)
     rows = islice(input.source.records(input.adapter.columns), o["limit"])
+    if o["reuse"] is not None:
+        verify_reuse(o, input, rows)
+        return
     by_task, bad = draw(input, rows, o["sample"], o["seed"])
     count = sum(map(len, by_task.values()))
     found = _compare(by_task, input, o)

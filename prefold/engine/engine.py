@@ -29,7 +29,7 @@ from .requests import Answer
 from .samples import TextPiece
 from .service import Service
 from .stream import run_stream
-from .visits import check_visits, visits_of
+from .visits import check_shifted, check_visits, visits_of
 
 __all__ = ["Engine"]
 
@@ -53,6 +53,7 @@ class Engine:
         self.options = options
         self.meter = Meter()
         self._visits = visits_of(worker.facts, options.generation)
+        check_shifted(worker.facts, options.generation, options.sharing)
         self.media = MediaTable() if media is None else media
         takes_images = worker.facts.tower is not None
         self.images = ImageDesk(worker, self.media, options.media_memory, self.meter) if takes_images else None

@@ -25,6 +25,7 @@ from ..cache.tree import BrokenOff
 from ..errors import InputError
 from ..schedule.admission import InOrder
 from ..schedule.generate_step import NOBODY, GenerateStep
+from ..schedule.shifted import ShiftingScheduler
 from ..schedule.steps import SlotResult, SlotStep
 from ..schedule.visit_steps import VisitResult
 from ..text import Tokenizer
@@ -38,6 +39,7 @@ from .options import EngineOptions
 from .pace import Pace
 from .requests import Answer, Maker, NumberReader, OpenRequest, Reader
 from .samples import OnText
+from .shifted import may_shift, send_moves
 from .visits import make_scheduler, visits_of
 
 __all__ = ["Generator"]
@@ -85,6 +87,7 @@ class Generator:
         if images is not None:
             images.media.watch(self.scheduler.tree)
         self._pictures = None if images is None else ImageQueue(images)
+        self._shifting = self.scheduler if isinstance(self.scheduler, ShiftingScheduler) else None
         self.depth = worker.facts.slot_depth if self.visits is None else 1
         self._change = self.scheduler.tree.change
         self._budget, self._meter = budget, meter
@@ -266,6 +269,8 @@ class Generator:
             how = {"exits": exits, "decided": one.decided}
         elif exits is not None and exits.route is not None:
             how = {"route": exits.route}
+        if self._shifting is not None:
+            how["shifts"] = may_shift(one)
         try:
             self.scheduler.submit(
                 one.key,
@@ -342,6 +347,8 @@ class Generator:
             for key, error in self.scheduler.admit():
                 if key in self._open:
                     self._tell(self._open[key], error)  # type: ignore[index]
+            if self._shifting is not None:
+                send_moves(self.worker, self._shifting, self._open)
             if self.pace is not None:
                 self.pace.settle(self.scheduler, self._budget.rows)
             waits = False

@@ -67,6 +67,7 @@ class OpenRequest:
     owner          for whom it runs
     again          whether it is a further read of a prompt, which an earlier request counts
     cached_tokens  how many of the prompt's rows the first sample found in place
+    approximate_tokens  how many of the prompt's rows were copied from other positions
     decided        which blocks its rows visit, and after which visits they left, as far as that was decided
     """
 
@@ -80,6 +81,7 @@ class OpenRequest:
     owner: Owner
     again: bool = False
     cached_tokens: int = 0
+    approximate_tokens: int = 0
     decided: Decided = field(default_factory=Decided)
 
     @property
@@ -106,7 +108,7 @@ class OpenRequest:
             if reader.error is not None:
                 return reader.error
             samples.append(reader)
-        return [sample.result(self.cached_tokens) for sample in samples]
+        return [sample.result(self.cached_tokens, self.approximate_tokens) for sample in samples]
 
 
 def can_probe(readout: Readout, num_targets: Iterable[int]) -> bool:

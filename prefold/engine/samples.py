@@ -132,7 +132,7 @@ class Sample:
         self._on_text, self._taking = None, False
         self.cancel()
 
-    def result(self, cached_tokens: int) -> Generated:
+    def result(self, cached_tokens: int, approximate_tokens: int = 0) -> Generated:
         """Returns the result of a sample that has ended without an error."""
         assert self.finish_reason is not None
         kept = len(self.tokens) if self._text is None else self._text.num_tokens
@@ -146,6 +146,7 @@ class Sample:
             finish_reason=self.finish_reason,
             stop=self._stop,
             cached_tokens=cached_tokens,
+            approximate_tokens=approximate_tokens,
             logprobs=None if self._logprobs is None else tuple(self._logprobs[:kept]),
         )
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ..cache import SlotPool
 from ..errors import InputError
 from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import Held
+from ..schedule.shifted import ShiftingScheduler
 from ..schedule.steps import MakeStore
 from ..schedule.visit_steps import MakeVisitStore
 from ..schedule.visits import VisitOptions, VisitScheduler
-from ..types import Exits
+from ..types import Exits, Sharing
 from ..worker.protocol import Facts, Worker
 from .options import GenerateOptions
 
-__all__ = ["check_visits", "make_scheduler", "visits_of"]
+__all__ = ["check_shifted", "check_visits", "make_scheduler", "visits_of"]
 
 
 def visits_of(facts: Facts, options: GenerateOptions) -> VisitOptions | None:
@@ -44,9 +46,26 @@ def make_scheduler(
     limits = {"max_batch_rows": max_batch_rows, "max_running": options.max_running}
     if visits is None:
         worker.start(MakeStore(slots + 1)).result()
-        return GenerateScheduler(SlotPool(slots), **limits, cache=options.cache, slot_bytes=facts.slot_bytes, held=held)
+        kind: Any = GenerateScheduler if options.cache is None or options.cache.shifted is None else ShiftingScheduler
+        scheduler: GenerateScheduler = kind(
+            SlotPool(slots), **limits, cache=options.cache, slot_bytes=facts.slot_bytes, held=held
+        )
+        return scheduler
     worker.start(MakeVisitStore(slots + 1)).result()
     return VisitScheduler(SlotPool(slots), visits, **limits, cache=options.cache, slot_bytes=facts.visit_bytes)
+
+
+def check_shifted(facts: Facts, options: GenerateOptions, sharing: Sharing) -> None:
+    """Raises InputError where chunks should be reused at other positions, and cannot be."""
+    if options.cache is None or options.cache.shifted is None:
+        return
+    field = "cache_reuse_shifted"
+    if facts.fixed is not None:
+        message = f"rows of this model cannot be reused at other positions: {facts.fixed}"
+        raise InputError(message, field=field, remedy="leave it out", code="fixed_rows")
+    if sharing != "full":
+        message = f"chunks of other prompts cannot be reused with sharing {sharing!r}"
+        raise InputError(message, field=field, remedy='leave it out, or give sharing="full"', code="fixed_rows")
 
 
 def check_visits(exits: Exits | None, facts: Facts, visits: VisitOptions | None) -> None:

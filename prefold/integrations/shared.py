@@ -29,8 +29,12 @@ _lock = threading.Lock()
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (keywords of `LLM`, all other options)."""
+    """Returns (keywords of `LLM`, all other options). Raises InputError for a cache of approximate results, which
+    columns do not tell from others."""
     own = {name: value for name, value in options.items() if name in LLM_OPTIONS}
+    if getattr(own.get("cache"), "shifted", None) is not None:
+        message = "chunks are to be reused at other positions, and columns do not say which results are approximate"
+        raise InputError(message, field="cache", remedy="leave `shifted` out of the CacheOptions")
     return own, {name: value for name, value in options.items() if name not in own}
 
 

@@ -148,7 +148,7 @@ class CausalLM(nn.Module):
             raise ValueError("adapters must know the same read_rows as the model is given")
         ops = choose_ops(self.dtype, self.device)
         x = self._embed(tokens, positions, media)
-        return Pass(x, None, self._cos_sin(positions), attend, read_rows, adapters, ops)
+        return Pass(x, None, self.cos_sin(positions), attend, read_rows, adapters, ops)
 
     def go_through(self, rows: Pass, layers: Iterable[int]) -> None:
         """Takes rows through these layers, one a plane. After the last plane only the rows that are read are left."""
@@ -223,7 +223,9 @@ class CausalLM(nn.Module):
             x = x.index_copy(0, media.at, media.values.to(x.dtype))
         return x if self.position_embedding is None else x + F.embedding(positions, self.position_embedding)
 
-    def _cos_sin(self, positions: Tensor) -> list[Tensor]:
+    def cos_sin(self, positions: Tensor) -> list[Tensor]:
+        """Returns what queries and keys of each plane are turned by at positions int64 [rows]: cosines, then sines,
+        float32 [rows, head_dim]; [rows, 0] where nothing is rotated."""
         if self.config.rope is None:
             return [self.embedding.new_empty(len(positions), 0)] * len(self.config.planes)
         if self._rotary is None or self._rotary.device != positions.device:

@@ -125,4 +125,4 @@ class Visits:
 
     def cos_sin(self, positions: Tensor) -> list[Tensor]:
         """Returns the cosines and sines of positions, by plane of the model's order."""
-        return self.model._cos_sin(positions)
+        return self.model.cos_sin(positions)

@@ -32,6 +32,7 @@ _RESERVED = {
         "choices",
         "num_generated",
         "cached_tokens",
+        "approximate_tokens",
         "notes",
     },
 }

@@ -369,7 +369,7 @@ class GenerateScheduler(Sequences[Running]):
             for node in sequence.leaf.path():
                 users[node] = users.get(node, 0) + 1
                 assert sequence.state == "waiting" or len(node.slots) == len(node)
-        for node in self.tree.nodes():
+        for node in self._nodes():
             held.append(node.slots)
             assert node.computed <= len(node.slots) <= len(node)
             assert node.users == users.get(node, 0), (node.users, users.get(node, 0))
@@ -388,6 +388,6 @@ class GenerateScheduler(Sequences[Running]):
         assert all(self._requests.values()), "a request that nobody needs"
         if self.cache is not None:
             self.cache.check()
-            holders = [*self.tree.nodes(), *(sequence.tail for sequence in in_trie)]
+            holders = [*self._nodes(), *(sequence.tail for sequence in in_trie)]
             for account in self.cache.accounts:
                 assert account.held == sum(len(node.slots) for node in holders if node.account is account)

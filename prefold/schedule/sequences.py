@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -149,7 +149,7 @@ class Sequences(Generic[S]):
         the sequences in `keep` need stay."""
         needed = {node for sequence in keep for node in sequence.leaf.path()}
         found = False
-        for node in self.tree.nodes():
+        for node in self._nodes():
             if node.users and node not in needed and not node.pins and node.num_slots:
                 found = True
                 node.lost |= node.computed > 0
@@ -189,12 +189,20 @@ class Sequences(Generic[S]):
             node.users -= 1
             self._leave(sequence, node)
             if not node.users:
-                if self.cache is not None:
-                    self.cache.keep(node)
-                else:
-                    self.pool.free(self.tree.drop(node))
-                    self.tree.detach(node)
+                self._let_go(node)
             node = parent
+
+    def _let_go(self, node: Node) -> None:
+        """Keeps the rows of a node that no sequence uses any more, or frees them where nothing is kept."""
+        if self.cache is not None:
+            self.cache.keep(node)
+        else:
+            self.pool.free(self.tree.drop(node))
+            self.tree.detach(node)
+
+    def _nodes(self) -> Iterator[Node]:
+        """Yields all nodes of prompts."""
+        return self.tree.nodes()
 
     def _runs_no_more(self, sequence: S) -> None:
         """Takes a sequence that was admitted from those that run."""

@@ -8,6 +8,7 @@ There are these:
     StreamStep   some rows of a row stream; the worker keeps the K/V of one path a stream between two of its steps
     MakeStore    room for the K/V of so many slots; before the first SlotStep, and once
     SlotStep     rows whose keys lie in the slots of that store: prompts to be continued, and what is generated
+    MoveRows     K/V of slots, copied to other slots as that of rows at other positions
     EncodeImage  more work of the tower for an image, whose rows the worker keeps until a DropImages
 
 Where a looped model is gone through a visit at a time, `visit_steps` has two more. All are started alike:
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from .visit_steps import MakeVisitStore, VisitStep
 
 __all__ = [
-    "NOT_FINITE", "Drawing", "DropImages", "EncodeImage", "Encoded", "EndStream", "MakeStore", "Message", "Numbers",
-    "Ragged", "SlotResult", "SlotStep", "StepResult", "StreamStep",
+    "NOT_FINITE", "Drawing", "DropImages", "EncodeImage", "Encoded", "EndStream", "MakeStore", "Message",
+    "MoveRows", "Numbers", "Ragged", "SlotResult", "SlotStep", "StepResult", "StreamStep",
 ]  # fmt: skip
 
 # In place of a token: the logits are no finite numbers, so that no token follows from them.
@@ -254,6 +255,21 @@ class SlotStep:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class MoveRows:
+    """A MoveRows asks for copies of the K/V of n rows, as rows at other positions: their keys are turned by the rotary
+    angles between the two. Everything is read before anything is written.
+
+    sources, positions      int64 [n]: the slots that are read, and the positions their rows were computed at
+    slots, new_positions    int64 [n]: the slots that are written, none twice, and the positions of the copies
+    """
+
+    sources: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    new_positions: np.ndarray
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class StepResult:
     """A StepResult holds the numbers that a step read.
 
@@ -315,5 +331,5 @@ class Encoded:
 
 
 Message: TypeAlias = (
-    "StreamStep | SlotStep | MakeStore | EndStream | EncodeImage | DropImages | MakeVisitStore | VisitStep"
+    "StreamStep | SlotStep | MakeStore | MoveRows | EndStream | EncodeImage | DropImages | MakeVisitStore | VisitStep"
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
@@ -51,6 +52,8 @@ def state_of(llm: Any, names: dict[str, str | None]) -> dict[str, Any]:
         found["nodes"] += 1
         found["pinned" if node.pins else "kept" if node.kept else "in_use"] += node.computed
     options = {name: getattr(cache.options, name) for name in ("policy", "ttl", "max_tokens", "min_overlap")}
+    if cache.options.shifted is not None:
+        options["shifted"] = asdict(cache.options.shifted)
     generation = llm.stats.generation
     hits = {} if generation is None else {"hits": hits_of(generation)}
     slots = {"slots": scheduler.pool.num_slots, "used_slots": scheduler.pool.used_slots}

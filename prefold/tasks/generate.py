@@ -35,10 +35,11 @@ class GenerateTask:
     list of messages.
 
     Result: {"text", "finish_reason" ("stop" or "length"), "num_tokens" (of the prompt), "num_generated",
-    "cached_tokens" (tokens of the prompt that were not computed for it)}, with "stop" (the text or id) where one ended
-    the output, "logprobs" if asked for, a list of {"id", "token", "logprob", "top": [{"id", "token", "logprob"}]}, and
-    "tokens" (ids) in place of "text" where the model has no tokenizer. With several samples "text", "finish_reason",
-    "stop", "logprobs" and "tokens" are in "choices", one object a sample.
+    "cached_tokens" (tokens of the prompt that were not computed for it)}, with "approximate_tokens" where some of the
+    prompt's K/V was computed at other positions and copied, "stop" (the text or id) where one ended the output,
+    "logprobs" if asked for, a list of {"id", "token", "logprob", "top": [{"id", "token", "logprob"}]}, and "tokens"
+    (ids) in place of "text" where the model has no tokenizer. With several samples "text", "finish_reason", "stop",
+    "logprobs" and "tokens" are in "choices", one object a sample.
 
     The tokenizer's leading special tokens (BOS) come before a prompt, unless it begins with the BOS itself. A chat
     template writes its own. Token ids are taken as they are.
@@ -289,6 +290,8 @@ class GenerateTask:
             "num_generated": sum(len(sample.tokens) for sample in samples),
             "cached_tokens": samples[0].cached_tokens,
         }
+        if samples[0].approximate_tokens:
+            counts["approximate_tokens"] = samples[0].approximate_tokens
         choices = [self._choice(sample) for sample in samples]
         counts |= {"image_notes": note["image_notes"]} if "image_notes" in note else {}
         return (choices[0] if len(choices) == 1 else {"choices": choices}) | counts

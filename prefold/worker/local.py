@@ -22,6 +22,7 @@ from ..schedule.steps import (
     EndStream,
     MakeStore,
     Message,
+    MoveRows,
     SlotStep,
     StepResult,
     StreamStep,
@@ -32,6 +33,7 @@ from .batch import Batch, prepare
 from .budget import batch_rows, kv_bytes, slot_bytes
 from .graphs import DecodeGraphs
 from .images import ImageRows, without_images
+from .moves import move_rows, why_fixed
 from .protocol import Facts, Ticket, Worker
 from .runner import run
 from .slot_reads import SlotReads
@@ -80,6 +82,7 @@ class LocalWorker(Worker):
             tower=None if tower is None else tower.config,
             image_row_bytes=1 if tower is None else tower.config.output * tower.dtype.itemsize,
             routes=blocks_alike(model.config),
+            fixed=why_fixed(model.config),
             visits=visits,
             visit_bytes=visit_slot_bytes(model) if isinstance(model, LoopedLM) and visits is not None else 1,
         )
@@ -149,6 +152,9 @@ class LocalWorker(Worker):
             self.store = make_store(self.model, message.slots)
             alone_on_gpu = self.model.device.type == "cuda" and self.model.ranks.size == 1 and not self.adapters
             self._graphs = DecodeGraphs(self.model, self.store) if self._with_graphs and alone_on_gpu else None
+        elif isinstance(message, MoveRows):
+            assert self.store is not None
+            move_rows(self.model, self.store, message)
         elif isinstance(message, EndStream):
             self.forget(message.stream)
         elif isinstance(message, EncodeImage):

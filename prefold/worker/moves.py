@@ -1,0 +1,54 @@
+"""Copies of K/V to other positions: keys are turned by the rotary angles between the two, values stay as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attention import KVStore
+from ..device import send
+from ..model import CausalLM, ModelConfig
+from ..schedule.steps import MoveRows
+
+__all__ = ["move_rows", "turn", "why_fixed"]
+
+
+def why_fixed(config: ModelConfig) -> str | None:
+    """Returns why rows of a model stay at the positions they were computed at, in words; None: they may be moved."""
+    if config.rope is None:
+        return "its positions are embeddings that are added to those of tokens, and are in keys and values alike"
+    if config.loop is not None:
+        return "it is looped, and what its rows have at a visit may depend on more than their tokens"
+    return None
+
+
+def move_rows(model: CausalLM, store: KVStore, message: MoveRows) -> None:
+    """Copies the K/V of slots to other slots, as that of rows at other positions, in all planes of this rank."""
+    sources, slots = (send(array, store.device) for array in (message.sources, message.slots))
+    positions = send(np.concatenate((message.positions, message.new_positions)), store.device)
+    angles: dict[int, Tensor] = {}  # planes with the same settings have the same table
+    for plane, table in enumerate(model.cos_sin(positions)):
+        if id(table) not in angles:
+            angles[id(table)] = between(*table.chunk(2))
+        k, v = store.read(plane, sources)
+        store.write(plane, slots, turn(k, angles[id(table)]), v)
+
+
+def between(before: Tensor, after: Tensor) -> Tensor:
+    """Returns cosines and sines of the angles between two positions of each row, float32 [rows, dim], from those of the
+    positions themselves, [rows, dim] each.
+
+    They come from the tables that keys are turned by, so what rounding does to large angles is in them; a factor on
+    cosines and sines (as of YaRN) is not, for the keys have it already.
+    """
+    (cos, sin), (new_cos, new_sin) = before.chunk(2, -1), after.chunk(2, -1)
+    size = cos * cos + sin * sin
+    return torch.cat(((new_cos * cos + new_sin * sin) / size, (new_sin * cos - new_cos * sin) / size), -1)
+
+
+def turn(k: Tensor, cos_sin: Tensor) -> Tensor:
+    """Returns keys [rows, heads, dim] turned by the angles of `between`, computed in float32, in the dtype of k."""
+    cos, sin = cos_sin[:, None, :].chunk(2, -1)
+    a, b = k.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(k.dtype)

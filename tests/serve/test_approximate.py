@@ -1,0 +1,81 @@
+"""Answers whose prompts hold chunks that were reused at other positions say so, in every API that has answers."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from serving import serving
+
+from prefold import LLM
+from prefold.cache import CacheOptions, ShiftedReuse
+
+FIRST = "The quick brown fox jumps over the lazy dog, 1234567890 times. "
+OTHERS = [f"{i} Another beginning, number {i}: {'abcdefgh'[i:]}{'xyz' * i}. " for i in range(7)]
+
+
+@pytest.fixture(scope="module")
+def client(llm):
+    shifted = ShiftedReuse(min_tokens=24, recompute=4, min_share=0.0, trial=True)
+    made = LLM(str(llm.folder), dtype="float32", kv_memory=1 << 23, cache=CacheOptions(shifted=shifted))
+    with serving(made) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        client.post("/v1/completions", json={"prompt": "a" + FIRST, "max_tokens": 1}).raise_for_status()
+        yield client
+
+
+def ask(client, path, **body):
+    found = client.post(path, json={"max_tokens": 2, **body})
+    found.raise_for_status()
+    return found
+
+
+def test_completions(client):
+    usage = ask(client, "/v1/completions", prompt=OTHERS[0] + FIRST).json()["usage"]
+    assert usage["prompt_tokens_details"]["approximate_tokens"] >= len(FIRST) // 2
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_exact_answers_say_nothing(client):
+    usage = ask(client, "/v1/completions", prompt="a" + FIRST + "b").json()["usage"]
+    assert usage["prompt_tokens_details"].keys() == {"cached_tokens"}
+    usage = ask(client, "/v1/completions", prompt=OTHERS[0] + FIRST, cache_salt="another").json()["usage"]
+    assert usage["prompt_tokens_details"].keys() == {"cached_tokens"}
+
+
+def test_chat(client):
+    messages = [{"role": "user", "content": OTHERS[1] + FIRST}]
+    usage = ask(client, "/v1/chat/completions", messages=messages).json()["usage"]
+    assert usage["prompt_tokens_details"]["approximate_tokens"] > 0
+
+
+def test_streamed(client):
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    said = ask(client, "/v1/completions", prompt=OTHERS[2] + FIRST, **options).text
+    events = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: {")]
+    assert events[-1]["usage"]["prompt_tokens_details"]["approximate_tokens"] > 0
+
+
+def test_responses(client):
+    found = client.post("/v1/responses", json={"input": OTHERS[3] + FIRST, "max_output_tokens": 16}).json()
+    assert found["usage"]["input_tokens_details"]["approximate_tokens"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages(client, stream):
+    messages = [{"role": "user", "content": OTHERS[4 + stream] + FIRST}]
+    found = ask(client, "/v1/messages", messages=messages, stream=stream)
+    if not stream:
+        assert found.json()["usage"]["approximate_tokens"] > 0
+    else:
+        events = [json.loads(line[6:]) for line in found.text.splitlines() if line.startswith("data: {")]
+        assert any(event.get("usage", {}).get("approximate_tokens", 0) > 0 for event in events)
+
+
+def test_numbers_are_exact(client):
+    usage = client.post("/v1/embeddings", json={"input": OTHERS[6] + FIRST}).json()["usage"]
+    assert "prompt_tokens_details" not in usage
+
+
+def test_admins_see_the_settings(client):
+    assert client.get("/cache").json()["shifted"]["min_tokens"] == 24
