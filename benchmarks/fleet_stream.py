@@ -41,7 +41,7 @@ IN_ORDER = {"threshold": 2.0, "max_age": 0.0}
 class Watched(RayReplicas):
     """Replicas whose steps are noted as (name, start, stop, StepInfo) of this process' clock, and answers as they come.
 
-    late  {name: seconds}: that replica is told of so much later than the first of the others is ready
+    late  {name: seconds}: that replica is asked for its model so much later than the first of the others is ready
     """
 
     def __init__(self, *arguments: Any, late: dict[str, float] | None = None, **options: Any):
@@ -50,28 +50,25 @@ class Watched(RayReplicas):
         self.answered: list[float] = []
         self.ready: dict[str, float] = {}
         self._late = late or {}
-        self._held: list[tuple[str, Any]] = []
 
     def start(self, tell: Any) -> None:
         def heard(name: str, event: Any) -> None:
             now = time.perf_counter()
             if isinstance(event, ReplicaReady):
-                if name in self._late:
-                    self._held.append((name, event))
-                else:
-                    self.ready[name] = now
-                if self.ready:
-                    for held in self._held:
-                        threading.Timer(self._late.pop(held[0]), partial(heard, *held)).start()
-                    self._held = []
-                if name not in self.ready:
-                    return
+                self.ready[name] = now
+                late, self._late = self._late, {}
+                for other, seconds in late.items():
+                    threading.Timer(seconds, super(Watched, self)._ask, (other,)).start()
             if isinstance(event, ReplicaReport):
                 self.steps += [(name, now - s.started, now - s.started + s.seconds, s) for s in event.steps]
                 self.answered += [now] * len(event.answers)
             tell(name, event)
 
         super().start(heard)
+
+    def _ask(self, name: str) -> None:
+        if name not in self._late:
+            super()._ask(name)
 
 
 def fleet_of(late: dict[str, float] | None = None, **options: Any) -> tuple[Fleet, Watched]:
@@ -191,16 +188,19 @@ def simulated(machine: Machine, facts: ReplicaFacts, policy: str, requests: list
 def idle(rows: int, repeats: int) -> list[dict[str, Any]]:
     """rows: records of a run. Jobs are those of the command line: a reader, a journal, an output."""
     table = []
-    cases: list[tuple[str, bool, dict[str, float]]] = [
-        ("a stream", True, {}), ("a known job", False, {}), ("a stream, one 20 s late", True, {"replica 2": 20.0}),
+    cases: list[tuple[str, bool, dict[str, float], float]] = [
+        ("a stream", True, {}, 10.0), ("a known job", False, {}, 10.0),
+        ("a stream, one 20 s late", True, {"replica 2": 20.0}, 40.0),
+        ("a known job, one 20 s late", False, {"replica 2": 20.0}, 40.0),
     ]  # fmt: skip
-    for name, streaming, late in cases:
+    for name, streaming, late, seconds in cases:
         for _ in range(repeats):
-            table.append({"job": name} | idle_run(rows, streaming, dict(late)))
+            table.append({"job": name} | idle_run(rows, streaming, dict(late), seconds))
     return table
 
 
-def idle_run(rows: int, streaming: bool, late: dict[str, float]) -> dict[str, Any]:
+def idle_run(rows: int, streaming: bool, late: dict[str, float], seconds: float) -> dict[str, Any]:
+    """seconds: over which the records come"""
     from prefold.checkpoint import resolve
     from prefold.cli.fleet import FleetModel
     from prefold.job import Job, OutputOptions, open_output, run_job
@@ -225,7 +225,7 @@ def idle_run(rows: int, streaming: bool, late: dict[str, float]) -> dict[str, An
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts_of(rows)))
         task = make_task("generate", checkpoint, tokenizer, max_tokens=OUTPUT, ignore_eos=True)
         job = Job(
-            Slow(open_source(str(source)), rows),
+            Slow(open_source(str(source)), seconds / rows),
             TableAdapter("generate", Columns(prompt=Template("text", "--prompt"))),
             {"generate": task}, lambda: FleetModel(fleet), open_output(OutputOptions(out), {}), streaming=streaming,
             early=True,
@@ -241,10 +241,12 @@ def idle_run(rows: int, streaming: bool, late: dict[str, float]) -> dict[str, An
             span = max(stop for _, stop in mine) - min(start for start, _ in mine)
             shares.append(1 - sum(stop - start for start, stop in mine) / span)
     first = min(start for _, start, _, _ in replicas.steps)
-    before = sum(at < replicas.ready[replicas.names[1]] for at in replicas.answered)
+    # Where all were there from the start: none.
+    before = sum(at < max(replicas.ready.values()) for at in replicas.answered)
     return {
         "records": rows, "seconds": seconds, "first step after": first - job.source.first, "steps": len(replicas.steps),
         "idle, replica 1": shares[0], "idle, replica 2": shares[-1], "answers before the second was there": before,
+        "the second after": max(replicas.ready.values()) - min(replicas.ready.values()),
     }  # fmt: skip
 
 
@@ -256,10 +258,10 @@ def texts_of(count: int) -> list[str]:
 
 
 class Slow:
-    """A source whose records come over about as long as two replicas work on them; `first` is when the first did."""
+    """A source of a record every `pause` seconds; `first` is when the first came."""
 
-    def __init__(self, source: Any, count: int):
-        self._source, self._pause = source, 10.0 / count
+    def __init__(self, source: Any, pause: float):
+        self._source, self._pause = source, pause
         self.first = 0.0
 
     def __getattr__(self, name: str) -> Any:

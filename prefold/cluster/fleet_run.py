@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["FleetRun"]
 
 _TICK, _LIVE_TICK = 0.25, 0.02
+_KILL_AGAIN = 60.0  # seconds after which one that was killed and is still there is killed once more
 _AT_ONCE = 64  # events that are taken before new leases are sent
 
 
@@ -52,6 +53,7 @@ class FleetRun:
         self._source: LiveInput | None = None
         self._shown_to = source.see if isinstance(source, LiveInput) else None
         self._begun: dict[str, _Done] = {}
+        self._killed: dict[str, float] = {}  # when those were killed that hung, and of which no `ReplicaLost` came yet
         is_known = not isinstance(source, LiveInput)
         is_early = not is_known and source.rest is not None
         self.call = call = replace(call, live=not (is_known or is_early))
@@ -221,6 +223,7 @@ class FleetRun:
 
     def _lose(self, name: str, lost: ReplicaLost) -> Iterator[tuple[bytes, Any]]:
         self._count_loss(self._begun.pop(name, None))
+        self._killed.pop(name, None)
         tags, now, died = [], time.monotonic(), lost.died
         if self.known is not None:
             tags += self.known.lose(name, now, returns=lost.returns, died=died)
@@ -235,11 +238,13 @@ class FleetRun:
         now, books = time.monotonic(), (self.live, None if self.known is None else self.known.leases)
         hung = {str(name) for one in books if one is not None for name in one.hung(now)}
         for name in hung:
-            self.fleet.notify(f"{name} has done nothing for {self.fleet.patience:.0f} s and is killed")
-            for one in books:
-                if one is not None:
-                    one.heard(name, now)  # said once; `ReplicaLost` follows
-            self.fleet.replicas.kill(name)
+            killed = self._killed.get(name)
+            if killed is None:
+                self.fleet.notify(f"{name} has done nothing for {self.fleet.patience:.0f} s and is killed")
+            # Ray takes some seconds, and may have started another meanwhile, which must not be killed too.
+            if killed is None or now - killed > _KILL_AGAIN:
+                self._killed[name] = now
+                self.fleet.replicas.kill(name)
 
     # ------------------------------------------------------------------------------------------------ counting
 

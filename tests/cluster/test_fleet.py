@@ -13,6 +13,7 @@ import pytest
 from tiny import tiny_checkpoint
 
 from prefold import LLM
+from prefold.cluster import fleet_run
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.host import facts_of
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, Replicas, requests_of
@@ -131,6 +132,30 @@ def test_a_replica_that_hangs_is_killed():
         assert plain(run(fleet, spool)) == expected()
     hang.set()
     assert replicas.killed == ["b"] and "b has done nothing for 1 s and is killed" in notes
+
+
+@pytest.mark.parametrize("heeds, asked", [(1, 1), (3, 3)])
+def test_a_hung_replica_that_takes_long_to_die_is_announced_once(monkeypatch, heeds, asked):
+    """heeds: the first kill that it dies of, 2.5 s later. It is killed once more only after long."""
+    monkeypatch.setattr(fleet_run, "_KILL_AGAIN", 60.0 if heeds == 1 else 1.0)
+    hang, notes, kills = threading.Event(), [], []
+
+    def before(name, tokens):
+        if name == "b" and replicas.given["b"] > 40:
+            hang.wait(30)
+
+    class Slow(ThreadReplicas):
+        def kill(self, name):
+            kills.append(name)
+            if len(kills) == heeds:
+                threading.Timer(2.5 if heeds == 1 else 0.1, self.lose, (name, "killed")).start()
+
+    replicas = Slow("ab", before=before)
+    with closing(Fleet(replicas, patience=0.6, notify=notes.append)) as fleet, filled() as spool:
+        assert plain(run(fleet, spool)) == expected()
+    hang.set()
+    assert kills == ["b"] * asked
+    assert [note for note in notes if "has done nothing" in note] == ["b has done nothing for 1 s and is killed"]
 
 
 def test_an_engine_that_fails_is_a_replica_that_is_lost():
