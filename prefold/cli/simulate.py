@@ -38,7 +38,12 @@ __all__ = ["simulate"]
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="The first N requests of a trace.")
 @click.option("--scale", type=click.IntRange(1), default=1, metavar="N", help="Published: so many times smaller.")
 @click.option("--outputs", metavar="TRACE", help="Ablation: a trace, whose lengths of outputs are drawn from.")
-@click.option("--max-batch-rows", type=click.IntRange(1), default=8192, metavar="N", help="Rows of a step.  [8192]")
+@click.option(
+    "--max-batch-rows",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Rows of a step.  [default: what is found to be fast, at most 8,192]",
+)
 @click.option("--calibrate", metavar="FILE", help="Fit the machine to measured steps, which are JSON lines.")
 @click.option("--write-machine", metavar="FILE", help="Write the machine, to be given as --machine.")
 @click.option("--write-job", metavar="FILE", help="Write the requests as a job that `prefold run` takes.")

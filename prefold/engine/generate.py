@@ -24,7 +24,7 @@ import numpy as np
 from ..cache.tree import BrokenOff
 from ..errors import InputError
 from ..schedule.admission import InOrder
-from ..schedule.generate_step import NOBODY, GenerateStep
+from ..schedule.generate_step import NOBODY, GenerateStep, Running
 from ..schedule.shifted import ShiftingScheduler
 from ..schedule.steps import SlotResult, SlotStep
 from ..schedule.visit_steps import VisitResult
@@ -40,6 +40,7 @@ from .pace import Pace
 from .requests import Answer, Maker, NumberReader, OpenRequest, Reader
 from .samples import OnText
 from .shifted import may_shift, send_moves
+from .step_size import StepSize
 from .visits import make_scheduler, visits_of
 
 __all__ = ["Generator"]
@@ -105,6 +106,9 @@ class Generator:
         self.turn = threading.RLock()
         self.inboxes: dict[Any, None] = {}
         self.pace: Pace | None = None
+        # Where nobody says how many rows a step may have, and there is no pace either.
+        learns = engine.max_batch_rows is None and worker.facts.learns_rows and self.visits is None
+        self._size = StepSize() if learns else None
 
     # ------------------------------------------------------------------------------------------- what is asked
 
@@ -343,6 +347,8 @@ class Generator:
             self._land()
         started = time.perf_counter()
         with self._change():
+            if self._size is not None:
+                self._set_rows(self._size)
             self._take_in()
             for key, error in self.scheduler.admit():
                 if key in self._open:
@@ -419,12 +425,12 @@ class Generator:
             ended = self._take(flight, result)
             ids = np.maximum(result.ids, 0).tolist()
             if isinstance(result, VisitResult):
-                self.scheduler.commit(flight.step, result, ids, ended)
+                done = self.scheduler.commit(flight.step, result, ids, ended)
             else:
-                self.scheduler.commit(flight.step, ids, ended)
+                done = self.scheduler.commit(flight.step, ids, ended)
             requests, tokens = self._tell_ended(flight, ended)
         again = stats.recomputed_rows + stats.discarded_rows - before
-        self._account(flight, requests, tokens, again)
+        self._account(flight, requests, tokens, again, done)
 
     def _take(self, flight: _Flight, result: SlotResult) -> list[bool]:
         """Gives tokens and numbers to their readers, and returns whether each of the step's takers ends there."""
@@ -475,7 +481,16 @@ class Generator:
         if stats.generation is None:
             stats.generation = self.scheduler.stats = GenerationStats()
 
-    def _account(self, flight: _Flight, requests: int, tokens: int, again: int) -> None:
+    def _set_rows(self, size: StepSize) -> None:
+        """Says how many rows the next step may have, where nobody else does."""
+        scheduler, budget = self.scheduler, self._budget
+        if not self._open and not self._flights:
+            size.reset()
+        if self.pace is None:
+            running = len(scheduler.running)
+            scheduler.max_batch_rows = size.rows(budget.rows, scheduler.num_waiting, running, least=budget.least)
+
+    def _account(self, flight: _Flight, requests: int, tokens: int, again: int, done: list[Running]) -> None:
         step = flight.step
         # Where a step is a visit, a row counts at its first.
         rows = step.num_rows if self.visits is None else step.first_rows
@@ -491,6 +506,12 @@ class Generator:
         seconds = self._finished - started
         if self.pace is not None:
             self.pace.times.note(step.num_rows, seconds)
+        elif self._size is not None:
+            self._size.note(
+                step.num_rows - step.decode_rows, step.decode_rows, seconds,
+                most=self._budget.rows, waiting=self.scheduler.num_waiting, began=len(step.takers) - step.decode_rows,
+                ended=len(done), tokens=sum(sequence.known for sequence in done),
+            )  # fmt: skip
         if self._meter.is_heard:
             path_rows = int(step.message.run_count.sum()) - step.num_rows
             info = StepInfo(step.num_rows, path_rows, requests, tokens, started, seconds, step.decode_rows)

@@ -11,7 +11,7 @@ from ..errors import InputError
 from .blocks import BlockEngine
 from .costs import Machine, ModelShape, StepCost
 from .daft import DaftProvider
-from .engines import SimEngine
+from .engines import MOST_ROWS, SimEngine
 from .feeders import Lists, Routed, SharedQueue, Streamed, contiguous
 from .fleet import Feeder, FleetRun, Replica, run_fleet
 from .parts import PARTS
@@ -19,7 +19,7 @@ from .requests import SimRequest
 from .rows import RowEngine
 from .scheduled import ScheduledEngine
 
-__all__ = ["ENGINES", "FEEDERS", "MAX_BATCH_ROWS", "Outcome", "Setup", "run_setup"]
+__all__ = ["ENGINES", "FEEDERS", "Outcome", "Setup", "run_setup"]
 
 ENGINES: dict[str, Callable[..., SimEngine]] = {
     "prefold": RowEngine,
@@ -27,8 +27,6 @@ ENGINES: dict[str, Callable[..., SimEngine]] = {
     "vllm": BlockEngine,
 }
 FEEDERS = ("segments", "stream", "routed", "static", "batches", "bucketing")
-
-MAX_BATCH_ROWS = 8192  # vLLM's own choice for offline use
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +42,7 @@ class Setup:
     load      seconds until a model is there
     without   of "stream": one of parts.PARTS that is left out; "": nothing is
     slow      every second replica takes so many times as long for a step
+    max_batch_rows  rows of a step; None: ours finds how many are fast, and vLLM has its own number
     rate      records a second that come in; None: all are there from the start, or at their own times
     """
 
@@ -59,7 +58,7 @@ class Setup:
     rate: float | None = None
     without: str = ""
     slow: float = 1.0
-    max_batch_rows: int = MAX_BATCH_ROWS
+    max_batch_rows: int | None = None
     max_running: int = 256
 
     @property
@@ -71,6 +70,12 @@ class Setup:
             + ("" if self.steal else ", no stealing")
             + (f", without {self.without}" if self.without else "")
         )
+
+    @property
+    def step_options(self) -> dict[str, int | None]:
+        """Returns the options of an engine that its steps have."""
+        rows = MOST_ROWS if self.engine == "vllm" and self.max_batch_rows is None else self.max_batch_rows
+        return {"max_batch_rows": rows, "max_running": self.max_running}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,7 @@ def run_setup(setup: Setup, requests: Sequence[SimRequest]) -> FleetRun:
     cost = StepCost(setup.machine, setup.model)
     in_time = setup.feeder in ("stream", "routed")
     reports = in_time and setup.reports
-    options = {"max_batch_rows": setup.max_batch_rows, "max_running": setup.max_running, "reports": reports}
+    options = setup.step_options | {"reports": reports}
     replicas = [
         Replica(lambda: ENGINES[setup.engine](cost, **options), setup.load, setup.slow if number % 2 else 1.0)
         for number in range(setup.replicas)

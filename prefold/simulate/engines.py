@@ -8,10 +8,14 @@ from typing import NamedTuple, Protocol
 
 from ..cache import CacheEvents
 from ..cache.events import CacheEvent, Cleared
+from ..engine.step_size import StepSize
 from .costs import StepCost
 from .requests import SimRequest
 
-__all__ = ["Ended", "EventLog", "Hits", "SimEngine", "SlotEngine", "Stretch"]
+__all__ = ["MOST_ROWS", "Ended", "EventLog", "Hits", "SimEngine", "SlotEngine", "Stretch"]
+
+# Rows of a step where nobody says, at most: vLLM's own choice for offline use.
+MOST_ROWS = 8192
 
 
 @dataclass(slots=True)
@@ -91,7 +95,7 @@ class SlotEngine:
     """A SlotEngine is what both grains of our engine begin with.
 
     cost                         of its steps
-    max_batch_rows, max_running  of a step
+    max_batch_rows, max_running  of a step; None: as many rows as it finds to be fast, as a real engine does
     slots                        rows that its KV store holds; None: what memory holds
     reports                      whether events are kept for a router
     """
@@ -100,19 +104,53 @@ class SlotEngine:
         self,
         cost: StepCost,
         *,
-        max_batch_rows: int = 2048,
+        max_batch_rows: int | None = 2048,
         max_running: int = 256,
         slots: int | None = None,
         reports: bool = False,
     ):
         self.cost, self.reports = cost, reports
-        self.max_batch_rows, self.max_running = max_batch_rows, min(max_running, max_batch_rows)
+        self.size = StepSize() if max_batch_rows is None else None
+        self.max_batch_rows = self._most = MOST_ROWS if max_batch_rows is None else max_batch_rows
+        self.max_running = min(max_running, self._most)
         self.slots = cost.kv_rows if slots is None else slots
         self.hits = Hits()
         self.open()
 
     def open(self) -> None:
         """Begins with an empty KV store."""
+        raise NotImplementedError
+
+    @property
+    def num_waiting(self) -> int:
+        """Returns how many sequences were not admitted yet."""
+        raise NotImplementedError
+
+    @property
+    def num_running(self) -> int:
+        """Returns how many sequences were."""
+        raise NotImplementedError
+
+    def step(self) -> Stretch | None:
+        """Runs the next step, or several alike; returns None when nobody waits or runs."""
+        size = self.size
+        if size is None:
+            return self._step()
+        if not self.num_running and not self.num_waiting:
+            size.reset()
+        self.max_batch_rows = size.rows(self._most, self.num_waiting, self.num_running)
+        stretch = self._step()
+        if stretch is not None:
+            steps = stretch.steps
+            decode = stretch.decode // steps
+            size.note(
+                stretch.prefill // steps, decode, stretch.seconds / steps, most=self._most, waiting=self.num_waiting,
+                began=stretch.running - decode, ended=len(stretch.ended),
+                tokens=sum(one.request.output for one in stretch.ended), steps=steps,
+            )  # fmt: skip
+        return stretch
+
+    def _step(self) -> Stretch | None:
         raise NotImplementedError
 
 

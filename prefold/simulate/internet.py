@@ -171,9 +171,8 @@ def _run(setup: Setup, prompts: Prompts) -> tuple[FleetRun, dict[str, float]]:
     unique = int(lengths.sum(dtype=np.int64) - shared.sum(dtype=np.int64))
     each = float(lengths.mean()) / 2 + _LIMIT
     feeder = Ranges(prompts, planned, segments, in_flight=max(2, int(1.25 * cost.kv_rows / each)))
-    options = {"max_batch_rows": setup.max_batch_rows, "max_running": setup.max_running}
     started = time.process_time()
-    replica = Replica(lambda: ENGINES[setup.engine](cost, **options), setup.load)
+    replica = Replica(lambda: ENGINES[setup.engine](cost, **setup.step_options), setup.load)
     run = run_fleet([replica] * setup.replicas, feeder)
     return run, {
         "microseconds of CPU of planning a prompt": 1e6 * seconds / len(prompts),

@@ -41,6 +41,7 @@ _OWN = 1 << 30  # numbers of parts that nobody shares
 
 # What of ours is left out of each line, or put in its place: fields of Setup.
 _LEFT_OUT: tuple[dict[str, object], ...] = (
+    {"feeder": "segments", "max_batch_rows": None},
     {"feeder": "segments", "max_batch_rows": 2048},
     {"feeder": "segments", "max_batch_rows": 8192},
     {"feeder": "segments", "steal": False},
@@ -95,7 +96,7 @@ def published(
 
 
 def _named(setup: Setup) -> str:
-    return f"{setup.name}, steps of {setup.max_batch_rows:,}"
+    return f"{setup.name}, steps " + ("as found" if setup.max_batch_rows is None else f"of {setup.max_batch_rows:,}")
 
 
 def vllm_blocks(cost: StepCost, *, max_batch_rows: int, max_running: int) -> int:

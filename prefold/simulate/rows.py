@@ -75,7 +75,15 @@ class RowEngine(SlotEngine):
         self.hits.asked += request.rows
         self._waiting.append(_RowSequence(request))
 
-    def step(self) -> Stretch | None:
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._decoding) + len(self._prefilling)
+
+    def _step(self) -> Stretch | None:
         if self._waiting and not self._is_stuck:
             self._admit()
         running = len(self._decoding)
@@ -145,7 +153,7 @@ class RowEngine(SlotEngine):
 
     def _admit(self) -> None:
         waiting = self._waiting
-        running = len(self._decoding) + len(self._prefilling)
+        running = self.num_running
         while waiting and running < self.max_running:
             if self._queued - self._done >= self.max_batch_rows - running:
                 return

@@ -33,8 +33,17 @@ class ScheduledEngine(SlotEngine):
         self._requests[request.key] = request
         self.scheduler.submit(request.key, request.tokens(), limit=request.limit)
 
-    def step(self) -> Stretch | None:
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    def _step(self) -> Stretch | None:
         scheduler = self.scheduler
+        scheduler.max_batch_rows = self.max_batch_rows
         for _, error in scheduler.admit():
             raise error
         step = scheduler.plan()

@@ -75,6 +75,7 @@ class LocalWorker(Worker):
             # On a GPU layers are only begun here, and other ranks are told of whole steps.
             parts=len(model.config.planes) if model.device.type == "cpu" and model.ranks.size == 1 else 1,
             max_rows=batch_rows(model),
+            learns_rows=model.device.type != "cpu",
             max_positions=model.config.max_positions,
             vocab_size=model.config.vocab_size,
             adapters=tuple(self.adapters),
