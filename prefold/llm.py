@@ -53,7 +53,8 @@ class LLM(NumericTasks, Texts):
     sharing_threshold   of sharing "auto", above 0, at most 1: prompts whose numbers are read together are computed as
                     with "off" where their unique tokens are a larger share of their tokens, and that was measured to
                     take less time. "auto": never, as full costs nothing where nothing is shared
-    max_batch_rows  rows of a step, at most; None: 4,096 on a CPU, on a GPU what its free memory takes
+    max_batch_rows  rows of a step, at most; None: 4,096 on a CPU, on a GPU what its free memory takes, and where text
+                    is generated fewer once that is found to be faster
     kv_memory       bytes of K/V for generation; None: half of the free memory, on a CPU at most 4 GiB
     max_running     how many sequences generate at once, at most
     reserve_output  set aside memory for a whole output where max_tokens is given. Otherwise an output may be

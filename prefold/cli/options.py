@@ -119,7 +119,8 @@ engine_options = _all(
     machine_options,
     click.option("--sharing", type=click.Choice(["auto", "full", "mlp", "off"]), default="auto", show_default=True,
                  help="What is computed once for a shared prefix: everything, all but attention, nothing."),
-    click.option("--max-batch-rows", type=click.IntRange(1), metavar="N", help="Rows of a step."),
+    click.option("--max-batch-rows", type=click.IntRange(1), metavar="N",
+                 help="Rows of a step, at most.  [default: what the device affords; of generation what is found fast]"),
     click.option("--exits", type=click.Choice(["read", "save", "project"]), default="read", show_default=True,
                  help="Of a looped model: rows make all visits, or leave, so that later visits see what they saved or "
                       "what is projected from their state."),

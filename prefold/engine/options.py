@@ -58,7 +58,8 @@ class EngineOptions:
     sharing         how rows are shared between requests
     sharing_threshold  above 0, at most 1. With sharing "full": a window of numbers whose unique tokens are a larger
                     share of its tokens runs as with "off" where that was measured to take less time
-    max_batch_rows  the most rows of a step; None: what the worker's device affords
+    max_batch_rows  the most rows of a step; None: what the worker's device affords, and where text is generated fewer
+                    once that is found to be faster (`StepSize`)
     generation      how K/V is held for what is generated
     eos_ids         the tokens that end a text
     cache_prefill   whether numeric runs that read only last rows use and fill the cache of `generation` too
