@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..prefix import common_prefix_lengths
-from ..types import Request
+from ..types import Medium, Request
 from .options import encode_options
 
 __all__ = ["FileOrder", "HeldOrder", "Order", "SpooledRequest", "encode", "join", "read_requests", "write_request"]
@@ -29,7 +29,7 @@ _BUFFER = 1 << 20
 
 
 class SpooledRequest(NamedTuple):
-    """Holds one request of the spool. It compares as (adapter, salt, tokens, arrival).
+    """Holds one request of the spool, or of a feed. It compares as (adapter, salt, tokens, arrival).
 
     Requests share a prefix only where adapter and salt are equal.
     """
@@ -41,6 +41,7 @@ class SpooledRequest(NamedTuple):
     targets: bytes | None  # int32, native
     tag: bytes
     options: bytes = b""  # see `options.py`
+    media: tuple[Medium, ...] = ()  # where nobody else holds them; they are not written to files
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +67,7 @@ def encode(request: Request, tag: bytes = b"", number: int = 0) -> SpooledReques
     if targets is not None and len(targets) > len(key):
         message = f"{len(targets) // 4} targets for {len(key) // 4} tokens"
         raise InputError(message, field="targets", remedy="each target needs the row of a token")
-    return SpooledRequest(request.adapter or "", request.salt, key, number, targets, bytes(tag), options)
+    return SpooledRequest(request.adapter or "", request.salt, key, number, targets, bytes(tag), options, request.media)
 
 
 def _ids(array: Any, name: str, dtype: str) -> bytes:

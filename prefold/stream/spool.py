@@ -88,7 +88,7 @@ class Spool:
         with self._lock:
             if self._state != "adding":
                 raise RuntimeError(f"a request was added to a spool that is {self._state}")
-            self._held.append(new._replace(number=self.num_requests))
+            self._held.append(new._replace(number=self.num_requests, media=()))
             self._namespaces.add(new.namespace)
             self._media.update((int(medium.ids[0]), medium) for medium in request.media)
             before, self._last = self._last, new[:3]

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from ..prefix import common_prefix_lengths
+from ..prefix import MEDIA_BASE, common_prefix_lengths
 from ..prefix.ragged import ragged_ranges
-from ..types import Request
+from ..types import Medium, Request
 from .options import decode_options
 from .order import Order, SpooledRequest, join
 
@@ -34,6 +34,7 @@ class Window:
     options         [B]            what else is wanted of each request (see `options.py`)
     adapter, salt                  of all requests
     numbers         int64 [B]      each request's place in the order of arrival
+    media                          the images of the requests that nobody else holds
     """
 
     tokens: np.ndarray
@@ -47,13 +48,16 @@ class Window:
     adapter: str | None = None
     salt: str = ""
     numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    media: tuple[Medium, ...] = ()
 
     def request(self, number: int) -> Request:
         """Returns the request at place `number` of the window; its tokens and targets are views."""
         tokens = self.tokens[self.offsets[number] : self.offsets[number + 1]]
         targets = self.targets[self.target_offsets[number] : self.target_offsets[number + 1]]
         sampling, priority = decode_options(self.options[number] if self.options else b"")
-        return Request(tokens, targets if len(targets) else None, self.adapter, sampling, self.salt, priority)
+        rows = set(tokens[tokens >= MEDIA_BASE].tolist()) if self.media else ()
+        media = tuple(one for one in self.media if int(one.ids[0]) in rows)
+        return Request(tokens, targets if len(targets) else None, self.adapter, sampling, self.salt, priority, media)
 
     def take(self, numbers: np.ndarray) -> Window:
         """Returns a window of the requests at these places, given in ascending order."""
@@ -62,7 +66,7 @@ class Window:
         options = [self.options[i] for i in numbers] if self.options else []
         tags = [self.tags[i] for i in numbers]
         places = self.numbers[numbers] if len(self.numbers) else self.numbers
-        beside = (options, self.adapter, self.salt, places)
+        beside = (options, self.adapter, self.salt, places, self.media)
         return Window(tokens, offsets, targets, target_offsets, tags, self.is_sorted, 0, *beside)
 
     def without_twins(self) -> Window:
@@ -196,4 +200,5 @@ def _make_window(requests: Sequence[SpooledRequest], last: bytes | None, is_sort
         adapter=requests[0].adapter or None,
         salt=requests[0].salt,
         numbers=np.array([r.number for r in requests], np.int64),
+        media=tuple({int(one.ids[0]): one for r in requests for one in r.media}.values()),
     )
