@@ -56,8 +56,9 @@ def has_fleet(o: Options) -> bool:
     return on_ray or bool(urls) or in_vllm
 
 
-def load_fleet(o: Options, checkpoint: Any, tokenizer: Any) -> FleetModel:
-    """Returns the fleet that the options ask for; its replicas load their models meanwhile."""
+def load_fleet(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -> FleetModel:
+    """Returns the fleet that the options ask for; its replicas load their models meanwhile. media: the MediaTable of
+    the job's tasks."""
     from ..cluster.fleet import Fleet
     from ..prefix import RowCost
 
@@ -74,7 +75,8 @@ def load_fleet(o: Options, checkpoint: Any, tokenizer: Any) -> FleetModel:
         replicas = _in_vllm(o)
     sharing = "full" if o["sharing"] == "auto" else o["sharing"]
     cost = RowCost() if o.get("url") or in_vllm else _row_cost(checkpoint)
-    return FleetModel(Fleet(replicas, sharing=sharing, row_cost=cost, patience=o["patience"], notify=notify))
+    how = {"patience": o["patience"], "notify": notify, "media": media}
+    return FleetModel(Fleet(replicas, sharing=sharing, row_cost=cost, **how))
 
 
 def _row_cost(checkpoint: Any) -> Any:

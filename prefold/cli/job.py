@@ -75,7 +75,7 @@ def make_job(task: str | None, o: dict[str, Any], input: Input) -> Any:
 
     def load() -> Any:
         model = o, input.checkpoint, input.tokenizer
-        llm = load_fleet(*model) if has_fleet(o) else load_llm(*model, media=tasks.media)
+        llm = load_fleet(*model, media=tasks.media) if has_fleet(o) else load_llm(*model, media=tasks.media)
         if "classify" in tasks:
             tasks.replace("classify", calibrated(llm.engine, tasks["classify"]))
         return llm

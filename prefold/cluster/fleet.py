@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ..cache.media import MediaTable
 from ..engine.meter import StepInfo
 from ..errors import FleetError
 from ..prefix import RowCost
@@ -34,6 +35,7 @@ class Fleet:
     live       options of the live window (see `LiveWindow`)
     patience   seconds without progress after which a replica that has work is killed
     notify     called with what a person should know: replicas that were lost, or refused
+    media      gave the images of the requests their ids; None: there are none
 
     Raises FleetError when no replica is left, with the reasons.
     """
@@ -50,7 +52,9 @@ class Fleet:
         live: Mapping[str, Any] | None = None,
         patience: float = 300.0,
         notify: Callable[[str], None] = lambda line: None,
+        media: MediaTable | None = None,
     ):
+        self.media = media
         self.sharing: Sharing = sharing
         self.replicas = replicas
         self.row_cost = row_cost

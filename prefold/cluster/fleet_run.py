@@ -16,6 +16,7 @@ from ..stream import LiveInput, Window, Windows
 from ..types import Generated, GenerationStats
 from .known import Answered, KnownWork
 from .live import LiveLeases
+from .pictures import SentPictures
 from .replicas import ReplicaEvent, ReplicaLost, ReplicaReady, ReplicaReport, RunCall, tagged_windows
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class FleetRun:
         self._source: LiveInput | None = None
         self._shown_to = source.see if isinstance(source, LiveInput) else None
         self._begun: dict[str, _Done] = {}
+        self._pictures = None if fleet.media is None else SentPictures(fleet.media)
         self._killed: dict[str, float] = {}  # when those were killed that hung, and of which no `ReplicaLost` came yet
         is_known = not isinstance(source, LiveInput)
         is_early = not is_known and source.rest is not None
@@ -112,7 +114,7 @@ class FleetRun:
     # ------------------------------------------------------------------------------------------------ sending
 
     def _send(self) -> None:
-        fleet, now = self.fleet, time.monotonic()
+        now = time.monotonic()
         if self._source is not None:
             self._take_in(self._source)
         if self.live is not None and self.live.num_unsent:
@@ -120,10 +122,17 @@ class FleetRun:
             for lease in self.live.dispatch(now):
                 windows = list(tagged_windows(lease.number, lease.requests, share=share))
                 self._see(windows)
-                fleet.replicas.give(str(lease.replica), windows)
+                self._give(str(lease.replica), windows)
         if self.known is not None:
             for name, windows in self.known.send(now):
-                fleet.replicas.give(name, windows)
+                self._give(name, windows)
+
+    def _give(self, name: str, windows: list[Window]) -> None:
+        if self._pictures is not None:
+            windows, fresh, gone = self._pictures.send(name, windows)
+            if fresh or gone:
+                self.fleet.replicas.hold(name, fresh, gone)
+        self.fleet.replicas.give(name, windows)
 
     def _take_in(self, source: LiveInput) -> None:
         """Moves what has come into the window; where nothing comes any more, begins with the rest."""
@@ -179,6 +188,8 @@ class FleetRun:
         by_lease: dict[int, dict[int, Any]] = {}
         for number, place, answer in report.answers:
             by_lease.setdefault(number, {}).setdefault(place, answer)
+            if self._pictures is not None:
+                self._pictures.answered(name, number, place)
         for number, answers in by_lease.items():
             for tag, tokens, answer in self._commit(name, number, answers, now):
                 self._count_answer(name, tokens, answer)
@@ -224,6 +235,8 @@ class FleetRun:
     def _lose(self, name: str, lost: ReplicaLost) -> Iterator[tuple[bytes, Any]]:
         self._count_loss(self._begun.pop(name, None))
         self._killed.pop(name, None)
+        if self._pictures is not None:
+            self._pictures.lose(name)
         tags, now, died = [], time.monotonic(), lost.died
         if self.known is not None:
             tags += self.known.lose(name, now, returns=lost.returns, died=died)

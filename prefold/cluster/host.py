@@ -15,7 +15,8 @@ from ..checkpoint.identity import model_identity
 from ..engine.meter import StepInfo
 from ..stream import Window
 from ..types import GenerationStats, Stats
-from .replicas import LONGEST_WAIT, ReplicaFacts, ReplicaReport, RunCall, place_of
+from .pictures import HeldPictures
+from .replicas import LONGEST_WAIT, Picture, ReplicaFacts, ReplicaReport, RunCall, place_of
 
 __all__ = ["ReplicaHost", "facts_of"]
 
@@ -66,6 +67,8 @@ class ReplicaHost:
         self.facts = facts
         self._engine, self._tokenizer = llm.engine, getattr(llm, "tokenizer", None)
         self._counted = self._engine.stats + Stats()
+        inputs = getattr(llm, "images", None)
+        self._pictures = None if inputs is None else HeldPictures(self._engine.media, inputs.processor)
         self._runs: SimpleQueue[_HostRun | None] = SimpleQueue()
         self._run: _HostRun | None = None
         self._report = ReplicaReport()
@@ -77,14 +80,21 @@ class ReplicaHost:
     def begin(self, call: RunCall) -> None:
         """Begins a run; the one before it ends."""
         self.end()
+        if self._pictures is not None:
+            self._pictures.clear()
         self._run = _HostRun(call)
         self._runs.put(self._run)
+
+    def hold(self, pictures: list[Picture], gone: list[int]) -> None:
+        """Holds the images of windows that come next, and others no more, by their first ids."""
+        assert self._pictures is not None, "the model takes text alone"
+        self._pictures.hold(pictures, gone)
 
     def give(self, windows: list[Window]) -> None:
         """Takes in windows for the run."""
         if self._run is not None:
             for window in windows:
-                self._run.windows.put(window)
+                self._run.windows.put(window if self._pictures is None else self._pictures.own(window))
 
     def end(self) -> None:
         """Ends the run; what has not been answered is dropped."""
@@ -163,6 +173,8 @@ class ReplicaHost:
         if self._reporter is not None:
             events = self._reporter.snapshot() if self._tells_anew else self._reporter.drain()
             self._tells_anew = False
+            if events is not None and self._pictures is not None:
+                events = self._pictures.told(events)
         with self._changed:
             self._report.steps.append(step)
             if events is not None:

@@ -14,6 +14,7 @@ from ..stream import Window
 from .replicas import (
     LONGEST_WAIT,
     RESTARTS,
+    Picture,
     ReplicaEvent,
     ReplicaFacts,
     ReplicaLost,
@@ -59,6 +60,9 @@ class _Actor:
 
     def give(self, windows: list[Window]) -> None:
         self._host.give(windows)
+
+    def hold(self, pictures: list[Picture], gone: list[int]) -> None:
+        self._host.hold(pictures, gone)
 
     def end(self) -> None:
         self._host.end()
@@ -196,6 +200,9 @@ class RayReplicas(Replicas):
 
     def give(self, name: str, windows: list[Window]) -> None:
         self._order(name, "give", windows)
+
+    def hold(self, name: str, pictures: list[Picture], gone: list[int]) -> None:
+        self._order(name, "hold", pictures, gone)
 
     def end(self, name: str) -> None:
         self._order(name, "end")

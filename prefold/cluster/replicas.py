@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from ..cache import CacheEvents
 from ..engine.meter import StepInfo
 from ..engine.requests import PROBED
+from ..errors import JobError
 from ..stream import Order, Window
 from ..stream.live_windows import window_of
 from ..stream.options import decode_options
@@ -21,6 +24,7 @@ from ..types import Readout, Sharing, Stats
 __all__ = [
     "LONGEST_WAIT",
     "RESTARTS",
+    "Picture",
     "ReplicaEvent",
     "ReplicaFacts",
     "ReplicaLost",
@@ -91,6 +95,23 @@ class RunCall:
         return generates or (self.live and self.sharing == "full" and (kind in PROBED or kind == "logprobs"))
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Picture:
+    """An image as it is sent to a replica.
+
+    key, salt  as of its Medium
+    ids        int32 [rows]: in the prompts that are sent they stand for it
+    pixels     uint8 [height, width, 3]; None: they cannot be read
+    error      why not
+    """
+
+    key: bytes
+    salt: str
+    ids: np.ndarray
+    pixels: np.ndarray | None
+    error: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaReady:
     """Says that a replica has loaded its model."""
@@ -148,6 +169,11 @@ class Replicas(ABC):
     @abstractmethod
     def begin(self, name: str, call: RunCall) -> None:
         """Begins a run on a replica that is ready; the run before it ends."""
+
+    def hold(self, name: str, pictures: list[Picture], gone: list[int]) -> None:
+        """Sends a replica the images of windows that it is given next, and lets it forget others, by their first ids.
+        Raises JobError where replicas take text alone."""
+        raise JobError("these replicas take text alone; leave out the images")
 
     @abstractmethod
     def give(self, name: str, windows: list[Window]) -> None:

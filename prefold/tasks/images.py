@@ -14,7 +14,7 @@ import numpy as np
 from ..cache.media import MediaTable
 from ..checkpoint import Checkpoint
 from ..errors import InputError
-from ..media import Processor, TowerConfig, load_processor
+from ..media import Image, Processor, TowerConfig, load_processor
 from ..media.reading import Reader, is_picture
 from ..media.recent import RecentImages
 from ..prefix import MEDIA_BASE
@@ -26,6 +26,7 @@ __all__ = [
     "Chat",
     "ImageIds",
     "ImageInputs",
+    "Loading",
     "Picture",
     "Pictured",
     "all_images",
@@ -84,14 +85,17 @@ class Loading:
     tiles: int
     recent: RecentImages
 
-    def __call__(self) -> np.ndarray:
-        """Returns its tiles, float32 [tiles, 3, height, width]. Raises InputError where it is not the same image as
-        before, or cannot be read any more."""
+    def image(self) -> Image:
+        """Returns the image. Raises InputError where it is not the same as before, or cannot be read any more."""
         image = self.recent.take(self.digest) or self.reader.read(self.value).image
         if image.digest != self.digest:
             message = "the image has changed since it was first read"
             raise InputError(message, field="image", remedy="leave it as it is until the answer is there")
-        return self.processor.tiles(image)
+        return image
+
+    def __call__(self) -> np.ndarray:
+        """Returns its tiles, float32 [tiles, 3, height, width]. Raises InputError as `image` does."""
+        return self.processor.tiles(self.image())
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class ThreadReplicas(Replicas):
         self.killed: list[str] = []
         self.given: dict[str, int] = dict.fromkeys(self.names, 0)
         self.windows: list[tuple[str, Any]] = []
+        self.held: list[tuple[str, list[Any], list[int]]] = []  # images that each was sent, and those it may forget
         self.runs: list[tuple[str, list[Any]]] = []  # each that began on a replica, with its windows
         self.closed = False
 
@@ -87,6 +88,11 @@ class ThreadReplicas(Replicas):
         next(own for one, own in reversed(self.runs) if one == name).extend(windows)
         if name in self.hosts:
             self.hosts[name].give(windows)
+
+    def hold(self, name, pictures, gone):
+        self.held.append((name, pictures, gone))
+        if name in self.hosts:
+            self.hosts[name].hold(pictures, gone)
 
     def end(self, name):
         if name in self.hosts:
