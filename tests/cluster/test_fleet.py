@@ -136,7 +136,7 @@ def test_a_replica_that_hangs_is_killed():
 
 @pytest.mark.parametrize("heeds, asked", [(1, 1), (3, 3)])
 def test_a_hung_replica_that_takes_long_to_die_is_announced_once(monkeypatch, heeds, asked):
-    """heeds: the first kill that it dies of, 2.5 s later. It is killed once more only after long."""
+    """heeds: the first kill that it dies of, 4 s later. It is killed once more only after long."""
     monkeypatch.setattr(fleet_run, "_KILL_AGAIN", 60.0 if heeds == 1 else 1.0)
     hang, notes, kills = threading.Event(), [], []
 
@@ -148,14 +148,14 @@ def test_a_hung_replica_that_takes_long_to_die_is_announced_once(monkeypatch, he
         def kill(self, name):
             kills.append(name)
             if len(kills) == heeds:
-                threading.Timer(2.5 if heeds == 1 else 0.1, self.lose, (name, "killed")).start()
+                threading.Timer(4.0 if heeds == 1 else 0.1, self.lose, (name, "killed")).start()
 
     replicas = Slow("ab", before=before)
-    with closing(Fleet(replicas, patience=0.6, notify=notes.append)) as fleet, filled() as spool:
+    with closing(Fleet(replicas, patience=1.6, notify=notes.append)) as fleet, filled() as spool:
         assert plain(run(fleet, spool)) == expected()
     hang.set()
     assert kills == ["b"] * asked
-    assert [note for note in notes if "has done nothing" in note] == ["b has done nothing for 1 s and is killed"]
+    assert [note for note in notes if "has done nothing" in note] == ["b has done nothing for 2 s and is killed"]
 
 
 def test_an_engine_that_fails_is_a_replica_that_is_lost():
