@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefold.cache.events import CacheEvents, Cleared, RowsStored
 from prefold.cluster.dispatch import Dispatcher, Limits
 from prefold.cluster.policies import POLICIES, policy_named
 from prefold.cluster.replica import Speed
@@ -176,3 +177,29 @@ def test_room_is_what_the_replica_sets_aside(reserves, leave):
     for i in range(10):
         d.window.put(500 + i, prompt(1, i), now=0.0, what=1000)
     assert sum(len(order.requests) for order in d.dispatch(0.0)) == leave
+
+
+def test_a_prefix_that_is_held_takes_no_room():
+    d = dispatcher("ab", backlog=150, grown_tokens=0)
+    stored = RowsStored(1, None, np.full(100, 1, np.int32))
+    d.router.take("a", CacheEvents(0, 0, (Cleared(), stored)))
+    d.router.take("b", CacheEvents(0, 0, (Cleared(),)))
+    for i in range(15):
+        d.window.put(i, prompt(1, i, own=10), now=0.0)
+    first = d.dispatch(0.0)[0]
+    assert first.replica == "a" and len(first.requests) == 15
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_shares_of_the_end_are_all_that_waits(seed):
+    """Where there is room, one division gives away everything, whatever replicas have to do before."""
+    rng = np.random.default_rng(seed)
+    d = dispatcher("abc", backlog=10**6, grown_tokens=0)
+    for name, busy in zip("abc", rng.integers(0, 9, 3).tolist(), strict=True):
+        for i in range(busy):
+            d.router.send((name, i), Prompt(prompt(100 + i, i)), name)
+    for i in range(int(rng.integers(1, 12))):
+        d.window.put(i, prompt(i, i), now=0.0)
+    d.window.close()
+    d.dispatch(0.0)
+    assert not len(d.window)

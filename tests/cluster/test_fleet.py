@@ -16,10 +16,10 @@ from prefold import LLM
 from prefold.cluster import fleet_run
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.host import facts_of
-from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, Replicas, requests_of
+from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, Replicas, RunCall, requests_of
 from prefold.errors import FleetError, InputError
 from prefold.stream import Feed, LiveInput, Spool
-from prefold.types import Readout, Request, Sampling
+from prefold.types import GenerationStats, Readout, Request, Sampling, Stats
 from tests.job.fakes import FakeEngine
 
 from .fakes import ThreadReplicas
@@ -337,3 +337,24 @@ def test_many_answers_at_once():
 def test_an_empty_job():
     with closing(Fleet(ThreadReplicas("a"))) as fleet, Spool() as spool:
         assert list(run(fleet, spool)) == []
+
+
+def test_a_run_that_is_left_ends_on_its_replicas():
+    replicas = ThreadReplicas("ab")
+    with closing(Fleet(replicas)) as fleet, filled() as spool:
+        answers = run(fleet, spool)
+        next(answers)
+        assert any(host._run is not None for host in replicas.hosts.values())
+        answers.close()
+        assert all(host._run is None for host in replicas.hosts.values())
+
+
+def test_what_a_lost_replica_had_not_answered_counts_as_computed_again():
+    with closing(Fleet(ThreadReplicas("a"))) as fleet, filled() as spool:
+        one = fleet_run.FleetRun(fleet, spool.windows(max_tokens=100), RunCall(Readout("tokens")), None)
+        fleet.stats = Stats(unique_tokens=100, generation=GenerationStats())
+        one._count_loss(fleet_run._Done(reported=50, answered=20))
+        assert fleet.stats.unique_tokens == 70 and fleet.stats.generation.recomputed_rows == 30
+        one._count_loss(None)
+        one._count_loss(fleet_run._Done(reported=5, answered=20))
+        assert fleet.stats.unique_tokens == 70 and fleet.stats.generation.recomputed_rows == 30

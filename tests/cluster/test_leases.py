@@ -249,3 +249,43 @@ def test_work_goes_on_while_a_replica_loads_and_goes_to_it_when_it_is_there():
     fleet.run()
     assert fleet.times["a"] == pytest.approx(fleet.times["b"], rel=0.05)
     assert max(fleet.times.values()) < 1.05 * (cost.total + 50 + 100 * late) / 200
+
+
+@pytest.mark.parametrize("speeds", [(1, 3), (1, 20)])
+def test_one_division_by_speeds_is_enough(speeds):
+    """What has not begun is cut so that both end together: nothing is left to be divided many times more."""
+    cost = stream_cost(np.random.default_rng(0), 5000, outputs=True)
+    names = {f"r{i}": 100.0 * speed for i, speed in enumerate(speeds)}
+    leases = Leases(cost, names, LeaseOptions(seconds=2, least=50))
+    leases.check = lambda: None
+    fleet = FakeFleet(leases, names)
+    for name in names:
+        fleet.at(0.0, "join", name)
+    fleet.run()
+    assert 1 <= leases.steals <= 3
+
+
+def test_what_runs_beside_the_request_that_is_to_blame_is_not_suspected():
+    cost = StreamCost(np.full(40, 10), np.zeros(40, int))
+    leases = Leases(cost, ["x", "a", "b"], LeaseOptions(least=50, begun=(2, float("inf")), alone=False))
+
+    def begun(name):
+        leases.join(name, 0.0)
+        leases.admit(0.0)
+        while (lease := leases.plan()) is not None:
+            leases.begin(lease, 0.0)
+        return leases.open_leases(name)
+
+    begun("x")
+    assert leases.lose("x", 1.0) == []
+    both = begun("a")
+    assert [lease.suspect for lease in both].count(True) == 1 and len(both) > 1
+    (suspect,) = (lease.start for lease in both if lease.suspect)
+    assert leases.lose("a", 2.0) == [suspect]
+    leases.check()
+    found = []
+    while leases.num_left:
+        for lease in begun("b"):
+            found += [lease.start] if lease.suspect else []
+            leases.commit("b", lease.number, range(lease.start, lease.stop), 3.0)
+    assert found == [1 - suspect], "the other one that x may have begun"

@@ -350,3 +350,56 @@ def test_streams_on_real_engines(tmp_path, kind, lose):
                 np.testing.assert_allclose(mine.values, answer.values, atol=1e-4)
     assert not found and fleet.stats.requests == 160
     assert fleet.stats.rows_computed < (1.0 if kind == "mean" else 0.8) * fleet.stats.tokens
+
+
+def live_leases(kind, **facts):
+    live = LiveLeases(
+        RunCall(Readout(kind), live=True), max_tokens=10_000, numbers=itertools.count(1), patience=10.0, grown_tokens=0
+    )
+    return live, ReplicaFacts(max_rows=64, max_running=4, cache_rows=4000, reports_cache=True, **facts)
+
+
+def put(live, kind, numbers):
+    for number in numbers:
+        tokens = np.full(5, number, np.int32)
+        sampling = Sampling(max_tokens=4) if kind == "tokens" else None
+        live.put((encode(Request(tokens, sampling=sampling), b"", number),))
+
+
+def test_a_replica_that_had_nothing_to_do_for_long_does_not_hang():
+    live, facts = live_leases("tokens")
+    live.join("a", facts, 0.0)
+    put(live, "tokens", [1])
+    assert len(live.dispatch(100.0)) == 1
+    assert live.hung(109.0) == [] and live.hung(111.0) == ["a"]
+
+
+def test_what_runs_beside_the_request_that_is_to_blame_is_not_suspected():
+    live, facts = live_leases("tokens")
+    live.join("x", facts, 0.0)
+    put(live, "tokens", [1, 2])
+    live.dispatch(0.0)
+    assert live.lose("x") == []
+    live.join("a", facts, 1.0)
+    put(live, "tokens", [3, 4])
+    suspects = [lease.suspect for lease in live.dispatch(1.0)]
+    assert suspects.count(True) == 1 and suspects.count(False) >= 1
+    (blamed,) = live.lose("a")
+    assert blamed.number in (1, 2)
+    live.join("b", facts, 2.0)
+    certain = {one.number for lease in live.dispatch(2.0) if not lease.suspect for one in lease.requests}
+    assert certain == {3, 4}
+
+
+def test_a_replica_takes_others_again_when_suspects_have_run():
+    live, facts = live_leases("last")
+    live.join("x", facts, 0.0)
+    put(live, "last", [1, 2])
+    live.dispatch(0.0)
+    live.lose("x")
+    live.join("a", facts, 1.0)
+    for _ in range(2):
+        (lease,) = live.dispatch(1.0)
+        assert lease.suspect and not live.room()
+        live.commit("a", lease.number, {one.number: Result(np.zeros(1)) for one in lease.requests}, 1.0)
+    assert live.dispatch(1.0) == [] and live.room() > 0

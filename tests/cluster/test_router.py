@@ -377,3 +377,15 @@ def test_errors_name_what_is_wrong():
         router.send(1, Prompt(np.arange(3)), "a")
     with pytest.raises(InputError, match="no policy 'best'"):
         policy_named("best")
+
+
+@pytest.mark.parametrize("output, cached, done", [(0, 100, 20), (0, 0, 120), (0, None, 120), (None, None, 0)])
+def test_what_ended_requests_took_is_not_taken_for_work_on_others(output, cached, done):
+    """Of two prompts of 120 rows one ends, of which `done` rows were computed; 60 of the other are."""
+    router = Router()
+    router.join("a")
+    for key in range(2):
+        router.send(key, Prompt(np.full(120, key, np.int32)), "a")
+    router.worked("a", done + 60, 0, 1.0)
+    router.end(0, output_rows=output, cached_rows=cached)
+    assert router.load("a").left == (60, 0)
