@@ -16,10 +16,12 @@ from tiny import tiny_checkpoint
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.cache.events import CacheEvents, Cleared, Removed, RowsStored
+from prefold.cluster import fleet_run
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.host import facts_of
 from prefold.cluster.live import LiveLeases
-from prefold.cluster.replicas import ReplicaFacts, RunCall
+from prefold.cluster.replicas import ReplicaFacts, ReplicaReport, RunCall
+from prefold.engine.meter import StepInfo
 from prefold.errors import FleetError, InputError
 from prefold.stream import Feed, LiveInput, Spool
 from prefold.stream.order import encode
@@ -403,3 +405,35 @@ def test_a_replica_takes_others_again_when_suspects_have_run():
         assert lease.suspect and not live.room()
         live.commit("a", lease.number, {one.number: Result(np.zeros(1)) for one in lease.requests}, 1.0)
     assert live.dispatch(1.0) == [] and live.room() > 0
+
+
+def reported(facts):
+    """A run of one replica that takes part, and a fleet whose replicas remember who was asked to tell anew."""
+    replicas = ThreadReplicas("a")
+    fleet = Fleet(replicas)
+    run = fleet_run.FleetRun(fleet, LiveInput(Feed(), 1000), RunCall(Readout("tokens")), None)
+    fleet.ready["a"], run._begun["a"] = facts, fleet_run._Done(heard=100.0)
+    run.live.join("a", facts, 100.0)
+    replicas.retold = []
+    replicas.retell = replicas.retold.append
+    return run, fleet, replicas
+
+
+def test_a_replica_whose_events_do_not_follow_is_asked_to_tell_anew():
+    run, fleet, replicas = reported(ReplicaFacts(reports_cache=True))
+    run._tell_router("a", ReplicaReport(events=CacheEvents(0, 0, (Cleared(),))), 101.0)
+    assert not replicas.retold
+    run._tell_router("a", ReplicaReport(events=CacheEvents(0, 5, (Removed(1),))), 102.0)
+    assert replicas.retold == ["a"] and fleet.retold == 1
+    fleet.close()
+
+
+@pytest.mark.parametrize("overlap, seconds", [(False, 10.0), (True, 2.0)])
+def test_seconds_of_steps_that_overlap_count_once(overlap, seconds):
+    run, fleet, _ = reported(ReplicaFacts(steps_overlap=overlap))
+    told = []
+    run.live.router.worked = lambda *what: told.append(what)
+    steps = [StepInfo(rows=8, path_rows=0, requests_done=0, tokens_done=0, started=0.0, seconds=5.0, running=3)] * 2
+    run._tell_router("a", ReplicaReport(steps=steps), 102.0)
+    assert told == [("a", 10, 6, seconds)]
+    fleet.close()

@@ -11,11 +11,15 @@ import pytest
 from tiny_vision import FAMILIES, tiny_vision
 
 from prefold import LLM
+from prefold.cache.events import CacheEvents, Cleared, RowsStored
 from prefold.cache.media import MediaTable
 from prefold.cluster.fleet import Fleet
-from prefold.cluster.host import facts_of
+from prefold.cluster.host import ReplicaHost, facts_of
+from prefold.cluster.pictures import HeldPictures, SentPictures
+from prefold.cluster.replicas import Picture, RunCall, lease_windows
 from prefold.errors import InputError
 from prefold.media import Image
+from prefold.prefix import MEDIA_BASE
 from prefold.stream import Feed, LiveInput, Spool
 from prefold.stream.live_windows import window_of
 from prefold.tasks.images import ImageInputs
@@ -161,6 +165,42 @@ def test_an_image_that_cannot_be_read_any_more_is_the_error_of_its_records(llms)
     failed = {tag for tag, answer in found.items() if isinstance(answer, InputError)}
     assert failed == shows and len(found) == 20
     assert all("has changed since it was first read" in str(found[tag]) for tag in failed)
+
+
+def test_a_replica_has_its_own_ids_and_tells_of_the_drivers(llms):
+    one = llms[0]
+    table, processor = MediaTable(), one.images.processor
+    requests = requests_of(one, table, "tokens", pictures(3), count=6)
+    how = {"tiles": 1, "rows_per_tile": 5, "span": processor.span, "load": lambda: None}
+    taken = [one.engine.media.medium(bytes([k]), **how) for k in range(3)]
+    sent = SentPictures(table)
+    spool = Spool()
+    for request in requests:
+        spool.add(request, b"")
+    (window,) = lease_windows(spool.order(), 1, 0, 6, max_tokens=10**6, before=None)[0]
+    (window,), found, gone = sent.send("a", [window])
+    assert len(found) == 3 and not gone and sent.send("a", [window])[1] == []
+    held = HeldPictures(one.engine.media, processor)
+    held.hold(found, [])
+    own = held.own(window)
+    is_row = window.tokens >= MEDIA_BASE
+    assert np.array_equal(own.tokens >= MEDIA_BASE, is_row) and is_row.any()
+    assert not np.isin(own.tokens[is_row], [i for medium in taken for i in medium.ids]).any()
+    assert (own.tokens != window.tokens)[is_row].all() and (own.tokens == window.tokens)[~is_row].all()
+    assert len(own.media) == 3
+    events = CacheEvents(0, 0, (Cleared(), RowsStored(1, None, own.tokens)))
+    assert np.array_equal(held.told(events).events[1].tokens, window.tokens)
+    spool.close()
+
+
+def test_a_new_run_begins_without_images(llms):
+    one = llms[0]
+    host = ReplicaHost(one, facts_of(one))
+    ids = np.arange(one.images.processor.rows_per_tile, dtype=np.int32) + MEDIA_BASE
+    host.hold([Picture(b"key", "", ids, pictures(1)[0].pixels)], [])
+    host.begin(RunCall(Readout("last")))
+    assert not host._pictures._media and not host._pictures._theirs
+    host.close()
 
 
 def test_windows_hold_the_images_of_their_requests():

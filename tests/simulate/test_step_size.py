@@ -138,3 +138,14 @@ def test_what_does_not_help_is_given_up_and_tried_again_later():
     for _ in range(4):
         told(size)
     assert size.small is not None
+
+
+def test_the_end_of_a_job_says_nothing_of_the_next_steps():
+    """Sequences that nobody waits behind end one after the other, and leave steps of few rows."""
+    size = StepSize()
+    told(size)
+    small = size.small
+    for _ in range(200):
+        size.note(0, 2, 0.002, most=8192, waiting=0, began=0, ended=0, tokens=0)
+    size.note(small - 60, 60, 0.03, most=8192, waiting=999, began=0, ended=0, tokens=0)
+    assert size.small == small
