@@ -136,14 +136,12 @@ class LazyTasks(Mapping[str, Any]):
         from ..tasks.images import image_inputs
 
         o = self._options
-        elsewhere = bool(o.get("url")) or o.get("backend") == "vllm"
         return image_inputs(
             self._checkpoint,
             config_from(self._checkpoint.config).tower,
             self._tokenizer,
             self.media,
             image_reader(o) if self.reader is None else self.reader,
-            refused="servers and vLLM are sent text alone; leave out --url and --backend" if elsewhere else "",
         )
 
     def replace(self, name: str, task: Any) -> None:

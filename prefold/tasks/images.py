@@ -39,7 +39,10 @@ __all__ = [
 # Types of parts that are images: OpenAI's chat and Responses, and Hugging Face's.
 IMAGE_PARTS = ("image_url", "input_image", "image")
 LOAD = "load a model that sees images: a folder of Gemma 3 (4B and larger), Idefics3 or SmolVLM, or its GGUF file with "
-LOAD += "mmproj=FILE (--mmproj FILE), and without images=False"
+LOAD += (
+    "mmproj=FILE (--mmproj FILE), and without images=False; servers (--url) and vLLM (--backend vllm) are sent text "
+)
+LOAD += "alone"
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,15 +130,13 @@ def image_inputs(
     tokenizer: Tokenizer | None,
     table: MediaTable,
     reader: Reader | None = None,
-    *,
-    refused: str = "",
 ) -> ImageInputs | None:
     """Returns what reads the images of a checkpoint; None for a model that takes text alone, and for one without a
     tokenizer. The arguments are those of ImageInputs."""
     if tower is None or tokenizer is None:
         return None
     processor = load_processor(checkpoint, tower, tokenizer)
-    return ImageInputs(processor, tokenizer, table, Reader() if reader is None else reader, refused=refused)
+    return ImageInputs(processor, tokenizer, table, Reader() if reader is None else reader)
 
 
 def medium_of(table: MediaTable, key: bytes, load: Loading, salt: str) -> Medium:
@@ -176,7 +177,6 @@ class ImageInputs:
 
     table    knows images by the ids of their rows
     most     images that one item may have
-    refused  why images are not taken here; "": they are
     recent   holds pixels that were decoded lately
     """
 
@@ -185,7 +185,6 @@ class ImageInputs:
     table: MediaTable
     reader: Reader = field(default_factory=Reader)
     most: int = 64
-    refused: str = ""
     recent: RecentImages = field(default_factory=RecentImages)
 
     def for_strangers(self, files: Callable[[str], Path | None] | None = None) -> ImageInputs:
@@ -203,8 +202,6 @@ class ImageInputs:
 
         Raises InputError for the first that cannot be read, and for too many.
         """
-        if given and self.refused:
-            raise InputError(f"images are not taken: {self.refused}", field=given[0][1], code="unsupported")
         if len(given) > self.most:
             field = given[self.most][1]
             message = f"there are {len(given)} images; {self.most} are allowed"
