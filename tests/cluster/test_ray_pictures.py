@@ -74,4 +74,4 @@ def test_servers_and_vllm_are_sent_text_alone(folder):
     done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": root}, capture_output=True, timeout=100)
     found = [json.loads(line) for line in (folder / "url.jsonl").read_text().splitlines()]
     assert len(found) == 5, done.stderr.decode()
-    assert all("(--url)" in line["error"]["message"] for line in found), found[0]
+    assert all("(--url)" in line["error"]["remedy"] for line in found), found[0]
