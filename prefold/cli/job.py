@@ -56,7 +56,9 @@ def run_command(
         raise
     if not o["quiet"]:
         notes = [f"  note      {note}" for note in job.output.notes]
-        say("\n".join([*summary_lines(summary, o, input.adapter, stored_as(input.checkpoint)), *notes]))
+        is_here = not (o.get("url") or o.get("backend") == "vllm")  # else nobody has looked at the weights
+        stored = stored_as(input.checkpoint) if is_here else ""
+        say("\n".join([*summary_lines(summary, o, input.adapter, stored), *notes]))
     if o["report"]:
         report(summary, task, input, o)
     if summary.errors:
@@ -182,9 +184,10 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
         outputs = " and what was generated" if stats.generation and stats.generation.generated_tokens else ""
         lines.append(f"  tokens    {stats.tokens:,} in {stats.requests:,} prompts{outputs}")
         rows = f"  rows      {stats.rows_computed:,} computed ({stats.saved:.1%} saved), sharing {summary.sharing}"
-        lines.append(rows + f"; {stats.unique_tokens:,} unique tokens")
-        if summary.excess:
-            lines[-1] += f", {summary.excess:,} rows more than those"
+        if stats.unique_tokens:  # servers and vLLM do not count them
+            rows += f"; {stats.unique_tokens:,} unique tokens"
+            rows += f", {summary.excess:,} rows more than those" if summary.excess else ""
+        lines.append(rows)
         if stats.tower_runs:
             lines.append(f"  images    {stats.tower_runs:,} images encoded")
         if stats.generation is not None:
@@ -214,12 +217,14 @@ def _generation_lines(generation: Any, summary: Any) -> list[str]:
 
     seconds = max(summary.seconds - summary.load_seconds, 1e-9)
     rate = f"{generation.generated_tokens / seconds:,.0f} a second"
-    lines = [f"  generated {generation.generated_tokens:,} tokens, {rate}, in {generation.steps:,} steps"]
-    lines[0] += f" of up to {generation.running_peak:,} sequences"
+    lines = [f"  generated {generation.generated_tokens:,} tokens, {rate}"]
+    if generation.steps:  # servers and vLLM do not tell of theirs, nor of K/V
+        lines[0] += f", in {generation.steps:,} steps of up to {generation.running_peak:,} sequences"
     if not generation.generated_tokens:  # the K/V held prompts that were only read
         lines = []
-    held, unshared = format_bytes(generation.kv_bytes_peak), format_bytes(generation.kv_bytes_unshared_peak)
-    lines.append(f"  K/V       {held} at peak, {unshared} were nothing shared")
+    if generation.kv_bytes_peak:
+        held, unshared = format_bytes(generation.kv_bytes_peak), format_bytes(generation.kv_bytes_unshared_peak)
+        lines.append(f"  K/V       {held} at peak, {unshared} were nothing shared")
     if generation.preemptions:
         again = f"{generation.recomputed_rows:,} rows were computed again"
         lines.append(f"  memory    was short {generation.preemptions:,} times: {again} (--kv-memory gives more)")

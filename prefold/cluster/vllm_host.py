@@ -142,12 +142,13 @@ class VllmHost:
 
     def close(self) -> None:
         """Ends vLLM."""
+        self._cancel()  # first: vLLM's task that waits for answers would take its end for a crash, and tell of one
         self._engine.shutdown()
         self._guard.kill()
         self._guard.wait()
         self._stop()
 
-    def _stop(self) -> None:
+    def _cancel(self) -> None:
         async def cancel() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
             for task in others:
@@ -156,6 +157,10 @@ class VllmHost:
 
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(cancel(), self._loop).result(10)
+
+    def _stop(self) -> None:
+        self._cancel()
+        if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5)
         if self._events is not None:

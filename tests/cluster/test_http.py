@@ -127,6 +127,7 @@ def test_embeddings(table, tei):
     assert ("error" in found[5]) == (not tei) and "error" in found[3]
     assert {path for path, _ in server.requests} == ({"/embed", "/v1/embeddings"} if tei else {"/v1/embeddings"})
     assert len(server.requests) < NUM and "replicas  1 of 1" in said
+    assert not [wrong for wrong in ("random weights", " 0 unique tokens", " 0 steps", "0 bytes") if wrong in said], said
 
 
 def test_a_server_that_is_overloaded_is_given_less(table):

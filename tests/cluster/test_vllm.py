@@ -64,6 +64,7 @@ class FakeEngine:
 
     def shutdown(self):
         self.errored = True
+        self.open_at_the_end = self.now
 
 
 @pytest.fixture
@@ -132,6 +133,27 @@ def test_what_is_left_is_taken_back(engines):
         answers.close()
         engines[0].release.set()
         assert len(run(fleet, spool)) == 60
+
+
+def test_nobody_waits_for_an_engine_that_is_shut_down(engines):
+    """Whoever did would take its end for a crash."""
+    with closing(Fleet(LocalReplicas(host))) as fleet, filled([40]) as spool:
+        answers = fleet.generate(spool.windows(max_tokens=500), None)
+        next(answers)
+        engines[0].release.clear()
+        answers.close()
+        # The run is over, and a new one has requests under way.
+        deadline = time.monotonic() + 20
+        again = fleet.generate(spool.windows(max_tokens=500), None)
+        threading.Thread(target=lambda: next(again, None), daemon=True).start()
+        while not engines[0].now and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert engines[0].now
+        fleet.replicas.kill("this machine")
+        while not engines[0].errored and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert engines[0].open_at_the_end == 0
+        engines[-1].release.set()
 
 
 def test_a_prompt_that_is_refused_is_an_error_of_that_record(engines):
@@ -319,6 +341,8 @@ def test_a_job_in_vllm_that_is_killed_is_resumed(model, tmp_path, monkeypatch, _
     assert done.exit_code == 3, done.stderr
     done = CliRunner().invoke(main, given, catch_exceptions=False)
     assert done.exit_code == 3 and "20 of them before" in done.stderr, done.stderr
+    for wrong in ("random weights", " 0 unique tokens", " 0 steps", "0 bytes"):
+        assert wrong not in done.stderr, "vLLM does not tell of it"
     lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     assert sorted(line["id"] for line in lines) == list(range(40))
     assert {line["id"] for line in lines if "error" in line} == {7, 9}
