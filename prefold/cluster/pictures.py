@@ -44,6 +44,8 @@ class SentPictures:
         shown = self._shown.setdefault(name, {})
         fresh: list[Medium] = []
         for window in windows:
+            if not (window.tokens >= MEDIA_BASE).any():
+                continue
             for number, tag in enumerate(window.tags):
                 tokens = window.tokens[window.offsets[number] : window.offsets[number + 1]]
                 ids = tokens[tokens >= MEDIA_BASE]
