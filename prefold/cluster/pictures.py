@@ -7,6 +7,7 @@ have become free and stand for another image by now.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -99,7 +100,7 @@ class _Pixels:
 
 class HeldPictures:
     """A HeldPictures holds the images that a replica was sent, and puts its own ids for them in the place of the
-    driver's.
+    driver's. Any thread may ask it: images come in another than that of the engine's steps.
 
     table      of the replica's engine
     processor  of its model
@@ -107,36 +108,39 @@ class HeldPictures:
 
     def __init__(self, table: MediaTable, processor: Processor):
         self._table, self._processor = table, processor
-        self._media: dict[int, tuple[int, Medium]] = {}  # by the driver's first id: its last id, and the medium here
+        self._media: dict[int, Medium] = {}  # this replica's, by the driver's first id
         self._theirs: dict[int, int] = {}  # the driver's first id, by ours
+        self._lock = threading.Lock()
 
     def hold(self, pictures: Iterable[Picture], gone: Iterable[int]) -> None:
         """Holds some images from now on, and others no more. gone: the driver's first ids."""
-        for first in gone:
-            _, medium = self._media.pop(first)
-            if self._theirs.get(_first(medium)) == first:
-                del self._theirs[_first(medium)]
-        processor = self._processor
-        for one in pictures:
-            medium = self._table.medium(
-                one.key, tiles=len(one.ids) // processor.rows_per_tile, rows_per_tile=processor.rows_per_tile,
-                span=processor.span, load=_Pixels(processor, one), salt=one.salt,
-            )  # fmt: skip
-            self._media[int(one.ids[0])] = int(one.ids[-1]), medium
-            self._theirs[_first(medium)] = int(one.ids[0])
+        with self._lock:
+            for first in gone:
+                medium = self._media.pop(first)
+                if self._theirs.get(_first(medium)) == first:
+                    del self._theirs[_first(medium)]
+            rows, span = self._processor.rows_per_tile, self._processor.span
+            for one in pictures:
+                how = {"tiles": len(one.ids) // rows, "rows_per_tile": rows, "span": span, "salt": one.salt}
+                medium = self._table.medium(one.key, load=_Pixels(self._processor, one), **how)
+                self._media[int(one.ids[0])] = medium
+                self._theirs[_first(medium)] = int(one.ids[0])
 
     def clear(self) -> None:
         """Holds nothing more."""
-        self._media, self._theirs = {}, {}
+        with self._lock:
+            self._media, self._theirs = {}, {}
 
     def own(self, window: Window) -> Window:
         """Returns a window with this replica's ids, and with the images of its requests."""
         at = np.flatnonzero(window.tokens >= MEDIA_BASE)
         if not len(at):
             return window
-        firsts = np.array(sorted(self._media), np.int64)
+        with self._lock:
+            held = dict(self._media)
+        firsts = np.array(sorted(held), np.int64)
         found = firsts[np.searchsorted(firsts, window.tokens[at], side="right") - 1]
-        media = {first: self._media[first][1] for first in np.unique(found).tolist()}
+        media = {first: held[first] for first in np.unique(found).tolist()}
         shift = np.array([_first(media[first]) - first for first in found.tolist()], np.int64)
         tokens = window.tokens.copy()
         tokens[at] += shift.astype(np.int32)
@@ -145,7 +149,9 @@ class HeldPictures:
     def told(self, events: CacheEvents) -> CacheEvents:
         """Returns what a cache tells with the driver's ids of the images that are held. Others keep this replica's ids,
         by which a router does not find them, or at worst sends a prompt where less of it is held than it thinks."""
-        firsts = np.array(sorted(self._theirs), np.int64)
+        with self._lock:
+            theirs = {first: (other, int(self._media[other].ids[-1])) for first, other in self._theirs.items()}
+        firsts = np.array(sorted(theirs), np.int64)
         if not len(firsts):
             return events
         changed = []
@@ -154,8 +160,8 @@ class HeldPictures:
                 tokens = event.tokens.copy()
                 place = np.maximum(0, np.searchsorted(firsts, tokens[at], side="right") - 1)
                 ours = firsts[place].tolist()
-                last = np.array([self._media[self._theirs[one]][1].ids[-1] for one in ours])
-                shift = np.array([self._theirs[one] - one for one in ours])
+                last = np.array([theirs[one][1] for one in ours])
+                shift = np.array([theirs[one][0] - one for one in ours])
                 shift[(tokens[at] < firsts[place]) | (tokens[at] > last)] = 0
                 tokens[at] += shift.astype(tokens.dtype)
                 event = replace(event, tokens=tokens)
