@@ -13,6 +13,8 @@ from prefold.media import Image, TowerConfig, image_of
 from prefold.media.gemma3 import Gemma3Processor
 from prefold.media.idefics3 import Idefics3Processor
 
+# What a prompt has around an image, for each of its rows, and before the tile of the whole.
+PLACEHOLDERS = ("<fake_token_around_image>", "<image>", "<global-img>")
 MODES = ("RGB", "RGB", "RGBA", "L", "LA", "P", "CMYK", "1", "YCbCr", "PA", "RGBX", "transparent")
 
 
@@ -87,7 +89,10 @@ def test_gemma3_pixels():
 
 @pytest.mark.parametrize("name", ["SmolVLM", "Idefics3"])
 def test_idefics3_pixels(name):
+    """Prompts have the text of a SmolVLMProcessor in place of an image. (As a whole it needs torchvision and num2words,
+    for videos.)"""
     import transformers
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
     rng, split = np.random.default_rng(1), 0
     for number in range(125):
@@ -119,6 +124,7 @@ def test_idefics3_pixels(name):
         rows, cols = theirs["rows"][0][0], theirs["cols"][0][0]
         assert layout.tiles == len(tiles) == rows * cols + 1
         assert layout.text.count("<image>") == len(tiles) * ours.rows_per_tile
+        assert layout.text == get_image_prompt_string(rows, cols, ours.rows_per_tile, *PLACEHOLDERS)
     assert split > 60
 
 
