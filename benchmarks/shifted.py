@@ -58,7 +58,7 @@ def mmlu(options: argparse.Namespace, llm: LLM) -> Iterator[list[Question]]:
     rows = read_jsonl(folder / "dev.jsonl.gz")
     letters = [int(llm.tokenizer.encode(f" {letter}")[0]) for letter in "ABCD"]
     draw = random.Random(0)
-    for subject, prefix in sorted(prefixes.items())[: options.subjects]:
+    for subject, prefix in sorted(prefixes.items())[options.first : options.first + options.subjects]:
         head, _, rest = prefix.partition("\n\n")
         head, examples = head + "\n\n", re.split(r"(?<=\nAnswer: [A-D]\n\n)(?=.)", rest)
         assert head + "".join(examples) == prefix
@@ -91,7 +91,7 @@ def tau(options: argparse.Namespace, llm: LLM) -> Iterator[list[Question]]:
     found = [Question(prompt(shared["tools"], []), warm=True)]
     rows = read_jsonl(folder / "dev.jsonl.gz")
     draw.shuffle(rows)
-    for row in rows:
+    for row in rows[options.first :]:
         spoken = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant" and m.get("content")]
         at = spoken[min(1, len(spoken) - 1)]
         tools = draw.sample(shared["tools"], len(shared["tools"]))
@@ -201,7 +201,12 @@ def measure(options: argparse.Namespace) -> list[dict]:
     ]  # fmt: skip
     lines = lines_of(variants, questions)
     print(table(headers, lines))
-    return [dict(zip(headers, line, strict=True)) for line in lines]
+    answers = {
+        variant.name: [[one.tokens, one.logprobs[0].top, one.approximate_tokens] for one in variant.found]
+        for variant in variants
+    }
+    asked = [[len(question.tokens), question.choices, question.right] for question in questions]
+    return [*(dict(zip(headers, line, strict=True)) for line in lines), {"asked": asked, "answers": answers}]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -209,6 +214,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", choices=("mmlu", "tau"), default="mmlu")
     parser.add_argument("--recompute", default="0,4,16,64,whole")
     parser.add_argument("--min-tokens", type=int, default=32)
+    parser.add_argument("--first", type=int, default=0, help="subjects, or conversations, that are left out")
     parser.add_argument("--subjects", type=int, default=57)
     parser.add_argument("--each", type=int, default=6, help="questions of a subject")
     parser.add_argument("--slots", type=int, default=16000, help="rows of each variant's KV store")

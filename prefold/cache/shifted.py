@@ -39,7 +39,7 @@ Key = tuple[bytes, int]  # the images before a block, digested, and the hash of 
 class ShiftedReuse:
     """A ShiftedReuse says which chunks of text are reused at other positions than they were computed at.
 
-    min_tokens   the fewest tokens of a chunk
+    min_tokens   the fewest tokens of a chunk; it has more than `recompute` in any case
     recompute    how many of the first rows of each chunk are computed anew; 0: none
     max_matches  the most chunks of a prompt
     min_share  the chunks of a prompt are reused where they are at least this part (0 to 1) of its tokens that no
@@ -50,8 +50,8 @@ class ShiftedReuse:
     Raises InputError for values out of range.
     """
 
-    min_tokens: int = 32
-    recompute: int = 16
+    min_tokens: int = 64
+    recompute: int = 64
     max_matches: int = 64
     min_share: float = 0.25
     window: int = 8192

@@ -15,7 +15,7 @@ from ..errors import InputError, JobError
 __all__ = ["refuse_reuse_options", "reuse_options", "verify_reuse"]
 
 # Those of ShiftedReuse, which is not imported for a help text.
-DEFAULTS = {"min_tokens": 32, "recompute": 16, "max_matches": 64, "min_share": 0.25, "window": 8192}
+DEFAULTS = {"min_tokens": 64, "recompute": 64, "max_matches": 64, "min_share": 0.25, "window": 8192}
 # The option of each setting.
 _SETTINGS = {
     "cache_reuse": "min_tokens",
