@@ -73,8 +73,9 @@ class StepTimes:
         return max(1, int(min(most, (seconds - self._fixed) / max(self._row, 1e-12))))
 
     def more_rows(self, seconds: float) -> int:
-        """Returns by how many rows a step is so much longer, at least 1."""
-        return max(1, int(min(1e9, seconds / max(self._row, 1e-12))))
+        """Returns by how many rows a step is so much longer, at least 1. They are a part of those that the last steps
+        had at most: from a few rows it cannot be told what many more cost."""
+        return max(1, int(min(max(LEAST_ROWS, self._most * LENGTHENED), seconds / max(self._row, 1e-12))))
 
 
 class Pace:
