@@ -10,6 +10,8 @@ What no way can do without is a template's blocks alone: `blocks alone` calls th
 
 from __future__ import annotations
 
+import itertools
+import operator
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -44,7 +46,12 @@ def random_model(hidden: int, heads: int, blocks: int, visits: int, device: str,
         "rope_theta": 10000.0,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
-        "loop": {"blocks": blocks, "visits": visits, "gate": True, "router": {"kind": "fixed", "threshold": 1.0}},
+        "loop": {
+            "blocks": blocks,
+            "visits": visits,
+            "gate": True,
+            "router": {"kind": "fixed", "threshold": 1.0, "planner": True},
+        },
     }
     model = load_model(Checkpoint.dummy(config), dtype=torch.float32, device=device)
     assert isinstance(model, LoopedLM)
@@ -105,15 +112,38 @@ def last_logits(prompts: Prompts, rows: Any) -> torch.Tensor:
     return prompts.model.logits(prompts.model.finish(rows))
 
 
-def visited(prompts: Prompts, rows: Any, x: torch.Tensor, block: int) -> torch.Tensor:
-    """Returns states [n, length, hidden] of n prompts after a block; the rows tell how all of them go through it."""
+def visit_in_place(prompts: Prompts, rows: Any, x: torch.Tensor, block: int) -> None:
+    """Takes states x [n, length, hidden] of n prompts through a block; the rows tell how all of them go through it."""
     count, length = x.shape[:2]
     attend, _ = prompts.attend(count)
     size = count * length  # the cosines of n prompts of one length are those of the first n
     cos_sin = rows.cos_sin if count == prompts.count else [c[:size] for c in rows.cos_sin]
     some = replace(rows, x=x.reshape(size, -1), delta=None, attend=attend, cos_sin=cos_sin, plane=0)
     prompts.model.visit(some, block)
-    return stream(some).view_as(x)
+    if some.delta is None:
+        x.copy_(some.x.view_as(x))
+    else:
+        torch.add(some.x.view_as(x), some.delta.view_as(x), out=x)
+
+
+def put_together(said: list[int], order: list[int], x: torch.Tensor) -> None:
+    """Puts prompts that go to one block side by side, in place. Only those move that are not where their block's are;
+    of two blocks the one comes first for which fewer move."""
+    ways = [sorted(said)]
+    if len(set(said)) == 2:
+        ways.append(ways[0][::-1])
+    wanted = min(ways, key=lambda way: sum(map(operator.ne, way, said)))
+    places = [place for place, block in enumerate(said) if block != wanted[place]]
+    if not places:
+        return
+    waiting = defaultdict(list)
+    for place in places:
+        waiting[said[place]].append(place)
+    sources = [waiting[wanted[place]].pop() for place in places]
+    x[places] = x[sources]
+    moved = [order[source] for source in sources]
+    for place, number in zip(places, moved, strict=True):
+        order[place], said[place] = number, wanted[place]
 
 
 def grouped(
@@ -126,24 +156,21 @@ def grouped(
     """
     model, rows, length = prompts.model, prompts.start(), prompts.tokens.shape[1]
     blocks, routes = model.loop.blocks, [[] for _ in range(prompts.count)]
-    # Those of one block lie side by side, so that a prompt is moved only where others come to go with it.
     x, order = stream(rows).view(prompts.count, length, -1), list(range(prompts.count))
     for visit in range(len(model.loop.order)):
         said = picks(order, x, visit)
         said = [blocks if len(routes[n]) < visit else block for n, block in zip(order, said, strict=True)]
         if min(said) == blocks:
             break
-        places = sorted(range(len(order)), key=said.__getitem__)
-        if places != list(range(len(order))):
-            x, order = x[places], [order[place] for place in places]
-        parts, first = [], 0
-        for block, count in sorted(Counter(said).items()):
-            part = x[first : first + count]
-            parts.append(part if block == blocks else visited(prompts, rows, part, block))
-            for number in order[first : first + count] if block < blocks else ():
-                routes[number].append(block)
-            first += count
-        x = parts[0] if len(parts) == 1 else torch.cat(parts)
+        put_together(said, order, x)
+        first = 0
+        for block, group in itertools.groupby(said):
+            stop = first + len(list(group))
+            if block < blocks:
+                visit_in_place(prompts, rows, x[first:stop], block)
+                for number in order[first:stop]:
+                    routes[number].append(block)
+            first = stop
     rows.x, rows.delta = x[np.argsort(order).tolist()].flatten(0, 1), None
     return last_logits(prompts, rows), [tuple(route) for route in routes]
 
@@ -244,6 +271,10 @@ def seed_setting(device: str, batch: int, length: int, visits: int, repeats: int
         for visit in range(visits):
             choose(model.route(x[:, -1], x.mean(1), visit), 1.0).tolist()
 
+    def planner() -> None:
+        x = stream(prompts.start()).view(batch, length, hidden)
+        choose(model.plan(x[:, -1], x.mean(1)).flatten(0, 1), 1.0).tolist()
+
     # Replay is to be equal to the bit: at the batches of the run it replays.
     equal = {"plan": bool(torch.equal(plan_replay(prompts, plans), hard))}
     of_template = prompts.of([n for n, route in enumerate(routes) if route == template])
@@ -259,6 +290,7 @@ def seed_setting(device: str, batch: int, length: int, visits: int, repeats: int
         "one template, generic": lambda: plan_replay(prompts, same),
         "its blocks alone": blocks_alone(prompts, template),
         "router alone": router,
+        "planner alone": planner,
     }
     seconds = times_of(ways, repeats, device)
     one = {name: median(values) for name, values in seconds.items()}

@@ -212,8 +212,8 @@ def decode(
     *,
     blocks: int = 2,
 ) -> dict[str, Any]:
-    """Measures the paths of generation: all visits; a given template; a visit a step, where nobody leaves; with exits;
-    and without refill.
+    """Measures the paths of generation: all visits; a given template; a visit a step, where nobody leaves, and with
+    exits; several visits a step with exits; and these without refill.
 
     folder  of a trained model, which is asked real queries, whose tokens are scored; None: random weights of the width
             `hidden`, whose rows leave after as many visits as those of a trained model do: a hop more than the 1 to 5
@@ -228,7 +228,8 @@ def decode(
             return random_llm(hidden, 8, device, blocks=blocks, **options)
         return LLM(str(folder), dtype="float32", device=device, kv_memory=1 << 30, cache="off", **options)
 
-    read, save, no_refill = make(), make(exits="save"), make(exits="save", refill=False)
+    read, single = make(), make(exits="save", step_visits=1)
+    save, no_refill = make(exits="save"), make(exits="save", refill=False)
     order = tuple(read.config.loop.order)
     rng = np.random.default_rng(batch)
     if folder:
@@ -244,13 +245,16 @@ def decode(
     paths: dict[str, Callable[[int], list[list[int]]]] = {
         "fixed": lambda many: tokens_of(read, requests(prompts, max_tokens=many)),
         "template + KV": lambda many: tokens_of(read, requests(prompts, max_tokens=many, route=order)),
-        "a visit a step": lambda many: tokens_of(save, requests(prompts, max_tokens=many)),
+        "a visit a step": lambda many: tokens_of(single, requests(prompts, max_tokens=many)),
+        "+ exits, a visit a step": lambda many: tokens_of(single, requests(prompts, each, max_tokens=many)),
         "+ exits": lambda many: tokens_of(save, requests(prompts, each, max_tokens=many)),
         "+ exits, no refill": lambda many: tokens_of(no_refill, requests(prompts, each, max_tokens=many)),
     }
     ways = {(name, many): partial(path, many) for name, path in paths.items() for many in (1, out)}
     seconds, given = in_turn(ways, repeats)
-    found: dict[str, Any] = {"counts": kv_of(save, paths["a visit a step"], paths["+ exits"], out)}
+    found: dict[str, Any] = {
+        "counts": kv_of(save, lambda many: tokens_of(save, requests(prompts, max_tokens=many)), paths["+ exits"], out)
+    }
     for name in paths:
         first, whole = median(seconds[name, 1]), median(seconds[name, out])
         found[name] = {
@@ -263,6 +267,6 @@ def decode(
         if folder:
             found[name]["right"] = float((np.array(given[name, out]) == wanted[:, None]).mean())
             found[name]["first right"] = float((np.array(given[name, out])[:, 0] == wanted).mean())
-    for llm in (read, save, no_refill):
+    for llm in (read, single, save, no_refill):
         llm.close()
     return found

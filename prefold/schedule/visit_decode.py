@@ -30,8 +30,9 @@ from .visit_steps import DECIDES, LEAVES, PRELUDE, STAYS, VisitResult, VisitRoun
 __all__ = ["Decoding"]
 
 NOTHING = np.zeros(0, np.int64)
-# Where no more than this part of the sequences has rows that go on, these wait for those of the others.
-REFILL_BELOW = 0.5
+# Where no more than so many rows would go on, and no more than half of the sequences have such, they wait for those of
+# the others: on a CPU so few take as long as twice as many, for the weights are read once for all.
+FEW_ROWS = 8
 
 
 class Decoding:
@@ -46,6 +47,7 @@ class Decoding:
         self._crew: Crew | None = None
         # Slots claimed for visits that a step's rows perhaps do not make, until it is run: place, visit, row.
         self._ahead: tuple[np.ndarray, np.ndarray, np.ndarray] = (NOTHING, NOTHING, NOTHING)
+        self._rounds = self.visits.step_visits  # that the next step has at most
 
     def forget(self) -> None:
         """Forgets who runs: somebody has come or gone."""
@@ -87,7 +89,7 @@ class Decoding:
             return None
         at = crew.route[members] * crew.most + visit[members]
         members = members[np.argsort(at, kind="stable")]
-        rounds = max(1, min(self.visits.step_visits, most // len(members)))
+        rounds = max(1, min(self._rounds, self.visits.step_visits, most // len(members)))
         draft = self._drafted(crew, members, rounds)
         if not self._claim(draft):
             self.withdraw()
@@ -136,11 +138,8 @@ class Decoding:
         place, visit, row = place[needs], visit[needs], row[needs]
         for i in np.flatnonzero(tails.num_spare[place, visit] == 0).tolist():
             sequence = crew.sequences[members[needs[i]]]
-            more, ahead = TAIL_SLOTS, bool(draft.rounds[needs[i]])
-            if ahead:  # the row may never come there, as those before it: the more did, the more are claimed
-                more = min(more, int(np.count_nonzero(tails.owned[place[i], visit[i]])))
-            count = 1 + max(0, min(more, sequence.limit - 1 - len(sequence.tail.tokens)))
-            if not ahead:
+            count = 1 + max(0, min(TAIL_SLOTS, sequence.limit - 1 - len(sequence.tail.tokens)))
+            if not draft.rounds[needs[i]]:  # the row may never come to visits ahead
                 self.claims.make_free(count)
             found = self.claims.pool.allocate(count)
             if found is None or found[-1] - found[0] != count - 1:
@@ -201,7 +200,7 @@ class Decoding:
             least = np.ones(len(draft.units), np.int64)
             if self.visits.refill and (crew.units[:, 0] == crew.units[0, 0]).all():
                 # Rows that have left are followed by others, which begin with the first block of their route.
-                least[1:][draft.units[1:] == crew.units[0, 0]] = int(REFILL_BELOW * len(crew.sequences)) + 1
+                least[1:][draft.units[1:] == crew.units[0, 0]] = min(FEW_ROWS, len(crew.sequences) // 2) + 1
             rounds = VisitRounds(draft.units, offsets, runs[3].searchsorted(offsets), rows, before, ends, least)
         message = VisitStep(
             block=int(draft.units[0]),
@@ -293,6 +292,8 @@ class Decoding:
         start = crew.start[draft.members]
         tails.add_runs(place, visit, tails.slots[place, visit, row], 1, start[rows] + row)
         tails.visit[step.place] = step.at + made
+        # What no row comes to need not be laid out: the next step has one round more than this one made.
+        self._rounds = int(made.max()) + 1 if made.max() < len(draft.units) else 2 * len(draft.units)
         gone = np.flatnonzero(left)
         if not len(gone):
             return 0
