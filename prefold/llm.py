@@ -116,7 +116,7 @@ class LLM(NumericTasks, Texts):
         exits: Literal["read", "save", "project"] = "read",
         refill: bool = True,
         group: Literal["block", "template"] = "block",
-        step_visits: int = 8,
+        step_visits: int = 2,
         decode_graphs: bool = False,
         load_format: Literal["auto", "dummy"] = "auto",
         revision: str | None = None,

@@ -39,7 +39,7 @@ class GenerateOptions:
     exits: Literal["read", "save", "project"] = "read"
     refill: bool = True
     group: Literal["block", "template"] = "block"
-    step_visits: int = 8
+    step_visits: int = 2
 
     def __post_init__(self) -> None:
         for name in ("kv_memory", "max_running", "step_visits"):

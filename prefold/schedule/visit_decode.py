@@ -47,7 +47,6 @@ class Decoding:
         self._crew: Crew | None = None
         # Slots claimed for visits that a step's rows perhaps do not make, until it is run: place, visit, row.
         self._ahead: tuple[np.ndarray, np.ndarray, np.ndarray] = (NOTHING, NOTHING, NOTHING)
-        self._rounds = self.visits.step_visits  # that the next step has at most
 
     def forget(self) -> None:
         """Forgets who runs: somebody has come or gone."""
@@ -89,7 +88,7 @@ class Decoding:
             return None
         at = crew.route[members] * crew.most + visit[members]
         members = members[np.argsort(at, kind="stable")]
-        rounds = max(1, min(self._rounds, self.visits.step_visits, most // len(members)))
+        rounds = max(1, min(self.visits.step_visits, most // len(members)))
         draft = self._drafted(crew, members, rounds)
         if not self._claim(draft):
             self.withdraw()
@@ -126,6 +125,11 @@ class Decoding:
             units.append(int(unit[0]))
             found.append((np.full(len(rows), number), rows, leaves))
         return DecodeDraft(np.array(units), members, *(np.concatenate(column) for column in zip(*found, strict=True)))
+
+    def _may_end(self, crew: Crew, unit: int) -> bool:
+        """Returns whether rows that come to a block may wait there for others: for those behind rows that have left,
+        which all begin with it."""
+        return self.visits.refill and bool((crew.units[:, 0] == unit).all())
 
     def _claim(self, draft: DecodeDraft) -> bool:
         """Gives rows their slots at the visits they come to; returns whether there were enough."""
@@ -198,9 +202,9 @@ class Decoding:
             query[draft.rounds, rows] = np.arange(len(rows))
             before = np.where(draft.rounds > 0, query[draft.rounds - 1, rows], -1)
             least = np.ones(len(draft.units), np.int64)
-            if self.visits.refill and (crew.units[:, 0] == crew.units[0, 0]).all():
-                # Rows that have left are followed by others, which begin with the first block of their route.
-                least[1:][draft.units[1:] == crew.units[0, 0]] = min(FEW_ROWS, len(crew.sequences) // 2) + 1
+            for number, unit in enumerate(draft.units.tolist()):
+                if number and self._may_end(crew, unit):
+                    least[number] = min(FEW_ROWS, len(crew.sequences) // 2) + 1
             rounds = VisitRounds(draft.units, offsets, runs[3].searchsorted(offsets), rows, before, ends, least)
         message = VisitStep(
             block=int(draft.units[0]),
@@ -292,8 +296,6 @@ class Decoding:
         start = crew.start[draft.members]
         tails.add_runs(place, visit, tails.slots[place, visit, row], 1, start[rows] + row)
         tails.visit[step.place] = step.at + made
-        # What no row comes to need not be laid out: the next step has one round more than this one made.
-        self._rounds = int(made.max()) + 1 if made.max() < len(draft.units) else 2 * len(draft.units)
         gone = np.flatnonzero(left)
         if not len(gone):
             return 0

@@ -139,11 +139,10 @@ def test_exits_that_are_given(gated):
 
 
 def test_several_visits_a_step_change_nothing(gated):
-    """Rows go on within a step as their gates say, with adapters or none; only steps become fewer."""
+    """Rows go on within a step as their rules say; only steps become fewer."""
     llm, dense = gated
-    cases = [
-        (tokens, exits) for tokens in prompts(5, count=4) for exits in (Exits(0.5), Exits(0.8, 2), Exits(change=0.9))
-    ]
+    rules = (Exits(0.5), Exits(0.8, 2), Exits(change=0.9), Exits(), Exits(route=(0, 1, 0)))
+    cases = [(tokens, exits) for tokens in prompts(5, count=4) for exits in rules]
     asked = [request_of(*case, max_tokens=12) for case in cases]
     found, steps, calls = {}, {}, {}
     for most in (1, 2, 8):
@@ -154,6 +153,25 @@ def test_several_visits_a_step_change_nothing(gated):
     assert calls[1] == calls[2] == calls[8] and steps[8] < steps[2] < steps[1]
     for (tokens, exits), made in zip(cases, found[8], strict=True):
         check(dense, "last", tokens, made, exits)
+
+
+def test_few_rows_wait_for_others(gated):
+    """A step ends where few would go on, if the places of the others can be taken."""
+    llm, _ = gated
+    rules = [Exits(1.0, visits=(2 if number < 4 else 5,) * 20) for number in range(6)]
+    asked = [request_of([number, 5, 6], exits, max_tokens=20) for number, exits in enumerate(rules)]
+    found, steps = {}, {}
+    for refill in (True, False):
+        engine = engine_of(llm, refill=refill, step_visits=8)
+        found[refill] = tokens_of(generate(engine, asked))
+        steps[refill] = engine.stats.generation.steps
+    assert found[True] == found[False] and steps[True] > steps[False] + 5
+
+
+def test_rows_that_stay_are_read_within_the_step(gated):
+    engine = engine_of(gated[0], step_visits=8)
+    generate(engine, [request_of([number, 5, 6], Exits(), max_tokens=20) for number in range(3)])
+    assert engine.stats.generation.steps <= 5 + 19 + 1  # of the prompts, and one a token
 
 
 def test_a_second_call_finds_rows_of_the_first(gated):
