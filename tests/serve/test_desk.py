@@ -1,0 +1,75 @@
+"""What the event loop does itself, and what it leaves to other threads; which route answers a path."""
+
+from __future__ import annotations
+
+import threading
+
+import httpx
+import pytest
+from serving import serving
+from starlette.routing import Route
+
+from prefold.serve import desk as module
+from prefold.serve.app import make_app
+from prefold.serve.desk import Desk
+
+SHORT = {"prompt": "the yes", "max_tokens": 3, "temperature": 0}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+
+
+@pytest.fixture
+def where(monkeypatch):
+    """{what is done: the names of the threads that did it}."""
+    found = {"prepare": [], "finish": []}
+    for name, place, attribute in (("prepare", Desk, "_prepare"), ("finish", module, "finish_items")):
+        real = getattr(place, attribute)
+
+        def noted(*arguments, name=name, real=real):
+            found[name].append(threading.current_thread().name.startswith("prefold-prepare"))
+            return real(*arguments)
+
+        monkeypatch.setattr(place, attribute, noted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "in_pool"),
+    [
+        ("/v1/completions", SHORT, (False, False)),
+        ("/v1/embeddings", {"input": "yes"}, (False, False)),
+        ("/rerank", {"query": "the", "documents": ["yes"] * 17}, (False, True)),
+        ("/v1/embeddings", {"input": ["yes " * 50] * 30}, (True, True)),
+        (
+            "/v1/completions",
+            SHORT | {"prompt": "yes " * 1100, "max_tokens": 1, "truncate_prompt_tokens": 9},
+            (True, False),
+        ),
+        ("/v1/completions", SHORT | {"max_tokens": 300, "n": 4, "ignore_eos": True}, (False, True)),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "1"}], "response_format": SCHEMA},
+            (True, False),
+        ),
+    ],
+)
+def test_what_is_short_is_done_at_once(server, where, path, body, in_pool):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        assert client.post("/v1/completions", json=SHORT).status_code == 200  # the engine has generated before
+        where["prepare"].clear(), where["finish"].clear()
+        assert client.post(path, json=body).status_code == 200
+    assert (where["prepare"], where["finish"]) == ([in_pool[0]], [in_pool[1]])
+
+
+def test_the_first_request_does_not_wait_in_the_event_loop_for_the_store(llm, where, monkeypatch):
+    with serving(llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        monkeypatch.setattr(type(llm.engine.service), "has_generator", False)
+        assert client.post("/v1/completions", json=SHORT).status_code == 200
+    assert where["prepare"] == [True]
+
+
+def test_a_path_is_answered_by_the_first_route_that_has_it(server):
+    app = make_app(server.site)
+    assert len(app._routes) > 30
+    for (method, path), route in app._routes.items():
+        routes = [one for one in app.routes if isinstance(one, Route) and one.path == path and method in one.methods]
+        assert route is routes[0]
