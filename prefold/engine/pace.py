@@ -12,9 +12,7 @@ __all__ = ["Pace", "StepTimes"]
 
 # How much less a step counts than the one after it.
 KEPT = 0.95
-# A step that takes so many times what was expected, or less, is not taken for an accident; and the next step may have
-# so many times the rows of those before.
-OFTEN = 4.0
+# A step may have so many times the rows of those before.
 GROWTH = 4
 # For so many seconds after the last interactive request a batch makes no step: whoever asks again at once waits for
 # none. And for so many seconds its steps are short.
@@ -32,9 +30,7 @@ LEAST_ROWS = 16
 class StepTimes:
     """A StepTimes knows how long steps took lately: some time for each, and some for each of their rows.
 
-    Both are fitted to the last steps, so that the sum of the squares of relative errors is least. Errors are relative
-    to what was expected: were they to what was measured, a step that took longer would count less, and short steps
-    before it would outweigh it for long.
+    Both are fitted to the last steps, so that the sum of the squares of relative errors is least.
     """
 
     def __init__(self) -> None:
@@ -43,12 +39,10 @@ class StepTimes:
         self._most = 0.0  # rows of the largest of the last steps
 
     def note(self, rows: int, seconds: float) -> None:
-        """Takes note of a step. One that took very much longer than expected (the machine was busy with something else,
-        or kernels were compiled) counts for next to nothing."""
+        """Takes note of a step. One that took much longer than others (the machine was busy with something else, or
+        kernels were compiled) counts for little, as errors are relative."""
         self._most = max(rows, KEPT * self._most)
-        seconds = max(seconds, 1e-9)
-        expected = min(seconds, max(1e-9, self.seconds_of(rows) or seconds))
-        weight = 1 / expected**2 / (1 + (seconds / expected / OFTEN) ** 4)
+        weight = 1 / max(seconds, 1e-9) ** 2
         new = (1.0, rows, seconds, rows * rows, rows * seconds)
         self._sums = tuple(KEPT * old + weight * one for old, one in zip(self._sums, new, strict=True))  # type: ignore[assignment]
         total, *means = self._sums

@@ -39,6 +39,7 @@ def test_what_shares_more_is_always_shared():
 
 def test_a_single_window_is_shared_and_tries_cost_little():
     assert run(1.0, 1.0, 0.86, windows=1) == (1.0, 0)
+    assert 3 <= run(1.0, 1.0, 1.0)[1] <= 400 // 16 + 1  # they are alike, and the next window begins without a path
     for windows in (2, 5, 20):
         assert run(1.0, 1.0, 0.86, windows=windows)[0] <= 1.01
 
