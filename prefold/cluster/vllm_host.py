@@ -147,6 +147,7 @@ class VllmHost:
         self._guard.kill()
         self._guard.wait()
         self._stop()
+        del self._engine  # at the end of the process what it needs to be taken away would be gone before it
 
     def _cancel(self) -> None:
         async def cancel() -> None:
