@@ -40,6 +40,7 @@ class GenerationStats(Jsonable):
     prefill_rows            rows of prompts, those computed again included
     decode_rows             rows of running sequences: one for each sequence and step
     recomputed_rows         rows computed again after a preemption
+    copied_rows             rows of prompts whose K/V was copied from other positions, in place of being computed
     discarded_rows          rows of sequences that had ended already, which showed only while they ran
     first_admission_hits    tokens of prompts that were there when the request was first admitted
     in_step_hits            tokens of prompts shared with a prompt admitted in the same step
@@ -63,6 +64,7 @@ class GenerationStats(Jsonable):
     decode_rows: int = 0
     recomputed_rows: int = 0
     discarded_rows: int = 0
+    copied_rows: int = 0
     first_admission_hits: int = 0
     in_step_hits: int = 0
     cross_window_hits: int = 0

@@ -225,6 +225,10 @@ def _generation_lines(generation: Any, summary: Any) -> list[str]:
     if generation.kv_bytes_peak:
         held, unshared = format_bytes(generation.kv_bytes_peak), format_bytes(generation.kv_bytes_unshared_peak)
         lines.append(f"  K/V       {held} at peak, {unshared} were nothing shared")
+    if generation.copied_rows:
+        lines.append(
+            f"  copied    {generation.copied_rows:,} rows of prompts, from other positions: approximate answers"
+        )
     if generation.preemptions:
         again = f"{generation.recomputed_rows:,} rows were computed again"
         lines.append(f"  memory    was short {generation.preemptions:,} times: {again} (--kv-memory gives more)")
@@ -241,6 +245,7 @@ def _generation_table(generation: Any) -> list[tuple[str, str]]:
         ("rows of running sequences", generation.decode_rows),
         ("rows computed again after a preemption", generation.recomputed_rows),
         ("rows of sequences that had ended before", generation.discarded_rows),
+        ("rows of prompts copied from other positions", generation.copied_rows),
         ("tokens of prompts that were there on admission", generation.first_admission_hits),
         ("tokens of prompts shared within a step", generation.in_step_hits),
         ("tokens of prompts found from earlier windows", generation.cross_window_hits),

@@ -354,7 +354,7 @@ class Generator:
                 if key in self._open:
                     self._tell(self._open[key], error)  # type: ignore[index]
             if self._shifting is not None:
-                send_moves(self.worker, self._shifting, self._open)
+                send_moves(self.worker, self._shifting, self._open, self._meter)
             if self.pace is not None:
                 self.pace.settle(self.scheduler, self._budget.rows)
             waits = False

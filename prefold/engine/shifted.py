@@ -7,6 +7,7 @@ from typing import Any
 
 from ..schedule.shifted import ShiftingScheduler
 from ..worker.protocol import Worker
+from .meter import Meter
 from .requests import NumberReader, OpenRequest
 
 __all__ = ["may_shift", "send_moves"]
@@ -23,11 +24,12 @@ def may_shift(one: OpenRequest) -> bool:
     return True
 
 
-def send_moves(worker: Worker, scheduler: ShiftingScheduler, requests: Mapping[Any, OpenRequest]) -> None:
+def send_moves(worker: Worker, scheduler: ShiftingScheduler, requests: Mapping[Any, OpenRequest], meter: Meter) -> None:
     """Gives the worker the copies that were decided on, and notes them with the requests. No step is planned between
     the decision and this, so whatever a copy reads is still there."""
     for moved in scheduler.moves:
         worker.start(moved.message).result()
         if moved.key in requests:
             requests[moved.key].approximate_tokens = len(moved)
+        meter.add(unique_tokens=len(moved))  # they would have been computed
     scheduler.moves.clear()

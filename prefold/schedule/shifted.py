@@ -116,6 +116,7 @@ class ShiftingScheduler(GenerateScheduler):
             new_positions=np.concatenate([np.arange(copy.start, copy.stop) for copy in copies]),
         )
         self.moves.append(Moved(sequence.key, message))
+        self.stats.copied_rows += len(message.slots)
         return len(message.slots)
 
     def _take_out(self, path: list[Node], cut: int, users: int) -> tuple[Node, np.ndarray]:

@@ -67,7 +67,10 @@ def test_a_job_says_what_is_approximate(prefold, file, lines):
     assert done.exit_code == 0, done.output
     found = [line.get("approximate_tokens", 0) for line in lines("out.jsonl")]
     assert sum(count > 0 for count in found) >= 3
-    prefold(*RUN, "-o", "exact.jsonl")
+    told = prefold(*RUN[:-1], "-o", "told.jsonl", "--cache-reuse-shifted", file, "--max-running", "1")
+    assert f"{sum(found):,} rows of prompts, from other positions: approximate answers" in told.stderr
+    exact = prefold(*RUN[:-1], "-o", "exact.jsonl")
+    assert "other positions" not in exact.stderr
     assert all("approximate_tokens" not in line for line in lines("exact.jsonl"))
     # The answers of a job with other reuse are other answers.
     other = prefold(*RUN, "-o", "out.jsonl", "--resume")

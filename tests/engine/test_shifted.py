@@ -135,6 +135,7 @@ def test_what_is_copied_and_computed(llm):
     (found,) = generate(engine, [ask(second, max_tokens=1, logprobs=20)])[0]
     assert found.approximate_tokens == 21
     assert engine.stats.rows_computed - rows == len(second) - 21
+    assert engine.stats.generation.copied_rows == engine.stats.unique_tokens - engine.stats.rows_computed == 21
     worker = LocalWorker(llm.model)
     worker.start(MakeStore(200))
     worker.start(whole(first, 0, np.arange(len(first)) + 1)).result()

@@ -81,7 +81,8 @@ class Trace:
             window=rng.choice([12, 100]),
         )
         self.scheduler = ShiftingScheduler(
-            SlotPool(rng.randint(90, 130)),
+            # Room for the longest request beside the longest prompt that is pinned.
+            SlotPool(rng.randint(112, 140)),
             max_batch_rows=rng.randint(4, 12),
             max_running=rng.randint(1, 8),
             cache=CacheOptions(min_overlap=rng.choice([0, 4]), shifted=self.shifted),
