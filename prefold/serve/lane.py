@@ -117,6 +117,10 @@ def _put(came: SimpleQueue[tuple[int, Any]], key: int, answer: Any) -> None:
     came.put((key, answer))
 
 
+class _Left(Exception):
+    """Ends a step of a batch that nobody waits for any more."""
+
+
 class _BatchNumbers(Background):
     """Numbers of a batch that are being read. All but `leave` is called by the engine's thread.
 
@@ -134,7 +138,7 @@ class _BatchNumbers(Background):
     ):
         self.came: SimpleQueue[Any] = SimpleQueue()  # (tag, result); an exception, or None, is the last
         self._service, self._pace = service, pace
-        self._has_left = False
+        self._has_left, self._stopping = False, stopping
         self._is_in_step = False
         self._ended: SimpleQueue[None] = SimpleQueue()
         self._began = time.perf_counter()  # when what it computes now was begun
@@ -152,7 +156,7 @@ class _BatchNumbers(Background):
                 between=self._give_way,
             ),
             on_step=self._between,
-            stopping=lambda: self._has_left or stopping(),
+            stopping=self._is_stopping,
         )
 
     def leave(self) -> None:
@@ -169,6 +173,8 @@ class _BatchNumbers(Background):
         self._is_in_step = True
         try:
             found = None if self._has_left else next(self._results, None)
+        except _Left:
+            self.came.put(None)
         except Exception as error:
             self._service.note_failure(error)
             self.came.put(error)
@@ -189,8 +195,13 @@ class _BatchNumbers(Background):
             self._pace.stream_times.note(step.rows, step.seconds)
             self._give_way()
 
+    def _is_stopping(self) -> bool:
+        return self._has_left or self._stopping()
+
     def _give_way(self) -> None:
-        """Serves live requests until there are none, or the batch's share is due."""
+        """Serves live requests until there are none, or the batch's share is due. Raises _Left where the batch ends."""
+        if self._is_stopping():
+            raise _Left
         now = time.perf_counter()
         self._due_at = now + (now - self._began) * (1 / self._pace.batch_share - 1)
         self._is_in_step = False

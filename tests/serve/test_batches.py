@@ -336,6 +336,20 @@ def test_a_live_request_comes_in_the_middle_of_a_step_of_a_batch(client, llm, mo
     assert np.allclose(vectors, llm.embed([line["body"]["input"] for line in lines]), atol=1e-5)
 
 
+def test_a_batch_that_is_cancelled_ends_in_the_middle_of_a_step(client, llm, monkeypatch):
+    log, give_way, calls = Log(llm, monkeypatch), lane._BatchNumbers._give_way, []
+
+    def cancel(self):
+        if log.entries[-1][:2] == ("begins", StreamStep):
+            calls.append(client.batches.cancel(client.batches.list(limit=1).data[0].id))
+        give_way(self)
+
+    monkeypatch.setattr(lane._BatchNumbers, "_give_way", cancel)
+    done = ended(client, batch_of(client, embeddings(200), "/v1/embeddings"))
+    assert done.status == "cancelled" and done.request_counts.completed == 0 and len(calls) == 1
+    assert len(client.embeddings.create(model="tiny", input="yes").data) == 1
+
+
 def test_a_step_of_a_batch_begins_when_the_lines_of_the_last_are_written(client, llm, monkeypatch):
     write = Flow._write
     monkeypatch.setattr(Flow, "_write", lambda *arguments: time.sleep(0.002) or write(*arguments))
