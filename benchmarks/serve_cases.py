@@ -84,22 +84,31 @@ def msmarco(arguments: argparse.Namespace) -> dict[str, Any]:
                         clients.ask_all(path, bodies[path][:1])
                         if server.name == "vLLM":  # the others keep nothing
                             server.forget()
+                        begun = parts_of(server)
                         before = time.process_time()
                         whole, seconds, _ = clients.ask_all(path, bodies[path])
+                        plan, model = (now - then for now, then in zip(parts_of(server), begun, strict=True))
                     row = {"path": path, "at once": number, "system": server.name, "rate": count / whole}
                     row |= {"p50": p(seconds, 50), "p99": p(seconds, 99), "cpu": time.process_time() - before}
-                    rows.append(row)
+                    rows.append(row | {"plan": plan / model if model else float("nan")})
                     server.pause()
         memory = {server.name: server.peak_mib for server in servers}
     base = {(row["path"], row["at once"]): row for row in rows if row["system"] == "full"}
     print(table(
-        ["path", "at once", "system", "P50, s", "P50 over full's", "queries/s", "client's CPU, ms a request"],
+        ["path", "at once", "system", "P50, s", "P50 over full's", "queries/s", "planning over model",
+         "client's CPU, ms a request"],
         [[row["path"], row["at once"], row["system"], f"{row['p50']:.2f}",
           f"{row['p50'] / base[row['path'], row['at once']]['p50']:.2f}", f"{row['rate']:.2f}",
-          f"{row['cpu'] / count * 1e3:.1f}"] for row in rows],
+          f"{row['plan']:.2%}", f"{row['cpu'] / count * 1e3:.1f}"] for row in rows],
     ))  # fmt: skip
     print("peak memory, MiB: " + ", ".join(f"{name} {value:.0f}" for name, value in memory.items()))
     return {"rows": rows, "memory": memory, "queries": count}
+
+
+def parts_of(server: Served) -> tuple[float, float]:
+    """Returns the seconds that a server's engine has planned, and those of its model; zeros where it does not say."""
+    found = server.counted("prefold:engine_seconds_total")
+    return found.get('{part="plan"}', 0.0), found.get('{part="model"}', 0.0)
 
 
 # --------------------------------------------------------------------------------------------------------- live

@@ -95,6 +95,15 @@ class Served:
         if response.status != 200 or answer.get("success") is False:
             raise RuntimeError(f"{self.name} kept what it had: {response.status} {answer}")
 
+    def counted(self, name: str) -> dict[str, float]:
+        """Returns the values of one of its counters, as /metrics has them, by their labels."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        connection.close()
+        found = (line.removeprefix(name).rpartition(" ") for line in lines if line.startswith(name))
+        return {labels: float(value) for labels, _, value in found}
+
     @property
     def peak_mib(self) -> float:
         """Returns the most memory that its processes have had, each at its own time, in MiB."""

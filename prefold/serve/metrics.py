@@ -120,3 +120,9 @@ class Metrics:
             yield GaugeMetricFamily(f"prefold:{name}", what, value)
         for name, (what, value) in counts.items():
             yield CounterMetricFamily(f"prefold:{name}", what, value)
+        parts = CounterMetricFamily(
+            "prefold:engine_seconds", "Seconds of the engine's parts, which may overlap.", labels=["part"]
+        )
+        for part, seconds in list(stats.seconds.items()):
+            parts.add_metric([part], seconds)
+        yield parts

@@ -256,6 +256,8 @@ def test_metrics(server, llm):
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
     assert values["prefold:rows_computed_total"] == llm.stats.rows_computed
     assert values["prefold:generation_tokens_total"] == llm.stats.generation.generated_tokens
+    assert values['prefold:engine_seconds_total{part="plan"}'] == llm.stats.seconds["plan"] > 0
+    assert values['prefold:engine_seconds_total{part="model"}'] == llm.stats.seconds["model"] > 0
     assert values["prefold:e2e_request_latency_seconds_count"] >= 1
     assert any(name.startswith("prefold:http_requests_total{") for name in values)
 
