@@ -58,12 +58,12 @@ class StepTimes:
         """Returns how long a step of so many rows takes; None where nothing is known."""
         return self._fixed + self._row * rows if self._sums[0] else None
 
-    def rows_within(self, seconds: float) -> int:
-        """Returns how many rows a step may have that takes no longer, at least 1. They are a few times those of the
+    def rows_within(self, seconds: float, *, growth: int = GROWTH) -> int:
+        """Returns how many rows a step may have that takes no longer, at least 1. They are `growth` times those of the
         last steps at most: of larger ones nothing is known."""
         if not self._sums[0]:
             return LEAST_ROWS
-        most = GROWTH * max(self._most, LEAST_ROWS)
+        most = growth * max(self._most, LEAST_ROWS)
         return max(1, int(min(most, (seconds - self._fixed) / max(self._row, 1e-12))))
 
     def more_rows(self, seconds: float) -> int:
@@ -115,6 +115,7 @@ class Pace:
         num_live = policy.num_running(batch=False)
         if num_live or policy.num_waiting(batch=False) or self.reading():
             self._live_at = now
+        policy.lends = not self._is_lately(now)
         scheduler.max_batch_rows = most
         if self._step_seconds is not None and self._is_lately(now):
             rows = num_live + LEAST_ROWS
@@ -155,7 +156,9 @@ class Pace:
             seconds = parts * LENGTHENED * self._short(self.stream_times) / SHORT_STEPS
         else:
             seconds = self._short(self.stream_times)
-        return min(most, max(LEAST_ROWS, self.stream_times.rows_within(seconds)))
+        # A step in parts that takes longer than was thought keeps others waiting for one of its parts only.
+        rows = self.stream_times.rows_within(seconds, growth=parts * GROWTH)
+        return min(most, max(LEAST_ROWS, rows))
 
     def _short(self, times: StepTimes) -> float:
         """Returns how long a step of a batch should take while there were interactive requests lately."""

@@ -25,7 +25,8 @@ __all__ = ["FairAdmission"]
 # preferred to so often is admitted before them.
 LOOK = 8
 MOST_PASSED = 8
-# The part of the sequences, and of the slots, that is left to interactive requests.
+# The part of the sequences, and of the slots, that is left to interactive requests; that of the sequences is lent to
+# batches where nobody has come for a while.
 LEFT_TO_INTERACTIVE = 0.25
 # Lines that are held, with those of owners that have nothing at present, before some are forgotten.
 IDLE_LINES = 1024
@@ -76,6 +77,8 @@ class FairAdmission:
     tenant_of    says to which tenant a namespace belongs, for what is kept
     batch_rows   the most rows of batches in a step; None: as many as there is room for. The engine sets it
     batch_first  whether these come before rows of interactive requests
+    lends        whether batches may have all sequences, and not only those that are not left to interactive requests.
+                 The engine sets it
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class FairAdmission:
         self.batch_share = batch_share
         self.batch_rows: int | None = None
         self.batch_first = False
+        self.lends = False
         self.clear()
 
     def clear(self) -> None:
@@ -233,13 +237,14 @@ class FairAdmission:
         """Returns whether a sequence of a batch leaves enough to interactive requests, or is alone."""
         if not scheduler.running:
             return True
-        if self._num_running[True] >= max(1, int((1 - LEFT_TO_INTERACTIVE) * scheduler.max_running)):
+        left = 0.0 if self.lends else LEFT_TO_INTERACTIVE
+        if self._num_running[True] >= max(1, int((1 - left) * scheduler.max_running)):
             return False
         kept = 0 if scheduler.cache is None else scheduler.cache.rows
         rows = sequence.leaf.stop + (sequence.limit if sequence.reserve else 0)
         pool = scheduler.pool
-        left = pool.free_slots + (kept - rows) * scheduler.slots_per_row
-        return left >= LEFT_TO_INTERACTIVE * pool.num_slots
+        slots = pool.free_slots + (kept - rows) * scheduler.slots_per_row
+        return slots >= LEFT_TO_INTERACTIVE * pool.num_slots
 
     def _last_of_batch(self, running: Collection[Running]) -> Running | None:
         if not self._num_running[True]:

@@ -211,6 +211,25 @@ def test_steps_are_long_again_when_nobody_came_for_a_while():
     assert machine.pace.pause == pytest.approx(module.PAUSE_SECONDS)
 
 
+def test_a_batch_has_all_sequences_while_nobody_else_came_lately():
+    machine = Machine()
+    machine.ask(50, 200, batch=True)
+    machine.run(1.0)
+    assert machine.pace.admission.lends
+    machine.ask(60, 3)
+    machine.run(0.5)
+    assert not machine.pace.admission.lends
+    machine.run(LATELY_SECONDS + 0.5)
+    assert machine.pace.admission.lends
+
+
+def test_a_first_step_of_a_batchs_numbers_in_parts_is_long():
+    machine = Machine()
+    machine.pace.stream_times.note(16, 0.01)
+    assert machine.pace.stream_rows(4096) == module.GROWTH * 16
+    assert machine.pace.stream_rows(4096, parts=30) == 30 * module.GROWTH * 16
+
+
 def test_steps_of_a_batchs_numbers_are_short_where_somebody_came_lately():
     machine = Machine()
     for rows in (1, 16, 100, 1000):

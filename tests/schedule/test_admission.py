@@ -208,6 +208,23 @@ def test_a_batch_leaves_room_and_gives_way():
     assert len(ended) == 26 and [kind for kind, _ in ended[:6]] == ["live"] * 6
 
 
+def test_a_batch_borrows_the_sequences_that_are_left_to_others_and_gives_them_back():
+    scheduler = fair_scheduler(1000, 64, 8)
+    policy = scheduler.waiting
+    policy.lends = True
+    for number in range(20):
+        scheduler.submit(("batch", number), prompt(1, number), limit=30, owner=Owner("a", True))
+    one_step(scheduler)
+    assert len(scheduler.running) == 8
+    policy.lends = False
+    scheduler.submit(("live", 0), prompt(2, 0), limit=3, owner=Owner("b"))
+    one_step(scheduler)
+    assert Counter(one.key[0] for one in scheduler.running) == {"live": 1, "batch": 7}
+    ended = [key for _ in range(200) for key in one_step(scheduler)]
+    assert len(ended) == 21 and ended[0] == ("live", 0)
+    scheduler.check()
+
+
 def test_rows_of_batches_may_be_few_or_none():
     scheduler = fair_scheduler(1000, 64, 16)
     policy = scheduler.waiting
