@@ -123,7 +123,7 @@ def without_data(llm, monkeypatch) -> CausalLM:
     monkeypatch.setattr(runner, "_fetch", lambda tensor: tensor)
     model = CausalLM(llm.config, dtype=torch.bfloat16, device=torch.device("meta")).eval()
     model.launches = launches
-    model._cos_sin(torch.zeros(1, dtype=torch.int64, device="meta"))  # its tables are made once
+    model.cos_sin(torch.zeros(1, dtype=torch.int64, device="meta"))  # its tables are made once
     return model
 
 
