@@ -64,7 +64,7 @@ class Claims:
         or somebody waits for."""
         groups: dict[Hashable, list[Routed]] = {}
         for sequence in running:
-            self._advance(sequence)
+            self.advance(sequence)
             if sequence.visit < len(sequence.route):
                 groups.setdefault(self._group(sequence), []).append(sequence)
             elif sequence.is_open:
@@ -112,7 +112,7 @@ class Claims:
                 found[group] = some
         return found
 
-    def _advance(self, sequence: Routed) -> None:
+    def advance(self, sequence: Routed) -> None:
         """Settles what needs no computing of a sequence's rows, and moves it on to the visit that some come to next."""
         while sequence.visit < len(sequence.route):
             pending = False

@@ -69,10 +69,13 @@ class Decoding:
         visit, row = tails.visit[place], tails.row[place]
         if not (visit < crew.length).all():
             return None
+        # Rows that a step of Claims brought to a visit have not been moved on to the next; others wait for what rows
+        # before them left.
         for number in np.flatnonzero(tails.done[place, visit] != row).tolist():
-            sequence = crew.sequences[number]
-            there = sequence.tail.visits[sequence.prefixes[visit[number]]]
-            self.claims.settle_left(sequence, there)
+            self.claims.advance(crew.sequences[number])
+        visit = tails.visit[place]
+        if not (visit < crew.length).all():
+            return None
         behind = tails.done[place, visit] != row
         unit = crew.units[crew.route, visit]
         kind = unit - PRELUDE

@@ -245,6 +245,26 @@ def test_generation_goes_over_arrays(group, step_visits, monkeypatch):
         assert getattr(over_arrays, name) == getattr(by_row, name), name
 
 
+@pytest.mark.parametrize("step_visits", [1, 2])
+def test_generation_goes_over_arrays_behind_prompts_that_took_several_steps(step_visits):
+    """Those whose prompts came first generate beside the prompts of others, row by row; no longer than that."""
+    visits = VisitOptions((0, 1, 0, 1), 2, step_visits=step_visits)
+    scheduler = VisitScheduler(SlotPool(5000), visits, max_batch_rows=16, max_running=16)
+    worker, ended, over_arrays, decided = FakeWorker(2), {}, [], [Decided() for _ in range(6)]
+    prompts = [[number, *range(7)] for number in range(6)]
+    for number, prompt in enumerate(prompts):
+        tokens = np.array(prompt, np.int32)
+        scheduler.submit(number, tokens, limit=20, exits=Exits(0.3, 2), decided=decided[number])
+    while scheduler.has_work:
+        scheduler.admit()
+        if len(scheduler.running) == 6 and all(one.ready for one in scheduler.running):
+            over_arrays.append(isinstance(scheduler.plan(), DecodeStep))
+        run_step(scheduler, worker, ended, [])
+    assert len(over_arrays) > 20 and all(over_arrays)
+    for number, prompt in enumerate(prompts):
+        check_alone(prompt, 0, 20, Exits(0.3, 2), visits, ended[number, 0], decided[number])
+
+
 @pytest.mark.parametrize("refill", [True, False])
 def test_rows_make_several_visits_in_a_step(refill):
     """A step ends where no more than half of the sequences would go on, and others can take the places of the rest;
