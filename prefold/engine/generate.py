@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,38 +25,27 @@ from ..errors import InputError
 from ..schedule.admission import InOrder
 from ..schedule.generate_step import NOBODY, GenerateStep, Running
 from ..schedule.shifted import ShiftingScheduler
-from ..schedule.steps import SlotResult, SlotStep
 from ..schedule.visit_steps import VisitResult
 from ..text import Tokenizer
-from ..types import GenerationStats, Owner, Readout, Request, Result
-from ..worker.protocol import Ticket, Worker
+from ..types import GenerationStats, Owner, Readout, Request
+from ..worker.protocol import Worker
+from .flight import Flight
 from .image_queue import ImageQueue
 from .images import ImageDesk
 from .messages import is_known, message_of
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .pace import Pace
-from .requests import Answer, Maker, NumberReader, OpenRequest, Reader
+from .requests import Answer, Maker, OpenRequest, Reader
 from .samples import OnText
 from .shifted import may_shift, send_moves
-from .step_size import StepSize
+from .step_rows import StepRows
 from .visits import make_scheduler, visits_of
 
 __all__ = ["Generator"]
 
 # How long the tower runs at a time where nobody else could.
 IDLE_SECONDS = 0.25
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Flight:
-    """A _Flight is a step that the worker was given, with the reader of each of the step's takers."""
-
-    step: GenerateStep
-    message: SlotStep
-    readers: list[Reader]
-    ticket: Ticket
-    started: float
 
 
 class Generator:
@@ -69,7 +57,6 @@ class Generator:
     images   sees to it that the worker has the rows of images; None: it takes none
     turn     held by the thread that makes a step
     inboxes  of the callers that wait for answers
-    pace     says how many rows a step may have; None: as many as there are, within the budget
     """
 
     def __init__(
@@ -98,17 +85,16 @@ class Generator:
         self._left: deque[int] = deque()
         self._open: dict[int, OpenRequest] = {}
         self._held: dict[int, OpenRequest] = {}
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._is_stepping = False  # a step is being made, or was broken off
         self._failure: Exception | None = None  # of whoever was told something
         self._finished = 0.0  # when the last step was
         # Who steps. Others wait until something has come to their inbox, or it is free.
         self.turn = threading.RLock()
         self.inboxes: dict[Any, None] = {}
-        self.pace: Pace | None = None
-        # Where nobody says how many rows a step may have, and there is no pace either.
+        # Where nobody says how many rows a step may have, it is found where the worker is one for which that helps.
         learns = engine.max_batch_rows is None and worker.facts.learns_rows and self.visits is None
-        self._size = StepSize() if learns else None
+        self._rows = StepRows(self.scheduler, budget, learns=learns)
 
     # ------------------------------------------------------------------------------------------- what is asked
 
@@ -210,26 +196,25 @@ class Generator:
                 self._tell(self._open[key], answer)
         self._raise_failure()
 
+    @property
+    def pace(self) -> Pace | None:
+        """Returns what says how many rows a step may have; None: as many as there are, within the budget."""
+        return self._rows.pace
+
     def set_pace(self, pace: Pace | None) -> None:
         """Admits and steps as a pace says from now on; None: as they come, with as many rows as there are."""
         with self.turn, suppress(BrokenOff), self._change():
-            self.pace = pace
+            self._rows.pace = pace
             self.scheduler.admit_by(InOrder() if pace is None else pace.admission)
             if pace is not None:
                 pace.admission.read_shares(self.scheduler.cache)
-            self.scheduler.max_batch_rows = self._budget.rows
+            self._rows.reset()
 
     @contextmanager
     def unpaced(self) -> Iterator[None]:
         """Returns a context in which this thread makes steps for whoever is there, batches or not."""
-        with self.turn:
-            pace, self.pace = self.pace, None
-            try:
-                if pace is not None:
-                    self.scheduler.max_batch_rows, pace.admission.batch_rows = self._budget.rows, None
-                yield
-            finally:
-                self.pace = pace
+        with self.turn, self._rows.unpaced():
+            yield
 
     @property
     def has_work(self) -> bool:
@@ -347,16 +332,14 @@ class Generator:
             self._land()
         started = time.perf_counter()
         with self._change():
-            if self._size is not None:
-                self._set_rows(self._size)
+            self._rows.before_admission(is_idle=not self._open and not self._flights)
             self._take_in()
             for key, error in self.scheduler.admit():
                 if key in self._open:
                     self._tell(self._open[key], error)  # type: ignore[index]
             if self._shifting is not None:
                 send_moves(self.worker, self._shifting, self._open, self._meter)
-            if self.pace is not None:
-                self.pace.settle(self.scheduler, self._budget.rows)
+            self._rows.before_plan()
             waits = False
             if self._pictures is not None:
                 waits, lost = self._pictures.want(self.scheduler.running)
@@ -393,12 +376,12 @@ class Generator:
         planned = time.perf_counter()
         ticket = self._budget.start(self.worker, message, step.num_rows)
         if ticket is None:
-            self.scheduler.max_batch_rows = min(self.scheduler.max_batch_rows, self._budget.rows)
+            self._rows.shrink()
             return
         self._meter.add(seconds={"plan": planned - started, "model": time.perf_counter() - planned})
         with self._change():
             self.scheduler.begin(step)
-            self._flights.append(_Flight(step, message, readers, ticket, started))
+            self._flights.append(Flight(step, message, readers, ticket, started))
         # The last one is landed at once where nobody may come to ask for its tokens.
         while len(self._flights) >= self.depth or (self._flights and not self.scheduler.can_plan):
             self._land()
@@ -422,7 +405,9 @@ class Generator:
         before = stats.recomputed_rows + stats.discarded_rows
         with self._change():
             self._flights.popleft()
-            ended = self._take(flight, result)
+            ended, failure = flight.take(result, stats)
+            if failure is not None:
+                self._failure = failure
             ids = np.maximum(result.ids, 0).tolist()
             if isinstance(result, VisitResult):
                 done = self.scheduler.commit(flight.step, result, ids, ended)
@@ -432,36 +417,7 @@ class Generator:
         again = stats.recomputed_rows + stats.discarded_rows - before
         self._account(flight, requests, tokens, again, done)
 
-    def _take(self, flight: _Flight, result: SlotResult) -> list[bool]:
-        """Gives tokens and numbers to their readers, and returns whether each of the step's takers ends there."""
-        for asked, found in zip(flight.message.numbers, result.numbers, strict=True):
-            for place, read in enumerate(asked.reads.tolist()):
-                reader = flight.readers[read]
-                assert isinstance(reader, NumberReader)
-                if found.greedy is None:
-                    reader.result = Result(found.values[place].copy())
-                else:
-                    one = slice(place, place + 1)
-                    reader.result = Result(found.values[one].copy(), found.greedy[one].copy())
-        stats, ended = self.scheduler.stats, []
-        for i, (running, reader, token) in enumerate(
-            zip(flight.step.takers, flight.readers, result.ids.tolist(), strict=True)
-        ):
-            ends = True
-            if isinstance(result, VisitResult) and not result.taken[i]:
-                ends = False  # its row has not left
-            elif running.state != "ended":
-                had = len(reader.tokens)
-                try:
-                    ends = reader.take(None if token == -1 else token, result.logprobs.get(i))
-                except Exception as error:
-                    self._failure = error
-                    reader.recover()
-                stats.generated_tokens += len(reader.tokens) - had
-            ended.append(ends)
-        return ended
-
-    def _tell_ended(self, flight: _Flight, ended: Sequence[bool]) -> tuple[int, int]:
+    def _tell_ended(self, flight: Flight, ended: Sequence[bool]) -> tuple[int, int]:
         """Tells of the requests that end with a step, and returns how many they are, and their tokens."""
         requests = tokens = 0
         for running, ends in zip(flight.step.takers, ended, strict=True):
@@ -481,16 +437,7 @@ class Generator:
         if stats.generation is None:
             stats.generation = self.scheduler.stats = GenerationStats()
 
-    def _set_rows(self, size: StepSize) -> None:
-        """Says how many rows the next step may have, where nobody else does."""
-        scheduler, budget = self.scheduler, self._budget
-        if not self._open and not self._flights:
-            size.reset()
-        if self.pace is None:
-            running = len(scheduler.running)
-            scheduler.max_batch_rows = size.rows(budget.rows, scheduler.num_waiting, running, least=budget.least)
-
-    def _account(self, flight: _Flight, requests: int, tokens: int, again: int, done: list[Running]) -> None:
+    def _account(self, flight: Flight, requests: int, tokens: int, again: int, done: list[Running]) -> None:
         step = flight.step
         # Where a step is a visit, a row counts at its first.
         rows = step.num_rows if self.visits is None else step.first_rows
@@ -504,14 +451,7 @@ class Generator:
         # It counts from the end of the one before, if that came later than its start.
         started, self._finished = max(flight.started, self._finished), time.perf_counter()
         seconds = self._finished - started
-        if self.pace is not None:
-            self.pace.times.note(step.num_rows, seconds)
-        elif self._size is not None:
-            self._size.note(
-                step.num_rows - step.decode_rows, step.decode_rows, seconds,
-                most=self._budget.rows, waiting=self.scheduler.num_waiting, began=len(step.takers) - step.decode_rows,
-                ended=len(done), tokens=sum(sequence.known for sequence in done),
-            )  # fmt: skip
+        self._rows.note(step, seconds, done)
         if self._meter.is_heard:
             path_rows = int(step.message.run_count.sum()) - step.num_rows
             info = StepInfo(step.num_rows, path_rows, requests, tokens, started, seconds, step.decode_rows)

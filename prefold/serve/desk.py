@@ -261,13 +261,11 @@ class Desk:
 
     def _is_short(self, order: TaskOrder, num_bytes: int) -> bool:
         """Returns whether a request is soon ready for the engine: its body is short, without images that might have to
-        be fetched, or a grammar to be compiled, and the engine has generated before."""
+        be fetched, a grammar to be compiled, or a chat template of its own, and the engine has generated before."""
         engine = self.llm.engine
         if num_bytes > SHORT_BYTES or engine.images is not None or not self.service.has_generator:
             return False
-        return not any(
-            isinstance(item, Mapping) and (item.get("sampling") or {}).get("grammar") for item in order.items
-        )
+        return not any(isinstance(item, Mapping) and _takes_long(item) for item in order.items)
 
     def _generate(self, works: Sequence[Work], replies: Sequence[Reply], text: bool, share: bool) -> None:
         for reply, work in zip(replies, works, strict=True):
@@ -312,6 +310,12 @@ def _are_short(results: Sequence[Sequence[Any]]) -> bool:
     found = [result for some in results for result in some]
     tokens = sum(len(one.tokens) for result in found if isinstance(result, list) for one in result)
     return len(found) <= SHORT_RESULTS and tokens <= SHORT_TOKENS
+
+
+def _takes_long(item: Mapping[str, Any]) -> bool:
+    """Returns whether it may take long to make a request of an item: a grammar is compiled for it, and a chat template
+    that it brings is a program, which may take all the time that it is allowed."""
+    return bool((item.get("sampling") or {}).get("grammar")) or item.get("chat_template") is not None
 
 
 def check_grammars(items: Sequence[Any], most: int) -> None:

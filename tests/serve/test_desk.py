@@ -60,6 +60,16 @@ def test_what_is_short_is_done_at_once(server, where, path, body, in_pool):
     assert (where["prepare"], where["finish"]) == ([in_pool[0]], [in_pool[1]])
 
 
+def test_a_template_of_a_request_runs_in_a_thread_of_its_own(llm, where):
+    asked = {"messages": [{"role": "user", "content": "1"}], "max_tokens": 2}
+    with serving(llm, allow_chat_template=True) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        assert client.post("/v1/completions", json=SHORT).status_code == 200
+        where["prepare"].clear()
+        assert client.post("/v1/chat/completions", json=asked | {"chat_template": "the yes"}).status_code == 400
+        assert client.post("/v1/chat/completions", json=asked | {"chat_template": "{{ 'yes' }}"}).status_code == 200
+    assert where["prepare"] == [True, True]
+
+
 def test_the_first_request_does_not_wait_in_the_event_loop_for_the_store(llm, where, monkeypatch):
     with serving(llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         monkeypatch.setattr(type(llm.engine.service), "has_generator", False)

@@ -1,0 +1,65 @@
+"""A step that the worker was given, and how what it reads reaches those that wait for it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..schedule.generate_step import GenerateStep
+from ..schedule.steps import SlotResult, SlotStep
+from ..schedule.visit_steps import VisitResult
+from ..types import GenerationStats, Result
+from ..worker.protocol import Ticket
+from .requests import NumberReader, Reader
+
+__all__ = ["Flight"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Flight:
+    """A Flight is a step that the worker was given.
+
+    readers  of the step's takers, in their order
+    ticket   gives what the step read, once the worker has it
+    started  when the step's planning began, by `time.perf_counter`
+    """
+
+    step: GenerateStep
+    message: SlotStep
+    readers: Sequence[Reader]
+    ticket: Ticket
+    started: float
+
+    def take(self, result: SlotResult, stats: GenerationStats) -> tuple[list[bool], Exception | None]:
+        """Gives tokens and numbers to their readers, and counts the tokens.
+
+        Returns whether each of the step's takers ends there, and the last error that a function raised which was told
+        of a text. A text whose function raised an error ends.
+        """
+        for asked, found in zip(self.message.numbers, result.numbers, strict=True):
+            for place, read in enumerate(asked.reads.tolist()):
+                reader = self.readers[read]
+                assert isinstance(reader, NumberReader)
+                if found.greedy is None:
+                    reader.result = Result(found.values[place].copy())
+                else:
+                    one = slice(place, place + 1)
+                    reader.result = Result(found.values[one].copy(), found.greedy[one].copy())
+        ended: list[bool] = []
+        failure = None
+        for i, (running, reader, token) in enumerate(
+            zip(self.step.takers, self.readers, result.ids.tolist(), strict=True)
+        ):
+            ends = True
+            if isinstance(result, VisitResult) and not result.taken[i]:
+                ends = False  # its row has not left
+            elif running.state != "ended":
+                had = len(reader.tokens)
+                try:
+                    ends = reader.take(None if token == -1 else token, result.logprobs.get(i))
+                except Exception as error:
+                    failure = error
+                    reader.recover()
+                stats.generated_tokens += len(reader.tokens) - had
+            ended.append(ends)
+        return ended, failure
