@@ -5,6 +5,7 @@ and the error file. Each of its states can be left at any moment; the next start
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import threading
 import time
@@ -302,19 +303,25 @@ _read_line = msgspec.json.Decoder(_Line).decode
 
 
 def _split(lines: Path, good: Path, bad: Path) -> tuple[dict[str, int], Body]:
-    """Writes a batch's lines into two files, answers and errors; returns ({kind: lines}, usage of all answers)."""
-    counts, prompt, cached, generated = {"output": 0, "error": 0}, 0, 0, 0
-    with lines.open("rb") as file, good.open("wb") as answers, bad.open("wb") as errors:
+    """Makes two files of a batch's lines, answers and errors; returns ({kind: lines}, usage of all answers)."""
+    failed, prompt, cached, generated = bytearray(), 0, 0, 0
+    with lines.open("rb") as file:
         for line in file:
             response = _read_line(line).response
-            failed = response is None or response.status_code != 200
-            (errors if failed else answers).write(line)
-            counts["error" if failed else "output"] += 1
-            if response is not None and not failed and (usage := response.body.usage) is not None:
+            failed.append(response is None or response.status_code != 200)
+            if response is not None and not failed[-1] and (usage := response.body.usage) is not None:
                 prompt += usage.prompt_tokens or usage.input_tokens
                 generated += usage.completion_tokens or usage.output_tokens
                 details = usage.prompt_tokens_details or usage.input_tokens_details
                 cached += 0 if details is None else details.cached_tokens
+    if any(failed):
+        with lines.open("rb") as file, good.open("wb") as answers, bad.open("wb") as errors:
+            for line, is_error in zip(file, failed, strict=True):
+                (errors if is_error else answers).write(line)
+    else:
+        _same_file(lines, good)
+        bad.touch()
+    counts = {"output": len(failed) - sum(failed), "error": sum(failed)}
     return counts, {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached},
@@ -322,6 +329,16 @@ def _split(lines: Path, good: Path, bad: Path) -> tuple[dict[str, int], Body]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + generated,
     }
+
+
+def _same_file(path: Path, other: Path) -> None:
+    """Makes a file's content that of another name too: by a second name for it, which costs nothing, where the file
+    system has such names."""
+    other.unlink(missing_ok=True)
+    try:
+        os.link(path, other)
+    except OSError:
+        shutil.copyfile(path, other)
 
 
 def _digest(text: str) -> str:

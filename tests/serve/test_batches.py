@@ -7,6 +7,7 @@ import json
 import sqlite3
 import threading
 import time
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -139,7 +140,10 @@ def test_without_a_folder_there_are_none(server):
 # ------------------------------------------------------------------------------------------------------- batches
 
 
-def test_a_batch_gives_what_the_model_gives(client, llm):
+@pytest.mark.parametrize("links", [True, False])
+def test_a_batch_gives_what_the_model_gives(client, llm, links, monkeypatch):
+    if not links:
+        monkeypatch.setattr("os.link", Mock(side_effect=OSError("this file system has no second names")))
     lines = [completion(i) for i in range(40)]
     made = batch_of(client, lines, metadata={"what": "test"})
     assert made.status == "validating" and made.metadata == {"what": "test"}
