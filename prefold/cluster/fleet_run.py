@@ -89,11 +89,18 @@ class FleetRun:
                 return
             self._send()
             for number in range(_AT_ONCE):
-                event = fleet.next_event(0.0 if number else _TICK if self._source is None else _LIVE_TICK)
+                event = fleet.next_event(0.0 if number else self._pause)
                 if event is None:
                     break
                 yield from self._take(*event)
             self._kill_hung()
+
+    @property
+    def _pause(self) -> float:
+        """Returns the seconds after which it looks again at what may be sent, though nothing has been told."""
+        if self._source is None or self.live is None:
+            return _TICK
+        return _LIVE_TICK if self._source.feed.since is None or self.live.is_full else 0.0
 
     def end(self) -> None:
         """Ends the run on all replicas that take part."""
@@ -140,9 +147,13 @@ class FleetRun:
         assert live is not None
         if source.rest is not None:
             feed.bound = live.room()
-        while not live.is_full and not feed.is_over and (came := feed.take()) is not None:
+        now = time.monotonic()
+        until = now + _LIVE_TICK  # for replicas are not heard meanwhile
+        while not live.is_full and not feed.is_over and time.monotonic() < until:
+            if (came := feed.take()) is None:
+                break
             for reads in came:
-                live.put(reads)
+                live.put(reads, now)
         feed.is_hungry = not live.num_unsent and live.room() > 0
         if feed.is_over:
             self._source = None

@@ -1,7 +1,7 @@
 """Who computes which requests of a stream that comes: the live window, the router, leases, and what becomes of what a
 lost replica had. No I/O, and the clock is handed in.
 
-    live.put(reads)                     a prompt has come, with all its reads
+    live.put(reads, now)                a prompt has come, with all its reads
     leases = live.dispatch(now)         what leaves the window now, booked as sent
     fresh = live.commit(replica, number, answers, now)
     blamed = live.lose(replica)         its work goes out again, but for requests that two replicas died of
@@ -143,10 +143,11 @@ class LiveLeases:
 
     # ------------------------------------------------------------------------------------------------- work
 
-    def put(self, reads: Reads) -> None:
+    def put(self, reads: Reads, now: float) -> None:
         """Takes the reads of a prompt that has come."""
         self._reads[reads[0].number] = {one.number: one for one in reads}
         self._late.append(reads)
+        self._fill_window(now)
 
     def close(self) -> None:
         """Nothing comes any more but what lost replicas had: nothing waits for others any longer."""
@@ -181,15 +182,18 @@ class LiveLeases:
         """Returns what leaves now. It is booked as sent; whoever calls gives it away."""
         leases = self._dispatch_suspects(now)
         while True:
-            while self._late and not self.window.is_full:
-                reads = self._late.popleft()
-                first, how = reads[0], {"now": now, "what": reads, "returns": self._is_closed}
-                self.window.put(first.number, first.tokens, namespace=_namespace(first), **how)
+            self._fill_window(now)
             some = self.dispatcher.dispatch(now)
             for one in some:
                 leases.append(self._lease(one.replica, [waiting.what for waiting in one.requests], now))
             if not some or not self._late:
                 return leases
+
+    def _fill_window(self, now: float) -> None:
+        while self._late and not self.window.is_full:
+            reads = self._late.popleft()
+            first, how = reads[0], {"now": now, "what": reads, "returns": self._is_closed}
+            self.window.put(first.number, first.tokens, namespace=_namespace(first), **how)
 
     def _dispatch_suspects(self, now: float) -> list[LiveLease]:
         leases = []

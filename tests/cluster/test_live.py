@@ -96,7 +96,7 @@ def test_the_books_balance_in_long_random_runs(seed, kind):
         if what < 0.3 and not live.is_full:
             reads = reads_of(rng, numbers, sampling)
             given |= {read.number: read for read in reads}
-            live.put(reads)
+            live.put(reads, now)
         elif what < 0.37 and len(there) < 3:
             name = f"replica {next(epochs)}"
             there[name] = Told(rng, int(name.split()[1]))
@@ -271,6 +271,22 @@ def test_the_first_answers_come_before_the_last_requests():
     assert first < 0.5 and time.monotonic() - began > 1.4
 
 
+def test_all_that_has_come_is_there_when_the_first_requests_leave(monkeypatch):
+    monkeypatch.setattr(fleet_run, "_LIVE_TICK", 5.0)  # a slow machine
+    feed = Feed(1 << 20)
+    for number in range(300):
+        feed.put([(Request(np.full(20, number, np.int32)), number.to_bytes(4, "little"))])
+    fleet = Fleet(ThreadReplicas("a"))
+    for max_tokens, there in ((1 << 20, 300), (1000, 50)):
+        source = LiveInput(feed, max_tokens)
+        run = fleet_run.FleetRun(fleet, source, RunCall(Readout("last")), None)
+        run._send()
+        assert run.live.num_unsent == there and (feed.since is None) == (there == 300)
+        for number in range(300):
+            feed.put([(Request(np.full(20, number, np.int32)), number.to_bytes(4, "little"))])
+    fleet.close()
+
+
 def test_a_job_begins_before_it_is_read_and_the_rest_is_divided():
     texts, spool, feed = texts_of(500), Spool(), Feed(0)
     early = []
@@ -365,7 +381,7 @@ def put(live, kind, numbers):
     for number in numbers:
         tokens = np.full(5, number, np.int32)
         sampling = Sampling(max_tokens=4) if kind == "tokens" else None
-        live.put((encode(Request(tokens, sampling=sampling), b"", number),))
+        live.put((encode(Request(tokens, sampling=sampling), b"", number),), 0.0)
 
 
 def test_a_replica_that_had_nothing_to_do_for_long_does_not_hang():
