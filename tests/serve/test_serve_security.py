@@ -127,11 +127,13 @@ def test_neither_keys_nor_prompts_are_logged(locked, llm, monkeypatch, caplog, c
     assert secret not in written and "sk-" not in written
 
 
-def test_keys_are_hashed_and_all_of_them_compared(tmp_path, monkeypatch):
+def test_keys_are_hashed_compared_in_constant_time_and_found_by_what_a_secret_makes_of_them(tmp_path, monkeypatch):
     path = tmp_path / "keys.toml"
     path.write_text(KEYS)
-    keys = Keys(str(path))
+    keys, others = Keys(str(path)), Keys(str(path))
     assert "sk-" not in repr(vars(keys))
+    assert len(keys._tenants) == 2 and not keys._tenants.keys() & others._tenants.keys()
+    assert not keys._tenants.keys() & {digest for digest, _ in keys._tenants.values()}
     compared, real = [], hmac.compare_digest
 
     def compare(a, b):
@@ -142,4 +144,13 @@ def test_keys_are_hashed_and_all_of_them_compared(tmp_path, monkeypatch):
     for key in ("sk-admin-of-first", "sk-of-second", "sk-none", ""):
         compared.clear()
         keys.tenant({"x-api-key": key})
-        assert len(compared) == 2 and all(len(a) == len(b) == 32 for a, b in compared)
+        assert len(compared) == 1 and all(len(a) == len(b) == 32 for a, b in compared)
+
+
+def test_many_keys_cost_no_more_than_few(tmp_path, monkeypatch):
+    path = tmp_path / "keys.toml"
+    path.write_text("".join(f'[[key]]\nkey = "sk-{i}"\ntenant = "{i}"\n' for i in range(500)))
+    keys, compared = Keys(str(path)), []
+    monkeypatch.setattr(keys_module.hmac, "compare_digest", lambda a, b: compared.append(a) or a == b)
+    assert [keys.tenant({"x-api-key": f"sk-{i}"}).name for i in range(500)] == [str(i) for i in range(500)]
+    assert keys.tenant({"x-api-key": "sk-500"}) is None and len(compared) == 501 and len(keys.tenants) == 500
