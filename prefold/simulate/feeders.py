@@ -141,7 +141,7 @@ class Routed(FeederBase):
 
     def joined(self, replica: int, engine: SimEngine, now: float) -> None:
         super().joined(replica, engine, now)
-        _join(self.router, replica, self._cost, self._reports)
+        self.router.join(replica, speed=_speed(self._cost), capacity=self._cost.kv_rows, reports=self._reports)
 
     def arrived(self, request: SimRequest, now: float) -> None:
         self._new.append(request)
@@ -174,7 +174,9 @@ class Streamed(FeederBase):
     backlog  rows that a replica may have been sent, as a multiple of its KV store
     reports  whether replicas tell what their caches hold
     reserves whether they set room aside for the longest output that a request may have
+    learns   whether it learns from steps how fast replicas are, as a real fleet does; else it knows that from the start
     kind     of the dispatcher
+    slots    rows that a replica's KV store holds; None: what memory holds
     """
 
     def __init__(
@@ -188,6 +190,7 @@ class Streamed(FeederBase):
         backlog: float = 1.25,
         reports: bool = True,
         reserves: bool = True,
+        learns: bool = False,
         requests: Sequence[SimRequest] = (),
         **window: Any,
     ):
@@ -195,13 +198,15 @@ class Streamed(FeederBase):
         self.router = Router(policy)
         limits = {"max_tokens": 1 << 23} | window
         self.dispatcher = kind(self.router, limit_of=lambda request: request.limit, **limits)
-        self._cost, self._left, self._reports = cost, count, reports
-        self.limits = Limits(int(backlog * (cost.kv_rows if slots is None else slots)), reserves=reserves)
+        self._cost, self._left, self._reports, self._learns = cost, count, reports, learns
+        self._slots = cost.kv_rows if slots is None else slots
+        self.limits = Limits(int(backlog * self._slots), reserves=reserves)
         self._late: deque[SimRequest] = deque(requests)
 
     def joined(self, replica: int, engine: SimEngine, now: float) -> None:
         super().joined(replica, engine, now)
-        _join(self.router, replica, self._cost, self._reports)
+        speed = Speed() if self._learns else _speed(self._cost)
+        self.router.join(replica, speed=speed, capacity=self._slots, reports=self._reports)
         self.dispatcher.join(replica, self.limits)
 
     def arrived(self, request: SimRequest, now: float) -> None:
@@ -236,9 +241,8 @@ class Streamed(FeederBase):
         return self.dispatcher.window.next_pressed()
 
 
-def _join(router: Router, replica: Hashable, cost: StepCost, reports: bool) -> None:
-    speed = Speed(cost.prefill_seconds, cost.decode_seconds(32))
-    router.join(replica, speed=speed, capacity=cost.kv_rows, reports=reports)
+def _speed(cost: StepCost) -> Speed:
+    return Speed(cost.prefill_seconds, cost.decode_seconds(32))
 
 
 def _tell(router: Router, replica: Hashable, stretch: Stretch, events: CacheEvents | None) -> None:

@@ -13,7 +13,7 @@ from ..cache import CacheEvents
 from .engines import Hits, SimEngine, Stretch
 from .requests import SimRequest
 
-__all__ = ["IDLE_CAUSES", "Feeder", "FleetRun", "Idle", "Replica", "run_fleet"]
+__all__ = ["IDLE_CAUSES", "Driver", "Feeder", "FleetRun", "Idle", "Replica", "run_fleet"]
 
 Idle = Literal["load", "input", "border", "tail"]
 IDLE_CAUSES: tuple[Idle, ...] = ("load", "input", "border", "tail")
@@ -55,6 +55,19 @@ class Replica:
     engine: Callable[[], SimEngine]
     load: float = 0.0
     slow: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The process that gives a real fleet its work, beside the replicas: it looks what may be given after every step.
+
+    delay  seconds from the end of a step until its replica has what it is given because of it; replicas go on meanwhile
+           with what they have
+    each   seconds from one lease of several that leave together to the next: what is idle begins with the first
+    """
+
+    delay: float
+    each: float = 0.0
 
 
 @dataclass(slots=True)
@@ -104,20 +117,25 @@ class _State:
 
 
 def run_fleet(
-    replicas: Sequence[Replica], feeder: Feeder, arrivals: Iterable[SimRequest] = (), *, delay: float = 0.0
+    replicas: Sequence[Replica],
+    feeder: Feeder,
+    arrivals: Iterable[SimRequest] = (),
+    *,
+    driver: Driver | None = None,
 ) -> FleetRun:
     """Runs until nothing happens any more.
 
     arrivals  requests that come at their times, ascending; what a feeder has from the start needs none
-    delay     seconds from the end of a step until its replica has what it is given because of it; replicas go on
-              meanwhile with what they have
+    driver    of a real fleet; None: work is given at once, whenever a request has ended
     """
-    return _Simulation(replicas, feeder, iter(arrivals), delay).run()
+    return _Simulation(replicas, feeder, iter(arrivals), driver).run()
 
 
 class _Simulation:
-    def __init__(self, replicas: Sequence[Replica], feeder: Feeder, arrivals: Iterable[SimRequest], delay: float):
-        self.feeder, self._delay = feeder, delay
+    def __init__(
+        self, replicas: Sequence[Replica], feeder: Feeder, arrivals: Iterable[SimRequest], driver: Driver | None
+    ):
+        self.feeder, self._driver = feeder, driver
         self.result = FleetRun(len(replicas))
         self._states: list[_State | None] = [None] * len(replicas)
         self._replicas = replicas
@@ -173,16 +191,19 @@ class _Simulation:
             number, stretch = what
             events = self._stepped(number, stretch, now)
             touched.add(number)
-            if self._delay:
-                self._push(now + self._delay, "heard", (number, stretch, events))
+            if self._driver is not None:
+                self._push(now + self._driver.delay, "heard", (number, stretch, events))
                 return False
             self.feeder.worked(number, stretch, events, now)
             return bool(stretch.ended)
         elif kind == "heard":
             assert isinstance(what, tuple)
-            number, stretch, events = what
-            self.feeder.worked(number, stretch, events, now)
-            return bool(stretch.ended)
+            self.feeder.worked(*what, now)
+        elif kind == "given":
+            assert isinstance(what, tuple)
+            self._submit(*what)
+            touched.add(what[0])
+            return False
         else:
             self._wake = None
         return True
@@ -205,18 +226,26 @@ class _Simulation:
         return events
 
     def _give(self, now: float, touched: set[int]) -> None:
+        driver, late = self._driver, 0.0
         for number, requests in self.feeder.give(now):
-            self._given = now
-            state = self._states[number]
-            assert state is not None
-            for request in requests:
-                state.engine.submit(request)
-            touched.add(number)
+            self._given = now + late
+            if late:
+                self._push(now + late, "given", (number, requests))
+            else:
+                self._submit(number, requests)
+                touched.add(number)
+            late += 0.0 if driver is None else driver.each
         time = self.feeder.next_time()
         # A time that has passed needs no call: whatever happens next brings one.
         if time is not None and time > now and (self._wake is None or time < self._wake):
             self._wake = time
             self._push(time, "wake", None)
+
+    def _submit(self, number: int, requests: Sequence[SimRequest]) -> None:
+        state = self._states[number]
+        assert state is not None
+        for request in requests:
+            state.engine.submit(request)
 
     def _step(self, number: int, now: float) -> None:
         state = self._states[number]

@@ -6,8 +6,9 @@ import numpy as np
 
 from ..cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
 from ..schedule.generate import GenerateScheduler
+from ..stats import GenerationStats
 from .costs import TILE, StepRows
-from .engines import Ended, SlotEngine, Stretch
+from .engines import Ended, Hits, SlotEngine, Stretch
 from .requests import SimRequest
 
 __all__ = ["ScheduledEngine"]
@@ -27,6 +28,14 @@ class ScheduledEngine(SlotEngine):
         )
         self._reporter = CacheReporter(self.scheduler.tree) if self.reports else None
         self._requests: dict[int, SimRequest] = {}
+
+    def begin(self) -> ScheduledEngine:
+        """Begins another run with what the cache holds, which is told anew, as it is counted anew; returns itself."""
+        self.hits, self.scheduler.stats = Hits(), GenerationStats()
+        if self._reporter is not None:
+            self._reporter.close()
+            self._reporter = CacheReporter(self.scheduler.tree)
+        return self
 
     def submit(self, request: SimRequest) -> None:
         self.hits.asked += request.rows

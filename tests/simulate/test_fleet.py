@@ -12,15 +12,17 @@ from click.testing import CliRunner
 
 from prefold.cli import main
 from prefold.cluster.policies import POLICIES
+from prefold.cluster.replica import Speed
 from prefold.errors import InputError
 from prefold.simulate.cases import ENGINES, FEEDERS, Setup, run_setup
 from prefold.simulate.costs import StepCost, machine_named, model_named
-from prefold.simulate.feeders import Lists
-from prefold.simulate.fleet import Replica, run_fleet
+from prefold.simulate.feeders import Lists, Streamed
+from prefold.simulate.fleet import Driver, Replica, run_fleet
 from prefold.simulate.parts import PARTS
 from prefold.simulate.published import published
 from prefold.simulate.requests import prefix_repetition, read_trace, unique_rows
 from prefold.simulate.rows import RowEngine
+from prefold.simulate.scheduled import ScheduledEngine
 
 MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")
 
@@ -87,13 +89,70 @@ def test_what_is_given_may_come_late():
     found = []
     for delay in (0.0, 0.001, 2.0):
         feeder = Lists([requests], in_flight=20)
-        found.append(run_fleet([Replica(lambda: RowEngine(StepCost(MACHINE, MODEL)))], feeder, delay=delay))
+        driver = Driver(delay) if delay else None
+        found.append(run_fleet([Replica(lambda: RowEngine(StepCost(MACHINE, MODEL)))], feeder, driver=driver))
     at_once, soon, late = found
     assert [run.requests for run in found] == [300] * 3
     assert soon.seconds > 1.05 * at_once.seconds, "a step begins without those that take the place of who has ended"
     assert late.seconds > 14 * 2.0 and late.idle["border"] > 0 == at_once.idle["border"], (
         "fourteen times twenty are given"
     )
+
+
+def test_what_is_idle_begins_with_the_first_lease_that_comes():
+    """Four leases of one request each: together they are one step, one after the other the first is a step alone."""
+
+    class OneByOne(Lists):
+        def give(self, now):
+            return [(replica, [one]) for replica, some in super().give(now) for one in some]
+
+    requests = prefix_repetition(4, prefixes=4, prefix=64, suffix=32, output=1)
+    steps = []
+    for each in (0.0, 0.001):
+        feeder = OneByOne([requests])
+        run = run_fleet([Replica(lambda: RowEngine(StepCost(MACHINE, MODEL)))], feeder, driver=Driver(0.0, each))
+        assert run.requests == 4 and run.idle["tail"] == run.idle["border"] == 0.0
+        steps.append(run.steps)
+    assert steps == [1, 2]
+
+
+def test_a_driver_looks_what_it_may_give_after_every_step():
+    looks = []
+
+    class Looked(Lists):
+        def give(self, now):
+            looks.append(now)
+            return super().give(now)
+
+    requests = prefix_repetition(1, prefixes=1, prefix=64, suffix=32, output=6)
+    engine = ScheduledEngine(StepCost(MACHINE, MODEL))
+    run = run_fleet([Replica(lambda: engine)], Looked([requests]), driver=Driver(0.5))
+    assert run.steps == 6 and len(looks) == 1 + 6 and looks[-1] == pytest.approx(run.seconds + 0.5)
+
+
+def test_a_fleet_learns_how_fast_its_replicas_are_and_how_much_they_hold():
+    cost, requests = StepCost(MACHINE, MODEL), prefix_repetition(60, prefixes=6, prefix=64, suffix=32, output=4)
+    engine = ScheduledEngine(cost, slots=700, reports=True)
+    told = []
+    for learns in (True, False, True):
+        feeder = Streamed(cost, count=60, slots=700, requests=requests, learns=learns)
+        feeder.joined(0, engine, 0.0)
+        told.append(feeder.router.load(0).speed)
+        assert feeder.router._capacity[0] == 700
+    assert told[0] == told[2] == Speed() and told[1].prefill == cost.prefill_seconds
+
+
+def test_an_engine_that_begins_anew_tells_what_it_holds_and_counts_from_nothing():
+    cost, requests = StepCost(MACHINE, MODEL), prefix_repetition(20, prefixes=4, prefix=64, suffix=32, output=4)
+    engine, found = ScheduledEngine(cost, slots=3000, reports=True), []
+    for _ in range(2):
+        feeder = Streamed(cost, count=20, slots=3000, requests=requests)
+        found.append(run_fleet([Replica(engine.begin)], feeder))
+        held = sum(place.stop - place.start for place, _ in feeder.router._members[0].runs.values())
+        assert held == unique_rows(requests) + 20 * 3, "rows of outputs are held too, but for the last"
+    first, again = found
+    assert first.hits.computed == unique_rows(requests) and first.hits.asked == again.hits.asked == 20 * 96
+    assert again.hits.computed == 20, "the last token of each prompt, for its logits"
 
 
 def test_what_each_part_of_the_dispatcher_is_worth():
