@@ -10,6 +10,7 @@
     python benchmarks/serve.py --case live --data FOLDER --vllm VENV [--workload tau_airline] [--requests 40]
     python benchmarks/serve.py --case turns --data FOLDER [--conversations 12]
     python benchmarks/serve.py --case nothing-shared [--requests 100]
+    python benchmarks/serve.py --case tenants [--nodes 100000] [--requests 100]
 
 `--smoke` tries a case with a few requests. In the first six cases the server runs in this process, beside the calls
 that it is compared with, on one LLM; the client is a process of its own, which speaks HTTP over sockets with the
@@ -38,6 +39,8 @@ live        `vllm bench serve` as the client of both, all at once and at shares 
 turns       conversations of agents side by side: tokens from the cache against an unlimited trie's, with less and less
             memory
 nothing-shared   prompts that share nothing, with a cache and without; the time in a cache of 100,000 nodes
+tenants     requests of many tenants, each with its key, while nothing is kept and with all they keep: the time in the
+            cache, and that of planning
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ from typing import Any
 from common import machine, table, write_json
 from serve_cases import live, msmarco, nothing_shared, turns
 from serve_load import channel, inflight, overload
+from serve_tenants import tenants
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "serve"))
 
@@ -345,7 +349,7 @@ def batches(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, A
 
 
 HERE = {"overhead": overhead, "cancel": cancel, "batches": batches}
-SERVERS = {"msmarco": msmarco, "live": live, "turns": turns, "nothing-shared": nothing_shared}
+SERVERS = {"msmarco": msmarco, "live": live, "turns": turns, "nothing-shared": nothing_shared, "tenants": tenants}
 # Those whose server is in this process too, with options of its own.
 OWN = {"inflight": inflight, "channel": channel, "overload": overload}
 
@@ -386,13 +390,13 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="msmarco")
     parser.add_argument("--paths", nargs="+", default=["/v1/embeddings", "/rerank"], help="msmarco")
     parser.add_argument("--workload", nargs="+", default=["prefix_repetition"], help="live: see above")
-    parser.add_argument("--requests", type=int, default=100, help="live, nothing-shared")
+    parser.add_argument("--requests", type=int, default=100, help="live, nothing-shared, tenants")
     parser.add_argument("--output", type=int, default=32, help="live, nothing-shared: tokens of an answer")
     parser.add_argument("--shares", type=float, nargs="*", default=[0.5, 0.8], help="live: of vLLM's rate")
     parser.add_argument("--conversations", type=int, default=12, help="turns")
     parser.add_argument("--most-turns", type=int, help="turns: of all conversations together")
     parser.add_argument("--memory-shares", type=float, nargs="+", default=[1, 0.5, 0.25, 0.1], help="turns")
-    parser.add_argument("--nodes", type=int, default=100_000, help="nothing-shared: kept")
+    parser.add_argument("--nodes", type=int, default=100_000, help="nothing-shared, tenants: kept")
     parser.add_argument("--small", help="nothing-shared: a model with few bytes a row, for the many nodes")
     parser.add_argument(
         "--row-bytes", type=int, default=1 << 12, help="nothing-shared: more than a row of --small takes"

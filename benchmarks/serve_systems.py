@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +34,10 @@ class Served:
     """A server in a process of its own, which is ready. A context manager.
 
     forget  the path that empties its cache
+    key     of an admin, where it has keys
     """
+
+    key = ""
 
     def __init__(self, name: str, command: Sequence[str], forget: str, environment: dict[str, str] | None = None):
         self.name, self.port, self._forget = name, free_port(), forget
@@ -87,22 +90,29 @@ class Served:
 
     def forget(self) -> None:
         """Makes it forget what it keeps of earlier prompts. Raises RuntimeError where it does not."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("POST", self._forget)
-        response = connection.getresponse()
-        answer = json.loads(response.read())
-        connection.close()
-        if response.status != 200 or answer.get("success") is False:
-            raise RuntimeError(f"{self.name} kept what it had: {response.status} {answer}")
+        answer = self.asked("POST", self._forget)
+        if answer.get("success") is False:
+            raise RuntimeError(f"{self.name} kept what it had: {answer}")
 
     def counted(self, name: str) -> dict[str, float]:
         """Returns the values of one of its counters, as /metrics has them, by their labels."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("GET", "/metrics")
-        lines = connection.getresponse().read().decode().splitlines()
-        connection.close()
+        lines = self._ask("GET", "/metrics").decode().splitlines()
         found = (line.removeprefix(name).rpartition(" ") for line in lines if line.startswith(name))
         return {labels: float(value) for labels, _, value in found}
+
+    def asked(self, method: str, path: str) -> Any:
+        """Returns what it answers to an admin, from JSON."""
+        return json.loads(self._ask(method, path))
+
+    def _ask(self, method: str, path: str) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(method, path, headers=_headers(self.key))
+        response = connection.getresponse()
+        answer = response.read()
+        connection.close()
+        if response.status != 200:
+            raise RuntimeError(f"{path} of {self.name} was answered with {response.status}: {answer[:500]!r}")
+        return answer
 
     @property
     def peak_mib(self) -> float:
@@ -170,11 +180,11 @@ class Clients:
         self._free = list(self._connections)
         self._pool = ThreadPoolExecutor(count)
 
-    def ask(self, path: str, body: bytes) -> tuple[float, Any]:
+    def ask(self, path: str, body: bytes, key: str = "") -> tuple[float, Any]:
         """Returns the seconds that a request took, and its answer."""
         connection = self._free.pop()
         started = time.perf_counter()
-        connection.request("POST", path, body, {"content-type": "application/json"})
+        connection.request("POST", path, body, {"content-type": "application/json"} | _headers(key))
         response = connection.getresponse()
         answer = response.read()
         seconds = time.perf_counter() - started
@@ -183,11 +193,13 @@ class Clients:
             raise RuntimeError(f"{path} was answered with {response.status}: {answer[:500]!r}")
         return seconds, json.loads(answer)
 
-    def ask_all(self, path: str, bodies: Iterable[bytes]) -> tuple[float, list[float], list[Any]]:
+    def ask_all(
+        self, path: str, bodies: Sequence[bytes], keys: Sequence[str] = ()
+    ) -> tuple[float, list[float], list[Any]]:
         """Returns the seconds that all of these took, with one request at a time on each connection, those of each, and
-        their answers."""
+        their answers. keys: of each, where the server has them."""
         started = time.perf_counter()
-        found = list(self._pool.map(lambda body: self.ask(path, body), bodies))
+        found = list(self._pool.map(self.ask, [path] * len(bodies), bodies, keys or [""] * len(bodies)))
         return time.perf_counter() - started, [one for one, _ in found], [answer for _, answer in found]
 
     def close(self) -> None:
@@ -200,6 +212,10 @@ class Clients:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _headers(key: str) -> dict[str, str]:
+    return {"x-api-key": key} if key else {}
 
 
 def p(values: Sequence[float], percent: float) -> float:

@@ -125,4 +125,6 @@ class Metrics:
         )
         for part, seconds in list(stats.seconds.items()):
             parts.add_metric([part], seconds)
+        if stats.generation is not None and (cache := desk.llm.engine.generator.scheduler.cache) is not None:
+            parts.add_metric(["cache"], cache.seconds)
         yield parts

@@ -258,6 +258,7 @@ def test_metrics(server, llm):
     assert values["prefold:generation_tokens_total"] == llm.stats.generation.generated_tokens
     assert values['prefold:engine_seconds_total{part="plan"}'] == llm.stats.seconds["plan"] > 0
     assert values['prefold:engine_seconds_total{part="model"}'] == llm.stats.seconds["model"] > 0
+    assert values['prefold:engine_seconds_total{part="cache"}'] == llm.cache.seconds > 0
     assert values["prefold:e2e_request_latency_seconds_count"] >= 1
     assert any(name.startswith("prefold:http_requests_total{") for name in values)
 
