@@ -62,7 +62,7 @@ from pathlib import Path
 from typing import Any
 
 from common import machine, table, write_json
-from serve_cases import live, msmarco, nothing_shared, turns
+from serve_cases import MODES, live, msmarco, nothing_shared, turns
 from serve_load import channel, inflight, overload
 from serve_tenants import tenants
 
@@ -389,6 +389,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=120, help="msmarco")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="msmarco")
     parser.add_argument("--paths", nargs="+", default=["/v1/embeddings", "/rerank"], help="msmarco")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["full", "mlp", "off"], help="msmarco: of prefold")
     parser.add_argument("--workload", nargs="+", default=["prefix_repetition"], help="live: see above")
     parser.add_argument("--requests", type=int, default=100, help="live, nothing-shared, tenants")
     parser.add_argument("--output", type=int, default=32, help="live, nothing-shared: tokens of an answer")

@@ -31,7 +31,10 @@ main(parser.parse_args())
 """
 FILLING = 10  # prompts of nothing-shared before the time counts: more than its servers have room for
 SAME_HASHES = {"PYTHONHASHSEED": "0"}  # of which it makes the text of a trace's blocks
-__all__ = ["live", "msmarco", "nothing_shared", "turns"]
+# How rows are shared, of msmarco.
+MODES = {mode: ["--sharing", mode] for mode in ("full", "mlp", "off", "auto")}
+MODES["0.85"] = ["--sharing", "auto", "--sharing-threshold", "0.85"]
+__all__ = ["MODES", "live", "msmarco", "nothing_shared", "turns"]
 
 
 def both(stack: ExitStack, arguments: argparse.Namespace, modes: dict[str, list[str]], *vllm: str) -> list[Served]:
@@ -70,7 +73,7 @@ def msmarco(arguments: argparse.Namespace) -> dict[str, Any]:
         bodies["/rerank"].append(json.dumps({"query": line["query"], "documents": texts}).encode())
     print(f"{count} queries, {statistics.fmean(tokens):.0f} tokens each")
     del llm, task
-    modes = {mode: ["--sharing", mode, "--cache", "off"] for mode in ("full", "mlp", "off")}
+    modes = {mode: [*MODES[mode], "--cache", "off"] for mode in arguments.modes}
     rows, at_once = [], [1] if arguments.smoke else arguments.concurrency
     with ExitStack() as stack:
         servers = both(stack, arguments, modes, "--runner", "pooling")
