@@ -47,11 +47,8 @@ class SlotPool:
         """Returns `count` slots, int64, ascending; one run if a run is long enough. None when too few are free."""
         if count > self.free_slots:
             return None
-        if count == 0:
-            return np.empty(0, np.int64)
-        start = self._find(count)
-        if start is not None:
-            return self._take(start, _even(start), count)
+        if (run := self.allocate_run(count)) is not None:
+            return run
         parts, left = [], count
         for kind in reversed(range(len(self._by_size))):
             while left and (heap := self._heap(kind)):
@@ -59,6 +56,13 @@ class SlotPool:
                 parts.append(self._take(heap[0], heap[0], size))
                 left -= size
         return np.sort(np.concatenate(parts))
+
+    def allocate_run(self, count: int) -> np.ndarray | None:
+        """Returns `count` neighbouring slots, int64, the first of them even; None where no free run is so long."""
+        if count == 0:
+            return np.empty(0, np.int64)
+        start = self._find(count) if count <= self.free_slots else None
+        return None if start is None else self._take(start, _even(start), count)
 
     def _find(self, count: int) -> int | None:
         """Returns where a free run begins that has `count` slots from an even one on."""

@@ -47,6 +47,7 @@ FUNCTIONS = {
     "linear": ("i:pqpppqqqi", MIXED),
     "gated_linear": ("i:pqpppqqqi", GATED),
     "log_sum_exp": (":pqqqppi", ALONE),
+    "entropy": (":pqqqpppi", ALONE),
     "draw": (":pqqpppqpi", ALONE),
     "use_own_threads": (":i", ALONE),
     "calm_openmp": (":", ALONE),

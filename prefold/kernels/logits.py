@@ -1,4 +1,4 @@
-"""What is made of logits: log-sum-exps and drawn tokens."""
+"""What is made of logits: log-sum-exps, entropies and drawn tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LogitKernels(Family):
     """Reads rows of float32 logits on the CPU."""
 
     def can_log_sum_exp(self, x: Tensor) -> bool:
-        """Returns whether `log_sum_exp` takes this tensor: float32 on the CPU, its rows contiguous."""
+        """Returns whether `log_sum_exp` and `entropy` take this tensor: float32 on the CPU, its rows contiguous."""
         return x.is_cpu and x.dtype == torch.float32 and x.dim() == 2 and x.stride()[-1] == 1
 
     def log_sum_exp(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,6 +35,24 @@ class LogitKernels(Family):
             torch.get_num_threads(),
         )
         return sums, largest
+
+    def entropy(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what `log_sum_exp` does, and the entropy of each row's probabilities in nats, float32 [rows].
+
+        A NaN or an infinity that is the largest makes the entropy NaN; a logit of -inf adds nothing to it.
+        """
+        rows, columns = logits.shape
+        sums, entropies = torch.empty(2, rows, dtype=torch.float32)
+        largest = torch.empty(rows, dtype=torch.int64)
+        self._calls["entropy"](
+            logits.data_ptr(),
+            rows,
+            columns,
+            logits.stride()[0],
+            *(found.data_ptr() for found in (sums, largest, entropies)),
+            torch.get_num_threads(),
+        )
+        return sums, largest, entropies
 
     def draw(self, logits: Tensor, rows: np.ndarray, inverses: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Returns a token drawn for each of `rows` of float32 logits [r, vocab], int64 [n]; -1 where a row's largest

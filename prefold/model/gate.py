@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from .layers import Linear
 from .loop import GATE_FEATURES
+from .ops import entropy
 
 __all__ = ["Gate", "Seen"]
 
@@ -45,21 +47,25 @@ class Gate(Linear):
         super().__init__(inputs, 1, bias=True, dtype=torch.float32, device=device)
         self.reads = reads
 
-    def features(self, hidden: Tensor, logits: Tensor, before: Seen | None) -> tuple[Tensor, Seen]:
+    def features(
+        self, hidden: Tensor, logits: Tensor, before: Seen | None, first: Tensor | None = None
+    ) -> tuple[Tensor, Seen]:
         """Returns the four features, float32 [rows, 4], and what the gate must know after the next visit.
 
         hidden  [rows, hidden] as it is read after the visit; logits: float32 [rows, vocabulary] of it
         before  that of the visit before; None after the first
+        first   bool [rows]: whose visit is the first, so that nothing is known of the one before; None: nobody's
 
         They have no gradients: a gate learns what the model says, and not the model to please its gate.
         """
         hidden, logits = hidden.detach(), logits.detach()
-        scores = torch.log_softmax(logits, -1)
-        shares = scores.exp()
-        largest, likely = shares.max(-1)
-        entropy = -(shares * scores).sum(-1) / torch.log(torch.tensor(float(logits.shape[-1])))
-        same, cosine = torch.zeros_like(largest), torch.zeros_like(largest)
+        sums, likely, spread = entropy(logits)
+        features = logits.new_zeros(len(logits), GATE_FEATURES)
+        features[:, 0] = (logits.gather(-1, likely[:, None])[:, 0] - sums).exp()
+        features[:, 2] = spread / math.log(logits.shape[-1])
         if before is not None:
-            same = (likely == before.likely).to(largest.dtype)
-            cosine = F.cosine_similarity(hidden.float(), before.hidden.float(), dim=-1)
-        return torch.stack((largest, same, entropy, cosine), -1), Seen(hidden, likely)
+            features[:, 1] = likely == before.likely
+            features[:, 3] = F.cosine_similarity(hidden.float(), before.hidden.float(), dim=-1)
+            if first is not None:
+                features[:, 1::2].masked_fill_(first[:, None], 0.0)
+        return features, Seen(hidden, likely)

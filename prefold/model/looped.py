@@ -112,11 +112,12 @@ class LoopedLM(CausalLM):
             found.append(logit)
         return torch.stack(found)
 
-    def leaves(self, state: Tensor, before: Seen | None) -> tuple[Tensor, Seen | None]:
+    def leaves(self, state: Tensor, before: Seen | None, first: Tensor | None = None) -> tuple[Tensor, Seen | None]:
         """Returns the logits of leaving after a visit, float32 [rows], and what the gate must know after the next.
 
         state   [rows, hidden] as it is read after the visit
         before  that of the visit before; None after the first
+        first   bool [rows]: whose visit is the first, where there are others; what `before` has of them does not count
 
         Raises InputError for a model without a gate.
         """
@@ -124,7 +125,7 @@ class LoopedLM(CausalLM):
             raise InputError("the model has no gate, so its rows leave after the last visit only", field="model")
         if self.gate.reads == "state":
             return self.gate(state.float())[:, 0], None
-        features, seen = self.gate.features(state, self.logits(state), before)
+        features, seen = self.gate.features(state, self.logits(state), before, first)
         return self.gate(features)[:, 0], seen
 
     def route(self, last: Tensor, mean: Tensor | None, visit: int | Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from .. import kernels
 from ..device import TRITON_DTYPES, runs_triton
 
-__all__ = ["ACTIVATIONS", "PYTORCH", "CompiledOps", "Ops", "TritonOps", "choose_ops", "log_sum_exp", "wide"]
+__all__ = ["ACTIVATIONS", "PYTORCH", "CompiledOps", "Ops", "TritonOps", "choose_ops", "entropy", "log_sum_exp", "wide"]
 
 # By ModelConfig.activation.
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -136,6 +136,17 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
         if compiled and compiled.can_log_sum_exp(logits):
             return compiled.log_sum_exp(logits)
     return torch.logsumexp(logits, -1), logits.argmax(-1)
+
+
+def entropy(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what `log_sum_exp` does of logits [rows, columns], and the entropy in nats of the probabilities that each
+    row stands for, [rows]. No gradients."""
+    with torch.no_grad():
+        if logits.is_cpu and (compiled := kernels.load()) and compiled.can_log_sum_exp(logits):
+            return compiled.entropy(logits)
+        sums, largest = torch.logsumexp(logits, -1), logits.argmax(-1)
+        scores = logits - sums[:, None]
+        return sums, largest, torch.special.entr(scores.exp()).sum(-1)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -49,8 +49,10 @@ class Crew:
     sequences  by route, and depth-first
     place      int64 [n]: of their tails
     start      int64 [n]: the position of the first row of each tail
+    limit      int64 [n]: as of Running
     route      int64 [n]: the number of each one's route
     criteria   float64 [n, 2]: as of VisitStep
+    has_accounts   whether the slots of any count for somebody
     """
 
     def __init__(self, running: Collection[Routed], tails: Tails, visits: int):
@@ -63,6 +65,8 @@ class Crew:
         self.route = np.array([numbers[tuple(one.route)] for one in self.sequences], np.int64)
         self.place = np.array([one.tail.place for one in self.sequences], np.int64)
         self.start = np.array([one.leaf.stop for one in self.sequences], np.int64)
+        self.limit = np.array([one.limit for one in self.sequences], np.int64)
+        self.has_accounts = any(one.tail.account is not None for one in self.sequences)
         self.criteria = np.array([one.criteria for one in self.sequences], np.float64)
         self.routes = [_Route.of(list(route)) for route in numbers]
         size = (len(numbers), visits)

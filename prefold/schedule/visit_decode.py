@@ -91,7 +91,10 @@ class Decoding:
             return None
         at = crew.route[members] * crew.most + visit[members]
         members = members[np.argsort(at, kind="stable")]
-        rounds = max(1, min(self.visits.step_visits, most // len(members)))
+        wanted = self.visits.step_visits
+        if wanted > 1 and len(crew.sequences) <= FEW_ROWS:
+            wanted = crew.most
+        rounds = max(1, min(wanted, most // len(members)))
         draft = self._drafted(crew, members, rounds)
         if not self._claim(draft):
             self.withdraw()
@@ -143,26 +146,50 @@ class Decoding:
         visit, row = tails.visit[place] + draft.rounds, tails.row[place]
         needs = np.flatnonzero(~tails.owned[place, visit, row])
         place, visit, row = place[needs], visit[needs], row[needs]
-        for i in np.flatnonzero(tails.num_spare[place, visit] == 0).tolist():
-            sequence = crew.sequences[members[needs[i]]]
-            count = 1 + max(0, min(TAIL_SLOTS, sequence.limit - 1 - len(sequence.tail.tokens)))
-            if not draft.rounds[needs[i]]:  # the row may never come to visits ahead
-                self.claims.make_free(count)
-            found = self.claims.pool.allocate(count)
-            if found is None or found[-1] - found[0] != count - 1:
-                if found is not None:
-                    self.claims.pool.free(found)
-                return False
-            tails.spare_at[place[i], visit[i]], tails.num_spare[place[i], visit[i]] = found[0], count
-            if sequence.tail.account is not None:
-                sequence.tail.account.hold(count)
+        ahead = draft.rounds[needs] > 0
+        short = np.flatnonzero(tails.num_spare[place, visit] == 0)
+        if short.size and not self._take_spare(crew, members[needs[short]], place[short], visit[short], ahead[short]):
+            return False
         tails.slots[place, visit, row] = tails.spare_at[place, visit]
         tails.owned[place, visit, row] = True
         tails.spare_at[place, visit] += 1
         tails.num_spare[place, visit] -= 1
-        ahead = draft.rounds[needs] > 0
         self._ahead = place[ahead], visit[ahead], row[ahead]
         return True
+
+    def _take_spare(
+        self, crew: Crew, members: np.ndarray, place: np.ndarray, visit: np.ndarray, ahead: np.ndarray
+    ) -> bool:
+        """Claims slots for rows of members at visits, and some for the rows to come, those of each side by side;
+        returns whether there were enough. ahead: whether the row may never come to the visit, so that nobody makes
+        room."""
+        tails, pool = self.tails, self.claims.pool
+        rows = crew.limit[members] - 1 - tails.row[place]
+        # All together, if there is a run so long: those of an even number before the others begin with an even slot.
+        counts = np.minimum(rows, TAIL_SLOTS)
+        order = np.argsort(counts & 1, kind="stable")
+        if (found := pool.allocate_run(int(counts.sum()))) is not None:
+            place, visit, counts = place[order], visit[order], counts[order]
+            tails.spare_at[place, visit] = found[counts.cumsum() - counts]
+            tails.num_spare[place, visit] = counts
+            self._hold(crew, members[order], counts)
+            return True
+        for i, count in enumerate(counts.tolist()):
+            if not ahead[i]:
+                self.claims.make_free(count)
+            if (found := pool.allocate_run(count)) is None:
+                return False
+            tails.spare_at[place[i], visit[i]], tails.num_spare[place[i], visit[i]] = found[0], count
+            self._hold(crew, members[i : i + 1], counts[i : i + 1])
+        return True
+
+    def _hold(self, crew: Crew, members: np.ndarray, counts: np.ndarray) -> None:
+        """Counts slots for those for whom members run."""
+        if crew.has_accounts:
+            for number, count in zip(members.tolist(), counts.tolist(), strict=True):
+                account = crew.sequences[number].tail.account
+                if account is not None:
+                    account.hold(count)
 
     def withdraw(self) -> None:
         """Takes back the slots of visits to come, where the step that was drafted last is not to be run."""

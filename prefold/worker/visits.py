@@ -201,10 +201,8 @@ class VisitStore:
         hidden, before, first = self.visits.read(went), None, send(is_first, slots.device) > 0
         if self._reads_features and not is_first.all():
             before = Seen(self.visits.read(self.states[source]), self.likely[source].long())
-        logit, seen = self.model.leaves(hidden, before)
+        logit, seen = self.model.leaves(hidden, before, first if is_first.any() else None)
         if seen is not None:
-            if before is not None and is_first.any():
-                logit = torch.where(first, self.model.leaves(hidden, None)[0], logit)
             self.likely[slots] = seen.likely.to(torch.int32)
         share = torch.sigmoid(logit)
         stays, gone = self.odds[source].T

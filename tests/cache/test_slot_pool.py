@@ -44,6 +44,17 @@ def test_prefers_one_even_run():
     assert pool.allocate(10).tolist() == list(range(6, 16))
 
 
+def test_one_run_or_none():
+    pool = SlotPool(20)
+    held = pool.allocate(20)
+    pool.free(held[2:9])
+    pool.free(held[12:])
+    assert pool.allocate_run(9) is None and pool.allocate_run(30) is None and pool.free_slots == 15
+    assert pool.allocate_run(7).tolist() == list(range(14, 21))
+    assert pool.allocate_run(0).tolist() == []
+    assert len(pool.allocate(7)) == 7
+
+
 def test_refuses_what_is_not_in_use():
     pool = SlotPool(10)
     slots = pool.allocate(4)

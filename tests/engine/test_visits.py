@@ -174,6 +174,16 @@ def test_rows_that_stay_are_read_within_the_step(gated):
     assert engine.stats.generation.steps <= 5 + 19 + 1  # of the prompts, and one a token
 
 
+def test_few_sequences_make_all_visits_in_a_step(gated):
+    """Where more than a few run, a step has as many visits as it was told."""
+    steps = {}
+    for count in (3, 12):
+        engine = engine_of(gated[0], step_visits=2)
+        generate(engine, [request_of([number, 5, 6], Exits(), max_tokens=20) for number in range(count)])
+        steps[count] = engine.stats.generation.steps
+    assert steps[3] <= 5 + 19 + 1 and steps[12] >= 2 * 19
+
+
 def test_a_second_call_finds_rows_of_the_first(gated):
     """Kept rows serve prompts that go on from them, with another route from where the routes part, and with the tokens
     of an answer; what is found gives the same as what is computed."""

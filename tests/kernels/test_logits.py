@@ -67,3 +67,33 @@ def test_without_kernels_and_with_gradients(monkeypatch):
     other, place = ops.log_sum_exp(logits.detach())
     torch.testing.assert_close(other, sums.detach())
     assert torch.equal(place, largest)
+
+
+@needs_kernels
+@pytest.mark.parametrize("columns", [1, 15, 65, 600, 5000])
+@pytest.mark.parametrize("scale", [0.1, 4.0, 300.0])
+def test_entropies_against_float64(columns, scale):
+    torch.manual_seed(columns)
+    logits = torch.randn(9, columns) * scale - 7
+    logits[3, columns // 2] = -torch.inf  # adds nothing
+    logits[4, 0] = 1000.0  # nobody else counts
+    sums, largest, found = kernels.load().entropy(logits)
+    expected = torch.special.entr(torch.log_softmax(logits.double(), -1).exp()).sum(-1)
+    if columns == 1:
+        expected[3] = torch.nan
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6, equal_nan=True)
+    for one, other in zip((sums, largest), kernels.load().log_sum_exp(logits), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    with_gradients = ops.entropy(logits.clone().requires_grad_())
+    assert not with_gradients[2].requires_grad
+
+
+@needs_kernels
+def test_entropies_of_numbers_that_are_not_finite(monkeypatch):
+    """As by PyTorch: NaN."""
+    logits = torch.randn(4, 100)
+    logits[0, 7], logits[1, 5], logits[2] = torch.nan, torch.inf, -torch.inf
+    found = ops.entropy(logits)[2]
+    assert found[:3].isnan().all() and found[3].isfinite()
+    monkeypatch.setattr(kernels, "load", lambda: None)
+    torch.testing.assert_close(ops.entropy(logits)[2], found, equal_nan=True)
