@@ -12,6 +12,8 @@
                random ones of two blocks of a layer and (oneblock) of one block of two
     routes     trains routers (examples/looped_router.py): right answers by threshold, routes and their frequencies, how
                well a planner foretells them, routes of rows
+    paths      every path of one routed model through a grid: fixed, soft, hard, by template, templates given, with
+               exits, and without K/V: times, K/V, block calls, right answers
     once       rows that are computed once for each beginning of a route
 
 Without --section all of them. The short grid comes first (one seed, few sizes), and then the whole one where the seed's
@@ -26,7 +28,9 @@ ends, whole or not at all; one that failed or was late is written down as that. 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -36,13 +40,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import looped_paths
 import looped_replay
 import looped_report
 import looped_served
 import numpy as np
 import torch
 from common import machine
-from looped_tasks import TASKS, trained_model, trained_router
+from looped_tasks import TASKS, router_folder, trained_model, trained_router
 
 Cells = dict[str, Callable[[], dict[str, Any]]]
 
@@ -87,21 +92,23 @@ def kv_cells(options: argparse.Namespace) -> Cells:
 
 
 def decode_cells(options: argparse.Namespace) -> Cells:
-    def one(nodes: int | None, batch: int, prompt: int, out: int, blocks: int = 2) -> dict[str, Any]:
+    def one(nodes: int | None, hidden: int, batch: int, prompt: int, out: int, blocks: int = 2) -> dict[str, Any]:
         folder = trained_model(options.out, nodes, options.seeds[0], options.steps)[0] if nodes else None
-        given = (options.hidden, batch, prompt, out, options.repeats, options.device)
-        return looped_served.decode(folder, nodes or 0, *given, blocks=blocks)
+        given = (hidden, batch, prompt, out, options.repeats, options.device)
+        how = {"blocks": blocks, "dtype": options.dtype, "only": options.paths}
+        return looped_served.decode(folder, nodes or 0, *given, **how)
 
     cells: Cells = {}
     for batch in options.batches:
         for out in options.outs:
             for nodes in options.nodes:
-                cells[f"decode-trained-{nodes}-{batch}-{out}"] = partial(one, nodes, batch, 0, out)
-            for prompt in options.prompts:
-                size = f"{options.hidden}-{batch}-{prompt}-{out}"
-                cells[f"decode-random-{size}"] = partial(one, None, batch, prompt, out)
-                cells[f"decode-oneblock-{size}"] = partial(one, None, batch, prompt, out, blocks=1)
-    return cells
+                cells[f"decode-trained-{nodes}-{batch}-{out}"] = partial(one, nodes, 0, batch, 0, out)
+            for hidden, prompt in itertools.product(options.hidden, options.prompts):
+                size = hidden, batch, prompt, out
+                name = "-".join(map(str, size))
+                cells[f"decode-random-{name}"] = partial(one, None, *size)
+                cells[f"decode-oneblock-{name}"] = partial(one, None, *size, blocks=1)
+    return {name: run for name, run in cells.items() if name.split("-")[1] in options.kinds}
 
 
 def routes_cells(options: argparse.Namespace) -> Cells:
@@ -116,6 +123,29 @@ def routes_cells(options: argparse.Namespace) -> Cells:
     return cells
 
 
+def paths_cells(options: argparse.Namespace) -> Cells:
+    given = (options.repeats, options.device)
+
+    def one(nodes: int, seed: int, batch: int, out: int) -> dict[str, Any]:
+        trained_router(options.out, nodes, seed, options.steps, options.router_steps, "request")
+        return looped_paths.trained(router_folder(options.out, "request", nodes, seed), nodes, batch, out, *given)
+
+    cells: Cells = {}
+    for seed, nodes, batch in itertools.product(options.seeds, options.nodes, options.batches):
+        out = options.outs[-1]
+        cells[f"paths-trained-{nodes}-{seed}-{batch}-{out}"] = partial(one, nodes, seed, batch, out)
+    grid = [list(enumerate(some)) for some in (options.visits, options.batches, options.prompts, options.outs)]
+    sizes = [
+        (batch, prompt, out, visits)
+        for (i, visits), (j, batch), (k, prompt), (n, out) in itertools.product(*grid)
+        if not options.even or (i + j + k) % len(options.outs) == n
+    ]
+    for batch, prompt, out, visits in sorted(sizes, key=math.prod):
+        name = f"paths-random-{visits}-{batch}-{prompt}-{out}"
+        cells[name] = partial(looped_paths.random, batch, prompt, out, visits, *given)
+    return {name: run for name, run in cells.items() if name.split("-")[1] in options.kinds}
+
+
 def once_cells(options: argparse.Namespace) -> Cells:
     return {"once": lambda: looped_served.once(options.device)}
 
@@ -126,6 +156,7 @@ SECTIONS: Mapping[str, Callable[[argparse.Namespace], Cells]] = {
     "accuracy": accuracy_cells,
     "decode": decode_cells,
     "routes": routes_cells,
+    "paths": paths_cells,
     "once": once_cells,
 }
 
@@ -197,7 +228,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", default="64,128,256,512", help="tokens of a prompt")
     parser.add_argument("--outs", default="16,32,64", help="tokens that are generated")
     parser.add_argument("--visits", default="4,8")
-    parser.add_argument("--hidden", type=int, default=512, help="the width of the random model of `decode`")
+    parser.add_argument(
+        "--even", action="store_true", help="one of --outs for each of the other sizes of `paths`, in turn"
+    )
+    parser.add_argument("--hidden", default="512", help="widths of the random models of `decode`")
+    parser.add_argument("--dtype", default="float32", help="of these models")
+    parser.add_argument(
+        "--paths", default="", help="of `decode`, with ; between them, beside fixed and + exits; all unless given"
+    )
+    parser.add_argument("--kinds", default="trained,random,oneblock", help="of the models of `decode` and `paths`")
     parser.add_argument("--queue", type=int, default=256, help="requests of a queue")
     parser.add_argument("--repeats", type=int, default=5, help="runs that a median is of")
     parser.add_argument("--go-on", action="store_true", help="do not stop where a stopping rule says so")
@@ -207,9 +246,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.smoke:
         options.nodes, options.seeds, options.steps, options.router_steps = "16", "0", 3, 3
         options.prompts, options.outs, options.batches, options.visits = "16", "4", "2", "4"
-        options.repeats, options.queue, options.hidden = 1, 32, 32
-    for name in ("nodes", "seeds", "prompts", "outs", "batches", "visits"):
+        options.repeats, options.queue, options.hidden = 1, 32, "32"
+    for name in ("nodes", "seeds", "prompts", "outs", "batches", "visits", "hidden"):
         setattr(options, name, [int(number) for number in getattr(options, name).split(",")])
+    options.paths, options.kinds = (
+        [one for one in text.split(by) if one] for text, by in ((options.paths, ";"), (options.kinds, ","))
+    )
     if unknown := set(options.nodes) - set(TASKS):
         parser.error(f"--nodes has {min(unknown)}; tasks have {', '.join(map(str, TASKS))} nodes")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -230,6 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(given)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.cell:
+        options.even = False  # it may be of the short grid
         cells = {name: run for section in SECTIONS.values() for name, run in section(options).items()}
         write(options.out / f"{options.cell}.json", cells[options.cell]())
         return 0

@@ -190,47 +190,82 @@ def headline(cells: Cells) -> str:
     return "Looped models with routes need serving that knows routes. No GPU cell shows them faster than all visits."
 
 
+# Paths as rows of the seed's table, in its order.
+ROWS = {
+    "fixed": "fixed loop",
+    "no cache": "fixed loop, no K/V",
+    "soft": "soft router, no K/V",
+    "hard": "hard router",
+    "by template": "hard + template batching",
+    "template": "hard + template + K/V",
+    "exits": "fixed loop + exits",
+    "template exits": "hard + template + K/V + exits",
+}
+
+
+def publishable(cells: Cells) -> str:
+    """Returns the seed's table with exits added: a row a path and task, means and deviations over seeds, of the largest
+    batch that was measured."""
+    some = [(parts, one) for parts, one in of(cells, "paths") if parts[0] == "trained" and "paths" in one]
+    if not some:
+        return "Not measured: the section `paths` has no trained model."
+    batch = max(int(parts[3]) for parts, _ in some)
+    lines = []
+    for nodes in sorted({parts[1] for parts, _ in some}, key=int):
+        chosen = [one for parts, one in some if parts[1] == nodes and int(parts[3]) == batch]
+        for path, name in ROWS.items():
+            of_seeds = [one["paths"][path] for one in chosen]
+            means = {key: float(np.mean([one[key] for one in of_seeds])) for key in of_seeds[0] if key != "seconds"}
+            shown = [plus_minus([one[key] for one in of_seeds]) for key in ("right", "seen", "one more")]
+            shown += [f"{1e3 * means['ttft']:.1f}", f"{1e3 * means['tpot']:.2f}", f"{means['tokens/s']:.0f}"]
+            kv_of = f"{means['kv bytes'] / 1e6:.2f}" if means["kv bytes"] else ""
+            lines.append([nodes, name, *shown, kv_of, f"{means['block calls']:.2f}", len(of_seeds)])
+    headers = ["nodes", "Model", "Accuracy", "hops of training", "one hop more", "TTFT, ms", "TPOT, ms", "tokens/s"]
+    headers += ["K/V, MB", "Block calls", "seeds"]
+    return f"{batch} queries at once.\n\n{table(headers, lines)}"
+
+
+def paths(cells: Cells) -> str:
+    """Returns every path of every cell, and how fast each is beside "fixed" by each size of the grid."""
+    lines: list[list[Any]] = []
+    ratios: dict[tuple[str, str, str], list[float]] = {}
+    for parts, one in of(cells, "paths"):
+        name = "-".join(parts)
+        if missing(one):
+            lines.append([name, missing(one)] + [""] * 9)
+            continue
+        fixed = one["paths"]["fixed"]
+        for path in ROWS:
+            row = one["paths"][path]
+            right = f"{row['right']:.3f} / {row['right tokens']:.3f}" if "right" in row else ""
+            first = [name, ROWS[path], f"{1e3 * row['ttft']:.1f}", f"{1e3 * row['tpot']:.2f}", ms(row["seconds"])]
+            last = [f"{row['tokens/s']:.0f}", f"{row['tokens/s'] / fixed['tokens/s']:.2f}"]
+            last += [f"{row['kv bytes'] / 1e6:.2f}", f"{row['block calls']:.2f}", right]
+            lines.append([*first, *last, f"{row['drift']:.1e}" if "drift" in row else ""])
+            if parts[0] == "random":
+                sizes = zip(("visits", "batch", "prompt", "out"), parts[1:], strict=True)
+                for size, value in sizes:
+                    ratios.setdefault((size, value, path), []).append(row["tokens/s"] / fixed["tokens/s"])
+    headers = ["cell", "path", "TTFT, ms", "TPOT, ms", "end to end, ms", "tokens/s", "over fixed", "K/V, MB"]
+    found = table([*headers, "block calls a row", "right: first / all tokens", "largest logprob difference"], lines)
+    keys = sorted({key[:2] for key in ratios}, key=lambda key: (key[0], int(key[1])))
+    summary = []
+    for size, value in keys:
+        of_paths = [ratios[size, value, path] for path in ROWS]
+        summary.append([f"{size} {value}", len(of_paths[0]), *(f"{np.median(some):.2f}" for some in of_paths)])
+    names = [f"{ROWS[path]}" for path in ROWS]
+    return f"Tokens/s over the fixed loop, medians:\n\n{table(['size', 'cells', *names], summary)}\n\n{found}"
+
+
 TABLES: dict[str, tuple[str, Callable[[Cells], str]]] = {
     "accuracy": ("Right answers and exits", accuracy),
     "replay": ("Ways through a routed model", replay),
     "kv": ("K/V beside none", kv),
     "decode": ("Generating", decode),
     "routes": ("Routers", routes),
+    "paths": ("Every path", paths),
     "once": ("Each row once", once),
 }
-
-
-def publishable(cells: Cells) -> str:
-    """Returns the seed's table, with exits added: a row a path. Paths of generation are those of the first decode cell
-    of a trained model, whose tokens are scored; routers are means over what the routes section has of those that read
-    requests, with the time of prompts alone."""
-    trained = [(parts, one) for parts, one in of(cells, "decode") if parts[0] == "trained" and "fixed" in one]
-    routed = [one for parts, one in of(cells, "routes") if parts[0] == "request" and "fixed" in one]
-    replayed = next((one for _, one in of(cells, "replay") if "seconds" in one), None)
-    lines = []
-    for name, path in (("fixed loop", "fixed"), ("soft router", "soft"), ("hard router", "generic hard"),
-                       ("hard + template batching", "template replay"), ("hard + template + KV", "template + KV"),
-                       ("+ exits", "+ exits")):  # fmt: skip
-        row: dict[str, str] = dict.fromkeys(("accuracy", "TTFT", "TPOT", "tokens/s", "block calls", "notes"), "")
-        if path in ("fixed", "template + KV", "+ exits"):
-            if trained:
-                parts, cell = trained[0]
-                one, counts = cell[path], cell["counts"]
-                share = counts["block calls with exits"] / counts["block calls"] if path == "+ exits" else 1
-                row |= {"TTFT": f"{1e3 * one['ttft']:.1f} ms", "TPOT": f"{1e3 * one['tpot']:.2f} ms"}
-                row |= {"tokens/s": f"{one['tokens/s']:.0f}", "accuracy": f"{one['right']:.3f}"}
-                row |= {"block calls": f"{8 * share:.2f}", "notes": "generates: " + "-".join(parts)}
-        else:
-            way = "soft" if path == "soft" else "hard at 0.60"
-            if routed:
-                row["accuracy"] = f"{np.mean([one[way]['right'] for one in routed]):.3f}"
-                made = np.mean([np.mean(list(one[way]["visits"].values())) for one in routed])
-                row["block calls"] = "16" if path == "soft" else f"{made:.2f}"
-                row["notes"] = f"{len(routed)} routers, one hop more than trained among the queries; "
-            if replayed:
-                row["notes"] += f"prompts alone: {ms(replayed['seconds'][path])} ms"
-        lines.append([name, *row.values()])
-    return table(["Model", "Accuracy", "TTFT", "TPOT", "tokens/s", "Block calls", "Notes"], lines)
 
 
 def plots(cells: Cells) -> list[tuple[str, bytes]]:

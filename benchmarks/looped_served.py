@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from prefold.checkpoint import Checkpoint
 from prefold.model.exits import RowExits, exit_visits
 from prefold.stream import Spool
 from prefold.train import TrainBatch, visit_logprobs
-from prefold.types import Request, Sampling
+from prefold.types import Generated, Request, Sampling
 from prefold.worker.attend import Path as KVPath
 from prefold.worker.attend import StepAttend
 
@@ -88,6 +89,11 @@ def requests(prompts: Sequence[Sequence[int]], each: Sequence[dict[str, Any]] = 
 
 def tokens_of(llm: LLM, asked: Sequence[Request]) -> list[list[int]]:
     """Returns the tokens that requests get, in their order. Raises the error of one that cannot run."""
+    return [list(one.tokens) for one in answers(llm, asked)]
+
+
+def answers(llm: LLM, asked: Sequence[Request]) -> list[Generated]:
+    """Returns what requests of a sample each get, in their order. Raises the error of one that cannot run."""
     found: list[Any] = [None] * len(asked)
     with Spool() as spool:
         for number, request in enumerate(asked):
@@ -95,7 +101,7 @@ def tokens_of(llm: LLM, asked: Sequence[Request]) -> list[list[int]]:
         for tag, answer in llm.engine.generate(spool.windows(max_tokens=1 << 20, share=True), None):
             if isinstance(answer, Exception):
                 raise answer
-            found[int.from_bytes(tag, "little")] = list(answer[0].tokens)
+            found[int.from_bytes(tag, "little")] = answer[0]
     return found
 
 
@@ -116,25 +122,38 @@ def without_kv(llm: LLM, prompts: Sequence[Sequence[int]], out: int) -> list[lis
     return [text[len(prompts[0]) :] for text in texts]
 
 
-def in_turn(ways: dict[Any, Callable[[], Any]], repeats: int) -> tuple[dict[Any, list[float]], dict[Any, Any]]:
-    """Returns the seconds of each way, run round by round after one that does not count, and what each gave last."""
+def in_turn(
+    ways: dict[Any, Callable[[], Any]], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[dict[Any, list[float]], dict[Any, Any]]:
+    """Returns the seconds of each way, run round by round after one that does not count, and what each gave last. What
+    is there when it begins is not looked at by Python's garbage collector, as in a server: to look through all of it
+    takes as long as ten steps of a small model, and falls to any of the ways."""
+    gc.collect()
+    gc.freeze()
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     given: dict[str, Any] = {}
     for number in range(repeats + 1):
         for name, run in ways.items():
-            began = time.perf_counter()
+            began = clock()
             given[name] = run()
             if number:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(clock() - began)
     return seconds, given
 
 
-def random_llm(hidden: int, visits: int, device: str, *, blocks: int = 2, **options: Any) -> LLM:
-    """Returns an LLM of random weights, two blocks of a layer, visited in turn, or one of two layers, with a gate."""
+def random_config(hidden: int, visits: int, blocks: int = 2) -> dict[str, Any]:
+    """Returns the config.json of a model of two layers with a gate, which are so many blocks, visited in turn."""
     config = example.hf_config(example.Task(24, 4), hidden, 4 if hidden < 256 else 8, visits)
-    config |= {"max_position_embeddings": 1024, "loop": config["loop"] | {"blocks": blocks}}
+    return config | {"max_position_embeddings": 1024, "loop": config["loop"] | {"blocks": blocks}}
+
+
+def random_llm(
+    hidden: int, visits: int, device: str, *, blocks: int = 2, dtype: str = "float32", **options: Any
+) -> LLM:
+    """Returns an LLM of random weights, two blocks of a layer, visited in turn, or one of two layers, with a gate."""
+    config = random_config(hidden, visits, blocks)
     options |= {"cache": "off"}  # a round is not to find what the one before has computed
-    return LLM(Checkpoint.dummy(config), dtype="float32", device=device, kv_memory=1 << 30, **options)
+    return LLM(Checkpoint.dummy(config), dtype=dtype, device=device, kv_memory=1 << 30, **options)
 
 
 def kv(batch: int, prompt: int, out: int, visits: int, repeats: int, device: str) -> dict[str, Any]:
@@ -211,6 +230,8 @@ def decode(
     device: str,
     *,
     blocks: int = 2,
+    dtype: str = "float32",
+    only: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measures the paths of generation: all visits; a given template; a visit a step, where nobody leaves, and with
     exits; several visits a step with exits; and these without refill.
@@ -218,15 +239,17 @@ def decode(
     folder  of a trained model, which is asked real queries, whose tokens are scored; None: random weights of the width
             `hidden`, whose rows leave after as many visits as those of a trained model do: a hop more than the 1 to 5
             that they ask
-    blocks  of the random model
+    blocks, dtype   of the random model
+    only    names of paths, beside "fixed" and "+ exits"; none: all
     """
     if not rows_leave():
         return not_there("rows that leave")
 
     def make(**options: Any) -> LLM:
         if folder is None:
-            return random_llm(hidden, 8, device, blocks=blocks, **options)
-        return LLM(str(folder), dtype="float32", device=device, kv_memory=1 << 30, cache="off", **options)
+            return random_llm(hidden, 8, device, blocks=blocks, dtype=dtype, **options)
+        how = {"dtype": "float32", "device": device, "kv_memory": 1 << 30, "cache": "off"}
+        return LLM(str(folder), **how, max_running=max(256, batch), **options)
 
     read, single = make(), make(exits="save", step_visits=1)
     save, no_refill = make(exits="save"), make(exits="save", refill=False)
@@ -250,6 +273,8 @@ def decode(
         "+ exits": lambda many: tokens_of(save, requests(prompts, each, max_tokens=many)),
         "+ exits, no refill": lambda many: tokens_of(no_refill, requests(prompts, each, max_tokens=many)),
     }
+    if only:
+        paths = {name: path for name, path in paths.items() if name in ("fixed", "+ exits", *only)}
     ways = {(name, many): partial(path, many) for name, path in paths.items() for many in (1, out)}
     seconds, given = in_turn(ways, repeats)
     found: dict[str, Any] = {
@@ -257,9 +282,11 @@ def decode(
     }
     for name in paths:
         first, whole = median(seconds[name, 1]), median(seconds[name, out])
+        of_tokens = [(b - a) / max(1, out - 1) for a, b in zip(seconds[name, 1], seconds[name, out], strict=True)]
         found[name] = {
             "ttft": first,
             "tpot": (whole - first) / max(1, out - 1),
+            "tpots": of_tokens,
             "seconds": seconds[name, out],
             "tokens/s": batch * out / whole,
             "as fixed": float(np.mean([a == b for a, b in zip(given[name, out], given["fixed", out], strict=True)])),

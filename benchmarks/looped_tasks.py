@@ -49,11 +49,16 @@ def trained_model(out: Path, nodes: int, seed: int, steps: int) -> tuple[Path, d
     return folder, json.loads(took.read_text()) if took.exists() else {}
 
 
+def router_folder(out: Path, reads: str, nodes: int, seed: int) -> Path:
+    """Returns the folder of a trained router and its model."""
+    return out / f"router-{reads}-{nodes}-{seed}"
+
+
 def trained_router(out: Path, nodes: int, seed: int, steps: int, router_steps: int, reads: str) -> dict[str, Any]:
     """Returns what examples/looped_router.py finds of a router, which is trained where there is none."""
     chains, hops = TASKS[nodes]
     model, _ = trained_model(out, nodes, seed, steps)
-    folder = out / f"router-{reads}-{nodes}-{seed}"
+    folder = router_folder(out, reads, nodes, seed)
     if not (folder / "found.json").exists():
         given = {"model": model, "out": folder, "chains": chains, "hops": hops, "seed": seed, "steps": router_steps}
         seconds = train("looped_router.py", **given, reads=reads)

@@ -76,6 +76,40 @@ def test_stopping_rules(bench):
     assert bench.stops({"replay-8-16-128": {"failed": "late"}, "kv-8-16-128-16": {"failed": "late"}}) == []
 
 
+def test_every_path_of_a_routed_model(bench, tmp_path):
+    """Routes that are given are those that the router takes, however rows are put together; and the report of them."""
+    torch_threads = torch.get_num_threads()
+    try:
+        cell = bench.looped_paths.random(6, 12, 5, 8, 1, "cpu")
+    finally:
+        torch.set_num_threads(torch_threads)
+    paths = cell["paths"]
+    assert cell["routes"] > 1 and sorted(paths) == sorted(bench.looped_report.ROWS)
+    assert [paths[name]["as hard"] for name in ("by template", "template")] == [1, 1]
+    assert paths["no cache"]["as fixed"] == 1
+    assert max(one["drift"] for one in paths.values() if "drift" in one) < 1e-4
+    calls = {name: one["block calls"] for name, one in paths.items()}
+    assert calls["soft"] == 16 and {calls[name] for name in ("fixed", "no cache", "template", "hard")} == {8}
+    assert calls["exits"] < 8 and calls["template exits"] < 8
+    assert [name for name, one in paths.items() if not one["kv bytes"]] == ["soft", "no cache"]
+    (tmp_path / "paths-random-8-6-12-5.json").write_text(json.dumps(cell))
+    for one in paths.values():
+        one |= {"right": 0.5, "seen": 1.0, "one more": 0.25, "right tokens": 0.75}
+    for seed in (0, 1):
+        (tmp_path / f"paths-trained-16-{seed}-6-5.json").write_text(json.dumps(cell))
+    text = bench.looped_report.write(tmp_path, ["paths"])
+    assert "| batch 6" in text and "| random-8-6-12-5" in text
+    table = (tmp_path / "report.md").read_text().split("## One table")[1].split("##")[0]
+    assert table.count("0.500 ± 0.000") == 8 and "6 queries at once" in table
+
+
+def test_cells_of_an_even_grid(bench, tmp_path):
+    options = bench.parse([f"--out={tmp_path}", "--section=paths", "--even", "--kinds=random"])
+    sizes = [tuple(map(int, name.split("-")[2:])) for name in bench.paths_cells(options)]
+    assert len(sizes) == 32 == len({size[:3] for size in sizes}) and sizes == sorted(sizes, key=np.prod)
+    assert {sum(size[3] == out for size in sizes) for out in options.outs} <= {10, 11}
+
+
 @torch.inference_mode()
 def test_ways_through_a_routed_model_give_the_same(bench):
     """However requests are put together, their logits are those that they have alone; and softly those of `routed`."""
