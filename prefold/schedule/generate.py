@@ -294,7 +294,6 @@ class GenerateScheduler(Sequences[Running]):
             if not self._release_waiting(sequence):
                 failed.append(self._fail(sequence))
                 return 0
-        self.waiting.admitted(sequence, rows)
         self._count_admission(sequence, path, fresh)
         for node, count in fresh.items():
             node.claim(slots[:count])
@@ -302,7 +301,13 @@ class GenerateScheduler(Sequences[Running]):
         sequence.tail.claim(slots)
         sequence.state, sequence.ready = "running", False
         self.running[sequence] = None
+        rows -= self._spare(sequence)
+        self.waiting.admitted(sequence, rows)
         return 1 + rows + len(sequence.tail)
+
+    def _spare(self, sequence: Running) -> int:
+        """Returns how many rows of a sequence that was just admitted are not there, and need not be computed."""
+        return 0
 
     def _tail_rows(self, sequence: Running) -> int:
         """Returns how many slots a sequence's tail should have: for its whole output where that is reserved, or else

@@ -19,7 +19,6 @@ import numpy as np
 from ..cache import CacheOptions, SlotPool
 from ..cache.shifted import ChunkIndex, ShiftedReuse
 from ..cache.tree import Node
-from ..errors import InputError
 from .generate import GenerateScheduler
 from .generate_step import Running
 from .steps import MoveRows
@@ -70,13 +69,11 @@ class ShiftingScheduler(GenerateScheduler):
 
     # ------------------------------------------------------------------------------------------ who comes
 
-    def _start(self, sequence: Running, failed: list[tuple[Hashable, InputError]]) -> int | None:
-        rows = super()._start(sequence, failed)
-        if sequence.state == "running" and sequence.key in self._may_shift:
-            assert rows is not None
-            self._may_shift.discard(sequence.key)
-            rows -= self._shift(sequence)
-        return rows
+    def _spare(self, sequence: Running) -> int:
+        if sequence.key not in self._may_shift:
+            return 0
+        self._may_shift.discard(sequence.key)
+        return self._shift(sequence)
 
     def _shift(self, sequence: Running) -> int:
         """Has chunks copied for a request whose first sequence was admitted; returns how many rows these are."""

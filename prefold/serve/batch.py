@@ -271,6 +271,7 @@ class _Apart:
 
 class _Details(msgspec.Struct):
     cached_tokens: int = 0
+    approximate_tokens: int = 0
 
 
 class _Usage(msgspec.Struct):
@@ -304,7 +305,7 @@ _read_line = msgspec.json.Decoder(_Line).decode
 
 def _split(lines: Path, good: Path, bad: Path) -> tuple[dict[str, int], Body]:
     """Makes two files of a batch's lines, answers and errors; returns ({kind: lines}, usage of all answers)."""
-    failed, prompt, cached, generated = bytearray(), 0, 0, 0
+    failed, prompt, cached, copied, generated = bytearray(), 0, 0, 0, 0
     with lines.open("rb") as file:
         for line in file:
             response = _read_line(line).response
@@ -313,7 +314,9 @@ def _split(lines: Path, good: Path, bad: Path) -> tuple[dict[str, int], Body]:
                 prompt += usage.prompt_tokens or usage.input_tokens
                 generated += usage.completion_tokens or usage.output_tokens
                 details = usage.prompt_tokens_details or usage.input_tokens_details
-                cached += 0 if details is None else details.cached_tokens
+                if details is not None:
+                    cached += details.cached_tokens
+                    copied += details.approximate_tokens
     if any(failed):
         with lines.open("rb") as file, good.open("wb") as answers, bad.open("wb") as errors:
             for line, is_error in zip(file, failed, strict=True):
@@ -324,7 +327,7 @@ def _split(lines: Path, good: Path, bad: Path) -> tuple[dict[str, int], Body]:
     counts = {"output": len(failed) - sum(failed), "error": sum(failed)}
     return counts, {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": cached},
+        "input_tokens_details": {"cached_tokens": cached} | ({"approximate_tokens": copied} if copied else {}),
         "output_tokens": generated,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + generated,

@@ -57,6 +57,9 @@ class Metrics:
         self.prefix_hits = Counter(
             "prefold:prefix_cache_hits", "Those of them that were there already, by tenant.", ["tenant"], **place
         )
+        self.approximate = Counter(
+            "prefold:approximate_tokens", "Those that were copied from other positions, by tenant.", ["tenant"], **place
+        )
         self.lag = Histogram(
             "prefold:event_loop_lag_seconds", "By how much the event loop is late.", buckets=_SECONDS, **place
         )
@@ -79,6 +82,7 @@ class Metrics:
         """Counts the tokens of a prompt that was continued, by the result of its item."""
         self.prefix_queries.labels(tenant or "").inc(result["num_tokens"])
         self.prefix_hits.labels(tenant or "").inc(result["cached_tokens"])
+        self.approximate.labels(tenant or "").inc(result.get("approximate_tokens", 0))
 
     def log(self, error: Exception) -> None:
         """Writes an error of the server to its log, without anything of the request."""

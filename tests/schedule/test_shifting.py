@@ -12,6 +12,7 @@ from traces import expected, next_token
 
 from prefold.cache import CacheOptions, ShiftedReuse, SlotPool
 from prefold.cache.shifted import MOST_IN_VAIN
+from prefold.schedule.fair import FairAdmission
 from prefold.schedule.shifted import Moved, ShiftingScheduler
 
 
@@ -113,6 +114,19 @@ def test_a_prompt_that_was_copied_is_not_kept():
     ask(scheduler, 2, [*C, *B, 9], shifts=False)
     assert scheduler.stats.prefill_rows - before == 25 - 14
     assert ask(scheduler, 3, [*C, *B, 9, 4]) == []
+
+
+def test_a_tenant_is_not_charged_for_rows_that_were_copied(monkeypatch):
+    scheduler = scheduler_of()
+    ask(scheduler, 0, [*A, *B, 7])
+    scheduler.admit_by(FairAdmission())
+    charged, admitted = [], scheduler.waiting.admitted
+    monkeypatch.setattr(
+        scheduler.waiting, "admitted", lambda sequence, rows: (charged.append(rows), admitted(sequence, rows))
+    )
+    ask(scheduler, 1, [*A, 4], shifts=False)  # the rows of A are there
+    (moved,) = ask(scheduler, 2, [*C, *B, 9])
+    assert charged == [1, 25 - len(moved)] and len(moved) == 10
 
 
 def test_one_namespace():

@@ -6,7 +6,7 @@ import json
 
 import httpx
 import pytest
-from serving import serving
+from serving import serving, until
 
 from prefold import LLM
 from prefold.cache import CacheOptions, ShiftedReuse
@@ -16,10 +16,13 @@ OTHERS = [f"{i} Another beginning, number {i}: {'abcdefgh'[i:]}{'xyz' * i}. " fo
 
 
 @pytest.fixture(scope="module")
-def client(llm):
+def client(llm, tmp_path_factory):
     shifted = ShiftedReuse(min_tokens=24, recompute=4, min_share=0.0, trial=True)
     made = LLM(str(llm.folder), dtype="float32", kv_memory=1 << 23, cache=CacheOptions(shifted=shifted))
-    with serving(made) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+    with (
+        serving(made, data_dir=str(tmp_path_factory.mktemp("data"))) as server,
+        httpx.Client(base_url=server.url, timeout=30) as client,
+    ):
         client.post("/v1/completions", json={"prompt": "a" + FIRST, "max_tokens": 1}).raise_for_status()
         yield client
 
@@ -75,6 +78,33 @@ def test_messages(client, stream):
 def test_numbers_are_exact(client):
     usage = client.post("/v1/embeddings", json={"input": OTHERS[6] + FIRST}).json()["usage"]
     assert "prompt_tokens_details" not in usage
+
+
+def test_metrics(client):
+    def counted() -> float:
+        lines = client.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("prefold:approximate_tokens_total{"))
+
+    before = counted()
+    usage = ask(client, "/v1/completions", prompt=OTHERS[6] + FIRST).json()["usage"]
+    assert counted() - before == usage["prompt_tokens_details"]["approximate_tokens"] > 0
+
+
+def test_a_batch_has_the_sum(client):
+    where = "/v1/completions"
+    model = client.get("/v1/models").json()["data"][0]["id"]
+    bodies = [{"model": model, "prompt": f"{i}: {OTHERS[i]}{FIRST}", "max_tokens": 2} for i in range(3)]
+    lines = [{"custom_id": f"{i}", "method": "POST", "url": where, "body": body} for i, body in enumerate(bodies)]
+    sent = "\n".join(map(json.dumps, lines)).encode()
+    file = client.post("/v1/files", files={"file": ("lines.jsonl", sent)}, data={"purpose": "batch"}).json()["id"]
+    asked = {"input_file_id": file, "endpoint": where, "completion_window": "24h"}
+    made = client.post("/v1/batches", json=asked).json()
+    until(lambda: client.get(f"/v1/batches/{made['id']}").json()["status"] == "completed", 30)
+    done = client.get(f"/v1/batches/{made['id']}").json()
+    said = client.get(f"/v1/files/{done['output_file_id']}/content").text.splitlines()
+    details = [json.loads(line)["response"]["body"]["usage"]["prompt_tokens_details"] for line in said]
+    copied = sum(one.get("approximate_tokens", 0) for one in details)
+    assert done["usage"]["input_tokens_details"]["approximate_tokens"] == copied > 0
 
 
 def test_admins_see_the_settings(client):
