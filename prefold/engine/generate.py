@@ -350,8 +350,12 @@ class Generator:
             self._land()  # to be planned anew, with the tokens that it cannot do without
         elif step is not None:
             self._start(step, started)
-        if waits:
-            self._encode(None if step is None else time.perf_counter() - started)
+        if self._pictures is not None:
+            seconds = None
+            if step is not None:
+                seconds = self._pictures.seconds_after(step.num_rows, time.perf_counter() - started)
+            if waits:
+                self._encode(seconds)
         return moved
 
     def _encode(self, seconds: float | None) -> None:

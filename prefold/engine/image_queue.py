@@ -10,6 +10,7 @@ from ..prefix import MEDIA_BASE
 from ..schedule.generate_step import Running
 from ..types import Medium
 from .images import ImageDesk
+from .tower_pace import TowerPace
 
 __all__ = ["ImageQueue"]
 
@@ -22,6 +23,8 @@ class ImageQueue:
 
     def __init__(self, desk: ImageDesk):
         self.desk = desk
+        self._pace = TowerPace()
+        self._pieces = 0  # of the tower's work, that were done until the last step
         self._keys: set[Hashable] = set()  # requests that have rows of images
         self._waiting: dict[int, list[Hashable]] = {}  # requests that an image holds up, by its first id
 
@@ -58,6 +61,11 @@ class ImageQueue:
         self._waiting = waiting
         self.desk.want(self, media)
         return not self.desk.held(np.array(list(waiting), np.int64)).all(), list(lost)
+
+    def seconds_after(self, rows: int, seconds: float) -> float:
+        """Takes note of a step of so many rows, and returns for how many seconds the tower may run after it."""
+        before, self._pieces = self._pieces, self.desk.pieces
+        return self._pace.seconds_after(rows, seconds, disturbed=self._pieces > before)
 
     def encode(self, seconds: float, *, idle: bool) -> tuple[list[Hashable], str]:
         """Runs the tower for about so many seconds. Returns the requests that need an image which it failed for, and

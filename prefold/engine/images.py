@@ -66,8 +66,9 @@ class ImageDesk:
     that somebody waits for stay. Several images may be on their way through the tower, for several who ask; one that
     nobody wants any more is given up when another begins.
 
-    media  knows the images by the ids of their rows
-    meter  counts runs of the tower
+    media   knows the images by the ids of their rows
+    meter   counts runs of the tower
+    pieces  how many pieces of work the tower has done until now
     """
 
     def __init__(self, worker: Worker, media: MediaTable, memory: int, meter: Meter):
@@ -81,7 +82,8 @@ class ImageDesk:
         self._wanted: dict[Hashable, list[Medium]] = {}
         self._runs: dict[int, _Run] = {}  # by first id
         self._rate: float | None = None  # operations a second; None: not measured yet
-        self._credit = 0.0  # seconds that steps of others have had and the tower has not
+        self._credit = 0.0  # seconds that the tower was given between steps of others, and has not run
+        self.pieces = 0
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="prefold-image")
         self._bounds: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
 
@@ -173,6 +175,7 @@ class ImageDesk:
         result = self._worker.start(EncodeImage(medium.ids, tiles, stop)).result()
         ended = time.perf_counter()
         self._credit = 0.0 if idle else self._credit - (ended - started)
+        self.pieces += stop - run.done
         before, run.done, run.tiles = run.operations, stop, None
         self._note_rate(run.operations - before, ended - computing)
         self._meter.add(seconds={"tower": ended - started})

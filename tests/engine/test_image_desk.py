@@ -15,6 +15,7 @@ from prefold.cache.media import MediaTable
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine.images import ImageDesk
 from prefold.engine.meter import Meter
+from prefold.engine.tower_pace import TowerPace
 from prefold.errors import InputError
 from prefold.media import TowerConfig
 from prefold.prefix import MEDIA_BASE
@@ -121,6 +122,28 @@ def test_as_much_as_the_time_allows():
     assert worker.told[1:] == [(one.ids[0], 1)]
     desk.advance("me", 1.1 + second / first)
     assert worker.told[2:] == [(one.ids[0], 2)]
+
+
+def test_a_step_and_the_tower_take_twice_the_time_of_a_step_alone():
+    pace = TowerPace()
+    for rows in (4, 8, 4, 8):
+        assert pace.seconds_after(rows, 0.01 + 0.001 * rows, disturbed=False) == pytest.approx(0.01 + 0.001 * rows)
+    # A step of eight rows takes 0.018 seconds where the tower has not run before it.
+    assert pace.seconds_after(8, 0.024, disturbed=True) == pytest.approx(2 * 0.018 - 0.024)
+    assert pace.seconds_after(8, 0.012, disturbed=True) == 0.012, "no more than the step"
+    assert pace.seconds_after(8, 10.0, disturbed=True) == 2.5, "the tower goes on"
+    for _ in range(40):
+        pace.seconds_after(8, 0.03, disturbed=False)
+    assert pace.seconds_after(8, 0.04, disturbed=True) == pytest.approx(0.02, rel=0.01), "it learns"
+
+
+def test_steps_of_a_size_that_was_not_seen_alone():
+    pace = TowerPace()
+    assert pace.seconds_after(9, 0.026, disturbed=True) == 0.026, "nothing is known"
+    pace.seconds_after(1, 0.010, disturbed=False)
+    for _ in range(40):
+        pace.seconds_after(1, 0.013, disturbed=True)
+    assert pace.seconds_after(9, 0.026, disturbed=True) == pytest.approx(2 * 0.02 - 0.026, rel=0.01)
 
 
 def test_others_keep_half_of_the_time():
@@ -307,6 +330,37 @@ def test_text_goes_on_while_images_wait():
     while generator.has_work:
         generator.step()
     assert len(told["text"][0].tokens) == 30 and engine.stats.tower_runs == 1
+
+
+def test_half_of_the_rate_is_kept_where_the_tower_makes_steps_slower(monkeypatch):
+    """Of a step that takes 10 ms, and 13 ms behind the tower's work."""
+    worker, clock, ran = Noting(), [0.0], [False]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    engine = engine_of(worker)
+    engine.images._pool = AtOnce()
+
+    def encodes(pieces: int) -> None:
+        clock[0], ran[0] = clock[0] + 0.004 * pieces, True
+
+    def steps(message, prepared=None, start=worker.start):
+        if isinstance(message, SlotStep):
+            clock[0], ran[0] = clock[0] + (0.013 if ran[0] else 0.010), False
+        return start(message, prepared)
+
+    worker.takes, worker.start = encodes, steps
+    generator, told = engine.generator, []
+    generator.add(Request(np.array([1], np.int32), sampling=Sampling(max_tokens=60)), None, lambda answer: None)
+    for _ in range(5):
+        generator.step()
+    images = [take(engine.media, str(i)) for i in range(8)]
+    tokens = np.concatenate([*(image.ids for image in images), [2]]).astype(np.int32)
+    generator.add(Request(tokens, sampling=Sampling(max_tokens=1), media=tuple(images)), None, told.append)
+    began, before = clock[0], len(worker.steps)
+    while not told:
+        generator.step()
+    assert engine.stats.tower_runs == 8 and engine.stats.seconds["tower"] == pytest.approx(0.004 * 8 * PIECES)
+    spent = clock[0] - began + engine.images._credit  # its last pieces may take more than it was given until then
+    assert spent / (len(worker.steps) - before) == pytest.approx(0.020, rel=0.04)
 
 
 def test_who_waits_is_told_when_the_tower_fails():
