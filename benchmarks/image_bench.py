@@ -5,20 +5,24 @@ from __future__ import annotations
 import argparse
 import difflib
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from common import read_jsonl
-from image_data import SHAPES, drawing, random_tower, rouge_l
+from image_data import GEMMA3_4B, SHAPES, drawing, random_model, random_tower, rouge_l
 from port import Port
 
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.media import Image, TowerConfig
+from prefold.media.gemma3 import Gemma3Processor
 from prefold.media.idefics3 import Idefics3Processor
+from prefold.media.processor import Processor
+from prefold.model import config_from
 from prefold.prefix import Trie
 from prefold.types import Request, Sampling
 from prefold.worker.local import LocalWorker
@@ -27,7 +31,11 @@ VARIANTS = ("no reuse", "one slot", "exact", "specimen")
 
 
 def bench_config(options: argparse.Namespace) -> TowerConfig:
-    """Returns a tower for SmolLM2-135M."""
+    """Returns the tower of Gemma 3 4B, or one for SmolLM2-135M."""
+    if options.model == "gemma3-4b":
+        found = config_from(GEMMA3_4B).tower
+        assert found is not None
+        return found
     return TowerConfig(kind="idefics3", merge=4, output=576, **SHAPES[options.tower])
 
 
@@ -37,14 +45,20 @@ class Bench:
     def __init__(self, options: argparse.Namespace):
         self.options = options
         torch.manual_seed(0)
-        self.llm = LLM("smollm2-135m", dtype=options.dtype, device="cpu")
+        llm = LLM("smollm2-135m", dtype=options.dtype, device="cpu")
+        self.model, self.tokenizer, self.eos = llm.model, llm.tokenizer, llm.engine.options.eos_ids
         config = bench_config(options)
-        self.tower = random_tower(config, self.llm.dtype)
         tile, edge = config.image_size, options.edge or config.image_size
+        self.processor: Processor
+        if config.kind == "gemma3":
+            self.model = random_model(config_from(GEMMA3_4B), llm.dtype)
+            self.processor = Gemma3Processor(config, {"size": {"height": tile, "width": tile}})
+        else:
+            settings = {"size": {"longest_edge": edge}, "max_image_size": {"longest_edge": tile}}
+            settings["do_image_splitting"] = edge > tile
+            self.processor = Idefics3Processor(config, settings)
+        self.tower = random_tower(config, llm.dtype)
         self.edge = edge
-        settings = {"size": {"longest_edge": edge}, "max_image_size": {"longest_edge": tile}}
-        settings["do_image_splitting"] = edge > tile
-        self.processor = Idefics3Processor(config, settings)
         self.images: dict[str, Image] = {}
 
     def picture(self, row: dict) -> Image:
@@ -62,7 +76,7 @@ class Bench:
 
     def request(self, engine: Engine, row: dict, image: Image) -> Request:
         """A chat's one question, with the image before it."""
-        tokenizer, processor = self.llm.tokenizer, self.processor
+        tokenizer, processor = self.tokenizer, self.processor
         layout = processor.layout(image.height, image.width)
         medium = engine.media.medium(
             processor.key(image), tiles=layout.tiles, rows_per_tile=processor.rows_per_tile, span=processor.span,
@@ -82,22 +96,22 @@ class Bench:
 
     def similarity(self, answers: dict[str, tuple[int, ...]], rows: list[dict]) -> tuple[float, float]:
         """Returns how alike answers are to the references: difflib's ratio, and ROUGE-L."""
-        texts = [self.llm.tokenizer.decode(list(answers[row["id"]])) for row in rows]
+        known = self.tokenizer.vocab_size  # a model with random weights may have more
+        texts = [self.tokenizer.decode([token for token in answers[row["id"]] if token < known]) for row in rows]
         pairs = [(text, row["reference_answer"]) for text, row in zip(texts, rows, strict=True)]
         ratios = [difflib.SequenceMatcher(None, a, b).ratio() for a, b in pairs]
         return sum(ratios) / len(pairs), sum(rouge_l(a, b) for a, b in pairs) / len(pairs)
 
     def engine(self, variant: str, longest: int, requests: int) -> Engine:
         """longest: rows of the longest request, with its answer. requests: how many there are."""
-        worker = LocalWorker(self.llm.model, tower=self.tower)
+        worker = LocalWorker(self.model, tower=self.tower)
         slots = longest if variant in ("one slot", "specimen") else longest * requests
         generation = GenerateOptions(
             kv_memory=(slots + 2) * worker.facts.slot_bytes,
             cache=None if variant == "no reuse" else CacheOptions(),
         )
         kept = 256 << 20 if variant == "exact" else 0
-        eos = self.llm.engine.options.eos_ids
-        return Engine(worker, EngineOptions(generation=generation, eos_ids=eos, media_memory=kept))
+        return Engine(worker, EngineOptions(generation=generation, eos_ids=self.eos, media_memory=kept))
 
 
 @dataclass
@@ -123,6 +137,12 @@ class Asker:
         self.engine = bench.engine(variant, longest, requests)
         self.port = Port() if variant == "specimen" else None
         self.prompts: list[tuple[int, ...]] = []
+        self._row: dict = {}
+        self._request: Request | None = None
+        self._key: Hashable = None
+        self._told: list = []
+        self._first: float | None = None  # seconds until the first token
+        self._spent = 0.0
         self.out = Run([], [], {}, 0, 0, 0, 0.0, 0.0)
         # The memory of the KV store is taken when it is first needed, and by no question.
         warm = Request(np.array([1, 2, 3], np.int32), sampling=Sampling(max_tokens=2, ignore_eos=True))
@@ -132,26 +152,33 @@ class Asker:
         self._rows_before = self.engine.stats.rows_computed
 
     def ask(self, row: dict, image: Image) -> None:
-        """Asks a question, and notes how long the answer took."""
-        generator, out = self.engine.generator, self.out
+        """Asks a question. The answer comes with steps."""
         started = time.perf_counter()
         request = self.bench.request(self.engine, row, image)
-        out.overhead += time.perf_counter() - started
+        self.out.overhead += time.perf_counter() - started
         if self.port is not None:
             request = self.port.request(request)
-        told: list = []
-        key = generator.add(request, None, told.append)
-        first = None
-        while not told:
-            generator.step()
-            if first is None and (told or generator.progress([key])[key]):
-                first = time.perf_counter() - started
-        out.latency.append(time.perf_counter() - started)
-        out.first.append(first)
-        out.answers[row["id"]] = told[0][0].tokens
-        self.prompts.append((*request.tokens.tolist(), *told[0][0].tokens[:-1]))
+        self._row, self._request, self._told, self._first = row, request, [], None
+        self._key = self.engine.generator.add(request, None, self._told.append)
+        self._spent = time.perf_counter() - started
+
+    def step(self) -> bool:
+        """Makes one step, and notes how long it took. Returns whether the answer is there."""
+        generator, out, told = self.engine.generator, self.out, self._told
+        started = time.perf_counter()
+        generator.step()
+        if self._first is None and (told or generator.progress([self._key])[self._key]):
+            self._first = self._spent + time.perf_counter() - started
+        self._spent += time.perf_counter() - started
+        if not told:
+            return False
+        out.latency.append(self._spent)
+        out.first.append(self._first)
+        out.answers[self._row["id"]] = told[0][0].tokens
+        self.prompts.append((*self._request.tokens.tolist(), *told[0][0].tokens[:-1]))
         if self.variant == "no reuse":
             self.engine.images.clear()
+        return True
 
     def end(self) -> Run:
         """Returns what there is to say of all questions."""
@@ -165,9 +192,19 @@ class Asker:
         return out
 
 
+def ask_all(askers: list[Asker], row: dict, image: Image) -> None:
+    """Puts a question to all askers, whose steps are then made in turn, so that what else goes on in the machine meets
+    them alike. An asker's time is that of its own steps."""
+    for asker in askers:
+        asker.ask(row, image)
+    going = list(askers)
+    while going:
+        going = [asker for asker in going if not asker.step()]
+
+
 def longest_of(bench: Bench, rows: list[dict], images: list[Image]) -> int:
     """Returns the rows of the longest request with its answer."""
-    probe = Engine(LocalWorker(bench.llm.model, tower=bench.tower))
+    probe = Engine(LocalWorker(bench.model, tower=bench.tower))
     return max(len(bench.request(probe, *one).tokens) for one in zip(rows, images, strict=True)) + bench.options.tokens
 
 

@@ -287,6 +287,16 @@ def http(options: argparse.Namespace) -> list[dict[str, Any]]:
             clients.first("openai", picture_bytes("warm"), "What is it?")
             found["at once"] = _at_once(llm, clients, images, each)
             found["questions"] = _second(clients, 2 if options.smoke else 10)
+        at_once, questions = found["at once"], found["questions"]
+        print(table(["requests at once", "images", "tower runs", "s"], [[
+            images * each, images, at_once["towers"], f"{at_once['seconds']:.1f}"]]))  # fmt: skip
+        print()
+        print(table(["time to the first token", "ms, P50"], [
+            ["first question about an image", f"{1e3 * median(questions['first']):.0f}"],
+            ["second question", f"{1e3 * median(questions['second']):.0f}"],
+            ["second to first", f"{median(questions['second']) / median(questions['first']):.3f}"],
+        ]), flush=True)  # fmt: skip
+        print()
         model = str(vision_folder(here / "small", SMALL, getattr(torch, options.dtype)))
         kept: dict[str, dict[str, Any]] = {"rows": {"media_memory": 0}, "the tower's store": {"cache": "off"}}
         for what, how in kept.items():
@@ -296,16 +306,6 @@ def http(options: argparse.Namespace) -> list[dict[str, Any]]:
             ):
                 guesses = 4 if options.smoke else options.guesses
                 found[what] = _guesses(Clients(server.url, "a"), Clients(server.url, "b"), guesses, what)
-    at_once, questions = found["at once"], found["questions"]
-    print(table(["requests at once", "images", "tower runs", "s"], [[
-        images * each, images, at_once["towers"], f"{at_once['seconds']:.1f}"]]))  # fmt: skip
-    print()
-    print(table(["time to the first token", "ms, P50"], [
-        ["first question about an image", f"{1e3 * median(questions['first']):.0f}"],
-        ["second question", f"{1e3 * median(questions['second']):.0f}"],
-        ["second to first", f"{median(questions['second']) / median(questions['first']):.3f}"],
-    ]))  # fmt: skip
-    print()
     print(table(["a guess that an image was seen", "who guesses", "P50 seen, ms", "P50 not seen, ms", "AUC"], [
         [what, who, *(f"{1e3 * median(times):.1f}" for times in pair[:2]), f"{pair[2]:.3f}"]
         for what in ("rows", "the tower's store") for who, pair in found[what].items()

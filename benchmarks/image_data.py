@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from prefold.media import TowerConfig
-from prefold.model import Tower
+from prefold.model import CausalLM, ModelConfig, Tower
 
 SHAPES = {
     "smolvlm-256m": {
@@ -16,6 +16,44 @@ SHAPES = {
         "hidden": 1152, "layers": 27, "heads": 16, "intermediate": 4304, "image_size": 896, "patch_size": 14,
     },
 }  # fmt: skip
+
+# What transformers says of google/gemma-3-4b-it.
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "mm_tokens_per_image": 256,
+    "text_config": {
+        "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+    "vision_config": {
+        "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "image_size": 896, "patch_size": 14,
+    },
+}  # fmt: skip
+
+
+def random_model(config: ModelConfig, dtype: torch.dtype) -> CausalLM:
+    """A text model with random weights, packed as one that is loaded: each linear at once, so that it is never there
+    twice. Embeddings are small, or else each token would have itself as its most likely successor; the final norm makes
+    up for it in the logits."""
+    from prefold.kernels import PanelPool
+    from prefold.model.layers import Linear
+
+    model, small = CausalLM(config, dtype=dtype, device=torch.device("cpu")).eval(), 0.1
+    pool = PanelPool()
+    with torch.no_grad():
+        model.embedding.normal_(std=small * config.hidden**-0.5)
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim == 1:
+                    parameter.fill_(1.0)
+                elif parameter is not model.embedding:
+                    parameter.normal_(std=parameter.shape[1] ** -0.5)
+            if isinstance(module, Linear):
+                module.pack(pool)
+        model.norm.weight.fill_(1 / small)
+    model.may_pack = True
+    return model
 
 
 def random_tower(config: TowerConfig, dtype: torch.dtype) -> Tower:

@@ -1,6 +1,7 @@
 """Times questions about images: what is reused, and what the tower costs.
 
     python benchmarks/images.py --case llava --data FOLDER [--rounds 3] [--questions 37] [--tokens 32] [--json FILE]
+    python benchmarks/images.py --case llava --merge FILE,FILE,...
     python benchmarks/images.py --case nothing-shared --data FOLDER
     python benchmarks/images.py --case job [--tasks generate,score]
     python benchmarks/images.py --case http [--guesses 400]
@@ -11,9 +12,10 @@ FOLDER has LLaVA-Bench (In-the-Wild) as dev.jsonl.gz, and the images where they 
 drawings of the listed sizes stand in for those that are missing, and the table says so.
 
 The model has SmolLM2-135M's own text weights and, beside them, a tower of SmolVLM-256M's shape with random weights: the
-time is that of a trained one, the answers have nothing to do with the pictures. Questions are asked one at a time, and
-each is put to all variants in turn before the next, so that what else goes on in the machine meets them alike. Each has
-an engine of its own, with nothing left from the round before:
+time is that of a trained one, the answers have nothing to do with the pictures. Questions are asked one at a time. Each
+is put to all variants before the next, and their steps are made in turn, so that what else goes on in the machine meets
+them alike; a variant's time is that of its own steps. Each variant has an engine of its own, with nothing left from the
+round before:
 
     no reuse    nothing is kept: neither K/V nor what the tower made
     one slot    K/V of the last request alone, as a server with one slot and a prompt cache has it
@@ -22,7 +24,7 @@ an engine of its own, with nothing left from the round before:
 
 Answers are compared token for token with those of "no reuse".
 
-    llava           the questions in file order, and shuffled
+    llava           the questions in file order, and shuffled (`llava.py`)
     company         all questions at once, with nothing shared and with the exact cache: are the answers the same?
     nothing-shared  every question with an image of its own: what keys and bookkeeping cost where they save nothing
     job             records with eight example images in their shared prefix and one of their own: rows, tower runs,
@@ -45,10 +47,11 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from common import machine, median, spread, table, write_json
-from image_bench import VARIANTS, Asker, Bench, Run, bench_config, longest_of, questions
+from common import machine, median, table, write_json
+from image_bench import VARIANTS, Asker, Bench, ask_all, bench_config, longest_of, questions
 from image_cases import http, job
 from image_data import SHAPES, drawing
+from llava import llava
 from shifted import add_arguments
 from shifted import measure as shifted
 from tower import compare
@@ -59,66 +62,14 @@ from prefold.types import Request, Sampling
 from prefold.worker.local import LocalWorker
 
 
-def llava(options: argparse.Namespace) -> list[dict]:
-    """The seed's table: mean latency, first tokens and similarity of each variant, in file order and shuffled."""
-    bench, rows = Bench(options), questions(options)
-    found, lines = [], []
-    for order in options.orders.split(","):
-        asked = list(rows)
-        if order == "shuffled":
-            random.Random(0).shuffle(asked)
-        images = [bench.picture(row) for row in asked]
-        longest = longest_of(bench, asked, images)
-        runs: dict[str, list[Run]] = {variant: [] for variant in options.variants.split(",")}
-        for number in range(options.rounds):
-            # What the specimen does to answers shows in one round.
-            askers = [Asker(bench, name, longest, len(asked)) for name in runs if name != "specimen" or not number]
-            for row, image in zip(asked, images, strict=True):
-                for asker in askers:
-                    asker.ask(row, image)
-                askers.append(askers.pop(0))
-            for asker in askers:
-                runs[asker.variant].append(asker.end())
-            times = ", ".join(f"{name} {several[-1].seconds:.1f} s" for name, several in runs.items())
-            print(f"  {order}, round {number + 1}: {times}", flush=True)
-        plain = runs["no reuse"][0]
-        for variant, several in runs.items():
-            one = several[0]
-            ratio = [a.seconds / b.seconds for a, b in zip(several, runs["no reuse"], strict=False)]
-            slots = runs.get("one slot", runs["no reuse"])
-            to_slot = [a.seconds / b.seconds for a, b in zip(several, slots, strict=False)]
-            firsts = [sum(a.first) / sum(b.first) for a, b in zip(several, slots, strict=False)]
-            similar, rouge = bench.similarity(one.answers, rows)
-            changed = sum(one.answers[row["id"]] != plain.answers[row["id"]] for row in asked)
-            mean = [sum(r.latency) / len(r.latency) for r in several]
-            lines.append([
-                order, variant, len(asked), f"{1e3 * median(mean):,.0f}",
-                f"{1e3 * median([median(r.latency) for r in several]):,.0f}",
-                f"{1e3 * median([median(r.first) for r in several]):,.0f}",
-                f"{similar:.6f}", f"{rouge:.6f}", changed, one.tower_runs,
-                f"{one.rows:,}", f"{one.unique:,}", f"{median(ratio):.3f} ({spread(ratio)})",
-                f"{median(to_slot):.3f} ({spread(to_slot)})", f"{median(firsts):.3f}",
-            ])  # fmt: skip
-            found.append({"order": order, "variant": variant, "runs": [vars(r) for r in several]})
-    print(table([
-        "order", "variant", "questions", "mean ms", "P50 ms", "first token, P50 ms", "similarity", "ROUGE-L",
-        "answers changed", "tower runs", "rows", "unique rows", "time to no reuse", "time to one slot",
-        "first token to one slot",
-    ], lines))  # fmt: skip
-    missing = len({row["image"] for row in rows}) if options.pictures is None else 0
-    print(f"\nimages: {missing} drawings stand in for pictures; longest edge {bench.edge}, answers of at most")
-    print(f"{options.tokens} tokens")
-    return found
-
-
 def company(options: argparse.Namespace) -> list[dict]:
     """The questions all at once, shared with nothing; with the exact cache; and once more, shuffled, out of what that
     has kept."""
     bench, rows = Bench(options), questions(options)
     longest = longest_of(bench, rows, [bench.picture(row) for row in rows])
-    worker = LocalWorker(bench.llm.model, tower=bench.tower)
+    worker = LocalWorker(bench.model, tower=bench.tower)
     kept = GenerateOptions(kv_memory=(longest * len(rows) + 2) * worker.facts.slot_bytes)
-    eos = bench.llm.engine.options.eos_ids
+    eos = bench.eos
     plain = Engine(worker, EngineOptions(generation=kept, eos_ids=eos, sharing="off", media_memory=0))
     exact = bench.engine("exact", longest, len(rows))
     shuffled = random.Random(0).sample(rows, len(rows))
@@ -146,8 +97,7 @@ def company(options: argparse.Namespace) -> list[dict]:
 
 
 def nothing_shared(options: argparse.Namespace) -> list[dict]:
-    """Every question with an image of its own, with the cache and without. Each is put to both in turn, so that what
-    else goes on in the machine meets both alike."""
+    """Every question with an image of its own, with the cache and without."""
     bench = Bench(options)
     rows = [{**row, "before": f"{number}, "} for number, row in enumerate(questions(options))]
     images = [Image(drawing(f"{row['id']}", row["height"] // 4, row["width"] // 4)) for row in rows]
@@ -158,8 +108,7 @@ def nothing_shared(options: argparse.Namespace) -> list[dict]:
     for number in range(options.rounds):
         without, exact = (Asker(bench, name, longest, len(rows)) for name in ("no reuse", "exact"))
         for turn, (row, image) in enumerate(zip(rows, images, strict=True)):
-            for asker in (without, exact) if (turn + number) % 2 else (exact, without):
-                asker.ask(row, image)
+            ask_all([without, exact] if (turn + number) % 2 else [exact, without], row, image)
         a, b = without.end(), exact.end()
         assert a.answers == b.answers and a.rows == b.rows, "nothing is shared, and nothing changes"
         plain += a.latency
@@ -188,7 +137,7 @@ def tower(options: argparse.Namespace) -> list[dict]:
     print()
     bench = Bench(options)
     engine = bench.engine("exact", 3000, 9)
-    generator, tokenizer = engine.generator, bench.llm.tokenizer
+    generator, tokenizer = engine.generator, bench.tokenizer
     text = Sampling(max_tokens=2000, ignore_eos=True)
     keys = [
         generator.add(
@@ -248,9 +197,13 @@ def main() -> None:
     parser.add_argument("--orders", default="file,shuffled")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--first-round", type=int, default=0, help="of llava: the number of the first of --rounds")
+    parser.add_argument("--merge", help="of llava: files of --json, comma-separated, whose rounds make one table")
     parser.add_argument("--tokens", type=int, default=256, help="the most tokens of an answer")
     parser.add_argument("--ignore-eos", action="store_true", help="answers have that many tokens")
     parser.add_argument("--tower", choices=SHAPES, default="smolvlm-256m", help="whose shape the tower has")
+    parser.add_argument("--model", choices=("smollm2-135m", "gemma3-4b"), default="smollm2-135m",
+                        help="the text model; gemma3-4b has random weights, and its own tower")  # fmt: skip
     parser.add_argument("--edge", type=int, help="pixels of an image's longest edge; above a tile's it is cut")
     parser.add_argument("--layers", type=int, default=2, help="of the tower, where it is timed alone")
     parser.add_argument("--step-ms", type=float, default=100.0, help="of others: twice that is the longest gap wanted")
