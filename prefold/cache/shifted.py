@@ -42,7 +42,7 @@ class ShiftedReuse:
     min_tokens   the fewest tokens of a chunk; it has more than `recompute` in any case
     recompute    how many of the first rows of each chunk are computed anew; 0: none
     max_matches  the most chunks of a prompt
-    min_share  the chunks of a prompt are reused where they are at least this part (0 to 1) of its tokens that no
+    min_share    the chunks of a prompt are reused where they are at least this part (0 to 1) of its tokens that no
                  exact prefix holds
     window       chunks are looked for among so many tokens behind the exact prefix
     trial        whether this is for measuring, so that no bound of `prefold verify` need have been met
