@@ -136,6 +136,7 @@ class Asker:
         self.bench, self.variant = bench, variant
         self.engine = bench.engine(variant, longest, requests)
         self.port = Port() if variant == "specimen" else None
+        self._clock = time.process_time if bench.options.clock == "process" else time.perf_counter
         self.prompts: list[tuple[int, ...]] = []
         self._row: dict = {}
         self._request: Request | None = None
@@ -153,23 +154,23 @@ class Asker:
 
     def ask(self, row: dict, image: Image) -> None:
         """Asks a question. The answer comes with steps."""
-        started = time.perf_counter()
+        started = self._clock()
         request = self.bench.request(self.engine, row, image)
-        self.out.overhead += time.perf_counter() - started
+        self.out.overhead += self._clock() - started
         if self.port is not None:
             request = self.port.request(request)
         self._row, self._request, self._told, self._first = row, request, [], None
         self._key = self.engine.generator.add(request, None, self._told.append)
-        self._spent = time.perf_counter() - started
+        self._spent = self._clock() - started
 
     def step(self) -> bool:
         """Makes one step, and notes how long it took. Returns whether the answer is there."""
         generator, out, told = self.engine.generator, self.out, self._told
-        started = time.perf_counter()
+        started = self._clock()
         generator.step()
         if self._first is None and (told or generator.progress([self._key])[self._key]):
-            self._first = self._spent + time.perf_counter() - started
-        self._spent += time.perf_counter() - started
+            self._first = self._spent + self._clock() - started
+        self._spent += self._clock() - started
         if not told:
             return False
         out.latency.append(self._spent)

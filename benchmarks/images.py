@@ -26,6 +26,7 @@ Answers are compared token for token with those of "no reuse".
 
     llava           the questions in file order, and shuffled (`llava.py`)
     company         all questions at once, with nothing shared and with the exact cache: are the answers the same?
+    vllm            the questions one at a time, to vLLM's CPU build (--peer) and to the exact cache
     nothing-shared  every question with an image of its own: what keys and bookkeeping cost where they save nothing
     job             records with eight example images in their shared prefix and one of their own: rows, tower runs,
                     time against sharing off, and a job that is killed and resumed
@@ -51,7 +52,7 @@ from common import machine, median, table, write_json
 from image_bench import VARIANTS, Asker, Bench, ask_all, bench_config, longest_of, questions
 from image_cases import http, job
 from image_data import SHAPES, drawing
-from llava import llava
+from llava import llava, vllm
 from shifted import add_arguments
 from shifted import measure as shifted
 from tower import compare
@@ -180,6 +181,7 @@ def tower(options: argparse.Namespace) -> list[dict]:
 CASES: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "llava": llava,
     "company": company,
+    "vllm": vllm,
     "nothing-shared": nothing_shared,
     "tower": tower,
     "job": job,
@@ -198,6 +200,8 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--first-round", type=int, default=0, help="of llava: the number of the first of --rounds")
+    parser.add_argument("--peer", help="of vllm: the virtual environment in which vLLM is")
+    parser.add_argument("--clock", choices=("wall", "process"), default="wall", help="process: where others use a core")
     parser.add_argument("--merge", help="of llava: files of --json, comma-separated, whose rounds make one table")
     parser.add_argument("--tokens", type=int, default=256, help="the most tokens of an answer")
     parser.add_argument("--ignore-eos", action="store_true", help="answers have that many tokens")

@@ -11,12 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
 
-from common import median, spread, table
+import PIL.Image
+import torch
+from common import median, python_of, spread, table
 from image_bench import Asker, Bench, ask_all, longest_of, questions
+from image_cases import TOKENS, vision_folder
+from image_data import SHAPES
 
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.media import Image
@@ -42,6 +48,55 @@ def llava(options: argparse.Namespace) -> list[dict]:
         print(f"\nimages: {missing} drawings stand in for pictures; longest edge {bench.edge}, answers of at most")
         print(f"{options.tokens} tokens\n")
     _report(found)
+    return found
+
+
+def vllm(options: argparse.Namespace) -> list[dict]:
+    """Asks vLLM's CPU build, with its prefix cache, and then prefold's exact cache, of the same weights. Answers have
+    all their tokens."""
+    options.ignore_eos = True
+    dtype, rows = getattr(torch, options.dtype), questions(options)
+    orders = {"file": rows, "shuffled": random.Random(0).sample(rows, len(rows))}
+    with tempfile.TemporaryDirectory() as name:
+        here, bench = Path(name), Bench(options)
+        model = vision_folder(here / "model", SHAPES[options.tower], dtype)
+        (model / "processor_config.json").write_text(json.dumps({"processor_class": "SmolVLMProcessor"}))
+        names = dict(zip(("fake_image_token", "image_token", "global_image_token"), TOKENS, strict=True))
+        for file, more in {
+            "preprocessor_config.json": {"processor_class": "SmolVLMProcessor"},
+            "tokenizer_config.json": {**names, "end_of_utterance_token": "<|im_end|>"},
+        }.items():
+            (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | more))
+        asked: dict[str, list[dict[str, str]]] = {order: [] for order in orders}
+        for order, some in orders.items():
+            for row in some:
+                path = here / f"{Path(row['image']).stem}.png"
+                PIL.Image.fromarray(bench.picture(row).pixels).save(path)
+                prompt = f"<|im_start|>user\n<image>{row['question']}<|im_end|>\n<|im_start|>assistant\n"
+                asked[order].append({"prompt": prompt, "image": str(path)})
+        job = {"model": str(model), "dtype": options.dtype, "threads": torch.get_num_threads(), "memory": 1}
+        (here / "job.json").write_text(json.dumps({**job, "tokens": options.tokens, "orders": asked}))
+        script = Path(__file__).with_name("images_vllm.py")
+        command = [python_of(options.peer), str(script), str(here / "job.json"), str(here / "out.json")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"vLLM failed:\n{done.stderr[-4000:]}")
+        theirs = json.loads((here / "out.json").read_text())
+    found, lines = [], []
+    for order, some in orders.items():
+        images = [bench.picture(row) for row in some]
+        asker = Asker(bench, "exact", longest_of(bench, some, images), len(some))
+        for row, image in zip(some, images, strict=True):
+            ask_all([asker], row, image)
+        ours = asker.end()
+        for system, latency, first in (
+            ("vLLM", theirs[order]["latency"], theirs[order]["first"]),
+            ("prefold", ours.latency, ours.first),
+        ):
+            found.append({"order": order, "system": system, "latency": latency, "first": first})
+            times = [of(what) for what in (latency, first) for of in (mean, median)]
+            lines.append([order, system, len(latency), *(f"{1e3 * seconds:,.0f}" for seconds in times)])
+    print(table(["order", "system", "questions", "mean ms", "P50 ms", "first token, mean ms", "P50 ms"], lines))
     return found
 
 
