@@ -176,7 +176,10 @@ class Asker:
         out.latency.append(self._spent)
         out.first.append(self._first)
         out.answers[self._row["id"]] = told[0][0].tokens
-        self.prompts.append((*self._request.tokens.tolist(), *told[0][0].tokens[:-1]))
+        answer = told[0][0]
+        # The last token is no row where nothing was read from it; what ended an answer was.
+        rows = answer.tokens if answer.finish_reason == "stop" else answer.tokens[:-1]
+        self.prompts.append((*self._request.tokens.tolist(), *rows))
         if self.variant == "no reuse":
             self.engine.images.clear()
         return True

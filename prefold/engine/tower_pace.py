@@ -8,6 +8,8 @@ __all__ = ["TowerPace"]
 
 # The tower goes on where steps take long for another reason: it has this part of their time at least.
 LEAST = 0.25
+# So many steps after the tower's work it shows no more in how long one takes: the second step is still slower.
+CALM = 16
 # How much a new step counts beside those before it, and of how many sizes of steps their seconds are known.
 NEW = 0.3
 MOST_SIZES = 64
@@ -24,13 +26,15 @@ class TowerPace:
 
     def __init__(self) -> None:
         self._alone: OrderedDict[int, float] = OrderedDict()  # seconds by rows, those noted last at the end
+        self._since = CALM  # steps since the tower ran
         self._slower = 1.0  # how many times as long a step takes where the tower has run
 
     def seconds_after(self, rows: int, seconds: float, *, disturbed: bool) -> float:
         """Takes note of a step, and returns for how many seconds the tower may run after it. disturbed: whether the
         tower has run since the step before."""
+        self._since = 0 if disturbed else self._since + 1
         alone = self._alone.get(rows)
-        if not disturbed:
+        if self._since >= CALM:
             alone = seconds if alone is None else alone + NEW * (seconds - alone)
             self._alone[rows] = alone
             self._alone.move_to_end(rows)

@@ -132,6 +132,9 @@ def test_a_step_and_the_tower_take_twice_the_time_of_a_step_alone():
     assert pace.seconds_after(8, 0.024, disturbed=True) == pytest.approx(2 * 0.018 - 0.024)
     assert pace.seconds_after(8, 0.012, disturbed=True) == 0.012, "no more than the step"
     assert pace.seconds_after(8, 10.0, disturbed=True) == 2.5, "the tower goes on"
+    for _ in range(15):
+        pace.seconds_after(8, 0.03, disturbed=False)
+    assert pace.seconds_after(8, 0.024, disturbed=True) == pytest.approx(2 * 0.018 - 0.024), "steps are slower yet"
     for _ in range(40):
         pace.seconds_after(8, 0.03, disturbed=False)
     assert pace.seconds_after(8, 0.04, disturbed=True) == pytest.approx(0.02, rel=0.01), "it learns"
@@ -140,7 +143,8 @@ def test_a_step_and_the_tower_take_twice_the_time_of_a_step_alone():
 def test_steps_of_a_size_that_was_not_seen_alone():
     pace = TowerPace()
     assert pace.seconds_after(9, 0.026, disturbed=True) == 0.026, "nothing is known"
-    pace.seconds_after(1, 0.010, disturbed=False)
+    for _ in range(20):
+        pace.seconds_after(1, 0.010, disturbed=False)
     for _ in range(40):
         pace.seconds_after(1, 0.013, disturbed=True)
     assert pace.seconds_after(9, 0.026, disturbed=True) == pytest.approx(2 * 0.02 - 0.026, rel=0.01)
