@@ -20,7 +20,7 @@ from statistics import mean
 import PIL.Image
 import torch
 from common import median, python_of, spread, table
-from image_bench import Asker, Bench, ask_all, longest_of, questions
+from image_bench import Asker, Bench, ask_all, bench_config, longest_of, questions
 from image_cases import TOKENS, vision_folder
 from image_data import SHAPES
 
@@ -60,10 +60,11 @@ def vllm(options: argparse.Namespace) -> list[dict]:
     with tempfile.TemporaryDirectory() as name:
         here, bench = Path(name), Bench(options)
         model = vision_folder(here / "model", SHAPES[options.tower], dtype)
-        (model / "processor_config.json").write_text(json.dumps({"processor_class": "SmolVLMProcessor"}))
+        kind = {"processor_class": "SmolVLMProcessor"}
+        (model / "processor_config.json").write_text(json.dumps({**kind, "image_seq_len": bench_config(options).rows}))
         names = dict(zip(("fake_image_token", "image_token", "global_image_token"), TOKENS, strict=True))
         for file, more in {
-            "preprocessor_config.json": {"processor_class": "SmolVLMProcessor"},
+            "preprocessor_config.json": kind,
             "tokenizer_config.json": {**names, "end_of_utterance_token": "<|im_end|>"},
         }.items():
             (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | more))
