@@ -110,6 +110,13 @@ class Routed(Running):
         self.tail.find_place()
         self._come_to_row()
 
+    @property
+    def is_plain(self) -> bool:
+        """Returns whether all rows of its tail but the last have left, and the last and those to come leave by its rule
+        alone: then nothing is to be looked up for them."""
+        made = self.decided.tails.get(self.sample, ())
+        return self.ready and not self.exits.visits and len(made) == len(self.tail.tokens) - 1
+
     def take(self, token: int) -> None:
         """Adds a token to its own. All rows before it have been computed."""
         self.tail.computed = len(self.tail.tokens)
@@ -271,6 +278,14 @@ class Routed(Running):
                 first[(first == 0) & left] = number
         made[made == 0] = number
         return made
+
+    def leave_with(self, visit: int, token: int, stop: bool) -> bool:
+        """Books that its last row left after a visit, and gave a token, which is no part of the output if it stops
+        there; returns whether it has ended."""
+        self.leave(visit)
+        if not stop:
+            self.take(int(token))
+        return stop or self.known == self.limit
 
     def leave(self, visit: int) -> None:
         """Books that its last row has left, and gave a token."""

@@ -53,6 +53,7 @@ class Crew:
     route      int64 [n]: the number of each one's route
     criteria   float64 [n, 2]: as of VisitStep
     has_accounts   whether the slots of any count for somebody
+    made       of each that is plain: after how many visits the rows of its tail left, as of Decided; of others None
     """
 
     def __init__(self, running: Collection[Routed], tails: Tails, visits: int):
@@ -68,6 +69,7 @@ class Crew:
         self.limit = np.array([one.limit for one in self.sequences], np.int64)
         self.has_accounts = any(one.tail.account is not None for one in self.sequences)
         self.criteria = np.array([one.criteria for one in self.sequences], np.float64)
+        self.made = [one.decided.tails.setdefault(one.sample, []) if one.is_plain else None for one in self.sequences]
         self.routes = [_Route.of(list(route)) for route in numbers]
         size = (len(numbers), visits)
         self.units, self.rest = np.full(size, PRELUDE - 2, np.int64), np.zeros(size, np.int64)

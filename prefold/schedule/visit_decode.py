@@ -15,7 +15,7 @@ row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -341,3 +341,36 @@ class Decoding:
         tails.done[place, deeper] = row + 1
         tails.add_runs(place, deeper, slots, 1, start[gone[which]] + row)
         return int(crew.rest[route, last].sum())
+
+    def take(
+        self, step: DecodeStep, visits: Sequence[int], tokens: Sequence[int], ended: Sequence[bool], taken: np.ndarray
+    ) -> list[Routed]:
+        """Books that rows left after these visits and gave tokens, as `Routed.leave_with` does for one; returns the
+        sequences that have ended. taken: bool, as of VisitResult."""
+        crew, tails = step.crew, self.tails
+        numbers = step.members[step.reads]
+        blocks = (np.array(visits, np.int64) + ~crew.has_prelude[crew.route[numbers]]).tolist()
+        done, places, rows, new = [], [], [], []
+        for i in np.flatnonzero(taken).tolist():
+            sequence, made = step.takers[i], crew.made[numbers[i]]
+            if sequence.state == "ended":
+                continue
+            if made is None:
+                if sequence.leave_with(visits[i], tokens[i], ended[i]):
+                    done.append(sequence)
+                continue
+            made.append(blocks[i])
+            tail = sequence.tail
+            places.append(tail.place)
+            if not ended[i]:
+                tail.computed = len(tail.tokens)
+                tail.tokens.append(tokens[i])
+                sequence.known += 1
+            rows.append(len(tail.tokens) - 1)
+            new.append(tail.tokens[-1])
+            if ended[i] or sequence.known == sequence.limit:
+                done.append(sequence)
+        tails.room_for(max(rows, default=0) + 1)
+        tails.visit[places] = 0
+        tails.row[places], tails.token[places] = rows, new
+        return done

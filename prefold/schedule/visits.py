@@ -222,6 +222,7 @@ class VisitScheduler(Sequences[Routed]):
             if self.tree.on_store:
                 for sequence in step.first_takers:
                     self.tree.stored(sequence.tail)
+            done = self._decoding.take(step, visits, tokens, ended, result.taken)
         else:
             visits = step.visits
             stats.block_calls += step.num_rows if step.message.block >= 0 else 0
@@ -230,17 +231,12 @@ class VisitScheduler(Sequences[Routed]):
             for sequence, blocks in zip(step.routed, result.blocks.tolist(), strict=True):
                 for block in blocks:
                     self._go_on(sequence, block)
-        done = []
-        for sequence, visit_number, token, stop, taken in zip(
-            step.takers, visits, tokens, ended, result.taken.tolist(), strict=True
-        ):
-            if sequence.state == "ended" or not taken:
-                continue
-            sequence.leave(visit_number)
-            if not stop:
-                sequence.take(int(token))
-            if stop or sequence.known == sequence.limit:
-                done.append(sequence)
+            done = []
+            for sequence, visit_number, token, stop, taken in zip(
+                step.takers, visits, tokens, ended, result.taken.tolist(), strict=True
+            ):
+                if sequence.state != "ended" and taken and sequence.leave_with(visit_number, token, stop):
+                    done.append(sequence)
         for sequence in done:
             self._end(sequence)
         stats.kv_bytes_now = self.pool.used_slots * self._slot_bytes
