@@ -243,6 +243,30 @@ def blocks_alone(prompts: Prompts, route: Route) -> Callable[[], None]:
     return run
 
 
+def groups_alone(prompts: Prompts, routes: Plans) -> Callable[[], None]:
+    """Returns what calls the layers as often, and for as many prompts each time, as those do that are put together for
+    these routes, and nothing else."""
+    rows, length = prompts.start(), prompts.tokens.shape[1]
+    model, x = prompts.model, stream(rows)
+    calls = [
+        (block, [route[visit] for route in routes if visit < len(route)].count(block))
+        for visit in range(len(model.loop.order))
+        for block in range(model.loop.blocks)
+    ]
+    given = []
+    for block, count in calls:
+        if count:
+            cos_sin = [one[: count * length] for one in rows.cos_sin]
+            given.append((block, count * length, prompts.attend(count)[0], cos_sin))
+
+    def run() -> None:
+        for block, size, attend, cos_sin in given:
+            now = replace(rows, x=x[:size].clone(), delta=None, attend=attend, cos_sin=cos_sin, plane=0)
+            model.go_through(now, model.loop.block(block, model.config.layers))
+
+    return run
+
+
 def times_of(ways: dict[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, list[float]]:
     """Returns the seconds of each way, in turn, round by round, after two rounds that do not count."""
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -289,6 +313,7 @@ def seed_setting(device: str, batch: int, length: int, visits: int, repeats: int
         "one template": lambda: template_replay(prompts, same),
         "one template, generic": lambda: plan_replay(prompts, same),
         "its blocks alone": blocks_alone(prompts, template),
+        "its groups alone": groups_alone(prompts, routes),
         "router alone": router,
         "planner alone": planner,
     }
@@ -303,6 +328,7 @@ def seed_setting(device: str, batch: int, length: int, visits: int, repeats: int
         "largest logit difference": float((template_replay(prompts, plans) - hard).abs().max()),
         "equal to the bit": equal,
         "generic over its blocks and router": one["generic hard"] / bound,
+        "generic over its groups and router": one["generic hard"] / (one["its groups alone"] + one["router alone"]),
         "template over its blocks": one["one template"] / one["its blocks alone"],
         "gain of plans": one["generic hard"] / one["plan replay"],
         "gain of templates": one["generic hard"] / one["template replay"],

@@ -74,17 +74,23 @@ def replay(cells: Cells) -> str:
     names = ("soft", "generic hard", "plan replay", "template replay", "one template, generic", "one template")
     for parts, one in of(cells, "replay"):
         if missing(one):
-            lines.append([*parts, missing(one)] + [""] * 13)
+            lines.append([*parts, missing(one)] + [""] * 14)
             continue
         equal = ", ".join(name for name, is_equal in one["equal to the bit"].items() if is_equal)
         figures = [f"{one[name]:.2f}" for name in ("gain of plans", "gain of templates", "bound of the gain")]
-        more = [f"{one[name]:.2f}" for name in ("generic over its blocks and router", "template over its blocks")]
+        over = ("generic over its blocks and router", "generic over its groups and router", "template over its blocks")
+        more = [f"{one[name]:.2f}" for name in over]
         times = [ms(one["seconds"][name]) for name in names]
         lines.append([*parts, one["routes"], f"{one['visits']:.1f}", *times, *figures, *more, equal])
     headers = ["visits", "batch", "prompt", "routes", "visits made", *(f"{name}, ms" for name in names)]
     headers += [f"plans over generic (seed: {SEED_GAINS['plan']:.2f})"]
     headers += [f"templates over generic (seed: {SEED_GAINS['template']:.2f})", "its bound"]
-    headers += ["generic over blocks + router", "one template over its blocks", "equal to the bit"]
+    headers += [
+        "generic over blocks + router",
+        "generic over groups + router",
+        "one template over its blocks",
+        "equal to the bit",
+    ]
     found = table(headers, lines)
     lines = []
     for parts, one in of(cells, "queue"):
@@ -137,6 +143,10 @@ def decode(cells: Cells) -> str:
     return table([*headers, "right: first / all tokens", "outputs as fixed"], lines)
 
 
+PLANNER = ("whole routes", "visits", "by the most frequent route")
+PLANNER += ("whole routes where decided", "visits where decided", "decided routes", "decided visits")
+
+
 def entropy(counts: Sequence[int]) -> float:
     shares = np.array(counts) / sum(counts)
     return max(0.0, float(-(shares * np.log2(shares)).sum()))
@@ -158,11 +168,11 @@ def routes(cells: Cells) -> str:
             spread_of = [len(counts) or "", f"{entropy(counts):.2f}" if counts else "", *top]
             lines.append([*parts, way, f"{row['right']:.3f}", by_hops, visits, graph, *spread_of])
         if "planner" in one:
-            planners.append([*parts[1:], *(f"{share:.3f}" for share in one["planner"].values())])
+            planners.append([*parts[1:], *(f"{one['planner'].get(name, np.nan):.3f}" for name in PLANNER)])
     headers = ["reads", "nodes", "seed", "way", "right", "by hops", "visits", "of a graph's row"]
     found = table([*headers, "routes", "entropy, bits", "top 8", "top 16"], lines)
     found += "\n\nHow often the planner foretells a route, from the embeddings of the prompt:\n\n"
-    found += table(["nodes", "seed", "whole routes", "single visits", "the most frequent route"], planners)
+    found += table(["nodes", "seed", *PLANNER], planners)
     drawn = []
     for count in (1, 4, 16, 64):
         rng = np.random.default_rng(count)

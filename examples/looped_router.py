@@ -40,6 +40,8 @@ from prefold.train import TrainBatch, routed_logprobs, save_model, whole_sequenc
 
 THRESHOLDS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7)
 LEAVING_BIAS = -2.0
+# A router is decided where its choice would be another only with so much more probability for that.
+MARGIN = 0.2
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +159,8 @@ def prompt_states(model: LoopedLM, prompts: Sequence[Sequence[int]]) -> torch.Te
 
 def distil(model: LoopedLM, task: Task, most: int, prompts: int, steps: int, seed: int) -> dict[str, float]:
     """Teaches the planner the routes that the hard router takes, and returns on how many other prompts all of the route
-    is the same, on how many visits, and how often the router's most frequent route is its route."""
+    is the same, on how many visits, and how often the router's most frequent route is its route; and the same of those
+    prompts and visits alone where the router is decided, by MARGIN, with the share of the visits that it is."""
     assert model.planner is not None and model.router is not None and model.loop.router is not None
     hard, rng = replace(model.loop.router, kind="hard"), np.random.default_rng(seed)
     hops = [range(1 + n % most, 2 + n % most) for n in range(prompts)]
@@ -166,6 +169,7 @@ def distil(model: LoopedLM, task: Task, most: int, prompts: int, steps: int, see
         visits = list(routed(model, *whole_sequences(model, packs.batch(model)), routing=hard))
         read = prompt_states(model, packs.prompts)
     picks = torch.stack([visit.weights.argmax(-1) for visit in visits])
+    margins = torch.stack([margin(visit.logits, hard.threshold) for visit in visits if visit.logits is not None])
     # What comes after the end of a route is nobody's concern.
     counts = torch.cat((torch.ones_like(picks[:1]), (picks[:-1] < model.loop.blocks).long()))
     held = prompts // 4
@@ -185,11 +189,27 @@ def distil(model: LoopedLM, task: Task, most: int, prompts: int, steps: int, see
         said = torch.stack([choose(one, hard.threshold) for one in model.planner(read[:held])])
     same = (said == picks[:, :held]) | (counts[:, :held] == 0)
     frequent = histogram(F.one_hot(picks, model.loop.blocks + 1)[:, :held])
+    # What comes after the end of a route is as decided as the end.
+    decided = (margins[:, :held] >= MARGIN) | (counts[:, :held] == 0)
+    clear, clear_visits = decided.all(0), decided * counts[:, :held]
     return {
         "whole routes": float(same.all(0).float().mean()),
         "visits": float((same * counts[:, :held]).sum() / counts[:, :held].sum()),
         "by the most frequent route": max(frequent.values()) / held,
+        "whole routes where decided": float((same.all(0) & clear).sum() / clear.sum().clamp(min=1)),
+        "visits where decided": float((same * clear_visits).sum() / clear_visits.sum().clamp(min=1)),
+        "decided routes": float(clear.float().mean()),
+        "decided visits": float(clear_visits.sum() / counts[:, :held].sum()),
     }
+
+
+def margin(logits: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Returns by how much probability a router's choices differ from others, [n]: leaving from the threshold, and where
+    it does not leave the likeliest block from the next one too."""
+    shares = torch.softmax(logits, -1)
+    leaving, (best, next_best) = shares[:, -1], shares[:, :-1].topk(2, -1).values.T
+    of_blocks = torch.where(leaving >= threshold, torch.inf, best - next_best)
+    return torch.minimum((leaving - threshold).abs(), of_blocks)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

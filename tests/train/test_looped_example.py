@@ -159,6 +159,13 @@ def test_a_router_is_trained_on(router_example, trained, tmp_path, monkeypatch, 
         router_example.main([*given, f"--out={out}"])
 
 
+def test_by_how_much_a_router_is_decided(router_example):
+    """A choice is another only where so much probability goes from what is chosen to something else."""
+    shares = torch.tensor([[0.6, 0.1, 0.3], [0.4, 0.35, 0.25], [0.1, 0.2, 0.7], [0.5, 0.05, 0.45]])
+    found = router_example.margin(shares.log(), 0.5)
+    torch.testing.assert_close(found, torch.tensor([0.2, 0.05, 0.2, 0.05]))
+
+
 def test_choices_that_say_nothing_of_who_chose_cost_nothing(router_example):
     alike, apart = torch.zeros(2, 4, 3), torch.zeros(2, 4, 3)
     alike[..., 0] = 50
