@@ -122,20 +122,29 @@ def run_fleet(
     arrivals: Iterable[SimRequest] = (),
     *,
     driver: Driver | None = None,
+    alone: float = 1.0,
 ) -> FleetRun:
     """Runs until nothing happens any more.
 
     arrivals  requests that come at their times, ascending; what a feeder has from the start needs none
     driver    of a real fleet; None: work is given at once, whenever a request has ended
+    alone     times the seconds that a step takes while no other replica has work: those on one machine share its caches
+              and its memory
     """
-    return _Simulation(replicas, feeder, iter(arrivals), driver).run()
+    return _Simulation(replicas, feeder, iter(arrivals), driver, alone).run()
 
 
 class _Simulation:
     def __init__(
-        self, replicas: Sequence[Replica], feeder: Feeder, arrivals: Iterable[SimRequest], driver: Driver | None
+        self,
+        replicas: Sequence[Replica],
+        feeder: Feeder,
+        arrivals: Iterable[SimRequest],
+        driver: Driver | None,
+        alone: float,
     ):
-        self.feeder, self._driver = feeder, driver
+        self.feeder, self._driver, self._alone = feeder, driver, alone
+        self._open = [0] * len(replicas)  # requests that each was given, and that have not ended
         self.result = FleetRun(len(replicas))
         self._states: list[_State | None] = [None] * len(replicas)
         self._replicas = replicas
@@ -219,6 +228,7 @@ class _Simulation:
             return events
         state.ended = result.seconds = now
         result.requests += len(stretch.ended)
+        self._open[number] -= len(stretch.ended)
         for request, _ in stretch.ended:
             result.prompt_tokens += request.rows
             result.output_tokens += request.output
@@ -229,6 +239,7 @@ class _Simulation:
         driver, late = self._driver, 0.0
         for number, requests in self.feeder.give(now):
             self._given = now + late
+            self._open[number] += len(requests)
             if late:
                 self._push(now + late, "given", (number, requests))
             else:
@@ -262,8 +273,9 @@ class _Simulation:
         if state.idle_since >= 0:
             self.result.idle[state.cause] += now - state.idle_since
         state.idle_since, state.is_busy = -1.0, True
-        if state.slow != 1:
-            stretch = stretch._replace(seconds=stretch.seconds * state.slow)
+        is_alone = self._alone != 1 and sum(map(bool, self._open)) == 1
+        if (times := state.slow * (self._alone if is_alone else 1.0)) != 1:
+            stretch = stretch._replace(seconds=stretch.seconds * times)
         seconds = stretch.seconds
         self.result.busy += seconds
         self._stretches.append((now, now + seconds))

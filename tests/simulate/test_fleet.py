@@ -116,6 +116,20 @@ def test_what_is_idle_begins_with_the_first_lease_that_comes():
     assert steps == [1, 2]
 
 
+def test_a_replica_that_works_alone_is_faster():
+    requests = prefix_repetition(40, prefixes=4, prefix=64, suffix=32, output=8)
+    parts, ended = (requests[:10], requests[10:]), []
+    for alone in (1.0, 0.5):
+        replicas = [Replica(lambda: RowEngine(StepCost(MACHINE, MODEL)))] * 2
+        run = run_fleet(replicas, Lists(parts), alone=alone)
+        ended.append(run.ended_at)
+        assert run.busy == pytest.approx(sum(run.ended_at))
+    together, rest = ended[0][0], ended[0][1] - ended[0][0]
+    assert ended[1][0] == together and ended[1][1] == pytest.approx(together + rest / 2, rel=0.15)
+    only = [run_fleet(replicas[:1], Lists([requests]), alone=alone).seconds for alone in (1.0, 0.5)]
+    assert only[1] == pytest.approx(only[0] / 2)
+
+
 def test_a_driver_looks_what_it_may_give_after_every_step():
     looks = []
 
