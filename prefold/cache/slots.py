@@ -10,16 +10,17 @@ __all__ = ["SCRATCH", "SlotPool"]
 
 # The slot that rows whose K/V nobody needs are written to. Never handed out, never read.
 SCRATCH = 0
-# How many free runs of about the wanted size are looked at before a larger one is cut.
-TRIES = 8
+# How many free runs of about the wanted size are looked at before a larger one is cut; and where there is no larger
+# one, before several are given out.
+TRIES, MOST_TRIES = 8, 64
 
 
 class SlotPool:
     """A SlotPool gives out the slots 1 to `num_slots`, as runs of neighbours where it can: kernels read those fastest.
 
     The time of a call depends on how many runs it gives out or takes back, and not on how many others are free: free
-    runs are kept by the binary logarithm of their size, and found by their first slot and by the slot behind their
-    last.
+    runs are kept by the binary logarithm of their room, the slots from an even one on, and found by their first slot
+    and by the slot behind their last.
 
     free_slots  how many slots are free
     """
@@ -34,8 +35,9 @@ class SlotPool:
         self._is_free = np.zeros(self.num_slots + 2, bool)
         self._sizes: dict[int, int] = {}  # of free runs, by their first slot
         self._starts: dict[int, int] = {}  # by the slot behind them
-        # First slots of the runs of 2**(i - 1) to 2**i - 1 slots, as heaps; among them some where none begins any more.
-        self._by_size: list[list[int]] = [[] for _ in range(self.num_slots.bit_length() + 1)]
+        # First slots of the runs with room for 2**(i - 1) to 2**i - 1, as heaps; among them some where none begins any
+        # more. The first heap has those of a single odd slot, in which nothing begins that could begin elsewhere.
+        self._by_room: list[list[int]] = [[] for _ in range(self.num_slots.bit_length() + 1)]
         self._add(1, self.num_slots)
 
     @property
@@ -44,13 +46,14 @@ class SlotPool:
         return self.num_slots - self.free_slots
 
     def allocate(self, count: int) -> np.ndarray | None:
-        """Returns `count` slots, int64, ascending; one run if a run is long enough. None when too few are free."""
+        """Returns `count` slots, int64, ascending; one run if one of those that are looked at is long enough. None when
+        too few are free."""
         if count > self.free_slots:
             return None
         if (run := self.allocate_run(count)) is not None:
             return run
         parts, left = [], count
-        for kind in reversed(range(len(self._by_size))):
+        for kind in reversed(range(len(self._by_room))):
             while left and (heap := self._heap(kind)):
                 size = min(left, self._sizes[heap[0]])
                 parts.append(self._take(heap[0], heap[0], size))
@@ -65,25 +68,25 @@ class SlotPool:
         return None if start is None else self._take(start, _even(start), count)
 
     def _find(self, count: int) -> int | None:
-        """Returns where a free run begins that has `count` slots from an even one on."""
+        """Returns where a free run begins that has room for `count`."""
         kind = count.bit_length()
         own = self._heap(kind)
         found = self._first_fitting(own[:TRIES], count)
         if found is not None:
             return found
-        for larger in range(kind + 1, len(self._by_size)):
+        for larger in range(kind + 1, len(self._by_room)):
             if heap := self._heap(larger):
                 return heap[0]
-        return self._first_fitting(own, count)
+        return self._first_fitting(own[TRIES:MOST_TRIES], count)
 
     def _first_fitting(self, starts: list[int], count: int) -> int | None:
         sizes = self._sizes
-        return next((start for start in starts if start + sizes.get(start, 0) - _even(start) >= count), None)
+        return next((start for start in starts if start in sizes and _room(start, sizes[start]) >= count), None)
 
     def _heap(self, kind: int) -> list[int]:
         """Returns the first slots of the runs of a kind; the first of them is where one begins."""
-        heap = self._by_size[kind]
-        while heap and self._sizes.get(heap[0], 0).bit_length() != kind:
+        heap, sizes = self._by_room[kind], self._sizes
+        while heap and (heap[0] not in sizes or _room(heap[0], sizes[heap[0]]).bit_length() != kind):
             heapq.heappop(heap)
         return heap
 
@@ -99,7 +102,7 @@ class SlotPool:
         if size:
             self._sizes[start], self._starts[start + size] = size, start
             self._is_free[start : start + size] = True
-            heap = self._by_size[size.bit_length()]
+            heap = self._by_room[_room(start, size).bit_length()]
             heapq.heappush(heap, start)
             if len(heap) > 2 * len(self._sizes) + 64:
                 heap[:] = sorted({first for first in heap if first in self._sizes})
@@ -133,6 +136,11 @@ class SlotPool:
     def free_list(self) -> list[tuple[int, int]]:
         """Returns the free runs as (start, size), ascending."""
         return sorted(self._sizes.items())
+
+
+def _room(start: int, size: int) -> int:
+    """Returns how many slots a free run has from an even one on."""
+    return size - (start & 1)
 
 
 def _even(start: int) -> int:

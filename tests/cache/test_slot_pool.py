@@ -76,3 +76,32 @@ def test_many_free_runs_cost_what_few_do():
         return time.process_time() - started
 
     assert min(seconds(200_000) for _ in range(3)) < 3 * min(seconds(20_000) for _ in range(3))
+
+
+@pytest.mark.parametrize(("free", "count", "runs"), [(1, 1, 1), (1, 2, 2), (3, 3, 1), (3, 5, 2), (7, 7, 1)])
+def test_few_free_runs_are_looked_at_where_none_has_room(free, count, runs):
+    """Runs of `free` slots that begin at odd ones have no room for as many from an even one on, and none is larger."""
+
+    class Counted(dict):
+        looks = 0
+
+        def __contains__(self, start):
+            Counted.looks += 1
+            return super().__contains__(start)
+
+    pool, each = SlotPool(40_000), free + 1
+    slots = pool.allocate(40_000)
+    pool.free(slots[(slots - 1) % each < free])
+    pool._sizes = Counted(pool._sizes)
+    for _ in range(100):
+        found = pool.allocate(count)
+        assert len(found) == count and (np.diff(found) != 1).sum() + 1 == runs
+        Counted.looks = 0
+        pool.free(pool.allocate(count))
+        assert Counted.looks < 200
+
+
+def test_a_single_slot_is_an_even_one_while_there_are_such():
+    pool = SlotPool(100)
+    assert [int(pool.allocate(1)[0]) for _ in range(50)] == list(range(2, 101, 2))
+    assert [int(pool.allocate(1)[0]) for _ in range(50)] == list(range(1, 100, 2))
