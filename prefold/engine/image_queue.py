@@ -24,7 +24,7 @@ class ImageQueue:
     def __init__(self, desk: ImageDesk):
         self.desk = desk
         self._pace = TowerPace()
-        self._pieces = 0  # of the tower's work, that were done until the last step
+        self._was_busy = False  # whether an image was on its way before the last step
         self._keys: set[Hashable] = set()  # requests that have rows of images
         self._waiting: dict[int, list[Hashable]] = {}  # requests that an image holds up, by its first id
 
@@ -64,8 +64,8 @@ class ImageQueue:
 
     def seconds_after(self, rows: int, seconds: float) -> float:
         """Takes note of a step of so many rows, and returns for how many seconds the tower may run after it."""
-        before, self._pieces = self._pieces, self.desk.pieces
-        return self._pace.seconds_after(rows, seconds, disturbed=self._pieces > before)
+        disturbed, self._was_busy = self._was_busy, self.desk.is_busy
+        return self._pace.seconds_after(rows, seconds, disturbed=disturbed or self._was_busy)
 
     def encode(self, seconds: float, *, idle: bool) -> tuple[list[Hashable], str]:
         """Runs the tower for about so many seconds. Returns the requests that need an image which it failed for, and

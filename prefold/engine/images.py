@@ -66,9 +66,8 @@ class ImageDesk:
     that somebody waits for stay. Several images may be on their way through the tower, for several who ask; one that
     nobody wants any more is given up when another begins.
 
-    media   knows the images by the ids of their rows
-    meter   counts runs of the tower
-    pieces  how many pieces of work the tower has done until now
+    media  knows the images by the ids of their rows
+    meter  counts runs of the tower
     """
 
     def __init__(self, worker: Worker, media: MediaTable, memory: int, meter: Meter):
@@ -83,7 +82,6 @@ class ImageDesk:
         self._runs: dict[int, _Run] = {}  # by first id
         self._rate: float | None = None  # operations a second; None: not measured yet
         self._credit = 0.0  # seconds that the tower was given between steps of others, and has not run
-        self.pieces = 0
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="prefold-image")
         self._bounds: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
 
@@ -155,6 +153,11 @@ class ImageDesk:
 
     # ----------------------------------------------------------------------------------------------- the tower
 
+    @property
+    def is_busy(self) -> bool:
+        """Returns whether an image that somebody wants is being read, or is on its way through the tower."""
+        return bool(self._runs) and not self._runs.keys().isdisjoint(self._all_wanted())
+
     def _encode(self, medium: Medium, seconds: float | None, idle: bool = True) -> str | None:
         """Does as much of the tower's work on an image as about so many seconds allow (None: all). Returns why the
         tower fails for it, None: it does not."""
@@ -175,7 +178,6 @@ class ImageDesk:
         result = self._worker.start(EncodeImage(medium.ids, tiles, stop)).result()
         ended = time.perf_counter()
         self._credit = 0.0 if idle else self._credit - (ended - started)
-        self.pieces += stop - run.done
         before, run.done, run.tiles = run.operations, stop, None
         self._note_rate(run.operations - before, ended - computing)
         self._meter.add(seconds={"tower": ended - started})

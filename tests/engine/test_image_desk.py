@@ -13,6 +13,7 @@ from generating import AtOnce
 from prefold.cache import CacheOptions
 from prefold.cache.media import MediaTable
 from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine.image_queue import ImageQueue
 from prefold.engine.images import ImageDesk
 from prefold.engine.meter import Meter
 from prefold.engine.tower_pace import TowerPace
@@ -138,6 +139,31 @@ def test_a_step_and_the_tower_take_twice_the_time_of_a_step_alone():
     for _ in range(40):
         pace.seconds_after(8, 0.03, disturbed=False)
     assert pace.seconds_after(8, 0.04, disturbed=True) == pytest.approx(0.02, rel=0.01), "it learns"
+
+
+def test_contexts_grow_while_the_tower_runs():
+    pace = TowerPace()
+    pace.seconds_after(8, 0.010, disturbed=False)
+    for _ in range(32):
+        pace.seconds_after(8, 0.011, disturbed=True)
+    for seconds in (0.011, 0.022, 0.033):
+        assert pace.seconds_after(8, seconds, disturbed=True) == pytest.approx(seconds * (2 / 1.1 - 1), rel=0.01)
+
+
+def test_steps_beside_the_reading_of_an_image_are_not_taken_for_steps_alone():
+    desk, _, table, _ = desk_of()
+    read = threading.Event()
+    queue, one = ImageQueue(desk), take(table, "one", load=lambda: read.wait(20) and np.zeros((1, 3, 2, 2), np.float32))
+    assert queue.seconds_after(8, 0.01) == 0.01 and not desk.is_busy
+    desk.want(queue, [one])
+    queue.encode(0.01, idle=False)  # which begins to read it
+    assert desk.is_busy
+    for _ in range(40):
+        assert queue.seconds_after(8, 0.018) == pytest.approx(0.0045), "a step alone takes 0.01 seconds"
+    read.set()
+    while not desk.held(one.ids).all():
+        queue.encode(1.0, idle=True)
+    assert not desk.is_busy
 
 
 def test_steps_of_a_size_that_was_not_seen_alone():
