@@ -63,6 +63,7 @@ class Tokenizer:
         self.pad_id: int | None = ids.get("pad_token")
         self.max_length = max_length
         self.truncation_side = truncation_side
+        self._escapings: dict[frozenset[str], Escaping] = {}
         self.chat_templates = ChatTemplates(chat_templates or {}, self.special_tokens)
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocab.values(), default=-1)
@@ -143,8 +144,12 @@ class Tokenizer:
         return Escaping(self.backend)
 
     def escaping_only(self, tokens: Collection[str]) -> Escaping:
-        """Returns what encodes conversations whose texts hold none of these special tokens."""
-        return Escaping(self.backend, tokens)
+        """Returns what encodes conversations whose texts hold none of these special tokens; made when it is asked for
+        first, since it holds a copy of the whole tokenizer."""
+        wanted = frozenset(tokens)
+        if wanted not in self._escapings:
+            self._escapings[wanted] = Escaping(self.backend, wanted)
+        return self._escapings[wanted]
 
     def _encode_all(self, texts: list[str]) -> list[np.ndarray]:
         if not texts:

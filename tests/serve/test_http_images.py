@@ -7,12 +7,14 @@ import io
 import itertools
 import json
 
+import httpx
 import PIL.Image
 import pytest
 from serving import serving, until
 from tiny_vision import drawing, tiny_vision
 
 from prefold import LLM
+from prefold.text.escaped import Escaping
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20)])]
 
@@ -69,6 +71,19 @@ def test_over_http(llm):
             with pytest.raises(openai.BadRequestError) as error:
                 openai_client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])
             assert "messages[0].content[0]" in str(error.value)
+
+
+def test_the_tokenizer_is_copied_for_the_first_image_only(llm, monkeypatch):
+    """A copy of a large vocabulary takes longer than all else that is done before a second question about an image."""
+    copies, make = [], Escaping.__init__
+    monkeypatch.setattr(Escaping, "__init__", lambda self, *given: (copies.append(given), make(self, *given))[1])
+    content = [{"type": "image_url", "image_url": {"url": url_of(PICTURES[0])}}]
+    with serving(llm, served_names=("m",)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        for question in "abc":
+            messages = [{"role": "user", "content": [*content, {"type": "text", "text": question}]}]
+            asked = {"model": "m", "messages": messages, "max_tokens": 2}
+            assert client.post("/v1/chat/completions", json=asked).status_code == 200
+    assert len(copies) <= 1
 
 
 def test_tenants_share_no_images(llm, tmp_path):
