@@ -48,6 +48,12 @@ class _Group(click.Group):
         except Stopped:
             say("prefold: interrupted")
             raise
+        except RuntimeError as error:
+            # While a class is made, as in an import, Python 3.11 puts this in the place of what a descriptor raises.
+            if not isinstance(error.__cause__, Stopped):
+                raise
+            say("prefold: interrupted")
+            raise error.__cause__ from None
 
 
 def _one_line(message: Warning | str, *place: Any, **more: Any) -> None:

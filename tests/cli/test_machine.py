@@ -12,6 +12,8 @@ import time
 
 import pytest
 
+from prefold.cli import main, models
+
 resource = pytest.importorskip("resource")
 
 
@@ -172,3 +174,17 @@ def test_ctrl_c_before_a_job_runs_is_an_interruption(tmp_path, environment, meth
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 130 and "Aborted" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_signal_while_a_class_is_made_ends_the_command_as_any_other(monkeypatch, capsys):
+    """Python 3.11 raises a RuntimeError in place of what `__set_name__` raises, also where a signal came there."""
+
+    class Interrupting:
+        def __set_name__(self, owner, name):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(models, "callback", lambda: type("Made", (), {"x": Interrupting()}))
+    with pytest.raises(SystemExit) as ended:
+        main(["models"])
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "prefold: interrupted\n"

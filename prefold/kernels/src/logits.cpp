@@ -66,7 +66,8 @@ extern "C" void prefold_log_sum_exp(const float* logits, int64_t rows, int64_t c
   });
 }
 
-// Writes the logarithms of the sums of exponentials [rows], where the first of the largest is [rows], and the entropies [rows] in nats.
+// Writes the logarithms of the sums of exponentials [rows], where the first of the largest numbers is [rows], and the
+// entropies [rows] in nats.
 extern "C" void prefold_entropy(const float* logits, int64_t rows, int64_t columns, int64_t row, float* sums,
                                 int64_t* largest, float* entropies, int32_t threads) {
   using namespace prefold;
