@@ -21,7 +21,7 @@ from .lines import error_object
 from .record import Record
 from .recordset import TextSet
 
-__all__ = ["OpenAIBatch", "is_batch_line"]
+__all__ = ["OpenAIBatch", "add_usage", "is_batch_line"]
 
 _OTHER_MODELS = 20  # names of other models that are counted one by one; further names are counted together
 _LINE_ERRORS = {
@@ -39,8 +39,20 @@ def is_batch_line(data: dict[str, Any]) -> bool:
     return "custom_id" in data and "url" in data and "body" in data
 
 
+def add_usage(total: Counter[str], usage: Mapping[str, Any]) -> None:
+    """Adds the usage of an answer to `total`, by the names of either kind: of chats and completions, or of responses.
+
+    total  tokens: `input` and `output`; and of the input `cached` and `approximate`
+    """
+    total["input"] += usage.get("prompt_tokens", 0) or usage.get("input_tokens", 0)
+    total["output"] += usage.get("completion_tokens", 0) or usage.get("output_tokens", 0)
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    total["cached"] += details.get("cached_tokens", 0)
+    total["approximate"] += details.get("approximate_tokens", 0)
+
+
 class OpenAIBatch:
-    """Adapts records that are OpenAI batch lines.
+    """Adapts records that are OpenAI batch lines. `usage` is that of all answers whose lines it made (`add_usage`).
 
     served        the model's name in responses. Other names that requests give it are counted in `other_models`
     seed          makes the ids of responses different from those of another job
@@ -68,6 +80,7 @@ class OpenAIBatch:
         self.adapters = frozenset(adapters)
         self.names, self.endpoint = names, endpoint
         self.other_models: Counter[str] = Counter()
+        self.usage: Counter[str] = Counter()
         self._ids = TextSet()
 
     def read(self, record: Record) -> Parsed:
@@ -114,6 +127,7 @@ class OpenAIBatch:
     def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
         model = meta.get("model", self.served)
         body = response_body(meta["kind"], meta, results, model=model, id=self._digest(number))
+        add_usage(self.usage, body.get("usage") or {})
         return self._response(number, meta["id"], 200, body)
 
     def error_line(self, number: int, meta: dict[str, Any] | None, error: InputError) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..cache.media import MediaTable
 from ..errors import InputError, JobError
 from ..job import Job, OutputOptions, open_output, run_beside
 from ..records.adapter import error_text
-from ..records.batch import OpenAIBatch
+from ..records.batch import OpenAIBatch, add_usage
 from ..records.record import Source
 from ..records.source import open_source
 from ..types import Owner
@@ -121,10 +122,10 @@ class BatchWork:
         end."""
         body = self._found(one)
         folder = self._store.batches / one.id
-        lines = folder / "lines.jsonl"
+        lines, usage = folder / "lines.jsonl", None
         if body.get("_ending") is None or not body.get("_is_written"):
             folder.mkdir(exist_ok=True)
-            ending = self._write_lines(one, body, lines)
+            ending, usage = self._write_lines(one, body, lines)
             if ending is None:
                 return None
             changes = {"_ending": ending, "_is_written": True}
@@ -134,16 +135,18 @@ class BatchWork:
             assert found is not None
             body = found
             one.status = body["status"]
-        ended = self._end(one, body, lines)
+        ended = self._end(one, body, lines, usage)
         shutil.rmtree(folder, ignore_errors=True)
         return ended
 
-    def _write_lines(self, one: OpenBatch, body: Body, path: Path) -> str | None:
-        """Writes the lines of a batch that are missing; returns how it ends, or None where the server does."""
+    def _write_lines(self, one: OpenBatch, body: Body, path: Path) -> tuple[str | None, Counter[str] | None]:
+        """Writes the lines of a batch that are missing; returns (how it ends, or None where the server does; the usage
+        of its answers where no line is an error and none was there before, else None)."""
         source = self._source(body)
         model = self._desk.llm.checkpoint.name
         found = {"batch": one.id, "input": source.identity}
         output = one.output = open_output(OutputOptions(path), found)
+        adapter = self._adapter(body)
         ending: str | None = "failed" if one.failures >= ATTEMPTS else body.get("_ending") or one.ending
         if body["_model"] != model:
             ending = ending or "failed"  # lines of one batch are of one model
@@ -154,17 +157,17 @@ class BatchWork:
                     seed = int.from_bytes(hashlib.blake2b(one.id.encode(), digest_size=6).digest())
                     tasks = _Tasks(self._desk, namespace, one.tenant or None)
                     lane = Lane(self._desk.service, Owner(one.tenant or None, is_batch=True), self._desk.pace)
-                    job = Job(source, self._adapter(body), tasks, lambda: lane, output, window=WINDOW_TOKENS, seed=seed)
+                    job = Job(source, adapter, tasks, lambda: lane, output, window=WINDOW_TOKENS, seed=seed)
                     stopping = lambda: self._is_stopping() or one.ending is not None  # noqa: E731
                     if self._committing(output, lambda: run_beside(job, stopping)):
                         ending = "completed"
                     elif (ending := one.ending) is None:
-                        return None
+                        return None, None
                 if ending != "completed":
                     self._store.change("batch", one.id, {"_ending": ending})
                     self._write_rest(source, self._adapter(body), output, ending)
                 output.finish()
-            return ending or "completed"
+            return ending or "completed", None if output.resumed or output.errors else adapter.usage
         finally:
             counts = {"completed": output.count - output.errors, "failed": output.errors}
             total = max(output.count, body["request_counts"]["total"])
@@ -199,14 +202,23 @@ class BatchWork:
                 error = InputError(message, remedy="send the request in another batch", code=code)
                 output.write(record.number, error_text(adapter, record.number, parsed.meta, error), failed=True)
 
-    def _end(self, one: OpenBatch, body: Body, lines: Path) -> Body:
-        """Makes a batch's files of its lines, ends it, and returns what it is then."""
+    def _end(self, one: OpenBatch, body: Body, lines: Path, usage: Counter[str] | None) -> Body:
+        """Makes a batch's files of its lines, ends it, and returns what it is then.
+
+        usage  of the answers, where it is known that no line is an error
+        """
         ending, now = body["_ending"], int(time.time())
         ids = {kind: "file-" + _digest(f"{one.id}:{kind}") for kind in ("output", "error")}
         store = self._store
         with store.writing_content(ids["output"]) as good, store.writing_content(ids["error"]) as bad:
-            counts, usage = _split(lines, good, bad)
-        changes: Body = {"status": ending, f"{ending}_at": now, "usage": usage}
+            good.unlink(missing_ok=True)  # where an end before was killed, this may be the lines, by a second name
+            if usage is None:
+                counts, usage = _split(lines, good, bad)
+            else:
+                counts = {"output": body["request_counts"]["completed"], "error": 0}
+                _same_file(lines, good)
+                bad.touch()
+        changes: Body = {"status": ending, f"{ending}_at": now, "usage": _usage_body(usage)}
         expires = body["_output_seconds"] and now + body["_output_seconds"]
         objects = []
         for kind, count in counts.items():
@@ -269,24 +281,8 @@ class _Apart:
         return works
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int = 0
-    approximate_tokens: int = 0
-
-
-class _Usage(msgspec.Struct):
-    """The usage of an answer, by the names of either kind: of chats and completions, or of responses."""
-
-    prompt_tokens: int = 0
-    input_tokens: int = 0
-    completion_tokens: int = 0
-    output_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
-
-
 class _Body(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: dict[str, Any] | None = None
 
 
 class _Response(msgspec.Struct):
@@ -303,41 +299,35 @@ class _Line(msgspec.Struct):
 _read_line = msgspec.json.Decoder(_Line).decode
 
 
-def _split(lines: Path, good: Path, bad: Path) -> tuple[dict[str, int], Body]:
+def _split(lines: Path, good: Path, bad: Path) -> tuple[dict[str, int], Counter[str]]:
     """Makes two files of a batch's lines, answers and errors; returns ({kind: lines}, usage of all answers)."""
-    failed, prompt, cached, copied, generated = bytearray(), 0, 0, 0, 0
-    with lines.open("rb") as file:
+    counts, usage = {"output": 0, "error": 0}, Counter[str]()
+    with lines.open("rb") as file, good.open("wb") as answers, bad.open("wb") as errors:
         for line in file:
             response = _read_line(line).response
-            failed.append(response is None or response.status_code != 200)
-            if response is not None and not failed[-1] and (usage := response.body.usage) is not None:
-                prompt += usage.prompt_tokens or usage.input_tokens
-                generated += usage.completion_tokens or usage.output_tokens
-                details = usage.prompt_tokens_details or usage.input_tokens_details
-                if details is not None:
-                    cached += details.cached_tokens
-                    copied += details.approximate_tokens
-    if any(failed):
-        with lines.open("rb") as file, good.open("wb") as answers, bad.open("wb") as errors:
-            for line, is_error in zip(file, failed, strict=True):
-                (errors if is_error else answers).write(line)
-    else:
-        _same_file(lines, good)
-        bad.touch()
-    counts = {"output": len(failed) - sum(failed), "error": sum(failed)}
-    return counts, {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": cached} | ({"approximate_tokens": copied} if copied else {}),
-        "output_tokens": generated,
+            is_error = response is None or response.status_code != 200
+            counts["error" if is_error else "output"] += 1
+            (errors if is_error else answers).write(line)
+            if response is not None and not is_error:
+                add_usage(usage, response.body.usage or {})
+    return counts, usage
+
+
+def _usage_body(usage: Counter[str]) -> Body:
+    """Returns what a batch says of the tokens of its answers. usage: as `add_usage` adds it up."""
+    copied = {"approximate_tokens": usage["approximate"]} if usage["approximate"] else {}
+    return {
+        "input_tokens": usage["input"],
+        "input_tokens_details": {"cached_tokens": usage["cached"]} | copied,
+        "output_tokens": usage["output"],
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + generated,
+        "total_tokens": usage["input"] + usage["output"],
     }
 
 
 def _same_file(path: Path, other: Path) -> None:
     """Makes a file's content that of another name too: by a second name for it, which costs nothing, where the file
     system has such names."""
-    other.unlink(missing_ok=True)
     try:
         os.link(path, other)
     except OSError:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from batching import client_of
 from serving import serving
 from tiny import tiny_checkpoint
 
@@ -44,4 +45,17 @@ def llm(tmp_path_factory):
 @pytest.fixture(scope="session")
 def server(llm):
     with serving(llm, served_names=("tiny", "other")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def kept(llm, tmp_path_factory):
+    """A server that keeps files and batches."""
+    with serving(llm, served_names=("tiny",), data_dir=str(tmp_path_factory.mktemp("data") / "new")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(kept):
+    with client_of(kept) as made:
         yield made

@@ -1,0 +1,112 @@
+"""Batches of a server that stops, or whose database or disk fails: nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sqlite3
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from batching import LONG, batch_of, client_of, completion, content, ended, lines_of, upload
+from serving import serving, until
+
+from prefold.serve.batch import _digest
+from prefold.serve.store import Store
+
+
+def test_a_restart_goes_on(llm, tmp_path):
+    folder = str(tmp_path)
+    with serving(llm, served_names=("tiny",), data_dir=folder) as server, client_of(server) as client:
+        batch = batch_of(client, [completion(i, **LONG) for i in range(600)])
+        until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 3, 60)
+    with serving(None, data_dir=folder) as server, client_of(server) as client:  # while the model is being loaded
+        found = client.batches.retrieve(batch.id)
+        assert found.status == "in_progress" and 3 < found.request_counts.completed < 600
+    with serving(llm, served_names=("tiny",), data_dir=folder) as server, client_of(server) as client:
+        done = ended(client, batch, 120)
+        assert done.status == "completed"
+        found = [json.loads(line)["custom_id"] for line in content(client, done.output_file_id).splitlines()]
+        assert sorted(found) == sorted(f"c{i}" for i in range(600))
+
+
+def test_an_end_that_was_killed_is_made_again(llm, tmp_path, monkeypatch):
+    """The output file's temporary name may be a second name of the lines: they are not written over."""
+    change, planted = Store.change, []
+
+    def die(self, kind, id, changes, **options):
+        if "_is_written" in changes and not planted:
+            planted.append(self.path("file-" + _digest(f"{id}:output")))
+            os.link(self.batches / id / "lines.jsonl", f"{planted[0]}.tmp")
+            raise OSError("killed")
+        return change(self, kind, id, changes, **options)
+
+    monkeypatch.setattr(Store, "change", die)
+    monkeypatch.setattr("prefold.serve.batches.RETRY_SECONDS", 0.1)
+    with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server, client_of(server) as client:
+        done = ended(client, batch_of(client, [completion(i) for i in range(20)]))
+        assert planted and done.status == "completed" and done.request_counts.completed == 20
+        found = lines_of(client, done.output_file_id)
+        assert set(found) == {f"c{i}" for i in range(20)}
+        usages = [one["response"]["body"]["usage"] for one in found.values()]
+        assert done.usage.output_tokens == sum(one["completion_tokens"] for one in usages) == 20 * 6
+        assert done.usage.input_tokens == sum(one["prompt_tokens"] for one in usages) > 0
+
+
+def test_two_servers_do_not_share_a_folder(kept, llm):
+    from prefold.errors import JobError
+
+    with pytest.raises(JobError, match="another server uses it"), serving(llm, data_dir=kept.site.options.data_dir):
+        pass
+
+
+def test_a_locked_database_is_told_and_loses_nothing(llm, tmp_path, monkeypatch):
+    monkeypatch.setattr("prefold.serve.store.LOCKED_SECONDS", 0.1)
+    with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server, client_of(server) as client:
+        batch = batch_of(client, [completion(i) for i in range(50)])
+        other = sqlite3.connect(tmp_path / "prefold.sqlite", isolation_level=None, check_same_thread=False)
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(openai.InternalServerError, match="data folder fails") as error:
+            upload(client, ["x"])
+        assert error.value.status_code == 503
+        health = httpx.get(f"{server.url}/health").json()
+        assert health["status"] == "failing" and "locked" in health["reason"]
+        other.execute("ROLLBACK")
+        until(lambda: server.site.failing is None, 20)
+        assert ended(client, batch).request_counts.completed == 50
+        assert len(client.files.list().data) == 2  # the input, the output, and no half of the one that was refused
+        assert len(list((tmp_path / "files").iterdir())) == 2
+
+
+def test_a_full_disk_is_told_and_loses_nothing(llm, tmp_path, monkeypatch):
+    full, fsync = threading.Event(), os.fsync
+
+    def failing(number):
+        if full.is_set() and str(tmp_path) in os.readlink(f"/proc/self/fd/{number}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    monkeypatch.setattr("prefold.serve.batches.RETRY_SECONDS", 0.2)
+    with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server, client_of(server) as client:
+        batch = batch_of(client, [completion(i, **LONG) for i in range(300)])
+        until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 3, 60)
+        full.set()
+        with pytest.raises(openai.InternalServerError, match="No space left"):
+            upload(client, ["x"])
+        until(lambda: server.site.failing is not None)
+        time.sleep(1.5)
+        assert client.batches.retrieve(batch.id).status == "in_progress"
+        assert client.completions.create(
+            model="tiny", prompt="yes", max_tokens=2
+        ).choices  # nothing of it needs the disk
+        full.clear()
+        until(lambda: server.site.failing is None)
+        done = ended(client, batch, 120)
+        assert done.status == "completed" and done.request_counts.completed == 300
+        found = [json.loads(line)["custom_id"] for line in content(client, done.output_file_id).splitlines()]
+        assert sorted(found) == sorted(f"c{i}" for i in range(300))
