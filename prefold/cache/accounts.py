@@ -133,9 +133,10 @@ class Accounts:
             size = -account.size
             if account.rows and entered == size:
                 return account
-            heapq.heappop(heap)
             if account.rows and entered < size:
-                self._enter(account)
+                heapq.heapreplace(heap, (size, next(self._numbers), account))
+            else:
+                heapq.heappop(heap)
 
     def check(self) -> None:
         """Raises AssertionError where the order and what accounts have do not agree; for tests."""

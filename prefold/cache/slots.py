@@ -32,7 +32,7 @@ class SlotPool:
     def clear(self) -> None:
         """Takes all slots back."""
         self.free_slots = self.num_slots
-        self._is_free = np.zeros(self.num_slots + 2, bool)
+        self._is_free = bytearray(b"\1") * (self.num_slots + 2)  # most runs are too short for NumPy to gain
         self._sizes: dict[int, int] = {}  # of free runs, by their first slot
         self._starts: dict[int, int] = {}  # by the slot behind them
         # First slots of the runs with room for 2**(i - 1) to 2**i - 1, as heaps; among them some where none begins any
@@ -94,14 +94,13 @@ class SlotPool:
         size = self._remove(start)
         self._add(start, first - start)
         self._add(first + count, start + size - first - count)
-        self._is_free[first : first + count] = False
+        self._is_free[first : first + count] = bytes(count)
         self.free_slots -= count
         return np.arange(first, first + count, dtype=np.int64)
 
     def _add(self, start: int, size: int) -> None:
         if size:
             self._sizes[start], self._starts[start + size] = size, start
-            self._is_free[start : start + size] = True
             heap = self._by_room[_room(start, size).bit_length()]
             heapq.heappush(heap, start)
             if len(heap) > 2 * len(self._sizes) + 64:
@@ -114,17 +113,21 @@ class SlotPool:
 
     def free(self, slots: np.ndarray) -> None:
         """Takes slots back, int64 in any order. Raises ValueError for one that is free already or does not exist."""
-        if not len(slots):
+        if len(slots) <= 1:  # as when the last rows of many tenants go
+            for slot in slots.tolist():
+                self._give_back(slot, 1)
             return
         slots = np.sort(slots)
-        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
-        for run in np.split(slots, breaks):
-            self._give_back(int(run[0]), len(run))
+        last = 0
+        for stop in (*(np.flatnonzero(slots[1:] - slots[:-1] != 1) + 1).tolist(), len(slots)):
+            self._give_back(int(slots[last]), stop - last)
+            last = stop
 
     def _give_back(self, start: int, size: int) -> None:
         stop = start + size
-        if start < 1 or stop > self.num_slots + 1 or self._is_free[start:stop].any():
+        if start < 1 or stop > self.num_slots + 1 or 1 in self._is_free[start:stop]:
             raise ValueError(f"slots {start} to {stop - 1} are given back, and are not in use")
+        self._is_free[start:stop] = b"\1" * size
         self.free_slots += size
         if stop in self._sizes:
             stop += self._remove(stop)

@@ -63,6 +63,23 @@ def test_refuses_what_is_not_in_use():
         pool.free(slots)
     with pytest.raises(ValueError, match="not in use"):
         pool.free(np.array([11]))
+    for wrong in (slots[:1], np.array([0])):
+        with pytest.raises(ValueError, match="not in use"):
+            pool.free(wrong)
+    again = pool.allocate(4)
+    with pytest.raises(ValueError, match="not in use"):
+        pool.free(np.concatenate((again, again[1:2])))
+
+
+def test_a_long_free_run_costs_what_a_short_one_does():
+    def seconds(slots: int) -> float:
+        pool = SlotPool(slots)
+        started = time.process_time()
+        for _ in range(500):
+            pool.free(pool.allocate(16))
+        return time.process_time() - started
+
+    assert min(seconds(10_000_000) for _ in range(3)) < 3 * min(seconds(1000) for _ in range(3))
 
 
 def test_many_free_runs_cost_what_few_do():
