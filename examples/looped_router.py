@@ -11,7 +11,8 @@ the gradients (straight through). The model's own weights stay as they are.
 A router that reads requests reads whole sequences. So queries that are asked together, behind one graph, are as many
 hops from their ends; a router that reads rows may be asked anything. The planner learns the routes of the hard router
 from the embeddings of a prompt alone, before anything is attended to. How many hops a query asks for does not show
-there, unless `--marks` say it.
+there, unless `--marks` say it. Nor can it foretell what the router hardly decides: with `--sure` the router also pays
+for being undecided.
 
 An interrupted run goes on when the same command is given again.
 """
@@ -116,6 +117,17 @@ def information(choices: torch.Tensor) -> torch.Tensor:
     of_each = -(scores.exp() * scores).sum(-1).mean(1)
     of_all = scores.exp().mean(1)
     return (-(of_all * of_all.clamp(min=1e-9).log()).sum(-1) - of_each).mean()
+
+
+def indecision(choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Returns the mean entropy of the choices, in nats, of sequences or rows that are there yet.
+
+    choices, weights  [visits, n, blocks + 1], as the router says before each visit, and what is made of it
+    """
+    # Nobody leaves before the first visit: the logarithm of that probability is no number.
+    scores = torch.log_softmax(choices, -1).clamp(min=-30)
+    there = torch.cat((torch.ones_like(weights[:1, :, 0]), weights[:-1, :, :-1].sum(-1))).detach()
+    return -((scores.exp() * scores).sum(-1) * there).sum() / there.sum()
 
 
 @torch.no_grad()
@@ -226,6 +238,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--sequences", type=int, default=48, help="of a step")
     parser.add_argument("--cost", type=float, default=0.02, help="of a visit, in nats")
     parser.add_argument("--alike", type=float, default=0.1, help="the cost of a nat of choosing blocks unlike others")
+    parser.add_argument("--sure", type=float, default=0.0, help="the cost of a nat of being undecided")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--planner-prompts", type=int, default=8192)
     parser.add_argument("--planner-steps", type=int, default=1000)
@@ -266,13 +279,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         assert found.choices is not None
         right = found.logprobs[-1]
         loss = options.cost * visits_of(found.weights).mean() + options.alike * information(found.choices)
+        loss = loss + options.sure * indecision(found.choices, found.weights)
         return loss - right.mean(), float(right.detach().exp().mean())
 
     train(run, written, options.steps, loss)
     results: dict[str, Any] = {}
     if model.planner is not None:
-        for parameter in model.planner.parameters():
-            parameter.requires_grad_(True)
+        model.planner.requires_grad_(True)
         results["planner"] = distil(
             model, task, options.hops, options.planner_prompts, options.planner_steps, options.seed
         )

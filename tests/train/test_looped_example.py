@@ -128,10 +128,10 @@ def test_packs_ask_what_they_say(router_example, example):
     assert at == len(packs.wanted) > 5
 
 
-@pytest.mark.parametrize("reads", ["request", "row"])
-def test_a_router_is_trained_on(router_example, trained, tmp_path, monkeypatch, capsys, reads):
+@pytest.mark.parametrize("more", [["--reads=request"], ["--reads=row"], ["--sure=0.5"]])
+def test_a_router_is_trained_on(router_example, trained, tmp_path, monkeypatch, capsys, more):
     monkeypatch.setattr(sys.modules["looped"], "SAVE_EVERY", 2)
-    given = [*ROUTER, f"--model={trained}", f"--reads={reads}"]
+    given = [*ROUTER, f"--model={trained}", *more]
     whole = router_example.main([*given, f"--out={tmp_path / 'whole'}"])
     assert whole["fixed"]["visits"] == {1: 8.0, 2: 8.0}
     assert all(len(one["by hops"]) == 2 for name, one in whole.items() if name != "planner")
@@ -172,3 +172,14 @@ def test_choices_that_say_nothing_of_who_chose_cost_nothing(router_example):
     apart[:, :2, 0], apart[:, 2:, 1] = 50, 50
     assert float(router_example.information(alike)) == pytest.approx(0, abs=1e-5)
     assert float(router_example.information(apart)) == pytest.approx(np.log(2), abs=1e-4)
+
+
+def test_being_undecided_costs(router_example):
+    """Two visits of two sequences, of which one has left before the second."""
+    shares = torch.tensor([[[1.0, 0.0, 0.0], [0.5, 0.5, 0.0]], [[0.25, 0.25, 0.5], [0.3, 0.3, 0.4]]])
+    weights = torch.tensor([[[1.0, 0, 0], [0, 0, 1.0]], [[0, 1.0, 0], [0, 0, 1.0]]])
+    choices = shares.log().requires_grad_()
+    found = router_example.indecision(choices, weights)
+    assert found.item() == pytest.approx((0 + np.log(2) + 1.5 * np.log(2)) / 3, rel=1e-5)
+    found.backward()
+    assert torch.isfinite(choices.grad[:, :, :2]).all() and not choices.grad[1, 1].any()
