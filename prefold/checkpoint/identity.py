@@ -1,4 +1,4 @@
-"""Says which model a checkpoint is, so that two of them can be told apart without reading their weights."""
+"""Says which model a checkpoint is, so that two of them can be told apart without reading all of their weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..files import sampled_digest
+
 __all__ = ["folder_digest", "model_identity"]
+
+_BLOCKS, _WHOLE = 64, 4 << 20  # 4 MiB of a file are read, also where it lies on a network's disk
 
 
 def model_identity(checkpoint: Any) -> dict[str, Any]:
@@ -21,7 +25,8 @@ def model_identity(checkpoint: Any) -> dict[str, Any]:
 
 
 def folder_digest(path: Path) -> str:
-    """Returns a digest of a checkpoint's files: of the names and sizes of weights, and the contents of small files."""
+    """Returns a digest of a checkpoint's files: of their names and sizes, of the contents of small files, and of blocks
+    of the weights all over each file, so that another training of the same model is another one."""
     files = [path]
     if path.is_dir():
         files = [file for pattern in ("*", "*/config.json") for file in path.glob(pattern) if file.is_file()]
@@ -30,4 +35,6 @@ def folder_digest(path: Path) -> str:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         if file.suffix in (".json", ".jinja"):
             digest.update(file.read_bytes())
+        elif file.suffix in (".safetensors", ".gguf"):
+            digest.update(sampled_digest(file, file.stat().st_size, _BLOCKS, _WHOLE).encode())
     return digest.hexdigest()

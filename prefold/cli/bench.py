@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from .options import NUMERIC_TASKS as TASKS
-from .options import column_options, limit_options, machine_options, model_options, task_options
+from .options import column_options, limit_options, machine_options, media_options, model_options, task_options
 
 __all__ = ["bench"]
 
@@ -26,6 +26,7 @@ MODES = ("full", "mlp", "off")
 @column_options(*TASKS)
 @task_options(*TASKS)
 @limit_options
+@media_options
 @machine_options
 @click.option("--max-batch-rows", type=click.IntRange(1), metavar="N", help="Rows of a step.")
 @click.option("--json", "as_json", is_flag=True, help="The numbers as JSON.")
@@ -40,7 +41,7 @@ def bench(**o: Any) -> None:
     tasks, prepared, name, model = _prepare(o)
     from .build import load_llm
 
-    llm = load_llm({**o, "sharing": "full"}, *model)
+    llm = load_llm({**o, "sharing": "full"}, *model, media=tasks.media)
     found = measure(llm.engine, tasks, prepared, o["repeat"])
     dtype = str(llm.dtype).removeprefix("torch.")
     if o["as_json"]:

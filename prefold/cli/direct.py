@@ -94,6 +94,8 @@ def on_terminal() -> bool:
 
 
 def _summary(engine: Any, o: dict[str, Any]) -> None:
+    if o.get("quiet"):
+        return
     stats = engine.stats
     rows = f"{stats.tokens:,} tokens, {stats.rows_computed:,} rows computed ({stats.saved:.0%} saved)"
     if stats.generation is not None:

@@ -29,11 +29,12 @@ def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) ->
             continue
         if name in FILES or (name == "json_schema" and value.lstrip()[:1] != "{"):
             value = hashlib.blake2b(read_bytes(value.removeprefix("@")), digest_size=8).hexdigest()
-        options[name] = read_argument(value) if isinstance(value, str) else value
+        options[name] = read_argument(value) if name in TEXTS else value
     if o.get("adapter"):
         options["adapter"] = {name: folder_digest(Path(folder)) for name, folder in adapter_folders(o).items()}
     found = {
         "input": input.source.identity,
+        "format": input.source.format,
         "task": task or "openai batch",
         "model": model_identity(input.checkpoint),
         "dtype": o["dtype"],
@@ -43,6 +44,11 @@ def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) ->
     return json.loads(json.dumps(found))  # with lists in place of tuples, as the journal gives it back
 
 
+# Options that are a text or, as @FILE, a file with it; of the others some may begin with an @ and mean it.
+TEXTS = (
+    "prompt", "query", "document", "continuation", "tools", "instruction", "instructions", "template", "system",
+    "chat_template", "regex", "grammar",
+)  # fmt: skip
 # Options that name a file, of which a digest is kept.
 FILES = ("examples", "labels_file", "cache_reuse_shifted")
 # What the options of the tasks are made of, and what chooses between them; then how the input is read. Of adapters
@@ -57,6 +63,10 @@ RESULT_OPTIONS = (
     "json_columns",
     "delimiter",
     "max_cell_lines",
+    "media_folder",
+    "media_bytes",
+    "media_pixels",
+    "allow_media_host",
     "backend",
     "backend_option",
 )

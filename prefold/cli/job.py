@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+import glob
 import json
 import os
 import shlex
@@ -120,12 +122,28 @@ def _check_paths(path: Path | None, input: Input, o: dict[str, Any]) -> None:
     for folder in (Path(name).resolve() for name in input.names if Path(name).is_dir()):
         if path is not None and path.resolve().is_relative_to(folder):
             raise JobError(f"the output {path} would become part of the input {folder.name}; write it elsewhere")
+    for name in input.names:
+        if path is not None and glob.has_magic(name) and not os.path.exists(name) and _matches(path, name):
+            raise JobError(f"the output {path} would become part of the input {name}; write it elsewhere")
     for name, what in ((path, "output"), (o["report"], "report")):
         if name is not None and used.setdefault(Path(name).resolve(), what) != what:
             raise JobError(f"the {what} {name} would replace the {used[Path(name).resolve()]}; give another name")
     for name in (o["output"], o["report"]):
         if name not in (None, "-"):
             _check_place(Path(name))
+
+
+def _matches(path: Path, pattern: str) -> bool:
+    """Returns whether the file of this path would be one of those that a pattern stands for."""
+
+    def match(parts: Sequence[str], wanted: Sequence[str]) -> bool:
+        if not wanted:
+            return not parts
+        if wanted[0] == "**":
+            return any(match(parts[at:], wanted[1:]) for at in range(len(parts) + 1))
+        return bool(parts) and fnmatch.fnmatch(parts[0], wanted[0]) and match(parts[1:], wanted[1:])
+
+    return match(*(Path(os.path.abspath(name)).parts for name in (path, pattern)))
 
 
 def _check_place(path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from .options import TASKS, column_options, limit_options, model_options, task_options
+from .options import TASKS, column_options, limit_options, media_options, model_options, task_options
 
 __all__ = ["plan"]
 
@@ -24,6 +24,7 @@ _SHOWN_SEGMENTS = 32
 @column_options(*TASKS)
 @task_options(*TASKS)
 @limit_options
+@media_options
 @click.option(
     "--max-batch-rows",
     type=click.IntRange(1),
@@ -49,8 +50,8 @@ _SHOWN_SEGMENTS = 32
 def plan(**o: Any) -> None:  # fmt: skip
     """Say what a job would share and what it would cost; compute nothing.
 
-    Takes the options of `prefold run`, tokenises and sorts the whole input, and counts. Never loads
-    the model's weights.
+    Takes those options of `prefold run` that say what is read and what is done with it, tokenises and sorts the whole
+    input, and counts. Never loads the model's weights.
 
     \b
     prefold plan pairs.jsonl --task rerank -m Qwen/Qwen3-Reranker-0.6B

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import click
@@ -23,7 +23,7 @@ def is_input(arguments: tuple[str, ...]) -> bool:
     if len(arguments) != 1:
         return all(map(holds_records, arguments))
     name = arguments[0]
-    return name == "-" or holds_records(name) or (len(name) < 4096 and Path(name).is_file())
+    return name == "-" or holds_records(name) or (len(name) < 4096 and os.path.isfile(name))
 
 
 @click.command(short_help="Run a job: OpenAI batch lines, or a table.")

@@ -16,6 +16,7 @@ from .options import (
     column_options,
     engine_options,
     limit_options,
+    media_options,
     model_options,
     task_options,
 )
@@ -47,6 +48,7 @@ __all__ = ["verify"]
 @task_options(*NUMERIC_TASKS)
 @chat_options
 @limit_options
+@media_options
 @engine_options
 @reuse_options
 @click.option("--json", "as_json", is_flag=True, help="The numbers as JSON.")

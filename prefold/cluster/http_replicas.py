@@ -11,7 +11,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -183,7 +184,7 @@ class HttpReplicas(Replicas):
                 if found.status_code < 500 and found.status_code != 429:
                     break
                 reason = f"it answers {found.status_code}"
-            except httpx.TransportError as error:
+            except httpx.HTTPError as error:
                 reason = f"it cannot be reached ({type(error).__name__}: {error})"
             if time.monotonic() > deadline:
                 return self._tell(name, ReplicaLost(reason))
@@ -307,17 +308,20 @@ class HttpReplicas(Replicas):
     ) -> tuple[list[Any], Stats]:
         if call.readout.kind == "tokens":
             said = await self._post(server, [generation_body(requests[0], self.model, text_of, call.text)])
-            return [generated_of(said)], generation_stats(said)
+            with _reading(server):
+                return [generated_of(said)], generation_stats(said)
         if call.readout.kind in _LOGPROBS:
             bodies = logprob_bodies(requests[0], call.readout, self.model)
             answers = [await self._post(server, [body]) for body in bodies]
             tokens = len(requests[0].tokens)
             stats = Stats(tokens=tokens, rows_computed=len(bodies) * tokens, requests=1, steps=1)
-            return [logprobs_of(answers, requests[0], call.readout)], stats
+            with _reading(server):
+                return [logprobs_of(answers, requests[0], call.readout)], stats
         said = await self._post(server, embedding_bodies(requests, self.model, text_of))
         tokens = sum(len(request.tokens) for request in requests)
         stats = Stats(tokens=tokens, rows_computed=tokens, requests=len(requests), steps=1)
-        return embeddings_of(said, len(requests)), stats
+        with _reading(server):
+            return embeddings_of(said, len(requests)), stats
 
     def _text_of(self, server: _RemoteServer) -> Callable[[Any], str]:
         """Returns what makes text of token ids."""
@@ -352,9 +356,12 @@ class HttpReplicas(Replicas):
                 await asyncio.sleep(_jittered(pause))
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 continue
+            except httpx.DecodingError as error:
+                raise RowError(server.url, 0, f"an answer that cannot be unpacked: {error}") from None
             if said.status_code < 300:
                 server.cap = min(self._most, server.cap + 1 / server.cap)
-                return said.json()
+                with _reading(server):
+                    return said.json()
             if said.status_code == 404 and len(bodies) > 1:
                 bodies = bodies[1:]
                 continue
@@ -373,6 +380,17 @@ class HttpReplicas(Replicas):
                 raise RowError(server.url, said.status_code, last)
             pause = min(2 * pause, _LONGEST_PAUSE)
         raise RowError(server.url, 0, f"no answer after {attempts} attempts: {last}")
+
+
+@contextmanager
+def _reading(server: _RemoteServer) -> Iterator[None]:
+    """Makes the error of the requests out of whatever an answer lacks: a gateway may say 200 and mean an error."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise RowError(server.url, 200, f"nothing that can be read ({type(error).__name__}: {error})") from None
 
 
 def _said(said: httpx.Response) -> str:

@@ -90,6 +90,11 @@ class _FunctionCall:
         """Returns it for the options of a function; on Ray the driver makes the actor here, and owns it."""
         options = dict(options)
         udf = {name: options.pop(name) for name in _UDF_OPTIONS if name in options}
+        for name in ("concurrency", "num_gpus"):
+            if udf.get(name) is not None:
+                message = f"{name} is {udf[name]!r}, and all rows of a process run together, on one model"
+                remedy = "leave it out; `replicas` makes more models on Ray, `device` says where one is"
+                raise InputError(message, field=name, remedy=remedy)
         on_error = udf.get("on_error", "raise")
         if on_error not in _ON_ERROR:
             remedy = f"use one of {', '.join(_ON_ERROR)}"

@@ -20,8 +20,9 @@ from ..errors import InputError, record_error
 __all__ = ["SharedModel", "split_options"]
 
 LLM_OPTIONS = (
-    "tokenizer", "dtype", "device", "threads", "sharing", "max_batch_rows", "kv_memory", "max_running",
-    "reserve_output", "cache", "cache_prefill", "adapters", "tensor_parallel", "decode_graphs", "load_format",
+    "tokenizer", "dtype", "device", "threads", "sharing", "sharing_threshold", "max_batch_rows", "kv_memory",
+    "max_running", "reserve_output", "cache", "cache_prefill", "adapters", "images", "media_memory", "mmproj",
+    "allow_media_host", "tensor_parallel", "exits", "refill", "group", "step_visits", "decode_graphs", "load_format",
     "revision",
 )  # fmt: skip
 _models: dict[str, SharedModel] = {}

@@ -11,6 +11,7 @@ import gzip
 import json
 from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -36,13 +37,14 @@ def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> F
     suffixes = [s.lower() for s in path.suffixes]
     zipped = suffixes[-1:] == [".gz"]
     format = (suffixes[:-1] if zipped else suffixes)[-1:]
+    opened: Any = gzip.open if zipped else open
     if format in ([".csv"], [".tsv"]):
-        write: Any = _write_csv
+        write: Any = partial(_write_csv, opened, "\t" if format == [".tsv"] else ",")
     elif format == [".parquet"]:
         if zipped:
             raise JobError(f"{path.name} cannot be written, as Parquet is compressed inside; name it {path.stem}")
         need_pyarrow(f"writing {path}")  # refuse before the work, not after it
-        write = _write_parquet
+        write = write_parquet
     elif format not in ([".jsonl"], [".ndjson"], [".json"]):
         what = f"of {''.join(format)} files" if format else "without an ending"
         raise JobError(
@@ -50,13 +52,13 @@ def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> F
             "(.gz may follow, but not .parquet)"
         )
     elif keep_order or zipped:
-        write = _write_jsonl
+        write = partial(_write_jsonl, opened)
     else:
         return None
 
     def finish(lines: Path, made: Path) -> list[str]:
         with replacing(made) as temporary, lines.open("rb") as file:
-            notes = write(_OutputLines(file, keep_order), temporary, made, form or TableForm())
+            notes = write(_OutputLines(file, keep_order), temporary, form or TableForm())
         return notes
 
     return finish
@@ -88,26 +90,20 @@ class _OutputLines:
             yield self._file.readline().split(b"\t", 1)[1]
 
 
-def _write_jsonl(lines: _OutputLines, path: Path, made: Path, form: TableForm) -> list[str]:
-    with gzip.open(path, "wb") if made.suffix == ".gz" else path.open("wb") as file:
+def _write_jsonl(opened: Any, lines: _OutputLines, path: Path, form: TableForm) -> list[str]:
+    with opened(path, "wb") as file:
         for line in lines:
             file.write(line)
     return []
 
 
-def _write_parquet(lines: _OutputLines, path: Path, made: Path, form: TableForm) -> list[str]:
-    return write_parquet(lines, path, form)
-
-
-def _write_csv(lines: _OutputLines, path: Path, made: Path, form: TableForm) -> list[str]:
+def _write_csv(opened: Any, delimiter: str, lines: _OutputLines, path: Path, form: TableForm) -> list[str]:
     columns = list(form.head)
     for line in lines:
         columns += [name for name in json.loads(line) if name not in columns]
     columns.sort(key="error".__eq__)  # the column of errors is the last one
-    tsv = ".tsv" in [s.lower() for s in made.suffixes]
-    opener = gzip.open if made.suffix == ".gz" else open
-    with opener(path, "wb") as raw, TextIOWrapper(raw, encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(_UnixLines(file), columns, delimiter="\t" if tsv else ",", lineterminator="\r\n")
+    with opened(path, "wb") as raw, TextIOWrapper(raw, encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(_UnixLines(file), columns, delimiter=delimiter, lineterminator="\r\n")
         table.writeheader()
         for line in lines:
             table.writerow({name: cell(value) for name, value in json.loads(line).items()})

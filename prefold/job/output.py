@@ -158,8 +158,7 @@ class FileOutput:
         self.lines_path = self.path if self._finish is None else partial_path(self.path)
         self._job = {**job, "output": {"keep_order": options.keep_order}}
         self._lock = threading.Lock()
-        self._pending: list[bytes] = []
-        self._numbers: list[int] = []
+        self._pending: list[tuple[int, bytes]] = []  # records' numbers with their lines, so that no signal parts them
         self._bytes = 0
         self._last = time.monotonic()
         self._broken: JobError | None = None
@@ -242,8 +241,7 @@ class FileOutput:
         if self._finish is not None:
             data = b"%d\t" % number + data
         with self._lock:
-            self._pending.append(data)
-            self._numbers.append(number)
+            self._pending.append((number, data))
             self._bytes += len(data)
             self.count += 1
             self.errors += failed
@@ -262,9 +260,9 @@ class FileOutput:
         if self._held and (self._bytes < HELD_BYTES or self._replaces):
             return
         self._last = time.monotonic()
-        if not self._numbers:
+        if not self._pending:
             return
-        data = b"".join(self._pending)
+        data = b"".join(line for _, line in self._pending)
         try:
             with writing(self.lines_path, "what is written is kept", RESUME):
                 self._begin()
@@ -272,8 +270,10 @@ class FileOutput:
                 while written < len(data):
                     written += self._file.write(data[written:])
                 os.fsync(self._file.fileno())
-                self.journal.commit(self._numbers, self.journal.offset + len(data), self.errors)
-            self._pending, self._numbers, self._bytes = [], [], 0
+                self.journal.commit(
+                    [number for number, _ in self._pending], self.journal.offset + len(data), self.errors
+                )
+            self._pending, self._bytes = [], 0
         except JobError as error:
             self._broken = error
             raise

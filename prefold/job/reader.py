@@ -181,6 +181,8 @@ class Reader:
                 return
             if record is not None:
                 self._take(record)
+                if record.number == self._limit:
+                    return  # who writes to a pipe may not send another for long
             if record is None or self._is_wanted():
                 self._flush_all()
 

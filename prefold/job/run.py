@@ -100,6 +100,8 @@ class _Run:
                 self.output.hold()
                 self.reader.start()
                 self._work(started)
+                if self.signal is not None and not self.counts.read_all:
+                    raise Interrupted(self.signal)  # it came when all that had been read was computed
                 self.graceful = True
                 self.output.finish()
         except BaseException as error:
@@ -198,7 +200,7 @@ class _Run:
                     self.progress.tick(self._count())
                 try:
                     self.output.commit(due_only=True)
-                except JobError:
+                except (JobError, OSError):
                     return  # the next write raises it where it can be handled
 
         thread = threading.Thread(target=tick, name="prefold-tick", daemon=True)

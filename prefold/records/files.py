@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ def holds_records(name: str) -> bool:
         return False
     if _has_suffix(path):
         return True
-    return path.is_dir() and any(file.is_file() and _is_input(file, path) for file in path.rglob("*"))
+    # Path.is_dir raises OSError for a text that is too long for a name, before Python 3.13.
+    return os.path.isdir(path) and any(file.is_file() and _is_input(file, path) for file in path.rglob("*"))
 
 
 def _is_input(file: Path, folder: Path) -> bool:

@@ -63,13 +63,18 @@ def _batch_records(batch: Any, number: int) -> Iterator[Record]:
     try:
         for index, data in enumerate(batch.to_pylist(), number + 1):
             yield Record(index, data, size=size)
-    except UnicodeDecodeError:
+    except Exception:  # of one of the values
         names = batch.schema.names
         for index in range(batch.num_rows):
-            try:
-                data = {name: batch.column(i)[index].as_py() for i, name in enumerate(names)}
-            except UnicodeDecodeError as error:
-                bad = InputError(f"a text is not valid UTF-8: {error}", remedy="re-encode it", code="invalid_utf8")
-                yield Record(number + index + 1, error=bad)
-            else:
-                yield Record(number + index + 1, data, size=size)
+            data, bad = {}, None
+            for place, name in enumerate(names):
+                try:
+                    data[name] = batch.column(place)[index].as_py()
+                except UnicodeDecodeError as error:
+                    message = f"a text is not valid UTF-8: {error}"
+                    bad = InputError(message, field=name, remedy="re-encode it", code="invalid_utf8")
+                except (ValueError, OverflowError, KeyError, ImportError) as error:  # as of a year beyond 9999
+                    kind = batch.schema.field(place).type
+                    message = f"{name!r} is a {kind} that Python has no value for: {error}"
+                    bad = InputError(message, field=name, remedy="write it as a text", code="invalid_value")
+            yield Record(number + index + 1, error=bad) if bad else Record(number + index + 1, data, size=size)

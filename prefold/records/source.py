@@ -8,12 +8,12 @@ unreadable Parquet footer) is a JobError.
 from __future__ import annotations
 
 import gzip
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..errors import JobError
+from ..files import sampled_digest
 from .parquet import ParquetSource
 from .record import FORMATS, Source
 from .stdin import open_stdin, standard_input
@@ -25,7 +25,7 @@ SUFFIXES = {".ndjson": "jsonl", ".json": "jsonl"} | {f".{format}": format for fo
 # The digest of a file is made of all of it up to so many bytes; of a larger file, of so many blocks of so many bytes,
 # evenly spread.
 _WHOLE_DIGEST = 256 << 20
-_DIGEST_BLOCKS, _DIGEST_BYTES = 512, 1 << 16
+_DIGEST_BLOCKS = 512
 
 
 def open_source(
@@ -85,15 +85,4 @@ def is_gzip(path: Path) -> bool:
 def file_identity(path: Path, size: int | None = None) -> dict[str, Any]:
     """Returns what tells a file, or its first `size` bytes, from another: {"bytes": size, "digest": BLAKE2b in hex}."""
     size = path.stat().st_size if size is None else size
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        if size <= _WHOLE_DIGEST:
-            left = size
-            while block := file.read(min(left, 1 << 20)):
-                digest.update(block)
-                left -= len(block)
-        else:
-            for i in range(_DIGEST_BLOCKS):
-                file.seek((size - _DIGEST_BYTES) * i // (_DIGEST_BLOCKS - 1))
-                digest.update(file.read(_DIGEST_BYTES))
-    return {"bytes": size, "digest": digest.hexdigest()}
+    return {"bytes": size, "digest": sampled_digest(path, size, _DIGEST_BLOCKS, _WHOLE_DIGEST)}

@@ -33,7 +33,7 @@ _RESERVED = {
         "num_generated",
         "cached_tokens",
         "approximate_tokens",
-        "notes",
+        "image_notes",
     },
 }
 _USUAL = {

@@ -358,3 +358,24 @@ def test_a_server_without_a_prompts_logprobs_is_told_of(table):
     with serving(fault=lambda *_: answer) as server:
         run("--url", server.url, "--tokenizer", "named", "--labels", "yes,no", task="classify")
     assert all("gives no log-probabilities" in line["error"]["message"] for i, line in output().items() if i != 3)
+
+
+@pytest.mark.parametrize("answer", [{"error": "quota"}, {"choices": [{}]}, {"choices": 5}, [], "<html>", None])
+def test_a_200_that_is_no_answer_is_an_error_of_its_record(table, answer):
+    def fault(path, body, number):
+        return (200, {}, answer) if body["prompt"].endswith(" 7") else None
+
+    with serving(ids=False, fault=fault) as server:
+        run("--raw", "--url", server.url)
+    found = output()
+    assert "nothing that can be read" in found[7]["error"]["message"]
+    assert_answered(found, wrong=(3, 5, 7))
+
+
+def test_vectors_that_are_none(table):
+    def fault(path, body, number):
+        return 200, {}, {"data": [{"index": 0}]}
+
+    with serving(ids=False, fault=fault) as server:
+        run("--url", server.url, task="embed")
+    assert all("error" in line for line in output().values())

@@ -196,3 +196,22 @@ def test_on_ray_every_row_comes_once(model, llm, partitions, replicas, kill):
     vectors = np.array([found["vector"][k] for k in good])
     assert np.abs(vectors - llm.embed(texts)).max() < 1e-5
     assert all(found["answer"][k]["error"] for k, i in enumerate(found["id"]) if i in (7, 9))
+
+
+def test_every_option_of_a_model_is_a_keyword():
+    import inspect
+
+    from prefold import LLM
+    from prefold.integrations.shared import LLM_OPTIONS
+
+    # A seed may be a task's; the table of images is the model's own.
+    assert {*LLM_OPTIONS} == {*inspect.signature(LLM).parameters} - {"model", "media", "seed"}
+
+
+@pytest.mark.parametrize("name", ["concurrency", "num_gpus"])
+def test_options_of_daft_that_would_do_nothing(model, name):
+    from prefold.errors import InputError
+    from prefold.integrations.daft import PrefoldProvider
+
+    with pytest.raises(InputError, match="replicas"):
+        PrefoldProvider().get_prompter(model, **{name: 2})

@@ -197,3 +197,22 @@ def test_float32_come_back_exactly():
     number, count = json.loads(dumps((np.float32(0.1), np.int64(3))))
     assert np.float32(number) == np.float32(0.1) and count == 3
     assert "\n" not in dumps({"a": "x\ny"})
+
+
+def test_the_last_endings_of_a_name_tell_the_format(tmp_path):
+    for name, sign, opened in (
+        ("a.tsv.csv", ",", open),
+        ("a.csv.tsv.gz", "\t", gzip.open),
+        ("a.csv.GZ", ",", gzip.open),
+    ):
+        out = open_output(OutputOptions(tmp_path / name), JOB)
+        out.write(1, '{"record": 1, "text": "x"}', False)
+        out.finish()
+        out.close()
+        with opened(tmp_path / name, "rt") as file:
+            assert file.read() == f"record{sign}text\n1{sign}x\n"
+    out = open_output(OutputOptions(tmp_path / "a.jsonl.GZ"), JOB)
+    out.write(1, "{}", False)
+    out.finish()
+    out.close()
+    assert gzip.decompress((tmp_path / "a.jsonl.GZ").read_bytes()) == b"{}\n"

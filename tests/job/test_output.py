@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -266,3 +269,44 @@ def test_lines_whose_commit_was_interrupted_are_not_written_again(tmp_path, monk
     again.finish()
     again.close()
     assert path.read_text() == '{"record": 1}\n{"record": 2}\n'
+
+
+def test_a_signal_within_a_write_parts_no_line_from_its_record(tmp_path):
+    class Interrupting(list):
+        def append(self, item):
+            super().append(item)
+            raise KeyboardInterrupt
+
+    path = tmp_path / "out.jsonl"
+    out = open_output(OutputOptions(path), JOB)
+    for name, value in list(vars(out).items()):
+        if value == [] and name != "notes":
+            setattr(out, name, Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        out.write(1, '{"record": 1}', False)
+    out.commit()
+    out.close()
+    again = open_output(OutputOptions(path), JOB)
+    assert path.read_text().count("\n") == again.count == 1
+    again.close()
+
+
+def test_who_reads_standard_output_leaves_while_lines_are_committed(tmp_path, monkeypatch):
+    """The thread that commits says nothing of it: the next line that is written does."""
+    from .test_run import table_job, write_records
+
+    write_records(tmp_path / "in.jsonl", 400)
+    failed, seen = threading.Event(), []
+
+    class Closed(StreamOutput):
+        def commit(self, *, due_only=False):
+            if due_only:
+                failed.set()
+                raise BrokenPipeError
+
+    monkeypatch.setattr("prefold.job.run.TICK_SECONDS", 0.001)
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    job = table_job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", llm=fake_llm(before=lambda i: failed.wait(5)))
+    job.output.close()
+    run_job(replace(job, output=Closed(io.StringIO())), Progress())
+    assert failed.is_set() and not seen

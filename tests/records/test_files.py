@@ -78,3 +78,7 @@ def test_names_patterns_and_folders(tmp_path, monkeypatch):
         open_sources([a, str(tmp_path / "c.csv")])
     with pytest.raises(JobError, match="standard input goes with no other"):
         open_sources([a, "-"])
+
+
+def test_a_long_text_is_no_file():
+    assert not holds_records("please summarise " * 30)  # longer than a file's name may be

@@ -166,3 +166,25 @@ def test_identity_tells_inputs_apart_by_content_only(tmp_path):
     b.write_text(body)
     c.write_text(body.replace('{"a": 25000}', '{"a": 25001}'))
     assert open_source(str(a)).identity == open_source(str(b)).identity != open_source(str(c)).identity
+
+
+def test_standard_input_is_known_by_its_first_record():
+    def identity(text, format):
+        source = open_source("-", format, stdin=io.BytesIO(text.encode()))
+        assert [record.data for record in source.records()]
+        return source.identity
+
+    monday, tuesday = "id,text\n1,a\n2,b\n", "id,text\n3,c\n2,b\n"
+    assert identity(monday, "csv") != identity(tuesday, "csv") and identity(monday, "csv") == identity(monday, "csv")
+    quoted = open_source("-", "csv", stdin=io.BytesIO(b'"a\nb",c\n1,2\n3,4\n'))
+    assert [[*record.data.values()] for record in quoted.records()] == [["1", "2"], ["3", "4"]]
+
+
+def test_a_value_that_python_does_not_have_is_its_records_error(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    far = pa.array([1, 4_000_000, 3], pa.int32()).cast(pa.date32())  # days; the second is in the year 12921
+    pq.write_table(pa.table({"text": ["a", "b", "c"], "day": far}), tmp_path / "in.parquet")
+    found = list(open_source(str(tmp_path / "in.parquet")).records())
+    assert [record.number for record in found] == [1, 2, 3]
+    assert found[0].data["text"] == "a" and found[2].data["day"].year == 1970
+    assert found[1].error.field == "day" and "date32" in str(found[1].error)

@@ -1,0 +1,32 @@
+"""Which model a checkpoint is: by its files, and of the weights by blocks all over each file."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from prefold.checkpoint.identity import folder_digest
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize("size", [1000, 9 * MB])
+def test_other_weights_of_the_same_size_are_another_model(tmp_path, size):
+    weights = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    found = set()
+    for change in (0, 0, 1):  # the second is the first again
+        (tmp_path / "model.safetensors").write_bytes((weights + change).tobytes())
+        found.add(folder_digest(tmp_path))
+    weights[-1] += 1
+    (tmp_path / "model.safetensors").write_bytes(weights.tobytes())
+    found.add(folder_digest(tmp_path))
+    assert len(found) == 3
+
+
+def test_settings_and_single_files(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"a" * 100)
+    whole, alone = folder_digest(tmp_path), folder_digest(tmp_path / "model.gguf")
+    (tmp_path / "config.json").write_text("{}")
+    assert folder_digest(tmp_path) != whole
+    (tmp_path / "model.gguf").write_bytes(b"b" * 100)
+    assert folder_digest(tmp_path / "model.gguf") != alone
