@@ -203,12 +203,13 @@ class Generator:
 
     def set_pace(self, pace: Pace | None) -> None:
         """Admits and steps as a pace says from now on; None: as they come, with as many rows as there are."""
-        with self.turn, suppress(BrokenOff), self._change():
-            self._rows.pace = pace
-            self.scheduler.admit_by(InOrder() if pace is None else pace.admission)
-            if pace is not None:
+        with self.turn:
+            with suppress(BrokenOff), self._change():
+                self._rows.pace = pace
+                self.scheduler.admit_by(InOrder() if pace is None else pace.admission)
+                self._rows.reset()
+            if pace is not None:  # the cache makes a change of its own
                 pace.admission.read_shares(self.scheduler.cache)
-            self._rows.reset()
 
     @contextmanager
     def unpaced(self) -> Iterator[None]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from prefold.cache import SlotPool
+from prefold.cache import CacheOptions, SlotPool
+from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine import pace as module
 from prefold.engine.pace import LATELY_SECONDS, LEAST_ROWS, Pace, StepTimes
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.generate import GenerateScheduler
-from prefold.types import Owner
+from prefold.types import Owner, Share
+from prefold.worker.protocol import Facts, Worker
 
 
 class Machine:
@@ -242,3 +246,20 @@ def test_steps_of_a_batchs_numbers_are_short_where_somebody_came_lately():
     machine.now += LATELY_SECONDS
     assert machine.pace.stream_rows(4096, parts=2) == pytest.approx(980, abs=1)
     assert machine.pace.stream_rows(4096) == pytest.approx(480, abs=1) and machine.pace.stream_rows(100) == 100
+
+
+class Still(Worker):
+    """A worker of which nothing is asked."""
+
+    facts = Facts(max_positions=60)
+
+    def start(self, message, prepared=None):
+        return SimpleNamespace(result=lambda: None)
+
+
+def test_a_generator_tells_the_cache_what_tenants_may_keep():
+    generation = GenerateOptions(kv_memory=100, cache=CacheOptions())
+    generator = Engine(Still(), EngineOptions(generation=generation)).generator
+    generator.set_pace(Pace(FairAdmission(lambda tenant: Share(2.0, max_kept_rows=7))))
+    account = generator.scheduler.cache.accounts.of("a")
+    assert (account.weight, account.max_rows) == (2.0, 7)
