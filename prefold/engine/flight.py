@@ -38,6 +38,8 @@ class Flight:
         """
         for asked, found in zip(self.message.numbers, result.numbers, strict=True):
             for place, read in enumerate(asked.reads.tolist()):
+                if self.step.takers[read].state == "ended":  # its request may run again, as another sequence
+                    continue
                 reader = self.readers[read]
                 assert isinstance(reader, NumberReader)
                 if found.greedy is None:

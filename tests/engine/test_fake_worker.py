@@ -12,9 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from prefold.cache import SCRATCH, CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine.fault import find_fault
 from prefold.errors import InputError, OutOfMemoryError
 from prefold.schedule.steps import SlotResult, SlotStep, StepResult
 from prefold.types import Readout, Request, Sampling
@@ -164,6 +166,36 @@ def test_a_request_that_can_never_run_is_told_so():
     while engine.generator.step():
         pass
     assert isinstance(answers[0], InputError) and answers[0].code == "kv_memory"
+
+
+class FailingOnce(FakeWorker):
+    """Fails for one step: that of this number."""
+
+    def __init__(self, number: int):
+        super().__init__(random.Random(0), 2, 0.0)
+        self.number = number
+
+    def run(self, step: SlotStep) -> SlotResult:
+        self.number -= 1
+        if not self.number:
+            raise RuntimeError("made up")
+        return super().run(step)
+
+
+def test_numbers_that_are_in_flight_when_the_next_step_fails_are_read_again():
+    worker = FailingOnce(2)
+    generator = Engine(worker, EngineOptions(generation=GenerateOptions(kv_memory=100))).generator
+    text, numbers = [], []
+    generator.add(Request(np.array([0, 1], np.int32), sampling=Sampling(max_tokens=5)), None, text.append)
+    generator.add(Request(np.array([2, 1], np.int32)), None, numbers.append, readout=Readout("last"))
+    generator.step()
+    with pytest.raises(RuntimeError, match="made up") as caught:
+        generator.step()
+    assert not find_fault(generator, caught.value)
+    while generator.step():
+        assert set(generator.scheduler._requests) == set(generator.open_keys)
+    assert [one.tokens for one in text[0]] == [expected([0, 1], Sampling(max_tokens=5))]
+    assert numbers[0].values[0] == float(hash((2, 1))) and not generator.scheduler.has_work
 
 
 class Measuring(Worker):
