@@ -47,16 +47,19 @@ class _Filling:
 class Claims:
     """A Claims drafts steps, and claims slots for their rows.
 
-    pool    the slots
-    visits  how rows go through the model
-    cache   holds rows that may be evicted where slots are short; or None
+    pool      the slots
+    visits    how rows go through the model
+    cache     holds rows that may be evicted where slots are short; or None
+    is_short  whether there were too few slots for rows that the last draft had room for
     """
 
     def __init__(self, pool: SlotPool, visits: VisitOptions, cache: VisitCache | None):
         self.pool, self.visits, self.cache = pool, visits, cache
+        self.is_short = False
 
     def draft(self, policy: Admission, running: Collection[Routed], most: int) -> VisitDraft:
         """Returns the rows of the next step, with slots claimed for them; the policy says who comes before whom."""
+        self.is_short = False
         return policy.draft(running, _Filling(self, most)).draft
 
     def fill(self, draft: VisitDraft, running: Iterable[Routed]) -> None:
@@ -242,6 +245,7 @@ class Claims:
         self.make_free(count)
         slots = self.pool.allocate(min(count, self.pool.free_slots))
         assert slots is not None
+        self.is_short |= len(slots) < count
         return slots
 
     def make_free(self, count: int) -> None:

@@ -159,8 +159,8 @@ class VisitScheduler(Sequences[Routed]):
                 self._draft = self._decoding.draft(self.running, self.max_batch_rows)
             if self._draft is None:
                 self._draft = self._claims.draft(self.waiting, self.running, self.max_batch_rows)
-            if not self._draft.is_empty:
-                break
+            if not self._draft.is_empty or not self._claims.is_short:
+                break  # where slots are not short, the policy gives rows to nobody who runs
             # Nobody can go on: somebody makes room.
             last: Routed = self.waiting.victim(self.running)  # type: ignore[assignment]
             if len(self.running) > 1:

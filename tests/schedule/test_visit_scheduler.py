@@ -13,12 +13,11 @@ from visit_traces import FakeWorker, check_alone, run_step
 from prefold.cache import CacheOptions, SlotPool
 from prefold.errors import InputError
 from prefold.schedule import visits as scheduling
-from prefold.schedule.fair import FairAdmission
 from prefold.schedule.routed import Decided, Routed
 from prefold.schedule.visit_decode import Decoding
 from prefold.schedule.visit_decode_step import DecodeStep
 from prefold.schedule.visits import VisitOptions, VisitScheduler
-from prefold.types import Exits, Owner, Share
+from prefold.types import Exits, Share
 
 ORDERS = [(0, 1, 0, 1), (0, 0, 0), (1, 0, 1), (0, 1, 2, 0)]
 
@@ -344,68 +343,6 @@ def test_steps_that_become_smaller():
     assert longest <= 8
     for number in range(8):
         check_alone([number % 2, 1, number % 3], 0, 9, Exits(0.4, 2), VISITS, ended[number, 0], decided[number])
-
-
-def fair(batch_rows: int | None, decided: dict, **how) -> VisitScheduler:
-    """Two sequences of a batch run, an interactive one waits."""
-    scheduler = VisitScheduler(SlotPool(400), VISITS, **{"max_batch_rows": 64, "max_running": 8} | how)
-    scheduler.admit_by(FairAdmission())
-    prompt = np.array(PROMPT, np.int32)
-    for key in ("batch", "other"):
-        decided[key] = Decided()
-        scheduler.submit(key, prompt, limit=6, owner=Owner(is_batch=True), decided=decided[key])
-        scheduler.admit()
-    decided["live"] = Decided()
-    scheduler.submit("live", prompt[::-1].copy(), limit=6, decided=decided["live"])
-    scheduler.waiting.batch_rows = batch_rows
-    return scheduler
-
-
-def rows_of(step) -> list[tuple]:
-    """Whose rows a step has, and how many."""
-    if isinstance(step, DecodeStep):
-        return [(step.crew.sequences[number].key, 1) for number in step.members.tolist()]
-    return [(take.sequence.key, take.rows) for _, take, _ in step.takes]
-
-
-def keys_of(step) -> set:
-    return {key for key, _ in rows_of(step)}
-
-
-@pytest.mark.parametrize("batch_rows", [0, 1])
-@pytest.mark.parametrize("after", [0, 12])
-def test_rows_of_batches_are_bounded(batch_rows, after):
-    """While batches may have few rows, steps are those of the interactive request; then they go on with all."""
-    decided: dict = {}
-    scheduler, worker, ended = fair(None if after else batch_rows, decided), FakeWorker(2), {}
-    for _ in range(after):
-        run_step(scheduler, worker, ended, [])
-    scheduler.waiting.batch_rows = batch_rows
-    while ("live", 0) not in ended:
-        scheduler.admit()
-        step = scheduler.plan()
-        keys = keys_of(step)
-        assert "live" in keys and len(keys) <= 1 + batch_rows
-        assert sum(rows for key, rows in rows_of(step) if key != "live") <= batch_rows
-        scheduler.begin(step)
-        result, tokens = worker.run(step)
-        for done in scheduler.commit(step, result, tokens, [False] * len(tokens)):
-            ended[done.key, done.sample] = list(done.tokens)
-    scheduler.waiting.batch_rows = None
-    while scheduler.has_work:
-        run_step(scheduler, worker, ended, [])
-    for key, prompt in (("batch", PROMPT), ("other", PROMPT), ("live", PROMPT[::-1])):
-        check_alone(prompt, 0, 6, Exits(1.0), VISITS, ended[key, 0], decided[key])
-
-
-def test_a_batch_makes_way():
-    """Where as many run as may, one of a batch gives up its place to an interactive request."""
-    scheduler = fair(None, {}, max_running=3)
-    scheduler.submit("more", np.array([1, 1], np.int32), limit=6)
-    scheduler.admit()
-    assert {sequence.key for sequence in scheduler.running} == {"batch", "live", "more"}
-    assert scheduler.stats.preemptions == 1
-    scheduler.check()
 
 
 def test_what_was_decided_is_taken_again():
