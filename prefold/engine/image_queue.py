@@ -43,7 +43,7 @@ class ImageQueue:
         if not (self._keys or self._waiting):
             return False, []
         waiting: dict[int, list[Hashable]] = {}
-        media: list[Medium] = []
+        asked: list[list[Medium]] = []
         lost: dict[Hashable, None] = {}
         for sequence in running:
             if sequence.ready or sequence.key not in self._keys or sequence.key in lost:
@@ -53,14 +53,22 @@ class ImageQueue:
             except LookupError:
                 lost[sequence.key] = None
                 continue
+            asked.append(found)
+            for medium in found:
+                waiting.setdefault(int(medium.ids[0]), []).append(sequence.key)
+        self._waiting = waiting
+        there = dict(zip(waiting, self.desk.held(np.array(list(waiting), np.int64)).tolist(), strict=True))
+        media: dict[int, Medium] = {}
+        for found in asked:
+            # No further than the first that is not there: what is held behind it no step can use yet, and where memory
+            # is short it must not keep the one before from being made.
             for medium in found:
                 first = int(medium.ids[0])
-                if first not in waiting:
-                    media.append(medium)
-                waiting.setdefault(first, []).append(sequence.key)
-        self._waiting = waiting
-        self.desk.want(self, media)
-        return not self.desk.held(np.array(list(waiting), np.int64)).all(), list(lost)
+                media[first] = medium
+                if not there[first]:
+                    break
+        self.desk.want(self, list(media.values()))
+        return not all(there.values()), list(lost)
 
     def seconds_after(self, rows: int, seconds: float) -> float:
         """Takes note of a step of so many rows, and returns for how many seconds the tower may run after it."""
