@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,11 +27,13 @@ NO_TILES = np.empty((0, 0, 0, 0), np.float32)
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A _Rows is what is held of an image. salt: its tenant's; last: the id of its last row; size: bytes."""
+    """A _Rows is what is held of an image. salt: its tenant's; last: the id of its last row; size: bytes; error: why
+    its rows are no numbers, None: they are."""
 
     salt: str
     last: int
     size: int
+    error: str | None
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ class ImageDesk:
         self._lock = threading.RLock()
         self._held: OrderedDict[int, _Rows] = OrderedDict()  # by first id, the least recently used one first
         self._wanted: dict[Hashable, list[Medium]] = {}
+        self._in_use: list[list[Medium]] = []  # by steps in numbers: one may run between the parts of another
         self._runs: dict[int, _Run] = {}  # by first id
         self._rate: float | None = None  # operations a second; None: not measured yet
         self._credit = 0.0  # seconds that the tower was given between steps of others, and has not run
@@ -118,33 +121,42 @@ class ImageDesk:
         work is done. Otherwise a piece that takes longer waits until several calls have given it the time.
         """
         with self._lock:
-            medium = next((one for one in self._wanted.get(who, ()) if not self._has(one)), None)
-            if medium is None or not self._may_begin(medium):
+            wanted = self._wanted.get(who, ())
+            medium = next((one for one in wanted if not self._has(one) or self._error(one) is not None), None)
+            if medium is None:
                 return None
-            error = self._encode(medium, seconds, idle)
+            error = self._error(medium)  # of a run in numbers, between whose parts this is
             if error is None:
-                return None
-            self._drop(medium)
+                if not self._may_begin(medium):
+                    return None
+                error = self._encode(medium, seconds, idle)
+                if error is None:
+                    return None
+                self._drop(medium)
             return medium, error
 
     @contextmanager
     def using(self, tokens: np.ndarray) -> Iterator[None]:
         """Returns a context in which the worker has the rows of all images among these ids; they are made before it
-        begins. Where the tower fails for one, its rows are no numbers."""
+        begins. Where the tower fails for one, its rows are no numbers: nobody else has them, and they are dropped
+        behind it."""
         ids = tokens[tokens >= MEDIA_BASE]
         if not len(ids):
             yield
             return
-        media = self.media.find(ids)
+        media, failed = self.media.find(ids), []
         with self._lock:
-            self._wanted[self] = media
+            self._in_use.append(media)
             try:
                 for medium in media:
                     while not self._has(medium):
-                        self._encode(medium, None)
+                        if self._encode(medium, None) is not None:
+                            failed.append(medium)
                 yield
             finally:
-                del self._wanted[self]
+                self._in_use.pop()
+                for medium in failed:
+                    self._drop(medium)
 
     def clear(self) -> None:
         """Drops all rows that nobody waits for."""
@@ -181,11 +193,12 @@ class ImageDesk:
         before, run.done, run.tiles = run.operations, stop, None
         self._note_rate(run.operations - before, ended - computing)
         self._meter.add(seconds={"tower": ended - started})
+        error: str | None = unread or result.error
         if result.is_done:
             del self._runs[_first(medium)]
-            self._enter(medium)
+            self._enter(medium, error)
             self._meter.add(tower_runs=int(result.error is None))
-        return unread or result.error
+        return error
 
     def _stop(self, run: _Run, seconds: float | None, idle: bool) -> int:
         """Returns how many pieces of an image are to be done after so many seconds; `run.done` where others have not
@@ -229,7 +242,8 @@ class ImageDesk:
         """Returns whether there is memory for the rows of an image, now or once those are used that wait to be."""
         if _first(medium) in self._runs:
             return True
-        wanted = self._all_wanted()
+        # Steps in numbers whose parts this is between go on in any case, and do not wait for rows.
+        wanted = _firsts(self._wanted.values())
         waiting = sum(rows.size for first, rows in self._held.items() if first in wanted)
         return not waiting or waiting + self._bytes(medium) <= self._memory
 
@@ -262,8 +276,13 @@ class ImageDesk:
             self._worker.start(DropImages(tuple(gone))).result()
             self._note()
 
-    def _enter(self, medium: Medium) -> None:
-        self._held[_first(medium)] = _Rows(medium.salt, int(medium.ids[-1]), self._bytes(medium))
+    def _error(self, medium: Medium) -> str | None:
+        """Returns why the rows that are held of an image are no numbers; None: they are, or none are held."""
+        rows = self._held.get(_first(medium))
+        return None if rows is None else rows.error
+
+    def _enter(self, medium: Medium, error: str | None) -> None:
+        self._held[_first(medium)] = _Rows(medium.salt, int(medium.ids[-1]), self._bytes(medium), error)
         self._note()
 
     def _drop(self, medium: Medium) -> None:
@@ -272,11 +291,11 @@ class ImageDesk:
             self._note()
 
     def _note(self) -> None:
-        firsts = sorted(self._held)
+        firsts = sorted(first for first, rows in self._held.items() if rows.error is None)
         self._bounds = np.array(firsts, np.int64), np.array([self._held[first].last for first in firsts], np.int64)
 
     def _all_wanted(self) -> set[int]:
-        return {_first(medium) for media in self._wanted.values() for medium in media}
+        return _firsts((*self._wanted.values(), *self._in_use))
 
     def _bytes(self, medium: Medium) -> int:
         return len(medium.ids) * self._row_bytes
@@ -284,3 +303,7 @@ class ImageDesk:
 
 def _first(medium: Medium) -> int:
     return int(medium.ids[0])
+
+
+def _firsts(some: Iterable[Sequence[Medium]]) -> set[int]:
+    return {_first(medium) for media in some for medium in media}

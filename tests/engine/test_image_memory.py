@@ -1,9 +1,9 @@
-"""Images for which there is little memory, over the worker of `test_image_desk`."""
+"""Images for which there is little memory, and runs in numbers, over the worker of `test_image_desk`."""
 
 from __future__ import annotations
 
 import numpy as np
-from test_image_desk import ROWS, Noting, engine_of, take
+from test_image_desk import ROWS, Noting, desk_of, engine_of, finish, take
 
 from prefold.types import Request, Sampling
 
@@ -24,3 +24,30 @@ def test_prompts_with_the_same_images_in_another_order():
         assert engine.images.bytes_held <= ROWS * 10
     assert len(answers) == 2 and not generator.has_work
     assert engine.stats.tower_runs == 3
+
+
+def test_an_image_that_the_tower_failed_for_in_numbers_is_made_again():
+    desk, worker, table, _ = desk_of()
+    one = take(table, "one")
+    worker.fails = {int(one.ids[0])}
+    desk.want("me", [one])
+    with desk.using(one.ids):
+        assert list(worker.made) == [one.ids[0]] and not desk.held(one.ids).any(), "they are no numbers"
+        assert desk.advance("me", 1.0) == (one, "made up"), "as of a text between two parts of a step in numbers"
+        assert list(worker.made) == [one.ids[0]], "that step has them"
+    assert not worker.made and not desk.bytes_held
+    worker.fails = set()
+    assert finish(desk) is None and desk.held(one.ids).all()
+
+
+def test_what_runs_between_two_parts_of_a_step_in_numbers():
+    """Other numbers, or a text: each gets its images, though those of the step take all the memory."""
+    desk, _, table, _ = desk_of(memory=ROWS * 10)
+    one, other, third = (take(table, name) for name in ("one", "other", "third"))
+    with desk.using(one.ids):
+        with desk.using(other.ids):
+            assert desk.held(one.ids).all() and desk.held(other.ids).all()
+        desk.want("me", [third])
+        finish(desk)
+        assert desk.held(one.ids).all() and desk.held(third.ids).all()
+    assert not desk.held(other.ids).any() and not desk._in_use
