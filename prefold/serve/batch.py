@@ -23,8 +23,8 @@ from ..job import Job, OutputOptions, open_output, run_beside
 from ..records.adapter import error_text
 from ..records.batch import OpenAIBatch, add_usage
 from ..records.record import Source
-from ..records.source import open_source
 from ..types import Owner
+from .batch_input import open_input
 from .desk import Desk, apart
 from .keys import Keys, Tenant
 from .lane import Lane
@@ -83,7 +83,10 @@ class BatchWork:
         self._is_stopping = is_stopping
 
     def _source(self, body: Body) -> Source:
-        return open_source(str(self._store.path(body["input_file_id"])), "jsonl")
+        """Returns the source of a batch's lines. Raises JobError where the file is at fault."""
+        id = body["input_file_id"]
+        known = self._store.get("file", None, id)
+        return open_input(self._store.path(id), id if known is None else known["filename"])
 
     def _adapter(self, body: Body) -> OpenAIBatch:
         adapters = self._desk.llm.engine.adapters
@@ -97,20 +100,29 @@ class BatchWork:
         body = self._found(one)
         adapter, total, good = self._adapter(body), 0, 0
         errors: list[Body] = []
-        for record in self._source(body).records():
-            total += 1
-            error = adapter.read(record).error
-            good += error is None
-            if error is not None and len(errors) < MOST_ERRORS:
-                line = {"code": error.code, "line": record.number, "message": str(error), "param": error.field}
-                errors.append(line)
-            if self._is_stopping():
-                return None
-        if not total:
+        identity = None
+        try:
+            source = self._source(body)
+            identity = source.identity
+            for record in source.records():
+                total += 1
+                error = adapter.read(record).error
+                good += error is None
+                if error is not None and len(errors) < MOST_ERRORS:
+                    line = {"code": error.code, "line": record.number, "message": str(error), "param": error.field}
+                    errors.append(line)
+                if self._is_stopping():
+                    return None
+        except JobError as wrong:
+            if isinstance(wrong.__cause__, OSError):  # the disk fails, and the file may be as it should
+                raise
+            good = 0
+            errors.append({"code": "invalid_file", "line": None, "message": str(wrong), "param": "input_file_id"})
+        if not total and not errors:
             message = "the input file holds no lines; give one request a line"
             errors.append({"code": "empty_file", "line": None, "message": message, "param": "input_file_id"})
         now = int(time.time())
-        changes: Body = {"request_counts": {"total": total, "completed": 0, "failed": 0}}
+        changes: Body = {"request_counts": {"total": total, "completed": 0, "failed": 0}, "_input": identity}
         if good:
             changes |= {"status": "in_progress", "in_progress_at": now}
         else:
@@ -142,17 +154,24 @@ class BatchWork:
     def _write_lines(self, one: OpenBatch, body: Body, path: Path) -> tuple[str | None, Counter[str] | None]:
         """Writes the lines of a batch that are missing; returns (how it ends, or None where the server does; the usage
         of its answers where no line is an error and none was there before, else None)."""
-        source = self._source(body)
+        source, why = None, body.get("_why", "")
+        try:
+            source = self._source(body)
+        except JobError as error:  # it was removed, or the batch is ended before it was validated
+            why = str(error)
         model = self._desk.llm.checkpoint.name
-        found = {"batch": one.id, "input": source.identity}
+        found = {"batch": one.id, "input": body.get("_input") if source is None else source.identity}
         output = one.output = open_output(OutputOptions(path), found)
         adapter = self._adapter(body)
         ending: str | None = "failed" if one.failures >= ATTEMPTS else body.get("_ending") or one.ending
         if body["_model"] != model:
-            ending = ending or "failed"  # lines of one batch are of one model
+            ending, why = ending or "failed", "the model changed"  # lines of one batch are of one model
+        elif source is None:
+            ending = ending or "failed"
         try:
             if not output.ended:
                 if ending is None:
+                    assert source is not None
                     namespace = self._keys.namespace(Tenant(one.tenant or None))
                     seed = int.from_bytes(hashlib.blake2b(one.id.encode(), digest_size=6).digest())
                     tasks = _Tasks(self._desk, namespace, one.tenant or None)
@@ -164,8 +183,9 @@ class BatchWork:
                     elif (ending := one.ending) is None:
                         return None, None
                 if ending != "completed":
-                    self._store.change("batch", one.id, {"_ending": ending})
-                    self._write_rest(source, self._adapter(body), output, ending)
+                    self._store.change("batch", one.id, {"_ending": ending, "_why": why})
+                    if source is not None:
+                        self._write_rest(source, self._adapter(body), output, ending)
                 output.finish()
             return ending or "completed", None if output.resumed or output.errors else adapter.usage
         finally:
@@ -231,7 +251,7 @@ class BatchWork:
             else:
                 store.drop_content(ids[kind])
         if ending == "failed":
-            why = "the server failed at it" if body["_model"] == self._desk.llm.checkpoint.name else "the model changed"
+            why = body.get("_why") or "the server failed at it"
             error = {"code": "batch_failed", "line": None, "message": f"{why}; create it again", "param": None}
             changes["errors"] = {"object": "list", "data": [error]}
         store.add_all([*objects, ("batch", one.tenant, body | changes, None)])

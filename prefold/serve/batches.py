@@ -35,6 +35,7 @@ class Batches:
         self._store, self._log = store, log
         self._open: dict[str, OpenBatch] = {}
         self._lock = threading.Lock()  # of `_open`, and of who works for what
+        self._using = threading.Lock()  # of which files are read by batches: none is forgotten while one begins to
         self._woken, self._can_run = threading.Event(), threading.Event()
         self._is_stopping = False
         self._threads: list[threading.Thread] = []
@@ -67,10 +68,15 @@ class Batches:
     # -------------------------------------------------------------------------------------------- what is asked
 
     def create(self, tenant: str, body: Body) -> Body:
-        """Takes a new batch; returns it, once it is on disk."""
-        self._store.add("batch", tenant, body)
-        with self._lock:
-            self._open[body["id"]] = OpenBatch(body["id"], tenant, body["status"], body["expires_at"])
+        """Takes a new batch; returns it, once it is on disk. Raises Refusal (404) where its file is gone."""
+        with self._using:
+            if self._store.get("file", tenant, body["input_file_id"]) is None:
+                message = f"there is no file {body['input_file_id']!r:.100} for a batch"
+                remedy = "upload it again"
+                raise Refusal(404, message, param="input_file_id", remedy=remedy, code="not_found")
+            self._store.add("batch", tenant, body)
+            with self._lock:
+                self._open[body["id"]] = OpenBatch(body["id"], tenant, body["status"], body["expires_at"])
         self._woken.set()
         return body
 
@@ -107,6 +113,15 @@ class Batches:
         """Returns whether a batch that has not ended reads a file."""
         found = (self._store.get("batch", None, id) for id in list(self._open))
         return any(body is not None and body["input_file_id"] == file for body in found)
+
+    def forget_file(self, tenant: str, file: str) -> bool:
+        """Forgets an object of kind "file" and its content; returns False where a batch still reads it."""
+        with self._using:
+            if self.uses(file):
+                return False
+            self._store.delete("file", tenant, file)
+            self._store.drop_content(file)
+        return True
 
     # ---------------------------------------------------------------------------------------------- the threads
 
@@ -145,13 +160,15 @@ class Batches:
 
     def _attempt(self, work: Callable[[OpenBatch], Body | None], one: OpenBatch) -> None:
         """Does something for a batch, and notes what it is then; where that fails, it is done again later."""
-        trouble = f"batch {one.id}"
+        trouble, troubles = f"batch {one.id}", self._store.troubles
         try:
             if (body := work(one)) is not None:
                 self._note(one, body)
-            self._store.troubles.pop(trouble, None)
+            troubles.pop(trouble, None)
         except (Refusal, JobError, OSError, RankError, MemoryError) as error:  # the disk, the database, or the engine
-            self._store.troubles[trouble] = f"{trouble} waits: {error}"
+            if trouble not in troubles:
+                self._log(error)
+            troubles[trouble] = f"a batch waits: {_told(error)}"
             one.retry_at = time.monotonic() + RETRY_SECONDS
         except Exception as error:
             self._log(error)
@@ -165,9 +182,10 @@ class Batches:
         """Forgets files and responses whose time has come."""
         try:
             for kind, tenant, id in self._store.ended(time.time()):
-                if kind != "file" or not self.uses(id):
+                if kind == "file":
+                    self.forget_file(tenant, id)
+                else:
                     self._store.delete(kind, tenant, id)
-                    self._store.drop_content(id)
         except Refusal:
             return  # the store has noted what fails
 
@@ -177,3 +195,15 @@ class Batches:
             one.status = body["status"]
             if one.status not in OPEN:
                 self._open.pop(one.id, None)
+
+
+def _told(error: Exception) -> str:
+    """Returns what everybody may know of an error for which a batch waits: no paths, and no ids."""
+    if isinstance(error, Refusal):
+        return str(error)
+    if isinstance(error, RankError):
+        return "a rank of the model is gone"
+    if isinstance(error, MemoryError):
+        return "memory is too small"
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return f"the data folder fails: {getattr(cause, 'strerror', None) or 'see the log'}"

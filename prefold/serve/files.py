@@ -162,13 +162,11 @@ async def content(site: Site, request: Request, tenant: Tenant) -> Response:
 
 async def delete_file(site: Site, request: Request, tenant: Tenant) -> Response:
     """Forgets a file. One that a batch still reads is kept, with an error."""
-    store, batches = _stores(site)
+    _, batches = _stores(site)
     body = await _one(site, request, tenant, "file")
-    if await asyncio.to_thread(batches.uses, body["id"]):
+    if not await asyncio.to_thread(batches.forget_file, _owner(tenant), body["id"]):
         remedy = "cancel the batch, or wait until it has ended"
         raise Refusal(409, "a batch still reads this file", remedy=remedy, code="file_in_use")
-    await asyncio.to_thread(store.delete, "file", _owner(tenant), body["id"])
-    await asyncio.to_thread(store.drop_content, body["id"])
     return json_response({"id": body["id"], "object": "file", "deleted": True})
 
 

@@ -1,0 +1,32 @@
+"""The input file of a batch, which a client has uploaded: what is wrong with it is the client's, not the server's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import JobError
+from ..records.record import Source
+from ..records.source import file_identity, is_gzip
+from ..records.textual import LineSource, TableOptions
+
+__all__ = ["open_input"]
+
+
+def open_input(path: Path, name: str) -> Source:
+    """Returns the source of the lines of an uploaded file.
+
+    name  by which its client knows it, for errors
+
+    Raises JobError where the file itself is at fault, and OSError where the disk is.
+    """
+    try:
+        if is_gzip(path):
+            raise JobError(f"{name} is compressed; upload it as plain JSONL: gunzip {name}")
+        identity = file_identity(path)
+        with path.open("rb") as file:
+            head = file.readline()
+    except FileNotFoundError:
+        raise JobError(f"the input file {name} is gone; upload it again") from None
+    source = LineSource.make(name, "jsonl", identity, head, lambda: path.open("rb"), TableOptions())
+    source.paths = (path,)
+    return source
