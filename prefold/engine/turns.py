@@ -34,7 +34,9 @@ class Turns:
         if owner not in self._waiting:
             self._waiting[owner] = deque()
             if len(self._given) > IDLE_OWNERS + 2 * len(self._waiting):
-                self._given = {one: given for one, given in self._given.items() if given > self._now}
+                self._given = {
+                    one: given for one, given in self._given.items() if given > self._now or one in self._waiting
+                }
             # Who was away has no claim on what it did not use.
             self._given[owner] = max(self._given.get(owner, 0.0), self._now)
         self._waiting[owner].append(part)

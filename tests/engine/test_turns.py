@@ -6,7 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 from prefold.engine.replies import Reading
-from prefold.engine.turns import Turns
+from prefold.engine.turns import IDLE_OWNERS, Turns
 from prefold.types import Owner, Readout, Share
 
 LAST, MEAN = Readout("last"), Readout("mean")
@@ -78,3 +78,17 @@ def test_a_reading_larger_than_a_window_is_read_alone():
     for _ in range(2):
         turns.add(part("a", tokens=1000))
     assert len(turns.take(100)) == 1 and len(turns.take(100)) == 1
+
+
+def test_those_who_wait_are_kept_where_idle_ones_are_forgotten():
+    """Two newcomers may wait before one `take`."""
+    turns = Turns()
+    for i in range(2 * IDLE_OWNERS):
+        turns.add(part(i))
+        turns.take(10)
+    for i in range(20):  # all others were given more than these
+        turns.add(part(f"new {i}"))
+    assert sorted(owners(turns.take(1000))) == sorted(f"new {i}" for i in range(20))
+    turns._now += 1000
+    turns.add(part("last"))
+    assert set(turns._given) == {Owner("last", False)}
