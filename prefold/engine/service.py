@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import InputError, OutOfMemoryError, RankError
@@ -29,6 +29,7 @@ from .reading import Part, read_numbers
 from .replies import Reading, Reply, events_of, send
 from .requests import can_probe
 from .samples import TextPiece
+from .service_thread import ServiceInbox, run_service
 from .turns import Turns
 
 if TYPE_CHECKING:
@@ -80,11 +81,11 @@ class Service:
         self._lock = threading.Lock()  # of making the generator
         self._is_stepping = False
         self._in_vain = 0  # steps that failed since one did not
-        self._inbox = _ServiceInbox()
+        self._inbox = ServiceInbox()
         self.close = weakref.finalize(self, self._inbox.close)
         self.close.atexit = False
         arguments = (weakref.ref(self), self._inbox)
-        self._thread = threading.Thread(target=_run, args=arguments, name="prefold-engine", daemon=True)
+        self._thread = threading.Thread(target=run_service, args=arguments, name="prefold-engine", daemon=True)
         self._inbox.thread = self._thread
         self._thread.start()
 
@@ -229,7 +230,7 @@ class Service:
         """Works until there is nothing to do, after something has come to the inbox."""
         self._take_in(came)
         while not self._inbox.is_closed:
-            beside = next(iter(self._beside), None)
+            beside = self._beside[0] if self._beside else None  # others append to it
             self._take_in()
             pause = self._pause
             if beside is not None and (beside.is_due() or not (pause or self._has_live)):
@@ -327,6 +328,18 @@ class Service:
         finally:
             self._is_stepping = False
 
+    def end_all(self, error: Exception) -> None:
+        """Answers all that wait with an error of this thread that is no step's: what it left half done is not known."""
+        self.note_failure(error)
+        for reply in self.replies:
+            reply.is_cancelled = True  # what is left of it in an inbox, or in `_readings`
+            self._answer(reply, error)
+            if reply.keys:
+                with suppress(Exception):
+                    self.generator.cancel(*reply.keys)
+        out, self._out = self._out, {}
+        send(out)
+
     def note_failure(self, error: Exception) -> None:
         """Takes note of the error of a step that nobody who asked is at fault for."""
         self.failure, self.failed_at = error, time.monotonic()
@@ -361,7 +374,8 @@ class Service:
             unbegun = self._unbegun
             if unbegun:
                 keys = [one.key for one in self.engine.generator.scheduler.running if one.key in unbegun]
-                _note_begun([unbegun.pop(key) for key in dict.fromkeys(keys)])  # type: ignore[call-overload]
+                popped = [unbegun.pop(key, None) for key in dict.fromkeys(keys)]  # others are forgetting theirs
+                _note_begun([reply for reply in popped if reply is not None])
         out, self._out = self._out, {}
         if out:
             send(out)
@@ -372,29 +386,3 @@ def _note_begun(replies: Any) -> None:
     for reply in replies:
         if reply.begun_at is None:
             reply.begun_at = now
-
-
-class _ServiceInbox:
-    """What the thread and its service have together. close: ends the thread; requests that still run stay."""
-
-    thread: threading.Thread
-
-    def __init__(self) -> None:
-        self.came: SimpleQueue[Any] = SimpleQueue()  # numbers to read, or None
-        self.is_closed = False
-
-    def close(self) -> None:
-        self.is_closed = True
-        self.came.put(None)
-        if self.thread is not threading.current_thread():
-            self.thread.join(10.0)
-
-
-def _run(service_of: weakref.ref[Service], inbox: _ServiceInbox) -> None:
-    while True:
-        came = inbox.came.get()
-        service = service_of()
-        if service is None or inbox.is_closed:
-            return
-        service.work(came)
-        del service, came

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from unittest.mock import Mock
 
 import httpx
 import openai
@@ -83,3 +84,29 @@ def test_a_batch_waits_until_the_engine_works_again(llm, broken, tmp_path, path,
             done = client.batches.retrieve(batch.id)
             assert done.request_counts.completed == 40 and done.error_file_id is None
             until(lambda: server.site.failing is None)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_an_error_of_the_thread_itself_is_told_and_does_not_end_it(llm, monkeypatch, path):
+    body = BODY if path == "/v1/completions" else {"input": "yes"}
+    with serving(llm) as server:
+        service = server.site.desk.service
+        with monkeypatch.context() as patch:
+            patch.setattr(service, "_advance", Mock(side_effect=KeyError("a defect")))
+            assert httpx.post(server.url + path, json=body, timeout=20).status_code == 500
+            assert health(server)[0] == 503
+        assert httpx.post(server.url + path, json=body, timeout=20).status_code == 200
+        assert health(server) == (200, "") and not service.replies
+
+
+def test_a_cancellation_between_two_looks_does_not_end_the_thread(llm, monkeypatch):
+    """Requests are cancelled from the event loop while the thread notes which of them have begun."""
+
+    class Racing(dict):
+        def __contains__(self, key):
+            return self.pop(key, None) is not None
+
+    with serving(llm) as server:
+        monkeypatch.setattr(server.site.desk.service, "_unbegun", Racing())
+        assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=20).status_code == 200
+        assert health(server) == (200, "")
