@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from ..cache.media import MediaTable
 from ..errors import InputError, JobError
 from ..job import Job, OutputOptions, open_output, run_beside
 from ..records.adapter import error_text
@@ -273,7 +272,7 @@ class _Tasks(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
             task = self._desk.task(name, {}, self._tenant)
-            self._made[name] = _Apart(task, self._namespace, self._desk.llm.engine.media)
+            self._made[name] = _Apart(task, self._namespace, self._desk)
         return self._made[name]
 
     def __iter__(self) -> Any:
@@ -284,21 +283,31 @@ class _Tasks(Mapping[str, Any]):
 
 
 class _Apart:
-    """A task whose requests are in a namespace."""
+    """A task whose requests are in a namespace, and whose items are within the server's limits."""
 
-    def __init__(self, task: Any, namespace: str, table: MediaTable):
-        self._task, self._namespace, self._table = task, namespace, table
+    def __init__(self, task: Any, namespace: str, desk: Desk):
+        self._task, self._namespace, self._desk = task, namespace, desk
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 
     def prepare(self, items: Any) -> Any:
-        """Returns what the task prepares."""
-        works = self._task.prepare(items)
+        """Returns what the task prepares, and an InputError in place of each item that is refused."""
+        items = list(items)
+        wrong = [self._wrong(item) for item in items]
+        made = iter(self._task.prepare([item for item, error in zip(items, wrong, strict=True) if error is None]))
+        works = [next(made) if error is None else error for error in wrong]
         for work in works:
             if not isinstance(work, InputError):
-                apart(work, self._namespace, self._table)
+                apart(work, self._namespace, self._desk.llm.engine.media)
         return works
+
+    def _wrong(self, item: Any) -> InputError | None:
+        try:
+            self._desk.check(item)
+        except InputError as error:
+            return error
+        return None
 
 
 class _Body(msgspec.Struct):

@@ -28,8 +28,9 @@ from ..tasks import Work
 from ..tasks.images import resalted
 from ..tasks.run import finish_items
 from ..types import Owner, Request
-from .http import Refusal, json_of
+from .http import Refusal
 from .keys import Keys
+from .limits import check_item, takes_long
 from .metrics import Metrics
 from .options import ServeOptions
 from .store import Store
@@ -220,8 +221,13 @@ class Desk:
         found.inputs = replace(task.inputs, images=images.for_strangers(uploaded))
         return found
 
+    def check(self, item: Any) -> None:
+        """Raises InputError for an item that strangers may not send."""
+        check_item(item, self.options, self.llm.tokenizer)
+
     def _prepare(self, order: TaskOrder) -> tuple[Any, list[Work]]:
-        check_grammars(order.items, self.options.max_grammar_bytes)
+        for item in order.items:
+            self.check(item)
         task = self.task(order.task, order.options, order.owner.tenant)
         works: list[Work] = [raised(work) for work in task.prepare(order.items)]
         if not any(work.requests for work in works):  # nobody would ever answer
@@ -265,7 +271,7 @@ class Desk:
         engine = self.llm.engine
         if num_bytes > SHORT_BYTES or engine.images is not None or not self.service.has_generator:
             return False
-        return not any(isinstance(item, Mapping) and _takes_long(item) for item in order.items)
+        return not any(isinstance(item, Mapping) and takes_long(item) for item in order.items)
 
     def _generate(self, works: Sequence[Work], replies: Sequence[Reply], text: bool, share: bool) -> None:
         for reply, work in zip(replies, works, strict=True):
@@ -310,24 +316,6 @@ def _are_short(results: Sequence[Sequence[Any]]) -> bool:
     found = [result for some in results for result in some]
     tokens = sum(len(one.tokens) for result in found if isinstance(result, list) for one in result)
     return len(found) <= SHORT_RESULTS and tokens <= SHORT_TOKENS
-
-
-def _takes_long(item: Mapping[str, Any]) -> bool:
-    """Returns whether it may take long to make a request of an item: a grammar is compiled for it, and a chat template
-    that it brings is a program, which may take all the time that it is allowed."""
-    return bool((item.get("sampling") or {}).get("grammar")) or item.get("chat_template") is not None
-
-
-def check_grammars(items: Sequence[Any], most: int) -> None:
-    """Raises InputError for a schema, expression or grammar of more than `most` bytes: it might take long to compile,
-    and much memory."""
-    for item in items:
-        grammar = (item.get("sampling") or {}).get("grammar") if isinstance(item, Mapping) else None
-        if isinstance(grammar, Mapping):
-            size = sum(len(one.encode()) if isinstance(one, str) else len(json_of(one)) for one in grammar.values())
-            if size > most:
-                message, remedy = f"the grammar has {size} bytes", f"send at most {most}"
-                raise InputError(message, field="grammar", remedy=remedy, code="too_large")
 
 
 def apart(work: Work, namespace: str, table: MediaTable | None = None) -> None:

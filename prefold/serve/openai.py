@@ -67,7 +67,6 @@ async def answer_kind(asking: Asking, kind: str) -> Response:
         is_text = found.task == "generate"
         stream, usage, body = read_stream(asking.body) if is_text else (False, False, asking.body)
         options, share, body = read_options(found.task, body)
-        check_template(body, asking)
         items, meta = found.read(body, {})
         order = asking.order(found.task, items, options, share=share)
         if not stream:
@@ -78,17 +77,6 @@ async def answer_kind(asking: Asking, kind: str) -> Response:
         return await in_events(asking, order, made, unnamed, mark=b"data: [DONE]\n\n")
     except InputError as wrong:
         raise wrong.renamed(found.name_of(wrong.field, meta)) from None
-
-
-def check_template(body: dict[str, Any], asking: Asking) -> None:
-    """Raises InputError for a chat template that is not the checkpoint's own, unless they are allowed."""
-    template, tokenizer = body.get("chat_template"), asking.desk.llm.tokenizer
-    if template is None or asking.site.options.allow_chat_template:
-        return
-    if tokenizer is None or template not in tokenizer.chat_templates.templates:
-        message = "'chat_template' is not the name of one of the model's templates"
-        remedy = "leave it out, or start the server with --allow-chat-template"
-        raise InputError(message, field="chat_template", remedy=remedy, code="unsupported")
 
 
 async def models(site: Site, request: Request, tenant: Tenant) -> Response:

@@ -1,0 +1,38 @@
+"""What strangers may not bring is refused on every way in which items come."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from batching import batch_of, client_of, completion, ended, lines_of
+from serving import serving
+
+OWN = {"messages": [{"role": "user", "content": "yes"}], "chat_template": "{{ messages[0].content }}", "max_tokens": 1}
+GRAMMAR = {"prompt": "yes", "max_tokens": 2, "guided_regex": "(yes|no)" * 100}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/cache/pin"])
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", ["default"]])
+def test_a_chat_template_of_a_request(llm, path, template):
+    with serving(llm) as server:
+        found = httpx.post(server.url + path, json=OWN | {"chat_template": template}, timeout=20)
+        assert found.status_code == 400 and found.json()["error"]["param"] == "chat_template", found.text
+    if isinstance(template, str):
+        with serving(llm, allow_chat_template=True) as server:
+            assert httpx.post(server.url + path, json=OWN, timeout=20).status_code == 200
+
+
+@pytest.mark.parametrize("body, param", [(OWN, "chat_template"), (GRAMMAR, "guided_regex")])
+def test_a_line_of_a_batch(llm, tmp_path, body, param):
+    url = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    good = completion(1)
+    if "messages" in body:
+        good |= {"url": url, "body": {name: value for name, value in body.items() if name != "chat_template"}}
+    lines = [{"custom_id": "bad", "method": "POST", "url": url, "body": body}, good]
+    with serving(llm, data_dir=str(tmp_path), max_grammar_bytes=300) as server, client_of(server) as client:
+        for line in lines:
+            line["body"] = line["body"] | {"model": llm.checkpoint.name}
+        done = ended(client, batch_of(client, lines, url))
+        assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
+        (bad,) = lines_of(client, done.error_file_id).values()
+        assert bad["custom_id"] == "bad" and bad["response"]["body"]["error"]["param"] == param, bad
