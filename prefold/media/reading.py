@@ -24,6 +24,8 @@ __all__ = ["Reader", "is_picture"]
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.+=-]+)*),", re.ASCII)
 FILE_ID = re.compile(r"file-[0-9a-zA-Z_-]+", re.ASCII)
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):", re.ASCII)
+# Nothing that was matched is given back, or white space before another character would take time by its square.
+BASE64 = re.compile(r"[A-Za-z0-9+/\s]++={0,2}+\s*+")
 # Shorter texts are paths. The smallest image files have more letters than that.
 LEAST_BASE64 = 64
 _GIVE = "give a path, bytes, a data URL (data:image/png;base64,...), a PIL image or an array"
@@ -88,7 +90,7 @@ class Reader:
         if scheme is not None:
             what = f"{field!r} is an address of kind {scheme[1]}:, which is never read"
             raise InputError(what, field=field, remedy=_GIVE, code="image_address")
-        if len(name) >= LEAST_BASE64 and re.fullmatch(r"[A-Za-z0-9+/\s]+={0,2}\s*", name):
+        if len(name) >= LEAST_BASE64 and BASE64.fullmatch(name):
             return _decoded64(name, field)
         return self._path(name, field)
 
