@@ -37,9 +37,13 @@ WIDEST = 1 << 16
 LONGEST_NUMBER = 1 << 12
 # Filters and methods that take a width or a count.
 WIDE = {"center", "indent", "batch", "slice", "tojson", "ljust", "rjust", "zfill", "expandtabs"}
-# Formats whose width has six digits, or comes from an argument.
+# Filters and methods, of no use in a conversation, that copy what is left of a text for each of its parts, without a
+# look at the clock.
+SQUARE = {"striptags", "urlize", "wordwrap"}
+# Formats whose width has six digits, or comes from an argument. Both patterns look at each letter a fixed number of
+# times.
 PERCENT_WIDTH = re.compile(r"%[^%a-zA-Z]*(\*|\d{6})")
-BRACE_WIDTH = re.compile(r"\{[^{}]*:[^{}]*(\{|\d{6})")
+BRACE_WIDTH = re.compile(r"\{[^{}:]*:[^{}]*(\{|\d{6})")
 
 _clock = threading.local()
 
@@ -156,9 +160,13 @@ def _check_format(pattern: re.Pattern[str], text: str) -> None:
 
 
 def _check_call(name: str, owner: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises TemplateLimit for an argument that is too large a width, and for a `replace` whose result would be too
-    large."""
+    """Raises TemplateLimit for an argument that is too large a width, for a `replace` whose result would be too
+    large, and for what takes time by the square of its argument."""
     args = list(args)
+    if name in SQUARE or (
+        name == "sum" and any(isinstance(value, (list, tuple)) for value in [*args, *kwargs.values()])
+    ):
+        raise TemplateLimit(f"it calls {name!r}, which may take very long on what it is given")
     if name in WIDE and any(isinstance(value, int) and value > WIDEST for value in [*args, *kwargs.values()]):
         raise TemplateLimit(f"it asks for a width of more than {WIDEST:,}")
     if name == "replace" and all(isinstance(value, str) for value in [owner, *args[:2]]) and len(args) > 1:

@@ -41,6 +41,15 @@ HUGE = [
     "{% set s = 'a' * 9999999 %}{{ s | replace('a', s) }}",
     "{{ [1] | tojson(indent=10 ** 10) }}",
     "{{ range(9) | slice(10 ** 10) | list }}",
+    "{{ ('{' ~ ':' * 60000 ~ '1' * 6).format(1) }}",
+]
+SQUARE = [
+    "{{ ('<!---->' * 10 ** 6) | striptags }}",
+    "{{ (('<!---->' * 10 ** 6) | safe).striptags() }}",
+    "{{ ('a' * 10 ** 6) | wordwrap(1) }}",
+    "{{ ('a.b/' ~ '(' * 10 ** 6 ~ '),' * 10 ** 6) | urlize }}",
+    "{{ range(99999) | batch(1) | sum(start=[]) }}",
+    "{{ range(99999) | batch(1) | sum(none, []) }}",
 ]
 RAISING = [
     ("{% break %}", "SyntaxError"),
@@ -81,6 +90,22 @@ def test_size_is_bounded(template):
     assert caught.value.code == "template_limit"
 
 
+@pytest.mark.parametrize("template", SQUARE)
+def test_what_takes_time_by_a_square_is_refused(template):
+    with pytest.raises(InputError, match="stopped: it calls '") as caught:
+        render(template)
+    assert caught.value.code == "template_limit"
+
+
+@pytest.mark.parametrize("text", ["'{' ~ ':' * 60000", "'{:a}' * 60000", "'{' ~ ':1234 ' * 20000", "'{a' * 60000"])
+def test_formats_are_looked_at_in_linear_time(text):
+    """A pattern that goes back from each of many colons holds all threads, and no clock is looked at meanwhile."""
+    started = time.thread_time()
+    with pytest.raises(InputError):
+        render("{{ (" + text + ").format() }}")
+    assert time.thread_time() - started < 1
+
+
 @pytest.mark.parametrize(("template", "what"), RAISING)
 def test_whatever_a_template_raises_is_an_input_error(template, what):
     with pytest.raises(InputError, match=what) as caught:
@@ -93,11 +118,12 @@ def test_what_real_templates_do_is_allowed():
     made = render(
         "{{ 'ab' * 3 }}{{ '%s-%05d' % ('x', 42) }}{{ '{:>4}'.format(7) }}{{ 2 ** 10 }}{{ 'a' | indent(4) }}"
         "{{ messages | tojson(indent=2) | length }}{{ [1, 2] + [3] }}{{ 'a' ~ 1 ~ 'b' }}{{ 'aXb'.replace('X', '--') }}"
+        "{{ [1, 2] | sum }}"
         "{% for m in messages %}{{ loop.index }}{{ loop.last }}{{ loop.length }}{{ loop.revindex }}"
         "{{ loop.previtem is defined }}{% endfor %}{% for x in [[1, [2]]] recursive %}{{ x if x is number }}"
         "{{ loop(x) if x is not number }}{% endfor %}{% for i in [3, 1, 2] if i > 1 %}{{ i }}{% else %}-{% endfor %}"
     )
-    assert made == "abababx-00042   71024a51[1, 2, 3]a1ba--b1True11False1232"
+    assert made == "abababx-00042   71024a51[1, 2, 3]a1ba--b31True11False1232"
 
 
 def test_threads_have_limits_of_their_own():
