@@ -213,7 +213,7 @@ class Desk:
         tenant has uploaded."""
         task = self.llm.task(name, **(self._of_texts if name == "generate" else {}), **options)
         images = getattr(task.inputs, "images", None)
-        if images is None or not images.reader.paths:
+        if images is None:
             return task
         found = copy(task)
         store = self._store

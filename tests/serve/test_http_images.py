@@ -6,6 +6,7 @@ import base64
 import io
 import itertools
 import json
+from dataclasses import replace
 
 import httpx
 import PIL.Image
@@ -14,6 +15,7 @@ from serving import serving, until
 from tiny_vision import drawing, tiny_vision
 
 from prefold import LLM
+from prefold.cli.build import image_reader
 from prefold.text.escaped import Escaping
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20)])]
@@ -106,10 +108,13 @@ def test_tenants_share_no_images(llm, tmp_path):
     assert [b - a for a, b in itertools.pairwise(runs)] == [1, 0, 1]
 
 
-def test_uploaded_files(llm, tmp_path):
+@pytest.mark.parametrize("paths", [True, False])  # as in Python, and as `prefold serve` makes its reader
+def test_uploaded_files(llm, tmp_path, monkeypatch, paths):
     import anthropic
     import openai
 
+    monkeypatch.setattr(llm, "images", replace(llm.images, reader=llm.images.reader if paths else image_reader({})))
+    monkeypatch.setattr(llm, "_tasks", {})  # they have the reader of their time
     keys = tmp_path / "keys.toml"
     keys.write_text("".join(f'[[key]]\nkey = "k-{name}"\ntenant = "{name}"\n' for name in ("a", "b")))
     data, question = base64.b64decode(url_of(PICTURES[0]).partition(",")[2]), {"type": "text", "text": "what?"}
