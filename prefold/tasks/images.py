@@ -31,6 +31,7 @@ __all__ = [
     "Pictured",
     "all_images",
     "chat_of",
+    "check_cut",
     "image_inputs",
     "refuse_images",
     "resalted",
@@ -253,12 +254,7 @@ class ImageInputs:
         found = tuple(self.table.find(tokens[tokens >= MEDIA_BASE]))
         for medium in found:
             if not np.isin(medium.ids, tokens).all():
-                raise InputError(
-                    f"{field!r} is too long, and cutting it would cut an image",
-                    field=field,
-                    remedy="give fewer images, or a shorter text behind them",
-                    code="too_long",
-                )
+                raise _too_long(field)
         return found
 
     def wants_parts(self, template: str) -> bool:
@@ -299,6 +295,21 @@ def all_images(chat: Chat, beside: Any) -> list[tuple[Any, str]]:
 
 def _is_place(value: Any) -> bool:
     return isinstance(value, Mapping) and not value
+
+
+def check_cut(ids: np.ndarray, kept: np.ndarray, field: str) -> None:
+    """Raises InputError where rows of images are lost with what is cut off ids; kept: what is left of them."""
+    if np.count_nonzero(kept >= MEDIA_BASE) < np.count_nonzero(ids >= MEDIA_BASE):
+        raise _too_long(field)
+
+
+def _too_long(field: str) -> InputError:
+    return InputError(
+        f"{field!r} is too long, and cutting it would cut an image",
+        field=field,
+        remedy="give fewer images, or a shorter text beside them",
+        code="too_long",
+    )
 
 
 def refuse_images(field: str) -> InputError:

@@ -17,6 +17,7 @@ from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
 from .base import TRUNCATE, Inputs, Text, TextBatch, Work, as_item, check_count
 from .embed import is_list_of_texts
+from .images import check_cut
 
 PAIR = RerankPrompt("", "{query}{document}", "")
 QUERY_TOO_LONG = "shorten the query, since truncation cuts the document only"
@@ -148,7 +149,7 @@ class RerankTask:
         over = self.inputs.over(self.prefix.size + body.size + self.suffix.size)
         if over and self.truncate:
             self._check_room_for_document(fields, name)
-            document = fields["document"]
+            document, whole = fields["document"], body
             if isinstance(document, str) and (self.truncate == "left" or isinstance(document, Filled)):
                 room = body.size - over
                 body = self.inputs.cut(
@@ -160,6 +161,7 @@ class RerankTask:
                 )
             else:
                 body = body[: body.size - over]
+            check_cut(whole, body, name)
         tokens = np.concatenate((self.prefix, body, self.suffix))
         return self.inputs.request(tokens, name, remedy=f"shorten it, or have documents cut with {TRUNCATE}")
 

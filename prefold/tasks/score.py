@@ -19,7 +19,7 @@ from ..text.tokenizer import PART_CHARACTERS
 from ..types import Readout, Request, Result
 from .base import Inputs, Text, TextBatch, Work, as_item, check_count
 from .cut import columns_of, cut_columns
-from .images import ImageIds
+from .images import ImageIds, check_cut
 
 __all__ = ["ScoreItem", "ScoreTask", "add_joint", "add_pair", "leading_ids", "rolling_stretches"]
 
@@ -152,12 +152,13 @@ class ScoreTask:
                     remedy=CONTINUATION_TOO_LONG,
                     code="too_long",
                 )
-            kept = tokens.size - over
+            whole, kept = tokens, tokens.size - over
             tokens = (
                 np.concatenate((prompt[: prompt.size - over], continuation[:-1]))
                 if self.truncate == "right" and prompt.size > over
                 else tokens[-kept:]
             )
+            check_cut(whole, tokens, "prompt")
         return self.inputs.request(tokens, "prompt", continuation)
 
     def _prefix(self, field: str) -> np.ndarray:

@@ -224,7 +224,7 @@ def test_images_that_are_wrong(made, tmp_path):
     assert "there are 65 images; 64 are allowed" in str(many)
 
 
-def test_truncation_cuts_no_image(made):
+def test_truncation_cuts_no_image(made, family):
     long = "word " * 2000
     conversation = [{"role": "user", "content": long}, {"role": "user", "content": [PICTURES[0], "what?"]}]
     (cut,) = made(truncate=True, max_tokens=4)[0].prepare([conversation])
@@ -237,6 +237,19 @@ def test_truncation_cuts_no_image(made):
     for name, options in (("embed", {}), ("classify", {"labels": ["yes", "no"]})):
         (found,) = made(name, truncate=True, **options)[0].prepare([{"text": Pictured(long, [PICTURES[0]])}])
         assert isinstance(found, InputError) and found.code == "too_long"
+    before, behind = Pictured(long, [PICTURES[0]]), Pictured(long + PLACEHOLDER[family], [PICTURES[0]])
+    words = {"words": ("a", "b")}
+    for name, item, options, ends in (
+        ("score", lambda text: {"prompt": text, "continuation": " yes"}, {}, (True, "left", "right")),
+        ("rerank", lambda text: {"query": "what?", "document": text}, words, (True, "right")),
+    ):
+        for truncate in ends:
+            cuts_end = truncate == "right" or name == "rerank"
+            lost, kept = (behind, before) if cuts_end else (before, behind)
+            (found,), (cut,) = (made(name, truncate=truncate, **options)[0].prepare([item(t)]) for t in (lost, kept))
+            assert isinstance(found, InputError) and found.code == "too_long" and "cut an image" in str(found)
+            (request,) = cut.requests  # where text alone is cut, the image stays
+            assert np.isin(request.media[0].ids, request.tokens).all()
 
 
 def test_an_animation_is_told(made):
