@@ -162,7 +162,7 @@ def _inner(value: Mapping[str, Any], field: str) -> Any:
 
 def _of_array(value: np.ndarray, field: str) -> Image:
     try:
-        return Image(np.ascontiguousarray(value))
+        return Image(np.array(value, order="C"))  # a copy: its owner may write into the array while a request waits
     except ValueError as error:
         raise InputError(f"{field!r}: {error}", field=field, remedy=_GIVE, code="wrong_type") from None
 

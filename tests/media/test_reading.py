@@ -188,6 +188,13 @@ def test_files_larger_than_the_limit(tmp_path):
                 Reader(decoder).read(value)
 
 
+def test_an_array_is_its_owners():
+    pixels = np.array(PICTURE)
+    image = Reader().read(pixels).image
+    pixels[:] = 0
+    np.testing.assert_array_equal(image.pixels, np.array(PICTURE))
+
+
 def test_other_values():
     with Decoder() as decoder:
         reader = Reader(decoder)
