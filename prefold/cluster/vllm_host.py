@@ -323,7 +323,7 @@ class _EventSockets:
 def _guarded(pids: list[int]) -> subprocess.Popen[bytes]:
     """Returns a process that kills these when this one has ended: vLLM's do not notice that themselves."""
     numbers = " ".join(map(str, pids))
-    command = [sys.executable, "-c", _GUARD, numbers]
+    command = [sys.executable, "-P", "-c", _GUARD, numbers]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 

@@ -120,7 +120,7 @@ class Decoder:
             raise _Ended from error
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Returns the process, which has said that it is ready."""
+        """Returns the process, which has said that it is ready. It imports nothing from the current folder (-P)."""
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._end()
@@ -131,7 +131,7 @@ class Decoder:
         environment |= {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
         environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._process = process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(self.limits.pixels), str(self.limits.memory)],
+            [sys.executable, "-P", "-c", PROGRAM, str(self.limits.pixels), str(self.limits.memory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -23,6 +23,7 @@ from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -154,8 +155,9 @@ class Team(Worker):
         limit = struct.pack("ll", TIMEOUT_SECONDS, 0)  # a rank that does not read must not hold us for ever
         with socket.socket(fileno=os.dup(ours.fileno())) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        command = [sys.executable, "-m", "prefold.worker.rank", str(theirs.fileno())]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        root = str(Path(__file__).parents[2])
+        command = [sys.executable, "-P", "-m", "prefold.worker.rank", str(theirs.fileno())]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
         with theirs:
             # Results may go to standard output: no rank writes there.
             process = subprocess.Popen(

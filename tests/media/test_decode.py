@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -190,6 +191,15 @@ def test_a_process_that_hangs_or_dies_is_replaced():
         np.testing.assert_array_equal(decoder.decode(data).image.pixels, np.array(PICTURE))
         process = decoder._process
     assert process.poll() is not None  # nothing is left behind
+
+
+def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
+    for name in ("json", "struct", "PIL"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('this is not what was meant')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as of `python -c`
+    with Decoder() as decoder:
+        np.testing.assert_array_equal(decoder.decode(file_of(PICTURE, "PNG")).image.pixels, np.array(PICTURE))
 
 
 def test_threads_wait_for_each_other(decoder):
