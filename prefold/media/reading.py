@@ -122,25 +122,26 @@ class Reader:
                 "images as media_folder (--media-folder)",
                 code="image_address",
             )
-        path = Path(name)
-        if self.folder is not None:
-            root = self.folder.resolve()
-            path = (root / path).resolve()  # links are followed, and must not lead outside
-            if not path.is_relative_to(root):
-                raise InputError(
-                    f"{field!r} is the path {name[:100]!r}, which is not in {self.folder}",
-                    field=field,
-                    remedy="give a path in it, or name another media_folder (--media-folder)",
-                    code="image_address",
-                )
+        path, is_inside = Path(name), True
         try:
-            if not path.is_file():
-                raise FileNotFoundError
-            return self._content(path)
-        except (OSError, ValueError) as error:
+            if self.folder is not None:
+                root = self.folder.resolve()
+                path = (root / path).resolve()  # links are followed, and must not lead outside
+                is_inside = path.is_relative_to(root)
+            if is_inside:
+                if not path.is_file():
+                    raise FileNotFoundError
+                return self._content(path)
+        except (OSError, RuntimeError, ValueError) as error:  # links in a circle: a RuntimeError before Python 3.13
             what = getattr(error, "strerror", None) or "there is no such file"
             message = f"{field!r} is the path {name[:100]!r}: {what}"
             raise InputError(message, field=field, remedy=_GIVE, code="image_address") from None
+        raise InputError(
+            f"{field!r} is the path {name[:100]!r}, which is not in {self.folder}",
+            field=field,
+            remedy="give a path in it, or name another media_folder (--media-folder)",
+            code="image_address",
+        )
 
 
 def is_picture(value: Any) -> bool:

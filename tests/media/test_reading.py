@@ -188,6 +188,16 @@ def test_files_larger_than_the_limit(tmp_path):
                 Reader(decoder).read(value)
 
 
+def test_names_that_no_file_has(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for folder in (None, tmp_path):
+        for name in ("a\0.png", "\ud800.png", "x" * 5000 + ".png", str(tmp_path / "a")):
+            with pytest.raises(InputError, match="is the path") as error:
+                Reader(folder=folder).read(name)
+            assert error.value.code == "image_address"
+
+
 def test_an_array_is_its_owners():
     pixels = np.array(PICTURE)
     image = Reader().read(pixels).image
