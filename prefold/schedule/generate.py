@@ -158,14 +158,12 @@ class GenerateScheduler(Sequences[Running]):
         """
         if not self.running or not self._has_room():
             return None
-        running: Collection[Running] = self.running
-        if self._has_routes:
-            running = self._of_one_route()
-        draft = self.waiting.draft(running, Draft(self.max_batch_rows, self._held))
-        if not (draft.takes or draft.again):
-            return None
-        step, route = lay_out(draft), next(iter(running)).route
-        return step if route is None else replace(step, message=replace(step.message, route=route))
+        for running in self._by_route() if self._has_routes else (self.running,):
+            draft = self.waiting.draft(running, Draft(self.max_batch_rows, self._held))
+            if draft.takes or draft.again:
+                step, route = lay_out(draft), next(iter(running)).route
+                return step if route is None else replace(step, message=replace(step.message, route=route))
+        return None
 
     def begin(self, step: GenerateStep) -> None:
         """Books a step as being run: the next one may be planned before the tokens of this one are there."""
@@ -226,12 +224,12 @@ class GenerateScheduler(Sequences[Running]):
 
     # ------------------------------------------------------------------------------------------------ who runs
 
-    def _of_one_route(self) -> list[Running]:
-        """Returns those who run of the route that had no step for the longest time."""
+    def _by_route(self) -> list[Collection[Running]]:
+        """Returns those who run of each route, the route first that had no step for the longest time."""
         routes: dict[tuple[int, ...] | None, list[Running]] = {}
         for sequence in self.running:
             routes.setdefault(sequence.route, []).append(sequence)
-        return routes[min(routes, key=lambda route: self._last_steps.get(route, -1))]
+        return [routes[route] for route in sorted(routes, key=lambda route: self._last_steps.get(route, -1))]
 
     def _has_room(self) -> bool:
         """Returns whether there is a slot for the next row of every running sequence."""
