@@ -175,12 +175,21 @@ class VisitNode(Node):
 
 class VisitCache(RadixCache):
     """A VisitCache is a RadixCache of nodes whose rows have slots for each visit. It counts rows, whatever their
-    visits."""
+    visits.
 
-    @property
-    def num_slots(self) -> int:
-        """Returns how many slots the kept rows hold that may be evicted."""
-        return sum(node.num_slots for node in self._kept if not node.pins and isinstance(node, VisitNode))
+    num_slots  how many slots the rows hold that may be evicted
+    """
+
+    num_slots = 0
+
+    def forget_all(self) -> None:
+        super().forget_all()
+        self.num_slots = 0
+
+    def _count(self, node: Node, rows: int, nodes: int = 0) -> None:
+        super()._count(node, rows, nodes)
+        if rows and not node.pins:
+            self.num_slots += node.num_slots if rows > 0 else -node.num_slots
 
     def graft(self, tail: Node, priority: int) -> None:
         """Enters the rows of a tail whose sequence ends into the tree: those that are settled at all of its visits."""
@@ -218,3 +227,7 @@ class VisitCache(RadixCache):
         node.children[int(child.tokens[0])] = child
         self._tree.stored(child)
         self.keep(child)
+
+    def check(self) -> None:
+        super().check()
+        assert self.num_slots == sum(node.num_slots for node in self._kept if not node.pins)

@@ -1,4 +1,4 @@
-"""Interactive requests and batches in schedules of visits."""
+"""Interactive requests and batches in schedules of visits, and what they find kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from visit_traces import FakeWorker, check_alone, run_step
 
-from prefold.cache import SlotPool
+from prefold.cache import CacheOptions, SlotPool, VisitNode
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.routed import Decided
 from prefold.schedule.visit_decode_step import DecodeStep
@@ -93,3 +93,29 @@ def test_a_batch_makes_way():
     assert {sequence.key for sequence in scheduler.running} == {"batch", "live", "more"}
     assert scheduler.stats.preemptions == 1
     scheduler.check()
+
+
+def cached(slots: int, **how) -> VisitScheduler:
+    options = {"max_batch_rows": 64, "max_running": 8, "cache": CacheOptions(min_overlap=0)} | how
+    return VisitScheduler(SlotPool(slots), VISITS, **options)
+
+
+def run_to_end(scheduler: VisitScheduler, worker: FakeWorker, failed: list | None = None) -> dict:
+    ended: dict = {}
+    while scheduler.has_work:
+        assert run_step(scheduler, worker, ended, [] if failed is None else failed) or not scheduler.has_work
+    return ended
+
+
+def test_a_step_does_not_look_at_what_is_kept(monkeypatch):
+    scheduler, worker = cached(300), FakeWorker(2)
+    for number in range(8):
+        scheduler.submit(number, np.array([number, 1, 2, 3], np.int32), limit=3)
+    run_to_end(scheduler, worker)
+    kept = sum(node.num_slots for node in scheduler.tree.nodes())
+    assert scheduler.pool.used_slots == scheduler.cache.num_slots == kept > 0
+    scheduler.submit("next", np.array([9, 1], np.int32), limit=2)
+    scheduler.admit()
+    with monkeypatch.context() as patched:
+        patched.setattr(VisitNode, "num_slots", property(lambda node: pytest.fail("nodes are looked at")))
+        scheduler.begin(scheduler.plan())
