@@ -326,8 +326,9 @@ class GenerateScheduler(Sequences[Running]):
         return pending
 
     def _slots(self, count: int) -> np.ndarray | None:
-        if count > self.pool.free_slots and self.cache is not None:
-            self.cache.evict(count - self.pool.free_slots)
+        short = count - self.pool.free_slots
+        if short > 0 and self.cache is not None and short <= self.cache.rows:  # else all would go in vain
+            self.cache.evict(short)
         return self.pool.allocate(count)
 
     def _fail(self, sequence: Running) -> tuple[Hashable, InputError]:

@@ -248,6 +248,11 @@ class Claims:
         self.is_short |= len(slots) < count
         return slots
 
+    @property
+    def num_kept(self) -> int:
+        """Returns how many slots may be evicted."""
+        return 0 if self.cache is None else self.cache.num_slots
+
     def make_free(self, count: int) -> None:
         """Evicts kept rows until so many slots are free, or nothing is left to evict."""
         visits = len(self.visits.order)

@@ -185,7 +185,7 @@ class VisitScheduler(Sequences[Routed]):
         stats = self.stats
         stats.running_peak = max(stats.running_peak, len(self.running))
         if self.pool.used_slots * self._slot_bytes > stats.kv_bytes_peak:
-            held = self.pool.used_slots - (self.cache.num_slots if self.cache is not None else 0)
+            held = self.pool.used_slots - self._claims.num_kept
             stats.kv_bytes_peak = max(stats.kv_bytes_peak, held * self._slot_bytes)
         if isinstance(step, DecodeStep):
             unshared = self._decoding.begin(step)
@@ -306,7 +306,7 @@ class VisitScheduler(Sequences[Routed]):
             if self._promised is None:
                 self._promised = sum(self._claims.to_come(one) for one in self.running)
             need = self._promised + self._claims.to_come(sequence)
-            if need > self.pool.free_slots:
+            if 0 < need - self.pool.free_slots <= self._claims.num_kept:  # else all would go in vain
                 self._claims.make_free(need)
             if need <= self.pool.free_slots:
                 self._promised = need

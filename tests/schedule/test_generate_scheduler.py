@@ -323,3 +323,21 @@ def test_many_who_wait_are_left_at_once():
     assert time.process_time() - started < 1.0
     scheduler.check()
     assert scheduler.num_waiting == 0 and scheduler.pool.used_slots == 0
+
+
+def test_who_waits_for_room_does_not_empty_the_cache():
+    scheduler = scheduler_of(slots=100, cache=CacheOptions(min_overlap=0))
+    scheduler.submit("kept", np.arange(45, dtype=np.int32), limit=1)
+    run_to_end(scheduler)
+    assert scheduler.cache.rows == 45
+    scheduler.submit("runs", np.array([50, 51], np.int32), limit=43)
+    step = scheduler.admit() or scheduler.plan()
+    scheduler.begin(step)
+    scheduler.commit(step, [1], [False])
+    scheduler.submit("big", np.array([60, 61], np.int32), limit=79)
+    for _ in range(3):
+        assert not scheduler.admit()
+    assert scheduler.num_waiting == 1 and scheduler.cache.rows == 45
+    scheduler.cancel("runs")
+    assert not scheduler.admit() and not scheduler.num_waiting
+    scheduler.check()

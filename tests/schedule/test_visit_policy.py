@@ -119,3 +119,19 @@ def test_a_step_does_not_look_at_what_is_kept(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(VisitNode, "num_slots", property(lambda node: pytest.fail("nodes are looked at")))
         scheduler.begin(scheduler.plan())
+
+
+def test_who_waits_for_room_does_not_empty_the_cache():
+    scheduler, worker, ended = cached(200), FakeWorker(2), {}
+    for number in range(4):
+        scheduler.submit(("kept", number), np.array([number, 1, 2, 3], np.int32), limit=2)
+    run_to_end(scheduler, worker)
+    kept = scheduler.cache.num_slots
+    scheduler.submit("long", np.array([7, 1], np.int32), limit=40)
+    run_step(scheduler, worker, ended, [])
+    scheduler.submit("big", np.array([8, 1], np.int32), limit=40)
+    for _ in range(20):
+        run_step(scheduler, worker, ended, [])
+    assert scheduler.num_waiting == 1 and scheduler.cache.num_slots == kept
+    ended |= run_to_end(scheduler, worker)
+    assert set(ended) == {("long", 0), ("big", 0)}
