@@ -262,10 +262,14 @@ class RadixTree:
         for listener in self.on_store:
             listener(node)
 
-    def drop(self, node: Node) -> np.ndarray:
-        """Forgets the rows of a node, and returns their slots, which the pool takes back."""
+    def dropped(self, node: Node) -> None:
+        """Tells those who listen that a node's rows are about to be given up."""
         for listener in self.on_drop:
             listener(node)
+
+    def drop(self, node: Node) -> np.ndarray:
+        """Forgets the rows of a node, and returns their slots, which the pool takes back."""
+        self.dropped(node)
         return node.give_up()
 
     def nodes(self) -> Iterator[Node]:

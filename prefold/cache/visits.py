@@ -178,13 +178,46 @@ class VisitCache(RadixCache):
     visits.
 
     num_slots  how many slots the rows hold that may be evicted
+    untaken    nodes in use that may have visits which no sequence takes
     """
 
     num_slots = 0
 
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.untaken: dict[VisitNode, None] = {}
+
     def forget_all(self) -> None:
         super().forget_all()
         self.num_slots = 0
+        self.untaken.clear()
+
+    def keep(self, node: Node) -> None:
+        self.untaken.pop(node, None)  # type: ignore[call-overload]
+        super().keep(node)
+
+    def take(self, path: list[Node]) -> None:
+        super().take(path)
+        self.untaken.update((node, None) for node in path if not node.users and node.visits)  # type: ignore
+
+    def evict_untaken(self) -> bool:
+        """Evicts the visits that no sequence takes of nodes in use, and returns whether there were any. To be called
+        where nothing else may be evicted: rows are never found where rows above them are missing.
+
+        Visits that go on from these nobody takes either, so that no slot of theirs is referred to by those that stay.
+        """
+        nodes = [node for node in self.untaken if not node.pins]
+        for node in nodes:
+            del self.untaken[node]
+            for prefix in [prefix for prefix, visit in node.visits.items() if not visit.users]:
+                self._pool.free(node.visits.pop(prefix).give_up())
+            computed = max((visit.done for visit in node.visits.values()), default=0)
+            if computed < node.computed:
+                self._tree.dropped(node)
+                node.computed = computed
+                if computed:
+                    self._tree.stored(node)
+        return bool(nodes)
 
     def _count(self, node: Node, rows: int, nodes: int = 0) -> None:
         super()._count(node, rows, nodes)
@@ -228,6 +261,15 @@ class VisitCache(RadixCache):
         self._tree.stored(child)
         self.keep(child)
 
+    def _split(self, upper: Node, lower: Node) -> None:
+        super()._split(upper, lower)
+        if lower in self.untaken:
+            self.untaken[upper] = None  # type: ignore[index]
+
     def check(self) -> None:
         super().check()
+        for node in self._tree.nodes():
+            assert isinstance(node, VisitNode)
+            assert node.kept or node in self.untaken or all(visit.users for visit in node.visits.values())
+        assert all(node.users for node in self.untaken)
         assert self.num_slots == sum(node.num_slots for node in self._kept if not node.pins)

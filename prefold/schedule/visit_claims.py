@@ -257,7 +257,8 @@ class Claims:
         """Evicts kept rows until so many slots are free, or nothing is left to evict."""
         visits = len(self.visits.order)
         while self.pool.free_slots < count and self.cache is not None:
-            if not self.cache.evict(max(1, (count - self.pool.free_slots) // visits)):
+            rows = max(1, (count - self.pool.free_slots) // visits)
+            if not (self.cache.evict(rows) or self.cache.evict_untaken()):
                 return
 
     def to_come(self, sequence: Routed) -> int:

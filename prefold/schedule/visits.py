@@ -343,7 +343,11 @@ class VisitScheduler(Sequences[Routed]):
         for prefix in sequence.prefixes:
             visit = node.visits[prefix]
             visit.users -= 1
-            if not visit.users and (self.cache is None or not visit.done):
+            if visit.users:
+                continue
+            if self.cache is not None and visit.done:
+                self.cache.untaken[node] = None  # type: ignore[attr-defined]
+            else:
                 self.pool.free(visit.give_up())
                 del node.visits[prefix]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from visit_traces import FakeWorker, check_alone, run_step
 
-from prefold.cache import CacheOptions, SlotPool, VisitNode
+from prefold.cache import CacheOptions, CacheReporter, SlotPool, VisitNode
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.routed import Decided
 from prefold.schedule.visit_decode_step import DecodeStep
@@ -135,3 +135,24 @@ def test_who_waits_for_room_does_not_empty_the_cache():
     assert scheduler.num_waiting == 1 and scheduler.cache.num_slots == kept
     ended |= run_to_end(scheduler, worker)
     assert set(ended) == {("long", 0), ("big", 0)}
+
+
+@pytest.mark.parametrize("order", [("runs", "other"), ("other", "runs")])
+def test_visits_of_a_route_that_nobody_takes_any_more_make_room(order):
+    """A prompt that is in use has rows of another route, from before or since. They go before the one that runs is told
+    that memory is too small."""
+    scheduler, worker, ended, failed = cached(100), FakeWorker(2), {}, []
+    reporter = CacheReporter(scheduler.tree)
+    prompt, decided = np.array([0, 1, 2] * 4, np.int32), {"runs": Decided(), "other": Decided()}
+    rules = {"runs": Exits(1.0, route=(0, 1, 0)), "other": Exits(1.0, route=(1, 1, 0))}
+    limits = {"runs": 20, "other": 1}
+    for key in order:
+        scheduler.submit(key, prompt, limit=limits[key], reserve=False, exits=rules[key], decided=decided[key])
+        while key == "other" and (key, 0) not in ended:
+            run_step(scheduler, worker, ended, failed)
+        run_step(scheduler, worker, ended, failed)
+    ended |= run_to_end(scheduler, worker, failed)
+    assert not failed
+    for key, rule in rules.items():
+        check_alone(prompt.tolist(), 0, limits[key], rule, VISITS, ended[key, 0], decided[key])
+    assert reporter.drain() is not None
