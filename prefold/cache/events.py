@@ -160,9 +160,26 @@ class CacheReporter:
             self._tell(node, node.computed)
 
     def _tell(self, node: Node, rows: int) -> None:
-        name, told = self._runs.get(node) or (next(self._names), 0)
-        if rows == told:
+        if rows == self._runs.get(node, (0, 0))[1]:
             return
+        # What a sequence leaves may lie below rows that are still to be computed: these have a name meanwhile.
+        partly: list[Node] = []
+        above = node.parent
+        while above is not None and above.parent is not None and self._runs.get(above, (0, 0))[1] < len(above):
+            partly.append(above)
+            above = above.parent
+        partly.reverse()
+        for one in partly:
+            self._name(one, len(one))
+        self._name(node, rows)
+        for one in partly:
+            self._drop(one)
+            self._store(one)
+
+    def _name(self, node: Node, rows: int) -> None:
+        if self._has_lost:
+            return
+        name, told = self._runs.get(node) or (next(self._names), 0)
         above = node.parent
         assert above is not None
         after = name if told else None if above.parent is None else self._runs[above][0]

@@ -389,3 +389,36 @@ def test_what_ended_requests_took_is_not_taken_for_work_on_others(output, cached
     router.worked("a", done + 60, 0, 1.0)
     router.end(0, output_rows=output, cached_rows=cached)
     assert router.load("a").left == (60, 0)
+
+
+@pytest.mark.parametrize("computed", [0, 4])
+def test_rows_that_are_kept_below_rows_to_come(computed):
+    """A prompt goes on from a text that ends while few of the prompt's own rows are computed, or none."""
+    replica, router = Replica(np.random.default_rng(0), 60, True, 1 << 16), Router()
+    scheduler, prompt = replica.scheduler, np.array([*range(8), 20, 21], np.int32)
+    scheduler.max_batch_rows = 3
+    router.join("a")
+
+    def compare() -> None:
+        events = replica.reporter.drain()
+        assert events is None or router.take("a", events)
+        assert held_by(router, "a") == held_in(scheduler)
+        scheduler.check()
+
+    scheduler.submit("text", prompt[:2], limit=9)
+    for number in range(8):
+        if computed and number == 6:
+            scheduler.submit("prompt", prompt, limit=1)
+        step = scheduler.admit() or scheduler.plan()
+        scheduler.begin(step)
+        if not computed and number == 7:
+            scheduler.submit("prompt", prompt, limit=1)
+            scheduler.admit()
+        scheduler.commit(step, [2 + number], [number == 7])
+        compare()
+    (running,) = scheduler.running
+    assert sum(node.computed for node in running.leaf.path()) == 2 + computed
+    assert ((), tuple(range(9))) in held_in(scheduler)
+    while scheduler.has_work:
+        replica.step()
+        compare()
