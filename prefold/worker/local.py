@@ -187,7 +187,7 @@ class LocalWorker(Worker):
         media = None
         if self._images is not None and (media := self._images.rows(step.tokens)) is not None:
             step = replace(step, tokens=without_images(step.tokens))
-        if self._graphs is not None and self._graphs.takes(step):
+        if self._graphs is not None and media is None and self._graphs.takes(step):
             hidden = self._graphs.run(step, self._given)
         else:
             batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM
 from prefold.errors import OutOfMemoryError
+from prefold.model import MediaRows
+from prefold.prefix import MEDIA_BASE
 from prefold.schedule import MakeStore, PrefillScheduler, SlotStep
 from prefold.stream import Spool
 from prefold.types import Readout
@@ -101,6 +104,16 @@ def test_a_step_for_which_memory_is_too_small_changes_nothing(llm, monkeypatch):
         second = worker.start(slot_step([-1], 3))
         found.append([ticket.result().ids.tolist() for ticket in (first, second)])
     assert found[0] == found[1]
+
+
+def test_rows_of_images_are_for_no_graph(llm):
+    """A row that is read may be one of an image, of which a graph would have the embedding of another token."""
+    worker = local.LocalWorker(llm.model)
+    worker.start(MakeStore(9))
+    worker._graphs = SimpleNamespace(takes=lambda step: True, run=lambda *given: pytest.fail("a graph is run"))
+    values = torch.randn(1, llm.model.embedding.shape[1])
+    worker._images = SimpleNamespace(rows=lambda tokens: MediaRows(torch.tensor([0]), values))
+    assert len(worker.start(slot_step([MEDIA_BASE], 0)).result().ids) == 1
 
 
 def no_memory(*given) -> None:
