@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InputError
+from .asked import flag
 from .checks import check_names, required
 
 __all__ = ["RERANK_NAMES", "SCORE_NAMES", "read_rerank", "read_score", "rerank_body", "score_body"]
@@ -23,7 +24,7 @@ def read_rerank(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list
     check_names(body, RERANK_NAMES)
     item = {name: body[name] for name in RERANK_NAMES & set(body)}
     item |= {"query": required(body, "query"), "documents": required(body, "documents")}
-    item["return_documents"] = bool(body.get("return_documents"))
+    item["return_documents"] = flag(body, "return_documents")
     if isinstance(item["query"], list):
         raise InputError("'query' is a list", field="query", remedy="give one text", code="wrong_type")
     return [item], {}

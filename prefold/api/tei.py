@@ -21,7 +21,7 @@ TEI_NAMES = {
     "rerank": ("query", "texts", "raw_scores", "return_text", *_TRUNCATION),
     "predict": ("inputs", "raw_scores", "parameters", *_TRUNCATION),
     "similarity": ("inputs", "parameters"),
-    "tokenize": ("inputs", "add_special_tokens", "prompt_name"),
+    "tokenize": ("inputs", "add_special_tokens"),
     "decode": ("ids", "skip_special_tokens"),
 }
 # What TEI answers with: {status of a refusal: (status, error_type)}
@@ -100,6 +100,8 @@ def read_predict(body: Body) -> Asked:
     if parameters is not None and not isinstance(parameters, dict):
         remedy = 'give an object, such as {"top_k": 3}'
         raise InputError("'parameters' is not an object", field="parameters", remedy=remedy, code="wrong_type")
+    # huggingface_hub sends null for what its user did not give.
+    checked({name: one for name, one in (parameters or {}).items() if one is not None}, "top_k")
     top = (parameters or {}).get("top_k")
     if top is not None and (not isinstance(top, int) or isinstance(top, bool) or top < 1):
         raise InputError(f"'top_k' is {top!r:.100}", field="top_k", remedy="give 1 or more", code="wrong_type")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -32,11 +33,11 @@ def routes(site: Site) -> list[BaseRoute]:
 async def state(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers with how the cache is set, what it holds, and how much of that belongs to whom."""
     desk = site.desk_for(request)
-    names = {site.keys.namespace(one): one.name for one in site.keys.tenants}
+    names = site.keys.names
     return json_response(await desk.with_engine(lambda: state_of(desk.llm, names)))
 
 
-def state_of(llm: Any, names: dict[str, str | None]) -> dict[str, Any]:
+def state_of(llm: Any, names: Mapping[str, str | None]) -> dict[str, Any]:
     """Returns the state of the cache. No step may run meanwhile.
 
     names  {namespace: name of its tenant}

@@ -83,9 +83,9 @@ async def upload(site: Site, request: Request, tenant: Tenant) -> Response:
         if purpose not in _PURPOSES:
             message, remedy = f"'purpose' is {purpose!r:.100}", 'give "batch", or for images "vision"'
             raise InputError(message, field="purpose", remedy=remedy, code="unsupported")
-        seconds = _expiry(
-            {name[14:-1]: form[name] for name in ("expires_after[anchor]", "expires_after[seconds]") if name in form}
-        )
+        names = ("expires_after[anchor]", "expires_after[seconds]")
+        given = {name[14:-1]: form[name] for name in names if name in form}
+        seconds = _expiry(given or None, "expires_after")
         body = await asyncio.to_thread(_keep, store, _owner(tenant), file, str(purpose), seconds)
     return json_response(body)
 
@@ -97,7 +97,8 @@ def _keep(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: in
         file.file.seek(0)
         shutil.copyfileobj(file.file, copy, 1 << 20)
         size = copy.tell()
-    name = Path(file.filename or "file.jsonl").name[:255]
+    # A form's charset may make halves of surrogate pairs, which no answer can hold.
+    name = Path(file.filename or "file.jsonl").name[:255].encode("utf-8", "replace").decode()
     body: Body = {"id": id, "object": "file", "bytes": size, "created_at": now, "filename": name, "purpose": purpose}
     body |= {"expires_at": seconds and now + seconds, "status": "processed", "status_details": None}
     try:
@@ -181,7 +182,7 @@ async def create_batch(site: Site, request: Request, tenant: Tenant) -> Response
     for name in body.keys() - _FIELDS:
         raise InputError(f"unknown parameter {name!r}", field=name, remedy="leave it out", code="unsupported")
     file, endpoint = body.get("input_file_id"), body.get("endpoint")
-    if endpoint not in ENDPOINTS:
+    if not isinstance(endpoint, str) or endpoint not in ENDPOINTS:
         message, remedy = f"'endpoint' is {endpoint!r:.100}", f"give one of {', '.join(ENDPOINTS)}"
         raise InputError(message, field="endpoint", remedy=remedy, code="unsupported")
     found = isinstance(file, str) and await asyncio.to_thread(store.get, "file", _owner(tenant), file)
@@ -202,7 +203,8 @@ async def create_batch(site: Site, request: Request, tenant: Tenant) -> Response
     times = ("finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     made |= {f"{name}_at": None for name in times}
     made |= {"request_counts": {"total": 0, "completed": 0, "failed": 0}, "usage": None}
-    made |= {"_output_seconds": _expiry(body.get("output_expires_after")), "_model": desk.llm.checkpoint.name}
+    seconds = _expiry(body.get("output_expires_after"), "output_expires_after")
+    made |= {"_output_seconds": seconds, "_model": desk.llm.checkpoint.name}
     await asyncio.to_thread(batches.create, _owner(tenant), made)
     return json_response(batches.with_counts(made))
 
@@ -233,14 +235,15 @@ def _window(value: Any) -> int:
     return int(found[1]) * _SECONDS[found[2]]
 
 
-def _expiry(value: Any) -> int | None:
-    """Returns after how many seconds a file is forgotten; None: never. Raises InputError."""
-    if not value:
+def _expiry(value: Any, name: str) -> int | None:
+    """Returns after how many seconds a file is forgotten; None: never. Raises InputError, which names the field."""
+    if value is None:
         return None
     seconds = str(value.get("seconds", "")) if isinstance(value, dict) else ""
-    if not seconds.isdecimal() or len(seconds) > 10 or value.get("anchor") != "created_at":
-        message, remedy = "'expires_after' is wrong", 'give {"anchor": "created_at", "seconds": ...}'
-        raise InputError(message, field="expires_after", remedy=remedy, code="wrong_type")
+    is_number = seconds.isdecimal() and len(seconds) <= 10 and int(seconds) > 0
+    if not is_number or value.get("anchor") != "created_at":
+        message, remedy = f"{name!r} is wrong", 'give {"anchor": "created_at", "seconds": 1 or more}'
+        raise InputError(message, field=name, remedy=remedy, code="wrong_type")
     return int(seconds)
 
 
@@ -264,7 +267,7 @@ async def _page(site: Site, request: Request, tenant: Tenant, kind: str, limit: 
     for name in query.keys() - {"after", "limit", "order"} - filters:
         raise InputError(f"unknown parameter {name!r}", field=name, remedy="leave it out", code="unsupported")
     asked = query.get("limit", str(limit))
-    if not asked.isdecimal() or not 1 <= int(asked[:9]) <= MOST_A_PAGE:
+    if not asked.isdecimal() or len(asked) > 9 or not 1 <= int(asked) <= MOST_A_PAGE:
         message, remedy = f"'limit' is {asked!r:.100}", f"give a number from 1 to {MOST_A_PAGE}"
         raise InputError(message, field="limit", remedy=remedy, code="wrong_type")
     if query.get("order", "desc") not in ("asc", "desc"):

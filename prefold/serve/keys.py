@@ -86,6 +86,11 @@ class Keys:
         """Returns those whom keys stand for, each once."""
         return list({tenant.name: tenant for _, tenant in self._tenants.values()}.values())
 
+    @property
+    def names(self) -> Mapping[str, str | None]:
+        """Returns {namespace: name of its tenant}."""
+        return self._names
+
     def reload(self) -> None:
         """Reads the file again. Raises JobError where it is wrong, and then the keys stay as they were."""
         if self._path is not None:

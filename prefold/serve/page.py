@@ -9,7 +9,7 @@ import base64
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from importlib import resources
 from typing import Any
 
@@ -72,7 +72,7 @@ async def data(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers with what the page shows now; `tenant` in the query: with the trie of that tenant only."""
     desk = site.desk_for(request)
     of = request.query_params.get("tenant") or None
-    names = {site.keys.namespace(one): one.name for one in site.keys.tenants}
+    names = site.keys.names
     shape, running = await desk.with_engine(lambda: _look(desk.llm, names, of))
     stats, scheduler = desk.llm.stats, desk.llm.engine.generator.scheduler
     generation = stats.generation
@@ -106,7 +106,7 @@ def _hits(generation: Any) -> int:
     return int(generation.first_admission_hits + generation.in_step_hits + generation.cross_window_hits)
 
 
-def _look(llm: Any, names: dict[str, str | None], of: str | None) -> tuple[TreeShape, dict[str, Any]]:
+def _look(llm: Any, names: Mapping[str, str | None], of: str | None) -> tuple[TreeShape, dict[str, Any]]:
     """Returns the shape of the trie, and who runs. No step may run meanwhile."""
     scheduler = llm.engine.generator.scheduler
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import httpx
 import openai
 import pytest
 from batching import client_of, upload
@@ -61,3 +62,41 @@ def test_a_file_expires(client):
 def test_without_a_folder_there_are_none(server):
     with client_of(server) as client, pytest.raises(openai.NotFoundError, match="--data-dir"):
         client.files.list()
+
+
+@pytest.mark.parametrize("limit", ["000000001" + "9" * 30, "00000000199999999"])
+def test_a_long_limit(kept, limit):
+    found = httpx.get(f"{kept.url}/v1/files", params={"limit": limit})
+    assert found.status_code == 400 and found.json()["error"]["param"] == "limit"
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("endpoint", []),
+        ("endpoint", {}),
+        ("output_expires_after", []),
+        ("output_expires_after", False),
+        ("output_expires_after", {"anchor": "created_at", "seconds": 0}),
+    ],
+)
+def test_fields_of_a_batch_that_are_wrong(kept, client, name, value):
+    body = {"input_file_id": upload(client, ["x"]).id, "endpoint": "/v1/completions", name: value}
+    found = httpx.post(f"{kept.url}/v1/batches", json=body)
+    assert found.status_code == 400 and found.json()["error"]["param"] == name, found.text
+
+
+def test_a_file_expires_after_a_second_at_least(client):
+    with pytest.raises(openai.BadRequestError, match="expires_after"):
+        upload(client, ["x"], expires_after={"anchor": "created_at", "seconds": 0})
+
+
+def test_a_name_that_no_answer_can_hold(llm, tmp_path):
+    """Of a form in UTF-7, which has a text for the half of a surrogate pair."""
+    form = "multipart/form-data; charset=utf-7; boundary=a"
+    parts = [b'name="file"; filename="+2AA-"\r\n\r\nx', b'name="purpose"\r\n\r\nbatch']
+    body = b"".join(b"--a\r\ncontent-disposition: form-data; " + part + b"\r\n" for part in parts) + b"--a--\r\n"
+    with serving(llm, data_dir=str(tmp_path)) as server:
+        made = httpx.post(f"{server.url}/v1/files", content=body, headers={"content-type": form})
+        assert made.status_code == 200, made.text
+        assert [file["filename"] for file in httpx.get(f"{server.url}/v1/files").json()["data"]] == ["?"]

@@ -36,3 +36,16 @@ def test_a_line_of_a_batch(llm, tmp_path, body, param):
         assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
         (bad,) = lines_of(client, done.error_file_id).values()
         assert bad["custom_id"] == "bad" and bad["response"]["body"]["error"]["param"] == param, bad
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/predict", {"inputs": "yes", "parameters": {"function_to_apply": "none"}}),
+        ("/tokenize", {"inputs": "yes", "prompt_name": "query"}),
+        ("/v1/rerank", {"query": "yes", "documents": ["no"], "return_documents": "false"}),
+    ],
+)
+def test_what_is_not_done_is_refused(server, path, body):
+    found = httpx.post(server.url + path, json=body)
+    assert found.status_code in (400, 413) and list(body.get("parameters", body))[-1] in found.text, found.text
