@@ -56,7 +56,11 @@ class LineSource(Source):
 
     opener  opens the input's bytes anew for each pass, as a context manager
     head    the first line, of JSONL only
+
+    most_bytes  of a line of JSONL; a longer one is an error and is never held whole; None: any number
     """
+
+    most_bytes: int | None = None
 
     @classmethod
     def make(cls, name: str, format: str, identity: dict, head: bytes, opener: Any, options: TableOptions) -> Source:
@@ -83,7 +87,7 @@ class LineSource(Source):
     def _lines(self) -> Iterator[bytes]:
         self._number = 0
         with self._opener() as file:
-            lines = iter(file)
+            lines = iter(file) if self.most_bytes is None else _bounded(file, self.most_bytes)
             with file_errors(self.name, self._number):
                 line = next(lines, b"")
             line = line.removeprefix(_BOM)
@@ -101,6 +105,12 @@ class _JsonlSource(LineSource):
             if not line.strip():
                 continue
             self._number += 1
+            if self.most_bytes is not None and len(line) > self.most_bytes:
+                wrong = InputError(
+                    f"the line is longer than {self.most_bytes} bytes", remedy="ask for less in it", code="too_large"
+                )
+                yield Record(self._number, error=wrong)
+                continue
             try:
                 yield Record(self._number, _parse_line(line), size=len(line))
             except InputError as error:
@@ -110,6 +120,14 @@ class _JsonlSource(LineSource):
         with contextlib.suppress(InputError):
             return _parse_line(self._head)
         return super().peek() if self.name != "-" else None
+
+
+def _bounded(file: Any, most: int) -> Iterator[bytes]:
+    """Yields the lines of a file; of one that is longer than `most` bytes, the first of these and one more."""
+    while line := file.readline(most + 1):
+        yield line
+        while len(line) > most and not line.endswith(b"\n"):
+            line = file.readline(most + 1)  # the rest of it
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:

@@ -85,7 +85,8 @@ class BatchWork:
         """Returns the source of a batch's lines. Raises JobError where the file is at fault."""
         id = body["input_file_id"]
         known = self._store.get("file", None, id)
-        return open_input(self._store.path(id), id if known is None else known["filename"])
+        name = id if known is None else known["filename"]
+        return open_input(self._store.path(id), name, self._desk.options.max_body_bytes)
 
     def _adapter(self, body: Body) -> OpenAIBatch:
         adapters = self._desk.llm.engine.adapters

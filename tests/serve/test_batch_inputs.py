@@ -10,7 +10,7 @@ import os
 import httpx
 import openai
 import pytest
-from batching import LONG, batch_of, client_of, completion, ended, upload
+from batching import LONG, batch_of, client_of, completion, ended, lines_of, upload
 from serving import serving, until
 
 from prefold.serve.batch import BatchWork
@@ -91,3 +91,19 @@ def test_what_fails_is_told_without_paths_and_ids(llm, tmp_path, monkeypatch):
         until(lambda: server.site.failing is not None)
         reason = httpx.get(f"{server.url}/health").json()["reason"]
         assert "Input/output error" in reason and batch.id not in reason and str(tmp_path) not in reason
+
+
+def test_a_line_is_no_larger_than_a_body(llm, tmp_path):
+    """The rest of a longer one is passed over, in pieces."""
+    good = [completion(i) for i in range(2)]
+    lines = [good[0], completion(5, prompt="a" * 2000), "b" * 10_000, good[1]]
+    with (
+        serving(llm, served_names=("tiny",), data_dir=str(tmp_path), max_body_bytes=1000) as server,
+        client_of(server) as client,
+    ):
+        done = ended(client, batch_of(client, lines))
+        assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 2, 2)
+        assert set(lines_of(client, done.output_file_id)) == {"c0", "c1"}
+        bad = [json.loads(line)["error"] for line in client.files.content(done.error_file_id).text.splitlines()]
+        assert [one["code"] for one in bad] == ["too_large"] * 2
+        assert "record 2: the line is longer than 1000 bytes" in bad[0]["message"]
