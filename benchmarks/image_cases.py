@@ -121,7 +121,7 @@ def picture_bytes(name: str, size: int = 200) -> bytes:
 # -------------------------------------------------------------------------------------------------------------- job
 
 TASKS = {
-    "generate": ["--max-tokens", "8", "--ignore-eos"],
+    "generate": ["--max-tokens", "8", "--ignore-eos", "--temperature", "0"],
     "classify": ["--labels", " yes, no, perhaps"],
     "score": ["--continuation", "answer"],
     "embed": ["--pooling", "last"],
@@ -210,14 +210,17 @@ def _killed(command: list[str], folder: Path, output: str, records: int) -> int:
 
 
 def _lines(path: Path) -> dict[int, Any]:
-    """Returns what a job said of each record, numbers rounded to what the order of sums leaves of them."""
+    """Returns what a job said of each record, numbers rounded to what the order of sums leaves of them; but not which
+    of the records that share rows computed them, which a job that is resumed says otherwise."""
 
     def rounded(value: Any) -> Any:
         if isinstance(value, float):
             return round(value, 2)
         if isinstance(value, list):
             return [rounded(one) for one in value]
-        return {k: rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            return {name: rounded(one) for name, one in value.items() if name != "cached_tokens"}
+        return value
 
     return {line["id"]: rounded(line) for line in map(json.loads, path.read_text().splitlines())}
 

@@ -17,8 +17,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_MEMORY = 227 * 1024  # of a block, on sm_90
 NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64",
     torch.uint8: "u8", torch.bool: "i1", torch.float64: "fp64",
@@ -84,11 +82,11 @@ def describe(fn: JITFunction, args: tuple, kwargs: dict) -> Launch:
     return launch
 
 
-def compile_one(launch: Launch) -> dict[str, Any]:
-    """For sm_90: {"name", "shared" bytes, "registers", "spilled" bytes, tensor
+def compile_one(launch: Launch, capability: int = 90) -> dict[str, Any]:
+    """For sm_90, or another: {"name", "shared" bytes, "registers", "spilled" bytes, tensor
     core instructions "wgmma" (Hopper's own) and "mma"}. Raises what Triton or ptxas raise."""
     source = ASTSource(launch.fn, launch.signature, launch.constants, launch.attributes)
-    done = triton.compile(source, target=HOPPER, options=launch.options)
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(done.asm["cubin"])
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -34,7 +34,7 @@ def place_rows(plan: RowPlan, path_rows: int, heads: Heads, device: torch.device
     """Returns what the kernel reads of a plan, made once: called ahead of a step, so that its planes find it there."""
     from .row_triton import row_tables, tile_size
 
-    size = tile_size(heads.head_dim, heads.dtype)
+    size = tile_size(heads.head_dim, heads.dtype, device)
     return plan.kept(("rows", path_rows, heads, device), lambda: row_tables(plan, path_rows, heads.group, size, device))
 
 

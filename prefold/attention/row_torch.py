@@ -46,7 +46,10 @@ class _Blocked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, keys, values = ctx.saved_tensors
-        q_grad, keys_grad, values_grad = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
+        q_grad = torch.empty_like(q)
+        # A key of a long shared prompt has parts from many blocks: they are added in float32 or more, and rounded once.
+        sums = torch.promote_types(keys.dtype, torch.float32)
+        keys_grad, values_grad = (torch.zeros_like(of, dtype=sums) for of in (keys, values))
         for rows, index, visible in _blocks(ctx.plan, q.device):
             block = [x.detach().requires_grad_() for x in (q[rows], keys[index], values[index])]
             with torch.enable_grad():
@@ -56,8 +59,8 @@ class _Blocked(torch.autograd.Function):
                 if isinstance(index, slice):
                     whole[index] += part
                 else:
-                    whole.index_add_(0, index, part)
-        return q_grad, keys_grad, values_grad, None, None
+                    whole.index_add_(0, index, part.to(sums))
+        return q_grad, keys_grad.to(keys.dtype), values_grad.to(values.dtype), None, None
 
 
 def _blocks(plan: RowPlan, device: torch.device) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:

@@ -7,17 +7,18 @@ KV head are stacked in a tile, so that a key is loaded once for all of them. `ro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import upload
+from ..device import block_memory, upload
 from .row_plan import RowPlan
 from .row_tiles import row_tiles
 
-__all__ = ["RowTables", "TileSize", "attend_rows", "precision", "row_tables", "tile_size"]
+__all__ = ["RowTables", "TileSize", "attend_rows", "fitting_on", "precision", "row_tables", "tile_size"]
 
 LOG2_E = 1.4426950408889634
 
@@ -43,11 +44,22 @@ TILE_SIZES = {
     (4, 128): TileSize(64, 16, 8, 2),
     (4, 256): TileSize(32, 16, 8, 1),
 }
+# In place of those that do not fit where a block of threads has little shared memory.
+SMALL_TILE_SIZES = {(2, 256): TileSize(64, 32, 8, 2)}
+
+MUCH_MEMORY = 128 << 10  # bytes that a block of threads may share
+Size = TypeVar("Size")
 
 
-def tile_size(head_dim: int, dtype: torch.dtype) -> TileSize:
-    """Returns the size of tiles that suits such heads."""
-    return TILE_SIZES[dtype.itemsize, padded(head_dim)]
+def tile_size(head_dim: int, dtype: torch.dtype, device: torch.device) -> TileSize:
+    """Returns the size of tiles that suits such heads, on a device."""
+    return fitting_on(device, (dtype.itemsize, padded(head_dim)), TILE_SIZES, SMALL_TILE_SIZES)
+
+
+def fitting_on(device: torch.device, kind: tuple[int, int], large: dict[Any, Size], small: dict[Any, Size]) -> Size:
+    """Returns the size for a kind of heads: of those for devices with little shared memory, where it is among them and
+    the device is one."""
+    return small[kind] if kind in small and block_memory(device) < MUCH_MEMORY else large[kind]
 
 
 def padded(head_dim: int) -> int:

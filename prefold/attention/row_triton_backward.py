@@ -23,6 +23,7 @@ from .row_triton import (
     TileSize,
     attend_rows,
     fitting,
+    fitting_on,
     load_rows,
     padded,
     precision,
@@ -43,6 +44,8 @@ TILE_SIZES = {
     (4, 128): TileSize(32, 32, 8, 1),
     (4, 256): TileSize(32, 32, 8, 1),
 }
+# In place of those that do not fit where a block of threads has little shared memory.
+SMALL_TILE_SIZES = {(2, 256): TileSize(32, 32, 8, 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,8 @@ class KeyTables:
 
 def backward_tables(plan: RowPlan, group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> KeyTables:
     """Returns what the kernels of the backward pass read of a plan. group: query heads that share a KV head."""
-    size = fitting(TILE_SIZES[dtype.itemsize, padded(head_dim)], group)
+    kind = dtype.itemsize, padded(head_dim)
+    size = fitting(fitting_on(device, kind, TILE_SIZES, SMALL_TILE_SIZES), group)
     rows = row_tables(plan, 0, group, size, device)
     tiles = key_tiles(plan, rows.block_q, size.keys)
     return KeyTables(rows, **upload({"bounds": tiles.bounds, "tiles": tiles.tiles, "order": tiles.order}, device))

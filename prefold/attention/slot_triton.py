@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..device import upload
 from .heads import Heads
-from .row_triton import LOG2_E, hide, load_rows, padded, precision, stack, take_block
+from .row_triton import LOG2_E, fitting_on, hide, load_rows, padded, precision, stack, take_block
 from .slot_plan import SlotPlan
 from .slot_tiles import ITEM_FIELDS, ITEMS, pick_rows, slot_tiles, stretches
 
@@ -48,6 +48,8 @@ BLOCK_SIZES = {
     (4, 128): BlockSize(16, 2, 32),
     (4, 256): BlockSize(16, 1, 32),
 }
+# In place of those that do not fit where a block of threads has little shared memory.
+SMALL_BLOCK_SIZES = {(2, 256): BlockSize(16, 2, 64)}
 SPREAD = 256  # keys written at once
 WRITTEN = 4096  # numbers of k, or of v, written at once
 
@@ -75,12 +77,17 @@ class SlotTables:
         return self.items.shape[1]
 
 
+def block_size(heads: Heads, device: torch.device) -> BlockSize:
+    """Returns the size of blocks that suits such heads, on a device."""
+    return fitting_on(device, (heads.dtype.itemsize, padded(heads.head_dim)), BLOCK_SIZES, SMALL_BLOCK_SIZES)
+
+
 def slot_tables(plan: SlotPlan, heads: Heads, device: torch.device) -> SlotTables:
     """Returns what the kernel reads of a plan, on the device.
 
     A part of it is computed on the device, behind what runs there.
     """
-    block = BLOCK_SIZES[heads.dtype.itemsize, padded(heads.head_dim)]
+    block = block_size(heads, device)
     joined = stretches(plan.runs)
     rows = pick_rows(joined, heads.group, heads.dtype.itemsize)
     block_q = rows // heads.group
@@ -122,7 +129,7 @@ class FixedTables:
         self.tables = SlotTables(
             rows=rows,
             block_q=block_q,
-            block=BLOCK_SIZES[heads.dtype.itemsize, padded(heads.head_dim)],
+            block=block_size(heads, device),
             keys=torch.zeros((4, keys), dtype=torch.int32, device=device),
             items=self._moved["items"],
             tile_items=self._moved["tile_items"],

@@ -41,7 +41,10 @@ def build(*, flags: Sequence[str] = FLAGS, again: bool = False) -> Path:
     `again` compiles even so. Safe with many processes at once: each compiles to a name of its own and
     renames, and the last one wins with the same content. Raises BuildError where it cannot be done.
     """
-    folder = cache_folder() / "kernels"
+    try:
+        folder = cache_folder() / "kernels"
+    except RuntimeError as error:  # of a user without a home
+        raise BuildError(f"there is no cache folder (set PREFOLD_CACHE to one): {error}") from error
     target = folder / f"kernels-{fingerprint(flags)}.so"
     if target.exists() and not again:
         return target

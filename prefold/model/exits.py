@@ -50,7 +50,9 @@ def exit_visits(gate: Tensor, exits: RowExits, default: float = 1.0) -> Tensor:
     before = torch.cat((torch.ones_like(stays[:1]), stays[:-1]))
     has_left = torch.cumsum(share * before, 0)
     number = torch.arange(1, visits + 1, device=gate.device)[:, None]
-    threshold = torch.as_tensor(exits.threshold, device=gate.device)
+    threshold = exits.threshold
+    if not isinstance(threshold, Tensor):  # filled on the device: a copy would wait for it, and breaks off a capture
+        threshold = torch.full((), threshold, device=gate.device)
     threshold = torch.where(threshold.isnan(), default, threshold)
     leaves = (has_left >= threshold) & (threshold < 1) & (number >= exits.fewest)
     leaves |= (number >= exits.most) | (number == visits)

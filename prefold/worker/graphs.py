@@ -112,6 +112,7 @@ class DecodeGraphs:
         needed = max(keys for _, keys in picked.values())
         if needed > self._keys:  # longer lists than any graph has room for: all are captured anew, with twice as much
             self._captured.clear()
+            self._pool = None  # a pool whose graphs are all gone must not be used again
             self._keys = 2 * needed
         tiles = {window: rows for window, (rows, _) in picked.items()}
         key = (size, tuple(tiles.items()))

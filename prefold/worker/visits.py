@@ -51,6 +51,9 @@ def visit_options(model: CausalLM) -> VisitOptions | None:
             f'loop.router.{what}; steps follow a router that reads requests and picks a block: give "hard" or "fixed"'
         )
     routed = routing is not None and routing.kind != "fixed"
+    if model.ranks.size > 1 and model.gate is not None and model.gate.reads == "features":
+        message = "the gate reads what the model says after each visit, which the first rank alone knows"
+        raise InputError(message, field="tensor_parallel", remedy='use 1, or a gate that reads "state"')
     if model.ranks.size > 1:
         if routed:
             message = "a router picks blocks for a model in one piece"

@@ -8,7 +8,7 @@ import torch
 from cases import RowCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nests import chains, random_nest, with_spans
+from nests import Nest, chains, random_nest, with_spans
 
 from prefold import kernels
 from prefold.attention import visibility
@@ -187,3 +187,18 @@ def test_the_pytorch_form_does_not_need_a_compiled_plan(monkeypatch):
     a = blocked_attention(case.q, case.k, case.v, plan, scale=0.1)
     b = blocked_attention(case.q, case.k, case.v, compiled_plan, scale=0.1)
     assert torch.equal(a, b)
+
+
+def test_gradients_of_a_key_that_many_see_are_rounded_once():
+    """One root and 8,192 leaves, in bfloat16, by PyTorch: what each block adds to the root is added in float32."""
+    leaves = 8192
+    end = np.r_[leaves + 1, np.arange(2, leaves + 2)]
+    case = RowCase(Nest(end, np.r_[0, np.ones(leaves, np.int64)]), heads=(1, 1), dim=16, dtype=torch.bfloat16)
+    grad = torch.rand(leaves + 1, 1, 16, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        q, k, v = (x.clone().to(dtype).requires_grad_() for x in (case.q, case.k, case.v))
+        blocked_attention(q, k, v, case.plan(), scale=case.scale).backward(grad.to(dtype))
+        found.append((k.grad[0].double(), v.grad[0].double()))
+    for one, exact in zip(*found, strict=True):
+        assert float((one - exact).norm() / exact.norm()) < 0.004

@@ -36,8 +36,11 @@ SCRIPT = """
 import json, sys
 sys.path[:0] = [{tests!r}]
 import aot, triton_shapes
+from prefold.attention import row_triton
+capability, shared = map(int, sys.argv[3:])
+row_triton.block_memory = lambda device: shared
 launches = getattr(triton_shapes, sys.argv[1])(*json.loads(sys.argv[2]))
-print(json.dumps([aot.compile_one(launch) for launch in launches]))
+print(json.dumps([aot.compile_one(launch, capability) for launch in launches]))
 """
 
 
@@ -51,18 +54,20 @@ def compiler():
         pytest.skip("Triton came without ptxas")
 
 
-def compiled(what: str, shape: tuple) -> list[dict]:
+def compiled(what: str, shape: tuple, capability: int = 90, shared: int = 227 << 10) -> list[dict]:
+    """Returns what is known of each launch, compiled for a GPU whose blocks have so many bytes of shared memory."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", SCRIPT.format(tests=str(TESTS)), what, json.dumps(shape)]
+    given = [what, json.dumps(shape), str(capability), str(shared)]
+    command = [sys.executable, "-c", SCRIPT.format(tests=str(TESTS)), *given]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     for one in found:
-        assert one["shared"] <= 227 * 1024, one
-        assert one["spilled"] <= MOST_SPILLED, one
+        assert one["shared"] <= shared, one
+        assert one["spilled"] <= MOST_SPILLED or capability < 90, one  # sizes were chosen for Hopper
         if shape[3] != "float32" and one["name"] in PRODUCTS:
             assert one["wgmma"] or one["mma"], "not on tensor cores"
-            assert one["wgmma"] or shape[2] > 128, "not by Hopper's own instructions"
+            assert one["wgmma"] or shape[2] > 128 or capability < 90, "not by Hopper's own instructions"
     return found
 
 
@@ -80,3 +85,11 @@ def test_each_kernel_compiles():
 )
 def test_every_launch_compiles(what, names, shape):
     assert {one["name"] for one in compiled(what, SHAPES[shape])} == names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [name for name, shape in SHAPES.items() if shape[3] != "float32"])
+@pytest.mark.parametrize("what", ["rows", "gradients", "slots"])
+def test_what_is_launched_fits_on_a_smaller_card(what, shape):
+    """An A10G, an L4, or a card of the 30 and 40 series."""
+    compiled(what, SHAPES[shape], 89, 99 << 10)

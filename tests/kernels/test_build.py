@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -136,6 +138,13 @@ def test_a_cache_that_cannot_be_written(fresh, monkeypatch, tmp_path):
     monkeypatch.setenv("PREFOLD_CACHE", str(tmp_path / "file"))
     with pytest.raises(BuildError):
         build()
+
+
+def test_a_user_without_a_home_falls_back(fresh, monkeypatch):
+    monkeypatch.delenv("PREFOLD_CACHE")
+    monkeypatch.setattr(Path, "expanduser", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    with pytest.warns(RuntimeWarning, match="set PREFOLD_CACHE to one"):
+        assert kernels.load() is None
 
 
 @needs_compiler

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -239,6 +240,23 @@ def test_only_steps_that_decode_are_taken(llm):
     assert graphs.takes(step)
     assert not graphs.takes(replace(step, read_rows=step.read_rows[1:]))
     assert not graphs.takes(decode_step(SIZES[-1] + 1, 12, 3))
+
+
+def test_longer_lists_take_a_new_pool(llm, monkeypatch):
+    """A pool whose graphs are all gone must not be used again."""
+    graphs, step = DecodeGraphs(llm.model, make_store(llm.model, 8)), decode_step(5, 12, 3)
+    pools = []
+
+    def capture(*arguments):
+        pools.append(graphs._pool)
+        graphs._pool = object()
+        return Mock()
+
+    monkeypatch.setattr(graphs, "_capture", capture)
+    monkeypatch.setattr("prefold.worker.graphs.pick_tile", lambda plan, heads: (16, keys))
+    for keys in (100, 1 << 15, 100, 1 << 20):  # noqa: B007 (read by the function above)
+        graphs._of(step, {None: None}, None)
+    assert pools == [None, None, None]
 
 
 def test_a_fixed_step_gives_what_a_step_gives(llm, on_triton):  # noqa: F811

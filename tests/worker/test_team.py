@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from looped_dense import looped_checkpoint
 from running import as_request, prompts, run
 from tiny import FAMILIES, tiny_checkpoint
 
@@ -143,3 +144,10 @@ def test_nothing_stays_of_a_process_that_was_hung_up_on(folder, tmp_path):
     found = subprocess.run([sys.executable, "-c", HUNG_UP, folder], env=environment, check=False)
     assert found.returncode == -signal.SIGHUP
     assert not list(tmp_path.iterdir())
+
+
+def test_a_gate_that_reads_what_one_rank_alone_knows(tmp_path):
+    loop = {"blocks": 2, "visits": 4, "gate": True, "gate_reads": "features", "threshold": 0.5}
+    folder = looped_checkpoint(tmp_path, "looped", tokenizer=False, loop=loop)
+    with pytest.raises((InputError, RankError), match='gate that reads "state"'):
+        LLM(str(folder), **PLACE, tensor_parallel=2)
