@@ -297,6 +297,8 @@ class Inputs:
         """
         left = self.tokenizer is not None and self.tokenizer.truncation_side == "left"
         left = left if truncate is True else truncate == "left"
+        if isinstance(value, Pictured) and isinstance(value.text, str):
+            value = replace(value, text=change(value.text))  # once it is encoded, it is too late
         whole = text = self.bounded(self.text(value, field), field, truncate, left=left)
         nothing = np.empty(0, np.int32)
         before = after = nothing

@@ -15,6 +15,7 @@ from ..text import Filled, Tokenizer, instructed_query
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
 from .base import Inputs, TextBatch, Work, as_item, check_count
+from .images import Pictured
 from .sentence import POOLING_MODES, ChatSettings, EmbedSettings
 
 __all__ = ["EmbedItem", "EmbedTask"]
@@ -144,6 +145,9 @@ class EmbedTask:
 
         Token ids are taken as they are.
         """
+        if isinstance(text, Pictured):
+            message = f"{field!r} has images, and the checkpoint embeds chat messages, which are of text alone here"
+            raise InputError(message, field=field, remedy="leave the images out", code="unsupported")
         chat, tokenizer, text = self.settings.chat, self.inputs.tokenizer, self.inputs.text(text, field)
         if not isinstance(text, str) or tokenizer is None or chat is None:
             return self._plan_text(text, field, batch)

@@ -21,8 +21,10 @@ from prefold.media.recent import RecentImages
 from prefold.model import config_from
 from prefold.prefix import MEDIA_BASE
 from prefold.tasks import make_task
+from prefold.tasks.embed import EmbedTask
 from prefold.tasks.images import ImageInputs, Pictured
-from prefold.text import load_tokenizer
+from prefold.tasks.sentence import ChatSettings, EmbedSettings
+from prefold.text import instructed_query, load_tokenizer
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20), (9, 44)])]
 
@@ -189,6 +191,17 @@ def test_texts_with_images_in_other_tasks(made, family):
         for request in work.requests:
             assert len(request.media) == 1
             assert images.processor.image_token_id in with_tokens(request.tokens, images)
+
+
+def test_embedding_puts_its_prompt_before_a_text_with_images(made, family):
+    value, instruction = Pictured(f"what {PLACEHOLDER[family]}?", PICTURES[:1]), instructed_query("find", "")
+    (plain,) = made("embed")[0].prepare([Pictured(f"{instruction}{value.text}", value.images)])
+    for options in ({"instruction": "find"}, {"prompt": instruction}):
+        (work,) = made("embed", **options)[0].prepare([value])
+        assert work.requests[0].tokens.tolist() == plain.requests[0].tokens.tolist()
+    task = EmbedTask(made("embed")[0].inputs, EmbedSettings(chat=ChatSettings()))
+    (found,) = task.prepare([value])
+    assert isinstance(found, InputError) and found.code == "unsupported" and "has images" in str(found)
 
 
 def test_images_that_are_wrong(made, tmp_path):
