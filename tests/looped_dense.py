@@ -222,6 +222,9 @@ class Dense:
         x = self.t["model.embed_tokens.weight"][torch.tensor(tokens)]
         for number in range(prelude):
             x = self._layer(x, f"model.layers.{number}.")
+        given, injects = x, loop.get("between") == "inject"
+        if injects:
+            x = state_noise(loop.get("seed", 0), *given.shape) * loop.get("noise", 0.0)
         by_row = routing["reads"] == "row"
         here, states, weights = torch.ones(rows), [], []
         keys: dict[tuple[str, int], Tensor] = {}  # by layer and row: the state that its last keys there are made of
@@ -253,16 +256,17 @@ class Dense:
             here = here * (1 - share[:, -1])
             weights.append(torch.cat((weight, 1 - weight.sum(1, keepdim=True)), 1))
             after = x * weights[-1][:, -1:]
+            came = linear(torch.cat((x, given), -1), self.t["model.inject.weight"]) if injects else x
             for block in range(blocks):
                 there = weight[:, block] > 0
-                out = x
+                out = came
                 for place in range(size):
                     name = f"model.layers.{prelude + block * size + place}."
                     if by_row and routing["kind"] != "soft":
                         for row in range(rows):
                             if there[row]:
                                 keys[name, row] = out[row]
-                        seen = torch.stack([keys.get((name, row), x[row]) for row in range(rows)])
+                        seen = torch.stack([keys.get((name, row), came[row]) for row in range(rows)])
                         out = self._layer(out, name, seen)
                     else:
                         out = self._layer(out, name)
@@ -270,7 +274,7 @@ class Dense:
                     out = self._norm(out, "model.norm")
                 after = after + weight[:, block : block + 1] * out
             x = after
-            states.append(x if loop.get("between") == "norm" else self._norm(x, "model.norm"))
+            states.append(self._as_read(x, loop.get("between")))
         return states, weights
 
     def _read(self, x: Tensor, by_row: bool) -> Tensor:
@@ -354,9 +358,6 @@ class Dense:
                 x = x + self._llama_mlp(x, name)
             return x
 
-        def read(x: Tensor) -> Tensor:
-            return self._norm(through(x, range(last - coda, last)), "model.norm")
-
         given, states = through(x, range(prelude)), []
         x = state_noise(loop.get("seed", 0), *given.shape) * loop.get("noise", 0.0) if between == "inject" else given
         for block in loop["order"]:
@@ -365,11 +366,18 @@ class Dense:
             x = through(x, range(prelude + block * size, prelude + (block + 1) * size))
             if between == "norm":
                 x = self._norm(x, "model.norm")
-            if between == "norm" and not coda:
-                states.append(x)
+            if coda:
+                ends = self._norm(x, "model.norm") if between == "inject" else x
+                states.append(self._norm(through(ends, range(last - coda, last)), "model.norm"))
             else:
-                states.append(read(self._norm(x, "model.norm") if between == "inject" else x))
+                states.append(self._as_read(x, between))
         return states
+
+    def _as_read(self, x: Tensor, between: str | None) -> Tensor:
+        """A state as it is read after any visit where there is no coda."""
+        if between == "norm":
+            return x
+        return self._norm(self._norm(x, "model.norm") if between == "inject" else x, "model.norm")
 
     def _llama_attention(self, x: Tensor, layer: str, seen: Tensor | None = None) -> Tensor:
         h, heads = self._norm(x, layer + "input_layernorm"), self.config["num_attention_heads"]

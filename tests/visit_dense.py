@@ -69,7 +69,7 @@ class RowByRow:
                 x = self._through(self._brought(x, row), row, t, self.blocks[block])
                 if self.between == "norm":
                     x = self.dense._norm(x, "model.norm")
-                reads.append(x if self.between == "norm" else self.dense._norm(x, self._final_norm))
+                reads.append(self._read(x))
                 share = self._share(reads) if may.threshold not in (None, 1) else torch.zeros(())
                 stays, has_left = stays * (1 - share), has_left + share * stays
                 given = exits.visits[row - prompt] if 0 <= row - prompt < len(exits.visits) else None
@@ -102,12 +102,18 @@ class RowByRow:
         return "transformer.ln_f" if self.dense.family == "huginn" else "model.norm"
 
     def _end(self, x: Tensor, row: int) -> Tensor:
-        norm = self._final_norm
+        if not self.coda:
+            return self._read(x)
         if self.between == "inject":
-            x = self.dense._norm(x, norm)
-        if self.coda or self.between != "norm":
-            return self.dense._norm(self._through(x, row, "coda", self.coda), norm)
-        return x
+            x = self.dense._norm(x, self._final_norm)
+        return self.dense._norm(self._through(x, row, "coda", self.coda), self._final_norm)
+
+    def _read(self, x: Tensor) -> Tensor:
+        """A state as it is read after any visit where there is no coda."""
+        if self.between == "norm":
+            return x
+        x = self.dense._norm(x, self._final_norm) if self.between == "inject" else x
+        return self.dense._norm(x, self._final_norm)
 
     def _brought(self, x: Tensor, row: int) -> Tensor:
         if self.between != "inject":

@@ -31,7 +31,8 @@ class Loop:
     coda       layers of the coda
     between    what the visits do to the residual stream. "nothing"; "norm": each visit ends with the model's final
                norm; "inject": a linear puts what the prelude gave into the residual stream before each visit, the
-               stream begins as noise, and the last visit ends with the model's final norm
+               stream begins as noise, and the last visit ends with the model's final norm, as does reading after an
+               earlier one
     noise      the standard deviation of the noise that the stream begins as
     seed       what the noise is drawn from, beside a row's position
     gate       whether a linear gives each row's probability of leaving after a visit

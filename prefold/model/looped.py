@@ -15,6 +15,7 @@ from .gate import Gate, Seen
 from .layers import Linear
 from .lora import NO_ADAPTERS, RowAdapters
 from .noise import position_noise
+from .ops import Ops
 from .parallel import ALONE, Alone
 from .router import Planner, Router, summary
 from .transformer import Attend, CausalLM, Pass
@@ -97,10 +98,7 @@ class LoopedLM(CausalLM):
                 continue
             state = rows.x if rows.delta is None else rows.x + rows.delta
             state = state if read_rows is None else state[read_rows]
-            if self.loop.between == "norm":
-                found.append(state.clone())  # the next visit writes into it
-            else:
-                found.append(self.norm(state, None, rows.ops)[1])
+            found.append(self.read(state.clone(), None, rows.ops))  # a copy: the next visit writes into it
         return found
 
     def leaving(self, states: Tensor) -> Tensor:
@@ -183,9 +181,18 @@ class LoopedLM(CausalLM):
             if not coda and rows.read_rows is not None:
                 rows.x = rows.x[rows.read_rows]
                 rows.delta = None if rows.delta is None else rows.delta[rows.read_rows]
-        if self.loop.between == "norm" and not coda:
-            return rows.x
+        if not coda:
+            return self.read(rows.x, rows.delta, rows.ops)
         if self.inject is not None:
             rows.x, rows.delta = self.normed(rows), None
         self.go_through(rows, coda)
         return self.normed(rows)
+
+    def read(self, x: Tensor, delta: Tensor | None, ops: Ops) -> Tensor:
+        """Returns hidden states as they are read after any visit, [rows, hidden], of a model without a coda; may write
+        into x. x, delta: as of a Pass."""
+        if self.loop.between == "norm":  # the visit has ended with it
+            return x if delta is None else x + delta
+        if self.inject is not None:  # as in Huginn, which norms before its coda and after it
+            x, delta = self.norm(x, delta, ops)[1], None
+        return self.norm(x, delta, ops)[1]

@@ -91,7 +91,7 @@ def routed(
         here = here * (1 - shares[:, -1])
         weights = torch.cat((weights, 1 - weights.sum(-1, keepdim=True)), -1)
         x = blocks(x, weights if by_row else weights[of_row])
-        yield Visit(x if loop.between == "norm" else model.norm(x.clone(), None, rows.ops)[1], logits, weights)
+        yield Visit(model.read(x.clone(), None, rows.ops), logits, weights)
 
 
 class _Given:

@@ -95,9 +95,7 @@ class Visits:
         """Returns hidden states as they are read, of rows after the coda, or after any visit where there is none."""
         if self.coda:
             return self._normed(states)
-        if self.model.inject is not None:
-            states = self._normed(states)
-        return states if self.loop.between == "norm" else self._normed(states)
+        return self.model.read(states.clone(), None, choose_ops(self.model.dtype, self.model.device))
 
     def project(
         self,

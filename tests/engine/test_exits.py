@@ -26,12 +26,14 @@ ASKED = [
 ]
 
 
-@pytest.fixture(scope="module", params=["ouro", "looped"])
+@pytest.fixture(scope="module", params=["ouro", "looped", "inject"])
 def model(request, tmp_path_factory):
     overrides = {"total_ut_steps": 5, "early_exit_threshold": 0.5}
-    if request.param == "looped":
-        overrides = {"loop": GATED | {"threshold": 0.5}}
-    folder = looped_checkpoint(tmp_path_factory.mktemp("exits"), request.param, **overrides)
+    if request.param != "ouro":
+        fed = {"between": "inject", "noise": 0.5} if request.param == "inject" else {}
+        overrides = {"loop": GATED | {"threshold": 0.5} | fed}
+    family = "looped" if request.param == "inject" else request.param
+    folder = looped_checkpoint(tmp_path_factory.mktemp("exits"), family, **overrides)
     return LLM(str(folder), dtype="float32", device="cpu"), Dense(folder)
 
 

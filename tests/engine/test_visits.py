@@ -30,6 +30,7 @@ MODELS = {
     "normed": ("looped", {"loop": GATED | {"between": "norm"}}),
     "features": ("looped", {"loop": GATED | {"between": "norm", "gate_reads": "features"}}),
     "inject": ("looped", {"num_hidden_layers": 6, "loop": PARTS}),
+    "fed": ("looped", {"loop": GATED | {"between": "inject", "noise": 0.5}}),
     "huginn": ("huginn", {"mean_recurrence": 4}),
 }
 NAMES = {name: f"exit_{name}" for name in ("threshold", "change", "prompts", "visits")}
@@ -110,7 +111,7 @@ def test_routes_of_requests(gated):
     assert engine.stats.generation.block_calls == len(tokens) * len(prefixes) + tails
 
 
-@pytest.mark.parametrize("family", ["looped", "normed", "inject"])
+@pytest.mark.parametrize("family", ["looped", "normed", "inject", "fed"])
 def test_routes_where_a_step_is_a_whole_pass(tmp_path, family):
     """Templates: rows of one route go together, those of another come next."""
     folder = looped_checkpoint(tmp_path, MODELS[family][0], **MODELS[family][1])

@@ -235,6 +235,8 @@ def exits_of(dense: Dense, tokens: list[int], threshold: float, fewest: int = 1,
 
 GATED = LOOPED["loop"] | {"gate": True}
 EXITING = [("ouro", "early_exit_threshold"), ("looped", "loop")]
+# Normed twice where it is read, after whichever visit.
+FED = {"blocks": 1, "order": [0] * 4, "prelude": 1, "between": "inject", "noise": 0.5, "gate": True}
 
 
 @pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
@@ -273,9 +275,9 @@ def test_exits_between_the_fewest_and_the_most_visits(tmp_path):
             torch.testing.assert_close(found, states[leaves, rows], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "key"), EXITING)
-def test_training_reads_each_visit(tmp_path, family, key):
-    folder = looped_checkpoint(tmp_path, family, **({} if family == "ouro" else {key: GATED}))
+@pytest.mark.parametrize(("family", "loop"), [("ouro", None), ("looped", GATED), ("looped", FED)])
+def test_training_reads_each_visit(tmp_path, family, loop):
+    folder = looped_checkpoint(tmp_path, family, **({} if loop is None else {"loop": loop}))
     dense, model, sequences = Dense(folder), load(folder, pack=False), [[5, 7, 11, 7, 30], [5, 7, 20], [9, 9]]
     batch = TrainBatch.build(model.config, sequences)
     ids = np.random.default_rng(0).integers(0, 300, (len(model.loop.order), batch.num_targets))
