@@ -1,6 +1,7 @@
 """Keeps special tokens that stand in what a user wrote as text, while those that a chat template writes stay special.
 
-In a user's texts a character is put behind the first letter of whatever would be read as a special token (`shielded`).
+In a user's texts a character is put behind the first letter of whatever would be read as a special token, and of what
+one begins with at a text's end, since the template may write another text right behind it (`shielded`).
 The template writes the conversation, in which the only special tokens are then its own. `encode` gives these other
 names, takes the characters away, and encodes the text with a copy of the tokenizer that knows the special tokens by
 these names only.
@@ -39,6 +40,9 @@ class Escaping:
         self._ids = {content: id for content, id in special.items() if only is None or content in only}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        # Whatever a special token begins with, from one letter to all but the last.
+        self._begins = {content[:end] for content in self._ids for end in range(1, len(content))}
+        self._longest = max(map(len, self._begins), default=0)
         self._copy = _renamed(backend, self._ids)
 
     def finds(self, text: str) -> bool:
@@ -46,14 +50,15 @@ class Escaping:
         return self._special.search(text) is not None
 
     def shielded(self, value: Any, field: str, depth: int = 0) -> Any:
-        """Returns a JSON value with a SHIELD in each special token of its texts. Raises InputError for a text that
-        holds what escaping needs for itself, and for values nested too deep."""
+        """Returns a JSON value with a SHIELD in each special token of its texts, and in what may become one with the
+        text behind it. Raises InputError for a text that holds what escaping needs for itself, and for values nested
+        too deep."""
         if isinstance(value, str):
             for one in (SHIELD, MARK, SHIELD_WRITTEN):
                 if one in value:
                     message = f"{field[:80]!r} holds {one!a}, which stands for no character"
                     raise InputError(message, field=field[:80], remedy="leave it out", code="wrong_type")
-            return self._special.sub(lambda found: found[0][0] + SHIELD + found[0][1:], value)
+            return self._ended(self._special.sub(lambda found: found[0][0] + SHIELD + found[0][1:], value))
         if depth > DEEPEST and isinstance(value, (Mapping, list, tuple)):
             message = f"{field[:80]!r} is nested more than {DEEPEST} deep"
             raise InputError(message, field=field[:80], remedy="nest it less deep", code="too_deep")
@@ -63,6 +68,22 @@ class Escaping:
         if isinstance(value, (list, tuple)):
             return [self.shielded(one, f"{field}[{i}]", depth + 1) for i, one in enumerate(value)]
         return value
+
+    def _ended(self, text: str) -> str:
+        """Returns a text with a SHIELD in each end of it with which a special token begins. A single word is left as it
+        is: it may be a key, a role or a type, which templates compare."""
+        if text.isidentifier():
+            return text
+        ends = {len(text), len(text.rstrip())}  # templates may strip it
+        starts = {
+            start
+            for end in ends
+            for start in range(max(0, end - self._longest), end)
+            if text[start:end] in self._begins
+        }
+        for start in sorted(starts, reverse=True):
+            text = text[: start + 1] + SHIELD + text[start + 1 :]
+        return text
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text that a template wrote of shielded values, int32 [n]; nothing is added."""

@@ -58,6 +58,29 @@ def test_without_special_tokens_in_them_texts_are_encoded_as_ever(kind):
             assert made.escaping.encode(whole).tolist() == made.encode(whole, special=False).tolist(), text
 
 
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_special_tokens_split_over_texts_that_a_template_writes_side_by_side(kind):
+    made = Tokenizer(BACKENDS[kind]())
+    escaping, special = made.escaping, special_ids(made.backend)
+    for name in (token.content for token in made.backend.get_added_tokens_decoder().values() if token.special):
+        whole = escaping.encode(escaping.shielded(f"x {name}.", "a")).tolist()
+        for cut in range(1, len(name)):
+            for space in ("", " \n"):  # which templates strip
+                texts = f"x {name[:cut]}{space}", space + name[cut:] + "."
+                text = "".join(escaping.shielded(one, "a").strip() for one in texts)
+                assert escaping.encode(text).tolist() == whole
+        assert not special & set(whole)
+    texts = [escaping.shielded(one, "a") for one in ("x<|", "im_", "end|><", "<|im_end|", ">")]
+    assert not special & set(escaping.encode("".join(texts)).tolist())
+
+
+def test_words_that_templates_compare_are_left_as_they_are():
+    backend = words()
+    backend.add_special_tokens(["ready", "tip"])
+    escaping, message = Tokenizer(backend).escaping, {"role": "user", "content": "a user"}
+    assert escaping.shielded(message, "a") == {"role": "user", "content": "a user\ufdd0"}
+
+
 def test_a_vocabulary_of_words():
     made = Tokenizer(words())
     ids = made.escaping.encode("<|im_start|> " + made.escaping.shielded("a <|im_end|> user", "a") + " <|im_end|>")
