@@ -128,23 +128,47 @@ def _rope(file: GGUFFile, read: Settings, head_dim: int) -> dict[str, Any]:
     """Returns the rope settings in the form of transformers; `rope_freqs.weight` (Llama 3.1 and later) divides each
     frequency."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": read.number("rope.freq_base", 10000.0)}
-    kind = read.text("rope.scaling.type", "none")
+    kind = read.text("rope.scaling.type", "linear")  # as in llama.cpp; files of 2023 have no type
+    _check_neutral(read, kind)
+    linear = _linear_factor(read) if kind == "linear" else 1.0
     if "rope_freqs.weight" in file.tensors:
-        if kind not in ("none", "linear"):
+        if kind not in ("none", "linear") or linear != 1.0:
             raise UnsupportedModelError(f"{file.path} has both rope_freqs.weight and rope scaling {kind!r}")
         if file.tensors["rope_freqs.weight"].shape != (head_dim // 2,):
             raise CheckpointError(f"{file.path}: rope_freqs.weight must have {head_dim // 2} numbers, half of head_dim")
         rope |= {"rope_type": "factors", "factors": file.dequantize("rope_freqs.weight").tolist()}
     elif kind == "linear":
-        rope |= {"rope_type": "linear", "factor": read.number("rope.scaling.factor")}
+        rope |= {"rope_type": "linear", "factor": linear} if linear != 1.0 else {}
     elif kind == "yarn":
         rope |= {
             "rope_type": "yarn",
             "factor": read.number("rope.scaling.factor"),
             "original_max_position_embeddings": read.size("rope.scaling.original_context_length", most=MOST_POSITIONS),
+            "beta_fast": read.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": read.number("rope.scaling.yarn_beta_slow", 1.0),
         }
-        if (attention := read.number("rope.scaling.attn_factor", 1.0)) != 1.0:
-            raise UnsupportedModelError(f"{file.path}: rope.scaling.attn_factor {attention} is not supported")
     elif kind != "none":
         raise UnsupportedModelError(f"{file.path}: rope scaling {kind!r} is not supported; linear and yarn are")
     return rope
+
+
+def _linear_factor(read: Settings) -> float:
+    """Returns what positions are divided by: 1 where the file does not say, or says 0."""
+    factor = read.number("rope.scaling.factor", None, zero=True)
+    return (read.number("rope.scale_linear", 1.0, zero=True) if factor is None else factor) or 1.0
+
+
+def _check_neutral(read: Settings, kind: str) -> None:
+    """Raises UnsupportedModelError for rope scaling of this kind that is set to more than its neutral value, and is not
+    computed here."""
+    neutral = {
+        "attn_factor": (1.0,),
+        "yarn_attn_factor": (1.0,),
+        "yarn_ext_factor": (1.0 if kind == "yarn" else 0.0, -1.0),  # -1: by the kind
+        "yarn_log_multiplier": (0.0,),
+    }
+    for key, values in neutral.items():
+        value = read.get(f"rope.scaling.{key}", values[0])
+        if value not in values:
+            what = f"{read.prefix}rope.scaling.{key} is {value}"
+            raise UnsupportedModelError(f"{read.file}: {what}, which is not supported; only {values[0]:g} is")

@@ -89,6 +89,34 @@ def test_rope_scaling(write):
         config(write(metadata={"rope.scaling.type": "longrope"}))
 
 
+def test_linear_rope_scaling_of_files_without_a_type(write):
+    for given in ({"rope.scaling.factor": 4.0}, {"rope.scale_linear": 4.0}):
+        rope = config(write(metadata=given)).rope
+        assert (rope.kind, rope.settings["factor"]) == ("linear", 4.0)
+        with pytest.raises(UnsupportedModelError, match=r"both rope_freqs\.weight and rope scaling 'linear'"):
+            config(write(metadata=given, tensors={"rope_freqs.weight": (4,)}))
+    neutral = ({"rope.scaling.factor": 1.0}, {"rope.scale_linear": 0.0}, {"rope.scaling.type": "linear"})
+    for given in (*neutral, {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}):
+        assert config(write(metadata=given)).rope.kind == "default"
+
+
+def test_settings_of_yarn(write):
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.original_context_length": 64}
+    settings = config(write(metadata=yarn)).rope.settings
+    assert (settings["beta_fast"], settings["beta_slow"]) == (32.0, 1.0)
+    betas = {"rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 2.0}
+    settings = config(write(metadata=yarn | betas)).rope.settings
+    assert (settings["beta_fast"], settings["beta_slow"]) == (16.0, 2.0)
+    names = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier")
+    keys = [f"rope.scaling.{name}" for name in names]
+    for given in ((1.0, 1.0, 1.0, 0.0), (1.0, 1.0, -1.0, 0.0)):
+        assert config(write(metadata=yarn | dict(zip(keys, given, strict=True)))).rope.kind == "yarn"
+    for key in keys:
+        for kind in ({}, yarn):
+            with pytest.raises(UnsupportedModelError, match=rf"llama\.{key} is 0\.5, which is not supported"):
+                config(write(metadata=kind | {key: 0.5}))
+
+
 def test_lists_of_one_value_a_layer(write):
     assert config(write(metadata={"attention.head_count_kv": [2, 2]})).kv_heads == 2
     with pytest.raises(UnsupportedModelError, match=r"head_count_kv differs"):
