@@ -11,6 +11,7 @@ from .options import ServeOptions
 
 __all__ = ["protocol_with"]
 
+TAKEN_BYTES = 1 << 14  # that a client takes within `send_seconds`, where so much waits for it
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\nretry-after: 1\r\n\r\n"
 _LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -20,12 +21,14 @@ def protocol_with(options: ServeOptions) -> type[asyncio.Protocol]:
     """Returns the protocol of a server with these options."""
 
     class LimitedProtocol(HttpToolsProtocol):
-        """Closes connections that are too many, those whose headers or trailers are too slow or too large, and those
-        that go on sending what no answer waits for."""
+        """Closes connections that are too many, those whose headers or trailers are too slow or too large, those that
+        go on sending what no answer waits for, and those that do not take what they are sent."""
 
         _beside_bytes = 0  # that came since the last byte of a body: headers, trailers, and what parts chunks
         _in_trailers = False
         _slow: asyncio.TimerHandle | None = None
+        _not_taking: asyncio.TimerHandle | None = None
+        _left = 0  # bytes that were to be taken when it was looked at last
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -72,8 +75,37 @@ def protocol_with(options: ServeOptions) -> type[asyncio.Protocol]:
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
                 )
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._look_later()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._not_taking is not None:
+                self._not_taking.cancel()
+                self._not_taking = None
+
+        def timeout_keep_alive_handler(self) -> None:
+            super().timeout_keep_alive_handler()
+            self._look_later()  # what is left of an answer keeps it open
+
+        def _look_later(self) -> None:
+            if self._not_taking is None:
+                self._left = self.transport.get_write_buffer_size()
+                self._not_taking = self.loop.call_later(options.send_seconds, self._look)
+
+        def _look(self) -> None:
+            """Ends the connection where its client has taken too little; closing it would wait for the rest."""
+            self._not_taking = None
+            if self._left - self.transport.get_write_buffer_size() < TAKEN_BYTES:
+                self.transport.abort()
+            else:
+                self._look_later()
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
+            if self._not_taking is not None:
+                self._not_taking.cancel()
             super().connection_lost(exc)
 
         @property

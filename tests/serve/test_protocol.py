@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from batching import client_of
 from serving import Raw, serving, until
 
 KEYS = '[[key]]\nkey = "a"\ntenant = "a"\n'
@@ -70,3 +71,31 @@ def test_a_body_that_comes_behind_its_answer_leaves_the_connection_open(locked):
     raw.send("/health", b"", method="GET")
     assert b'"ready"' in raw.read_until(b"}")
     raw.close()
+
+
+@pytest.fixture(scope="module")
+def impatient(llm, tmp_path_factory):
+    """A server whose clients must take what they are sent, and a file of 30 MB in it."""
+    folder = tmp_path_factory.mktemp("data")
+    with serving(llm, data_dir=str(folder), send_seconds=0.5) as server, client_of(server) as client:
+        made = client.files.create(file=("a", b"0123456789" * 3_000_000), purpose="batch")
+        yield server, f"/v1/files/{made.id}/content"
+
+
+def test_a_client_that_does_not_take_its_answer_is_left(impatient):
+    server, path = impatient
+    raw = Raw(server).send(path, b"", method="GET")
+    raw.read_until(b"\r\n\r\n")
+    until(lambda: not server.server_state.connections, 15)
+    raw.close()
+
+
+def test_a_client_that_takes_it_slowly_gets_all(impatient):
+    server, path = impatient
+    raw = Raw(server).send(path, b"", method="GET", headers="connection: close\r\n")
+    got, end = 0, time.monotonic() + 3
+    while part := raw.socket.recv(1 << 18):
+        got += len(part)
+        if time.monotonic() < end:
+            time.sleep(0.05)
+    assert got > 30_000_000
