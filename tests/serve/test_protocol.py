@@ -77,8 +77,9 @@ def test_a_body_that_comes_behind_its_answer_leaves_the_connection_open(locked):
 def impatient(llm, tmp_path_factory):
     """A server whose clients must take what they are sent, and a file of 30 MB in it."""
     folder = tmp_path_factory.mktemp("data")
-    with serving(llm, data_dir=str(folder), send_seconds=0.5) as server, client_of(server) as client:
-        made = client.files.create(file=("a", b"0123456789" * 3_000_000), purpose="batch")
+    with serving(llm, data_dir=str(folder), send_seconds=0.5) as server:
+        with client_of(server) as client:
+            made = client.files.create(file=("a", b"0123456789" * 3_000_000), purpose="batch")
         yield server, f"/v1/files/{made.id}/content"
 
 
