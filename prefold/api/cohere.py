@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,11 +42,14 @@ _FORMS: dict[str, Any] = {
 }
 
 
-def read_cohere_embed(body: Mapping[str, Any], id: str, prompts: Collection[str]) -> Asked:
+def read_cohere_embed(
+    body: Mapping[str, Any], id: str, prompts: Collection[str], default: Sequence[str] | None = None
+) -> Asked:
     """Returns what /v1/embed and /v2/embed ask: a vector of each text, in one form or several. Raises InputError.
 
     id       of the response
     prompts  names of the checkpoint's prompts
+    default  embedding_types of a body without; None: the vectors are a bare list, as those of /v1/embed are
 
     int8 and uint8 are refused, as their scale is that of a model which was made for them.
     """
@@ -57,6 +60,7 @@ def read_cohere_embed(body: Mapping[str, Any], id: str, prompts: Collection[str]
     if types is not None and (not isinstance(types, list) or not all(isinstance(one, str) for one in types)):
         message, remedy = "'embedding_types' is not a list of texts", f"give some of {', '.join(_FORMS)}"
         raise InputError(message, field="embedding_types", remedy=remedy, code="wrong_type")
+    types = default if types is None else types
     for one in types or ():
         if one not in _FORMS:
             message, remedy = f"the embedding type {one!r:.100} is not supported", f"use {', '.join(_FORMS)}"

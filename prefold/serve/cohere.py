@@ -8,8 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from ..api.asked import Asked
 from ..api.cohere import cohere_error, read_cohere_embed
-from .faces import Asking, handle_of
+from .desk import Desk
+from .faces import Asking, Handle, handle_of
 from .keys import Tenant
 from .openai import answer_kind
 from .site import Face, Site, new_id
@@ -21,9 +23,17 @@ COHERE = Face("cohere", cohere_error)
 
 def routes(site: Site) -> list[BaseRoute]:
     """Returns the paths of this face that no other has."""
-    embed = handle_of(lambda body, desk: read_cohere_embed(body, new_id(), desk.llm.task("embed").settings.prompts))
-    paths: dict[str, Any] = {"/v1/embed": embed, "/v2/embed": embed, "/v2/rerank": rerank}
+    paths: dict[str, Any] = {"/v1/embed": embed(None), "/v2/embed": embed(["float"]), "/v2/rerank": rerank}
     return [Route(path, COHERE.endpoint(site, handle), methods=["POST"]) for path, handle in paths.items()]
+
+
+def embed(types: list[str] | None) -> Handle:
+    """Returns what answers /v1/embed or /v2/embed. types: the embedding_types of a body without."""
+
+    def read(body: dict[str, Any], desk: Desk) -> Asked:
+        return read_cohere_embed(body, new_id(), desk.llm.task("embed").settings.prompts, types)
+
+    return handle_of(read)
 
 
 async def rerank(site: Site, request: Request, tenant: Tenant) -> Response:

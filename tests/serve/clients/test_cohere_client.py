@@ -35,6 +35,12 @@ def test_embed(server, llm):
     np.testing.assert_allclose(found.embeddings, expected, atol=1e-6)
 
 
+def test_without_types_v2_gives_floats(server, llm):
+    client = cohere.ClientV2("key", base_url=server.url)
+    found = client.embed(model="tiny", texts=TEXTS, input_type="search_document")
+    np.testing.assert_allclose(found.embeddings.float_, llm.embed(TEXTS), atol=1e-6)
+
+
 def test_errors(server):
     client = cohere.ClientV2("key", base_url=server.url)
     with pytest.raises(cohere.NotFoundError) as caught:
