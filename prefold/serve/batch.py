@@ -48,7 +48,8 @@ _REST = {
 class OpenBatch:
     """A batch that has not ended.
 
-    is_taken  whether a thread works for it
+    file      that holds its lines
+    is_taken  whether a thread works for it, or it is not stored yet
     retry_at  when it may be run again, in time.monotonic()
     output    of the job that runs
     """
@@ -57,10 +58,16 @@ class OpenBatch:
     tenant: str
     status: str
     expires_at: float
+    file: str
     is_taken: bool = False
     retry_at: float = 0.0
     failures: int = 0
     output: Any = None
+
+    @classmethod
+    def of(cls, tenant: str, body: Body) -> OpenBatch:
+        """Returns the batch of an object in the store."""
+        return cls(body["id"], tenant, body["status"], body["expires_at"], body["input_file_id"])
 
     @property
     def ending(self) -> str | None:
@@ -95,8 +102,8 @@ class BatchWork:
         )
 
     def validate(self, one: OpenBatch) -> Body | None:
-        """Counts a batch's lines, and refuses it where none of them can be answered; returns what it is then. None: it
-        was cancelled meanwhile, or the server is told to end."""
+        """Counts a batch's lines, and refuses it where none of them can be answered; returns what it is then, which is
+        "cancelling" where it was cancelled meanwhile. None: the server is told to end."""
         body = self._found(one)
         adapter, total, good = self._adapter(body), 0, 0
         errors: list[Body] = []
@@ -127,7 +134,7 @@ class BatchWork:
             changes |= {"status": "in_progress", "in_progress_at": now}
         else:
             changes |= {"status": "failed", "failed_at": now, "errors": {"object": "list", "data": errors}}
-        return self._store.change("batch", one.id, changes, only=("validating",))
+        return self._store.change("batch", one.id, changes, only=("validating",)) or self._found(one)
 
     def finish(self, one: OpenBatch) -> Body | None:
         """Computes what is left of a batch, ends it, and returns what it is then; None where the server is told to

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -34,14 +35,15 @@ class Batches:
     def __init__(self, store: Store, log: Callable[[Exception], None]):
         self._store, self._log = store, log
         self._open: dict[str, OpenBatch] = {}
-        self._lock = threading.Lock()  # of `_open`, and of who works for what
+        self._used: Counter[str] = Counter()  # the files of `_open`: each expired one is looked for again and again
+        self._lock = threading.Lock()  # of `_open` and `_used`, and of who works for what
         self._using = threading.Lock()  # of which files are read by batches: none is forgotten while one begins to
         self._woken, self._can_run = threading.Event(), threading.Event()
         self._is_stopping = False
         self._threads: list[threading.Thread] = []
         for tenant, body in store.all("batch"):
             if body["status"] in OPEN:
-                self._open[body["id"]] = OpenBatch(body["id"], tenant, body["status"], body["expires_at"])
+                self._hold(OpenBatch.of(tenant, body))
         for folder in store.batches.iterdir():
             if folder.name not in self._open:  # it ended, and the server was killed before this
                 shutil.rmtree(folder, ignore_errors=True)
@@ -74,9 +76,16 @@ class Batches:
                 message = f"there is no file {body['input_file_id']!r:.100} for a batch"
                 remedy = "upload it again"
                 raise Refusal(404, message, param="input_file_id", remedy=remedy, code="not_found")
-            self._store.add("batch", tenant, body)
-            with self._lock:
-                self._open[body["id"]] = OpenBatch(body["id"], tenant, body["status"], body["expires_at"])
+            one = OpenBatch.of(tenant, body)
+            one.is_taken = True
+            self._hold(one)  # before it is stored, since from then on it can be cancelled
+            try:
+                self._store.add("batch", tenant, body)
+            except BaseException:
+                with self._lock:
+                    self._drop(one)
+                raise
+            one.is_taken = False
         self._woken.set()
         return body
 
@@ -111,8 +120,7 @@ class Batches:
 
     def uses(self, file: str) -> bool:
         """Returns whether a batch that has not ended reads a file."""
-        found = (self._store.get("batch", None, id) for id in list(self._open))
-        return any(body is not None and body["input_file_id"] == file for body in found)
+        return self._used[file] > 0
 
     def forget_file(self, tenant: str, file: str) -> bool:
         """Forgets an object of kind "file" and its content; returns False where a batch still reads it."""
@@ -190,11 +198,26 @@ class Batches:
             return  # the store has noted what fails
 
     def _note(self, one: OpenBatch, body: Body) -> None:
-        """Notes a batch's new status."""
+        """Notes a batch's new status. One that was cancelled since stays so until it has ended."""
         with self._lock:
-            one.status = body["status"]
-            if one.status not in OPEN:
-                self._open.pop(one.id, None)
+            if body["status"] not in OPEN:
+                one.status = body["status"]
+                self._drop(one)
+            elif one.status != "cancelling":
+                one.status = body["status"]
+
+    def _hold(self, one: OpenBatch) -> None:
+        """Takes a batch among the open ones."""
+        with self._lock:
+            self._open[one.id] = one
+            self._used[one.file] += 1
+
+    def _drop(self, one: OpenBatch) -> None:
+        """Takes a batch from the open ones. The lock is held."""
+        if self._open.pop(one.id, None) is not None:
+            self._used[one.file] -= 1
+            if not self._used[one.file]:
+                del self._used[one.file]
 
 
 def _told(error: Exception) -> str:

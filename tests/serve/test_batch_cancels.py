@@ -1,0 +1,76 @@
+"""Batches that are cancelled in the middle of another's work for them, and which files batches read."""
+
+from __future__ import annotations
+
+import pytest
+from batching import batch_of, completion, ended
+
+from prefold.serve.batches import Batches
+from prefold.serve.http import Refusal
+from prefold.serve.store import Store
+
+LINES = [completion(i) for i in range(3)]
+
+
+def test_a_cancel_before_what_was_validated_is_noted_is_kept(kept, client, monkeypatch):
+    batches, note = kept.site.batches, kept.site.batches._note
+
+    def late(one, body):
+        if body["status"] == "in_progress":
+            assert batches.cancel(one.id)["status"] == "cancelling"
+        note(one, body)
+
+    monkeypatch.setattr(batches, "_note", late)
+    assert ended(client, batch_of(client, LINES), 20).status == "cancelled"
+
+
+def test_a_batch_that_is_cancelled_as_soon_as_it_is_stored_is_not_read(kept, client, monkeypatch):
+    batches, store, read = kept.site.batches, kept.site.store, []
+    add, validate = store.add, batches._work.validate
+
+    def cancelled(kind, tenant, body, **rest):
+        add(kind, tenant, body, **rest)
+        if kind == "batch":
+            assert batches.cancel(body["id"])["status"] == "cancelling"
+
+    monkeypatch.setattr(store, "add", cancelled)
+    monkeypatch.setattr(batches._work, "validate", lambda one: read.append(one.id) or validate(one))
+    assert ended(client, batch_of(client, LINES), 20).status == "cancelled" and not read
+
+
+def test_what_the_store_knows_of_a_cancel_is_taken_from_it(kept, client, monkeypatch):
+    batches, store = kept.site.batches, kept.site.store
+    validate = batches._work.validate
+
+    def behind(one):
+        store.change("batch", one.id, {"status": "cancelling"})
+        return validate(one)
+
+    monkeypatch.setattr(batches._work, "validate", behind)
+    assert ended(client, batch_of(client, LINES), 20).status == "cancelled"
+
+
+def test_which_files_batches_read_is_known_without_the_store(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    for name in ("file-1", "file-2"):
+        store.add("file", "", {"id": name})
+    batches = Batches(store, pytest.fail)
+    body = {"status": "validating", "expires_at": 1e12, "input_file_id": "file-1"}
+    for i in range(2):
+        batches.create("", body | {"id": f"batch_{i}"})
+
+    def failing(*_, **__):
+        raise Refusal(503, "no")
+
+    for again in (batches, Batches(store, pytest.fail)):  # the second has them from the store
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "get", failing)
+            assert again.uses("file-1") and not again.uses("file-2")
+            for i, still in ((0, True), (1, False)):
+                again._note(again._open[f"batch_{i}"], {"status": "failed"})
+                assert again.uses("file-1") == still
+    with monkeypatch.context() as patched, pytest.raises(Refusal):
+        patched.setattr(store, "add", failing)
+        batches.create("", body | {"id": "batch_2"})
+    assert not batches.uses("file-1") and batches.open_counts() == []
+    store.close()
