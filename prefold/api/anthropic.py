@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError
-from .asked import checked
+from .asked import checked, flag
 from .completions import chat_body, read_chat
 from .tools import GrowingText
 
@@ -66,6 +66,7 @@ def read_message(body: Mapping[str, Any], *, answered: bool = True) -> tuple[lis
         chat["tools"] = [_tool(tool, i) for i, tool in enumerate(_list(body["tools"], "tools"))]
     if body.get("tool_choice") is not None:
         chat["tool_choice"] = _choice(body["tool_choice"])
+        chat["parallel_tool_calls"] = not flag(body["tool_choice"], "disable_parallel_tool_use")
     return read_chat(chat, {})
 
 

@@ -43,14 +43,14 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "cho
 _STRUCTURED = {"json": "json_schema", "json_object": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}
 _COMMON = {*_SAMPLING, *_GUIDED, "logprobs", "response_format", "structured_outputs", "cache_salt"}
 _CHAT = {
-    "messages", "tools", "tool_choice", "top_logprobs", "documents", "chat_template", "chat_template_kwargs",
-    "add_generation_prompt", "continue_final_message",
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "documents", "chat_template",
+    "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
 }  # fmt: skip
 CHAT_NAMES, COMPLETION_NAMES = _COMMON | _CHAT, _COMMON | {"prompt"}
 # Parameters that change no result here: bookkeeping, and hints for other servers.
 _IGNORED = {
     "model", "user", "priority", "request_id", "metadata", "store", "service_tier", "safety_identifier",
-    "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "stream_options", "guided_decoding_backend",
+    "prompt_cache_key", "prompt_cache_retention", "stream_options", "guided_decoding_backend",
 }  # fmt: skip
 # Parameters that are not supported, with the values that ask for nothing, which are allowed.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -19,7 +19,7 @@ Body = dict[str, Any]
 _SAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "cache_salt", "priority",
-    "chat_template_kwargs",
+    "chat_template_kwargs", "parallel_tool_calls",
 )  # fmt: skip
 _OWN = {
     "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "include", "top_logprobs", "metadata",
@@ -29,7 +29,7 @@ RESPONSE_NAMES = _OWN | set(_SAME)
 # Parameters that change no result here.
 _IGNORED = {
     "model", "user", "request_id", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "stream_options",
+    "stream_options",
 }  # fmt: skip
 # Parameters that are not supported, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -43,6 +43,11 @@ _REMEDIES = {
 }
 # {what a chat request calls it: what it is here}
 _NAMES = {"response_format": "text", "messages": "input", "max_completion_tokens": "max_output_tokens"}
+# Parameters that the response repeats.
+_SAID = (
+    "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "parallel_tool_calls", "text",
+    "top_logprobs",
+)  # fmt: skip
 _LOGPROBS = "message.output_text.logprobs"
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
@@ -97,8 +102,7 @@ def read_responses(body: Body, defaults: Mapping[str, Any]) -> tuple[list[Body],
         raise wrong.renamed(_NAMES.get(name, name) + bracket + rest) from None
     if "format" in meta:
         meta["format"] = _NAMES.get(meta["format"], meta["format"])
-    said = ("instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "text", "top_logprobs")
-    return items, meta | {"asked": {name: body[name] for name in said if body.get(name) is not None}} | {
+    return items, meta | {"asked": {name: body[name] for name in _SAID if body.get(name) is not None}} | {
         "metadata": metadata or {}, "store": body.get("store") is True
     }  # fmt: skip
 
@@ -246,7 +250,7 @@ def _head(meta: Body) -> Body:
         "id": f"resp_{meta['id']}", "object": "response", "created_at": int(time.time()), "status": "in_progress",
         "background": False, "error": None, "incomplete_details": None, "instructions": asked.get("instructions"),
         "max_output_tokens": asked.get("max_output_tokens"), "metadata": meta["metadata"], "output": [],
-        "parallel_tool_calls": True, "previous_response_id": meta.get("previous"),
+        "parallel_tool_calls": asked.get("parallel_tool_calls", True), "previous_response_id": meta.get("previous"),
         "reasoning": {"effort": None, "summary": None}, "store": meta["store"],
         "temperature": asked.get("temperature", 1.0), "text": asked.get("text", {"format": {"type": "text"}}),
         "tool_choice": asked.get("tool_choice", "auto"), "tools": asked.get("tools", []),

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
+from .asked import flag
 
 __all__ = ["GrowingText", "calls_in", "grammar_of_calls", "read_tools"]
 
@@ -24,9 +25,10 @@ Tools = list[Any]
 def read_tools(body: Mapping[str, Any]) -> tuple[Tools | None, dict[str, Any] | None, dict[str, Any] | None]:
     """Returns (what the template is told of tools, how calls are found in the answer, a grammar that enforces one).
 
-    How calls are found: {"names": those of the functions, "forced": whether the answer is nothing but a call}. Raises
-    InputError for a tool_choice that is wrong.
+    How calls are found: {"names": those of the functions, "forced": whether the answer is nothing but a call, "most":
+    how many are taken, where not all are}. Raises InputError for a tool_choice or parallel_tool_calls that is wrong.
     """
+    most = {} if flag(body, "parallel_tool_calls", True) else {"most": 1}
     tools, choice = body.get("tools") or None, body.get("tool_choice")
     if choice in (None, "auto", "none") or not tools:
         if choice not in (None, "auto", "none"):
@@ -34,7 +36,7 @@ def read_tools(body: Mapping[str, Any]) -> tuple[Tools | None, dict[str, Any] | 
             raise InputError(message, field="tool_choice", remedy=remedy, code="missing_field")
         if choice == "none" or not tools:
             return (None if choice == "none" else tools), None, None
-        return tools, {"names": [_name(tool) for tool in _functions(tools)], "forced": False}, None
+        return tools, {"names": [_name(tool) for tool in _functions(tools)], "forced": False} | most, None
     functions = _functions(tools)
     if choice != "required":
         wanted = choice.get("function", choice) if isinstance(choice, Mapping) else None
@@ -83,7 +85,8 @@ def grammar_of_calls(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def calls_in(text: str, how: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-    """Returns (the text without its calls, [(name of a function, its arguments as JSON), ...])."""
+    """Returns (the text without its calls, [(name of a function, its arguments as JSON), ...]). Calls beyond those that
+    are taken are in neither."""
     if how["forced"] or text.lstrip()[:1] == "{":
         call = _call(text, how["names"])
         return ("", [call]) if call is not None else (text, [])
@@ -91,7 +94,7 @@ def calls_in(text: str, how: Mapping[str, Any]) -> tuple[str, list[tuple[str, st
     calls = [call for call in found if call is not None]
     if not calls or len(calls) < len(found):  # one that is none stays text, and all others with it
         return text, []
-    return _CALL.sub("", text).rstrip(), calls
+    return _CALL.sub("", text).rstrip(), calls[: how.get("most")]
 
 
 def _call(text: str, names: Sequence[str]) -> tuple[str, str] | None:

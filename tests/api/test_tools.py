@@ -6,6 +6,9 @@ import json
 
 import pytest
 
+from prefold.api.anthropic import message_body, read_message
+from prefold.api.completions import chat_body, read_chat
+from prefold.api.responses import read_responses, responses_body
 from prefold.api.tools import GrowingText, calls_in, read_tools
 from prefold.errors import InputError
 
@@ -46,6 +49,42 @@ def test_choices():
     assert how["names"] == ["g"] and grammar["json_schema"]["properties"]["name"] == {"const": "g"}
 
 
+MESSAGES = [{"role": "user", "content": "hi"}]
+ANTHROPIC = {"messages": MESSAGES, "max_tokens": 9, "tools": [{"name": "f"}, {"name": "g"}]}
+RESPONSES = {"input": "hi", "tools": [{"type": "function", "name": name} for name in ("f", "g")]}
+
+
+def chat_calls(body):
+    _, meta = read_chat({"messages": MESSAGES, "tools": [F, G]} | body, {})
+    return [call["function"]["name"] for call in chat_body(meta, [TWO])["choices"][0]["message"]["tool_calls"]]
+
+
+def message_calls(body):
+    _, meta = read_message(ANTHROPIC | body)
+    return [block["name"] for block in message_body(meta, TWO, model="m", id="1")["content"]]
+
+
+def response_calls(body):
+    _, meta = read_responses(RESPONSES | body, {})
+    found = responses_body(meta | {"id": "1"}, [TWO])
+    assert found["parallel_tool_calls"] == body.get("parallel_tool_calls", True)
+    return [item["name"] for item in found["output"]]
+
+
+TWO = {"text": '<tool_call>{"name": "g"}</tool_call><tool_call>{"name": "f"}</tool_call>', "finish_reason": "stop",
+       "num_tokens": 7, "num_generated": 3, "cached_tokens": 0}  # fmt: skip
+ALONE = {"parallel_tool_calls": False}
+
+
+@pytest.mark.parametrize(
+    ("calls", "alone"),
+    [(chat_calls, ALONE), (response_calls, ALONE),
+     (message_calls, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})],
+)  # fmt: skip
+def test_at_most_one_call_where_that_is_asked(calls, alone):
+    assert calls({}) == ["g", "f"] and calls(alone) == ["g"]
+
+
 def test_references_begin_at_the_root():
     parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
@@ -59,6 +98,7 @@ def test_references_begin_at_the_root():
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
         ({"tools": [F], "tool_choice": 5}, "tool_choice"),
+        ({"tools": [F], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"tools": "f"}, "tools"),
         ({"tools": [{"function": {}}]}, "tools[0]"),
     ],
