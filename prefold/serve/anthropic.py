@@ -49,5 +49,5 @@ async def count_tokens(site: Site, request: Request, tenant: Tenant) -> Response
     """Answers with how many tokens the prompt of a conversation has."""
     asking = await Asking.of(site, request, tenant, computes=False)
     items, _ = read_message(asking.body, answered=False)
-    (ids,) = await unless_gone(request, asking.desk.tokens(asking.order("generate", items)))
+    (ids,) = await unless_gone(request, asking.desk.tokens(asking.order("generate", items), asking.num_bytes))
     return json_response({"input_tokens": len(ids)})

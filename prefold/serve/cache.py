@@ -88,7 +88,7 @@ async def place(site: Site, request: Request, tenant: Tenant, *, compute: bool) 
     order = asking.order("generate", items)
     if compute:
         await unless_gone(request, asking.desk.answer(order, asking.num_bytes))
-    requests = await asking.desk.requests(order)
+    requests = await asking.desk.requests(order, asking.num_bytes)
 
     def change() -> int:
         cache = cache_of(asking.desk)

@@ -166,14 +166,24 @@ class Desk:
                 self._metrics.prompt(order.owner.tenant, result)
         return found
 
-    async def requests(self, order: TaskOrder) -> list[Request]:
-        """Returns the requests that an order makes; computes nothing. Raises InputError."""
-        _, works = await self.in_pool(self._prepare, order)
+    async def requests(self, order: TaskOrder, num_bytes: int) -> list[Request]:
+        """Returns the requests that an order makes; computes nothing. Raises InputError or Refusal."""
+        with self.admitted(num_bytes, order.owner):
+            _, works = await self.in_pool(self._prepare, order)
         return [request for work in works for request in work.requests]
 
-    async def tokens(self, order: TaskOrder) -> list[list[int]]:
-        """Returns the token ids of every prompt that an order makes; computes nothing. Raises InputError."""
-        return [request.tokens.tolist() for request in await self.requests(order)]
+    async def tokens(self, order: TaskOrder, num_bytes: int) -> list[list[int]]:
+        """Returns the token ids of every prompt that an order makes; computes nothing. Raises InputError or Refusal."""
+        return [request.tokens.tolist() for request in await self.requests(order, num_bytes)]
+
+    async def without_engine(self, owner: Owner, num_bytes: int, function: Callable[[], T]) -> T:
+        """Returns what `function` returns, which needs no engine: in the pool of threads, but for a short body.
+        Raises Refusal where too many wait."""
+        with self.admitted(num_bytes, owner):
+            if num_bytes <= SHORT_BYTES:
+                return function()
+            found: T = await self.in_pool(function)
+        return found
 
     async def with_engine(self, function: Callable[[], T]) -> T:
         """Returns what `function` returns, called between two steps."""

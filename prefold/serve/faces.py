@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +17,7 @@ from .site import Site
 
 __all__ = ["Asking", "Handle", "answer_asked", "check_texts", "handle_of"]
 
+T = TypeVar("T")
 Handle = Callable[[Site, Request, Tenant], Awaitable[Response]]
 Read = Callable[[dict[str, Any], Desk], Asked]
 
@@ -47,6 +48,12 @@ class Asking:
             items = [item | {"adapter": self.adapter} for item in items]
         namespace = self.site.keys.namespace(self.tenant)
         return TaskOrder(task, items, dict(options), namespace, share, self.tenant.owner)
+
+    async def without_engine(self, function: Callable[[], T]) -> T:
+        """Returns what `function` returns, which needs no engine but may take long. Raises InputError, Refusal,
+        ClientGone."""
+        check_texts(self.body, self.site.options.max_texts)
+        return await unless_gone(self.request, self.desk.without_engine(self.tenant.owner, self.num_bytes, function))
 
 
 def check_texts(body: dict[str, Any], most: int) -> None:

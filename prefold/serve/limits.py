@@ -10,7 +10,10 @@ from ..text import Tokenizer
 from .http import json_of
 from .options import ServeOptions
 
-__all__ = ["check_item", "takes_long"]
+__all__ = ["check_item", "most_tokens", "takes_long", "too_many_tokens"]
+
+# Those of a request for nothing but tokens, or their text, where the model takes no more of them in one prompt.
+MOST_TOKENS = 1 << 18
 
 
 def check_item(item: Any, options: ServeOptions, tokenizer: Tokenizer | None) -> None:
@@ -25,6 +28,17 @@ def takes_long(item: Mapping[str, Any]) -> bool:
     """Returns whether it may take long to make a request of an item: a grammar is compiled for it, and a chat template
     that it brings is a program, which may take all the time that it is allowed."""
     return bool((item.get("sampling") or {}).get("grammar")) or item.get("chat_template") is not None
+
+
+def most_tokens(llm: Any) -> int:
+    """Returns how many tokens a request may hold that asks for nothing but them, or their text."""
+    return max(MOST_TOKENS, llm.config.max_positions)
+
+
+def too_many_tokens(llm: Any, field: str) -> InputError:
+    """Returns the error of such a request with more tokens."""
+    message, remedy = f"{field!r} holds more than {most_tokens(llm)} tokens", "send it in several requests"
+    return InputError(message, field=field, remedy=remedy, code="too_many")
 
 
 def _check_grammar(item: Mapping[str, Any], most: int) -> None:

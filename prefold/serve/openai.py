@@ -15,6 +15,7 @@ from ..api.chunks import Chunks, read_stream
 from ..api.options import read_options
 from ..api.tokens import DETOKENIZE_NAMES, TOKENIZE_NAMES
 from ..errors import InputError
+from ..text.valid import valid_text
 from . import tei
 from .events import in_events, unnamed
 from .faces import Asking, Handle
@@ -113,13 +114,17 @@ async def tokenize(site: Site, request: Request, tenant: Tenant) -> Response:
     kind, special = ("chat" if "messages" in asking.body else "completion"), asking.body.get("add_special_tokens")
     with_texts = flag(asking.body, "return_token_strs")
     body = {k: v for k, v in asking.body.items() if k not in TOKENIZE_NAMES}
+    llm = asking.desk.llm
     if kind == "completion" and special is False:
-        prompt = need(body, "prompt")
-        body["prompt"] = asking.desk.llm.tokenizer.encode(prompt, special=False).tolist()
+        prompt = valid_text(need(body, "prompt"), "prompt")
+        body["prompt"] = await asking.without_engine(lambda: tei.located(llm, prompt, "prompt")[0])
     items, _ = KINDS[kind].read({**body, "max_tokens": 1}, {})
-    (ids,) = await unless_gone(request, asking.desk.tokens(asking.order("generate", items[:1])))
-    found = {"count": len(ids), "max_model_len": asking.desk.llm.config.max_positions, "tokens": ids}
-    strings = [asking.desk.llm.tokenizer.decode([i]) for i in ids] if with_texts else None
+    order = asking.order("generate", items[:1])
+    (ids,) = await unless_gone(request, asking.desk.tokens(order, asking.num_bytes))
+    strings = None
+    if with_texts:
+        strings = await asking.without_engine(lambda: llm.tokenizer.decode_batch([[i] for i in ids]))
+    found = {"count": len(ids), "max_model_len": llm.config.max_positions, "tokens": ids}
     return json_response(found | {"token_strs": strings})
 
 
@@ -127,4 +132,6 @@ async def detokenize(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers vLLM's /detokenize: the text of token ids."""
     asking = await Asking.of(site, request, tenant, computes=False)
     checked(asking.body, *DETOKENIZE_NAMES)
-    return json_response({"prompt": tei.decoded(asking.desk.llm, need(asking.body, "tokens"), "tokens", False)})
+    ids, llm = need(asking.body, "tokens"), asking.desk.llm
+    (text,) = await asking.without_engine(lambda: tei.decoded(llm, [ids], "tokens", False))
+    return json_response({"prompt": text})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from starlette.requests import Request
@@ -12,9 +13,11 @@ from .. import __version__
 from ..api.asked import checked, flag, need
 from ..api.tei import TEI_NAMES, read_embed, read_predict, read_rerank, read_similarity, tei_error
 from ..errors import InputError
+from ..text.valid import valid_text
 from .faces import Asking, answer_asked, handle_of
 from .http import json_response, unless_gone
 from .keys import Tenant
+from .limits import most_tokens, too_many_tokens
 from .site import Face, Site
 
 __all__ = ["TEI", "rerank", "routes", "tokenize"]
@@ -66,7 +69,7 @@ async def embed_all(site: Site, request: Request, tenant: Tenant) -> Response:
     asked = read_embed({**body, "normalize": False})
     try:
         order = asking.order("embed", asked.items, asked.options)
-        texts = await unless_gone(request, asking.desk.tokens(order))
+        texts = await unless_gone(request, asking.desk.tokens(order, asking.num_bytes))
         every = sum(map(len, texts))
         if every > site.options.max_texts:
             message, remedy = f"'inputs' has {every} tokens", f"send at most {site.options.max_texts} at once"
@@ -86,23 +89,39 @@ async def tokenize(asking: Asking) -> Response:
     texts = [inputs] if isinstance(inputs, str) else inputs
     if not isinstance(texts, list):
         raise InputError("'inputs' is no text", field="inputs", remedy="give a text, or a list", code="wrong_type")
-    tokenizer = asking.desk.llm.tokenizer
-    found = []
+    return await asking.without_engine(lambda: json_response(tokenized(asking.desk.llm, texts, special)))
+
+
+def tokenized(llm: Any, texts: list[Any], special: bool) -> list[list[dict[str, Any]]]:
+    """Returns the tokens of each text as TEI writes them; a special one that was added has no place in the text.
+    Raises InputError."""
+    tokenizer, count, found = llm.tokenizer, 0, []
+    is_special = cache(lambda id: tokenizer.decode([id], skip_special=True) == "" != tokenizer.decode([id]))
+    before, behind = (
+        [{"id": id, "text": tokenizer.decode([id]), "special": True, "start": None, "stop": None} for id in ids]
+        for ids in ((tokenizer.prefix_ids.tolist(), tokenizer.suffix_ids.tolist()) if special else ([], []))
+    )
     for text in texts:
-        ids = tokenizer.encode(text, special)
-        before = len(tokenizer.prefix_ids) if special else 0
-        spans = tokenizer.spans(text)
-        found.append([token(tokenizer, text, int(i), spans, n - before) for n, i in enumerate(ids)])
-    return json_response(found)
+        ids, spans = located(llm, text, "inputs", count)
+        count += len(ids)
+        own = [
+            {"id": id, "text": text[start:stop], "special": is_special(id), "start": start, "stop": stop}
+            for id, (start, stop) in zip(ids, spans, strict=True)
+        ]
+        found.append([*before, *own, *behind])
+    return found
 
 
-def token(tokenizer: Any, text: str, id: int, spans: list[tuple[int, int]], place: int) -> dict[str, Any]:
-    """Returns one token as TEI writes it; a special one that was added has no place in the text."""
-    if not 0 <= place < len(spans):
-        return {"id": id, "text": tokenizer.decode([id]), "special": True, "start": None, "stop": None}
-    start, stop = spans[place]
-    special = tokenizer.decode([id], skip_special=True) == "" != tokenizer.decode([id])
-    return {"id": id, "text": text[start:stop], "special": special, "start": start, "stop": stop}
+def located(llm: Any, text: Any, field: str, count: int = 0) -> tuple[list[int], list[tuple[int, int]]]:
+    """Returns (the tokens of a text, where each lies in it), without special ones. Raises InputError, naming `field`,
+    for what is no text, and for too many tokens, with `count` that there are already."""
+    tokenizer, left = llm.tokenizer, most_tokens(llm) - count
+    if tokenizer.is_longer(valid_text(text, field), left):
+        raise too_many_tokens(llm, field)
+    ids, spans = tokenizer.located(text)
+    if len(ids) > left:
+        raise too_many_tokens(llm, field)
+    return ids, spans
 
 
 async def decode(site: Site, request: Request, tenant: Tenant) -> Response:
@@ -111,16 +130,21 @@ async def decode(site: Site, request: Request, tenant: Tenant) -> Response:
     body = checked(asking.body, *TEI_NAMES["decode"])
     ids, skip = need(body, "ids"), flag(body, "skip_special_tokens", True)
     lists = ids if isinstance(ids, list) and isinstance(ids[0], list) else [ids]
-    return json_response([decoded(asking.desk.llm, one, "ids", skip) for one in lists])
+    return json_response(await asking.without_engine(lambda: decoded(asking.desk.llm, lists, "ids", skip)))
 
 
-def decoded(llm: Any, ids: Any, field: str, skip: bool) -> str:
-    """Returns the text of token ids. Raises InputError, naming `field`, for what is no list of them."""
+def decoded(llm: Any, lists: list[Any], field: str, skip: bool) -> list[str]:
+    """Returns the texts of lists of token ids. Raises InputError, naming `field`, for what is no list of them, and for
+    too many."""
     most = llm.config.vocab_size
-    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < most for i in ids):
-        message, remedy = f"{field!r} is not a list of token ids", f"give whole numbers from 0 below {most}"
-        raise InputError(message, field=field, remedy=remedy, code="wrong_type")
-    return str(llm.tokenizer.decode(ids, skip_special=skip))
+    if sum(len(ids) for ids in lists if isinstance(ids, list)) > most_tokens(llm):
+        raise too_many_tokens(llm, field)
+    for ids in lists:
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < most for i in ids):
+            message, remedy = f"{field!r} is not a list of token ids", f"give whole numbers from 0 below {most}"
+            raise InputError(message, field=field, remedy=remedy, code="wrong_type")
+    texts: list[str] = llm.tokenizer.decode_batch(lists, skip_special=skip)
+    return texts
 
 
 async def info(site: Site, request: Request, tenant: Tenant) -> Response:

@@ -93,6 +93,11 @@ class Tokenizer:
         """Returns the text of token ids. Ids that the vocabulary does not have are skipped."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
+    def decode_batch(self, lists: Sequence[Sequence[int]], skip_special: bool = False) -> list[str]:
+        """Returns the text of each list of token ids, as `decode` does. Other threads run meanwhile."""
+        texts: list[str] = self.backend.decode_batch(lists, skip_special_tokens=skip_special)
+        return texts
+
     def is_longer(self, text: str, tokens: int) -> bool:
         """Returns whether a text has more than so many tokens, as far as that is known without encoding it."""
         least = self._least_tokens
@@ -116,6 +121,11 @@ class Tokenizer:
         """Returns where each token of a text begins and ends in it, in characters; no special tokens are added."""
         spans: list[tuple[int, int]] = self.backend.encode(text, add_special_tokens=False).offsets
         return spans
+
+    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns (the token ids of a text, their `spans`), without special tokens. Other threads run meanwhile."""
+        (found,) = self.backend.encode_batch([text], add_special_tokens=False)  # `encode` would hold the interpreter
+        return found.ids, found.offsets
 
     def pair_ids(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the special tokens that the checkpoint puts before, between and after the two texts of a pair,

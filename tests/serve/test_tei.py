@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import httpx
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from serving import serving
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
+from prefold.serve import limits
 
 TEXTS = ["yes no", "the", "no the yes"]
 CHAT = [{"role": "user", "content": "is it the one? yes or no"}]
@@ -69,6 +72,49 @@ def test_tokens(post, llm):
     assert post("/detokenize", tokens=ids).json() == {"prompt": text}
     chat = post("/tokenize", messages=CHAT).json()["tokens"]
     assert chat == llm.tokenizer.encode(llm.tokenizer.render_chat(CHAT, add_generation_prompt=True), False).tolist()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"inputs": "yes no " * 1000}),
+        ("/tokenize", {"prompt": "yes " * 99, "add_special_tokens": False, "user": "a" * 5000}),
+        ("/tokenize", {"prompt": "yes " * 99, "return_token_strs": True, "user": "a" * 5000}),
+        ("/decode", {"ids": [5] * 5000}),
+        ("/detokenize", {"tokens": [5] * 5000}),
+        ("/v1/messages/count_tokens", {"messages": CHAT, "metadata": {"a": "a" * 5000}}),
+    ],
+)  # fmt: skip
+def test_what_needs_no_engine_is_counted_and_leaves_the_event_loop(server, post, monkeypatch, path, body):
+    desk, seen = server.site.desk, []
+
+    def noted(real):
+        def call(*arguments, **options):
+            seen.append((threading.current_thread().name.startswith("prefold-prepare"), len(desk._preparing)))
+            return real(*arguments, **options)
+
+        return call
+
+    for name in ("encode", "encode_batch", "decode_batch", "located"):
+        monkeypatch.setattr(desk.llm.tokenizer, name, noted(getattr(desk.llm.tokenizer, name)))
+    assert post(path, **body).status_code == 200
+    assert seen and set(seen) == {(True, 1)}
+
+
+def test_too_many_tokens_are_refused(server, post, monkeypatch):
+    monkeypatch.setattr(limits, "MOST_TOKENS", 0)  # then those that the model takes: 512
+    for path, body in (
+        ("/tokenize", {"inputs": "yes no " * 300}),
+        ("/tokenize", {"inputs": ["yes no " * 100] * 4}),
+        ("/tokenize", {"prompt": "yes no " * 300, "add_special_tokens": False}),
+        ("/decode", {"ids": [[5] * 300] * 2}),
+        ("/detokenize", {"tokens": [5] * 600}),
+    ):
+        found = post(path, **body)
+        assert found.status_code in (400, 413) and "holds more than 512 tokens" in found.text, (path, found.text)
+    for path, name, one in (("/tokenize", "inputs", "a"), ("/decode", "ids", [5])):
+        found = post(path, **{name: [one] * 4097})
+        assert found.status_code == 413 and "send at most 4096 at once" in found.text, found.text
 
 
 def test_info_and_errors(server, post):
