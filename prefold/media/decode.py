@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..errors import InputError
 from .decoding import LENGTH
 from .image import Image, pillow
 
-__all__ = ["Decoded", "Decoder", "Limits"]
+__all__ = ["Allowance", "Decoded", "Decoder", "Limits"]
 
 CHUNK = 1 << 20
 PROGRAM = "import sys; from prefold.media.decoding import main; main(sys.argv[1:], sys.stdin.buffer, sys.stdout.buffer)"
@@ -51,6 +51,21 @@ class Decoded:
     animated: bool
 
 
+@dataclass(slots=True)
+class Allowance:
+    """An Allowance is the time that the files of one item have together.
+
+    seconds  of decoding, not of waiting for one's turn
+    left     of them
+    """
+
+    seconds: float
+    left: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = self.seconds
+
+
 class _Ended(Exception):
     """The decoding process has ended, or does not answer in time."""
 
@@ -64,11 +79,11 @@ class Decoder:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def decode(self, data: bytes, field: str = "image") -> Decoded:
-        """Returns the image of a file. field: what errors call it.
+    def decode(self, data: bytes, field: str = "image", allowance: Allowance | None = None) -> Decoded:
+        """Returns the image of a file. field: what errors call it; allowance: of the item that the file is part of.
 
-        Raises InputError for a file that is too large, of another kind, damaged, or that a decoder fails on, and
-        MissingExtraError where Pillow is not installed.
+        Raises InputError for a file that is too large, of another kind, damaged, or that a decoder fails on, also where
+        nothing is left of the allowance, and MissingExtraError where Pillow is not installed.
         """
         pillow()
         limits = self.limits
@@ -80,10 +95,14 @@ class Decoder:
                 "image_too_large",
             )
         with self._lock:
+            others = allowance is not None and allowance.left < limits.seconds  # have taken some of it
             try:
-                said, pixels = self._asked(data)
+                said, pixels = self._asked(data, allowance)
             except _Ended:
                 self._end()
+                if allowance is not None and others and allowance.left <= 0:
+                    what = f"and the images before it could not be decoded in {allowance.seconds:g} s"
+                    raise _error(field, what, "give fewer or smaller images", "image_too_large") from None
                 what = f"could not be decoded in {limits.seconds:g} s, or ended the decoder"
                 raise _error(field, what, "save it again with another program", "image_damaged") from None
         if "error" in said:
@@ -106,10 +125,11 @@ class Decoder:
         if getattr(self, "_process", None) is not None:
             self._end()
 
-    def _asked(self, data: bytes) -> tuple[dict[str, Any], bytearray]:
+    def _asked(self, data: bytes, allowance: Allowance | None) -> tuple[dict[str, Any], bytearray]:
         """Returns what the process answers to a file."""
         process = self._started()
-        deadline = time.monotonic() + self.limits.seconds
+        began = time.monotonic()
+        deadline = began + (self.limits.seconds if allowance is None else min(self.limits.seconds, allowance.left))
         try:
             self._send(process, LENGTH.pack(len(data)) + data, deadline)
             (size,) = LENGTH.unpack(self._receive(process, LENGTH.size, deadline))
@@ -118,6 +138,9 @@ class Decoder:
             return said, self._receive(process, pixels, deadline)
         except OSError as error:
             raise _Ended from error
+        finally:
+            if allowance is not None:
+                allowance.left -= time.monotonic() - began
 
     def _started(self) -> subprocess.Popen[bytes]:
         """Returns the process, which has said that it is ready. It imports nothing from the current folder (-P)."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from .decode import Decoded, Decoder
+from .decode import Allowance, Decoded, Decoder
 from .fetch import MediaHosts
 from .image import Image, image_of
 
@@ -48,10 +48,10 @@ class Reader:
     hosts: MediaHosts = field(default_factory=MediaHosts)
     files: Callable[[str], Path | None] | None = None
 
-    def read(self, value: Any, field: str = "image") -> Decoded:
+    def read(self, value: Any, field: str = "image", allowance: Allowance | None = None) -> Decoded:
         """Returns the image that a value stands for: an Image, a picture of Pillow's, an array uint8 [height, width,
         3], the bytes of a file, its path, a data URL, base64, an https address, the id of an uploaded file, or a
-        mapping that has one of them.
+        mapping that has one of them. allowance: of the item that the image is part of.
 
         Raises InputError, with `field` as its field, for what is none of them or is not allowed.
         """
@@ -60,11 +60,11 @@ class Reader:
         if isinstance(value, Image):
             return Decoded(value, False)
         if isinstance(value, (bytes, bytearray, memoryview)):
-            return self.decoder.decode(bytes(value), field)
+            return self.decoder.decode(bytes(value), field, allowance)
         if isinstance(value, np.ndarray):
             return Decoded(_of_array(value, field), False)
         if isinstance(value, (str, os.PathLike)):
-            return self.decoder.decode(self._file(os.fspath(value), field), field)
+            return self.decoder.decode(self._file(os.fspath(value), field), field, allowance)
         if is_picture(value):
             try:
                 return Decoded(image_of(value), False)

@@ -30,7 +30,7 @@ from ..tasks.run import finish_items
 from ..types import Owner, Request
 from .http import Refusal
 from .keys import Keys
-from .limits import check_item, takes_long
+from .limits import check_item, has_images, takes_long
 from .metrics import Metrics
 from .options import ServeOptions
 from .store import Store
@@ -82,6 +82,8 @@ class Desk:
         self.service.set_pace(self.pace)
         self.replies: set[Reply] = set()  # those that have no answer yet
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="prefold-prepare")
+        # To decode images takes long, and one waits for the other: what is text alone does not wait for them.
+        self._pool_of_images = ThreadPoolExecutor(2, thread_name_prefix="prefold-images")
         names = ("max_n", "max_logprobs", "escape_special")
         self._of_texts = {name: getattr(options, name) for name in names}
         self._ended: deque[tuple[float, int]] = deque(maxlen=MEASURED)  # (when, tokens)
@@ -169,7 +171,7 @@ class Desk:
     async def requests(self, order: TaskOrder, num_bytes: int) -> list[Request]:
         """Returns the requests that an order makes; computes nothing. Raises InputError or Refusal."""
         with self.admitted(num_bytes, order.owner):
-            _, works = await self.in_pool(self._prepare, order)
+            _, works = await self._prepared(order)
         return [request for work in works for request in work.requests]
 
     async def tokens(self, order: TaskOrder, num_bytes: int) -> list[list[int]]:
@@ -246,6 +248,12 @@ class Desk:
             apart(work, order.namespace, self.llm.engine.media)
         return task, works
 
+    async def _prepared(self, order: TaskOrder) -> tuple[Any, list[Work]]:
+        """Returns what `_prepare` does, called in a pool of threads."""
+        sees = self.llm.engine.images is not None and any(map(has_images, order.items))
+        pool = self._pool_of_images if sees else self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, self._prepare, order)
+
     @asynccontextmanager
     async def _entered(
         self, order: TaskOrder, num_bytes: int, *, text: bool
@@ -255,7 +263,7 @@ class Desk:
         started, loop = time.perf_counter(), asyncio.get_running_loop()
         with self.admitted(num_bytes, order.owner) as prepared:
             is_short = self._is_short(order, num_bytes)
-            task, works = self._prepare(order) if is_short else await self.in_pool(self._prepare, order)
+            task, works = self._prepare(order) if is_short else await self._prepared(order)
             is_text = task.readout.kind == "tokens"
             sizes = [sum(len(request.tokens) for request in work.requests) for work in works]
             replies = [Reply(loop, size, order.owner) for size in (sizes if is_text else [sum(sizes)])]
@@ -318,7 +326,8 @@ class Desk:
             self.service.cancel(reply)
         if self.service.pace is self.pace:
             self.service.set_pace(None)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._pool_of_images):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _are_short(results: Sequence[Sequence[Any]]) -> bool:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InputError
+from ..tasks.images import chat_of
 from ..text import Tokenizer
 from .http import json_of
 from .options import ServeOptions
 
-__all__ = ["check_item", "most_tokens", "takes_long", "too_many_tokens"]
+__all__ = ["check_item", "has_images", "most_tokens", "takes_long", "too_many_tokens"]
 
 # Those of a request for nothing but tokens, or their text, where the model takes no more of them in one prompt.
 MOST_TOKENS = 1 << 18
@@ -28,6 +29,11 @@ def takes_long(item: Mapping[str, Any]) -> bool:
     """Returns whether it may take long to make a request of an item: a grammar is compiled for it, and a chat template
     that it brings is a program, which may take all the time that it is allowed."""
     return bool((item.get("sampling") or {}).get("grammar")) or item.get("chat_template") is not None
+
+
+def has_images(item: Any) -> bool:
+    """Returns whether images are to be decoded for an item."""
+    return isinstance(item, Mapping) and (bool(item.get("images")) or chat_of(item.get("messages")) is not None)
 
 
 def most_tokens(llm: Any) -> int:

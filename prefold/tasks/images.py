@@ -15,6 +15,7 @@ from ..cache.media import MediaTable
 from ..checkpoint import Checkpoint
 from ..errors import InputError
 from ..media import Image, Processor, TowerConfig, load_processor
+from ..media.decode import Allowance
 from ..media.reading import Reader, is_picture
 from ..media.recent import RecentImages
 from ..prefix import MEDIA_BASE
@@ -177,6 +178,7 @@ class ImageInputs:
     table    knows images by the ids of their rows
     most     images that one item may have
     recent   holds pixels that were decoded lately
+    seconds  that decoding all images of an item may take; None: each may take what the decoder allows
     """
 
     processor: Processor
@@ -185,11 +187,14 @@ class ImageInputs:
     reader: Reader = field(default_factory=Reader)
     most: int = 64
     recent: RecentImages = field(default_factory=RecentImages)
+    seconds: float | None = None
 
     def for_strangers(self, files: Callable[[str], Path | None] | None = None) -> ImageInputs:
-        """Returns these inputs without paths: for those who must not read this machine's files. files: returns the path
-        of a file that they uploaded, by its id."""
-        return replace(self, reader=replace(self.reader, paths=False, folder=None, files=files))
+        """Returns these inputs without paths: for those who must not read this machine's files, nor hold the one
+        decoder for longer with many images than with one. files: returns the path of a file that they uploaded, by its
+        id."""
+        reader = replace(self.reader, paths=False, folder=None, files=files)
+        return replace(self, reader=reader, seconds=reader.decoder.limits.seconds)
 
     @cached_property
     def escaping(self) -> Escaping:
@@ -205,10 +210,11 @@ class ImageInputs:
             field = given[self.most][1]
             message = f"there are {len(given)} images; {self.most} are allowed"
             raise InputError(message, field=field, remedy="give fewer", code="image_count")
-        return [self._picture(value, field) for value, field in given]
+        allowance = None if self.seconds is None else Allowance(self.seconds)
+        return [self._picture(value, field, allowance) for value, field in given]
 
-    def _picture(self, value: Any, field: str) -> Picture:
-        decoded = self.reader.read(value, field)
+    def _picture(self, value: Any, field: str, allowance: Allowance | None) -> Picture:
+        decoded = self.reader.read(value, field, allowance)
         image, processor = decoded.image, self.processor
         # What can be read again is not held as pixels for long: they take ten times the memory of a file.
         if can_be_read_again := isinstance(value, (str, bytes, Mapping)):

@@ -16,7 +16,7 @@ import pytest
 from tiny_vision import drawing
 
 from prefold.errors import InputError
-from prefold.media.decode import Decoder, Limits
+from prefold.media.decode import Allowance, Decoder, Limits
 from prefold.media.image import image_of
 
 PICTURE = PIL.Image.fromarray(drawing(0, 23, 37))
@@ -191,6 +191,29 @@ def test_a_process_that_hangs_or_dies_is_replaced():
         np.testing.assert_array_equal(decoder.decode(data).image.pixels, np.array(PICTURE))
         process = decoder._process
     assert process.poll() is not None  # nothing is left behind
+
+
+def test_files_of_an_item_have_an_allowance_together():
+    data = file_of(PICTURE, "PNG")
+    with Decoder() as decoder:
+        allowance = Allowance(20)
+        decoder.decode(data, "a", allowance)
+        assert 0 < allowance.left < 20
+        allowance = Allowance(1)
+        decoder.decode(data, "a", allowance)
+        os.kill(decoder._process.pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        with pytest.raises(InputError, match=r"'b' and the images before it could not be decoded in 1 s") as caught:
+            decoder.decode(data, "b", allowance)
+        assert caught.value.code == "image_too_large" and time.monotonic() - begun < 5
+        with pytest.raises(InputError, match="'c' and the images before it"):
+            decoder.decode(data, "c", allowance)
+        decoder.decode(data, "another item's", Allowance(20))
+    with Decoder(Limits(seconds=1)) as decoder:
+        decoder.decode(data)
+        os.kill(decoder._process.pid, signal.SIGSTOP)
+        with pytest.raises(InputError, match=r"'a' could not be decoded in 1 s"):
+            decoder.decode(data, "a", Allowance(1))
 
 
 def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):

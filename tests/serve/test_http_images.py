@@ -6,6 +6,8 @@ import base64
 import io
 import itertools
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx
@@ -86,6 +88,36 @@ def test_the_tokenizer_is_copied_for_the_first_image_only(llm, monkeypatch):
             asked = {"model": "m", "messages": messages, "max_tokens": 2}
             assert client.post("/v1/chat/completions", json=asked).status_code == 200
     assert len(copies) <= 1
+
+
+def test_text_does_not_wait_for_images_that_are_decoded(llm, monkeypatch):
+    """More requests than a pool has threads wait for a decoder that is held."""
+    decoder, allowances = llm.images.reader.decoder, []
+    decode, held = decoder.decode, threading.Event()
+
+    def slow(data, field, allowance):
+        allowances.append(allowance)
+        assert held.wait(60)
+        return decode(data, field, allowance)
+
+    monkeypatch.setattr(decoder, "decode", slow)
+    content = [{"type": "image_url", "image_url": {"url": url_of(drawn)}} for drawn in PICTURES]
+    asked = {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 2}
+    with (
+        serving(llm, served_names=("m",)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+        ThreadPoolExecutor(6) as threads,
+    ):
+        try:
+            waiting = [threads.submit(client.post, "/v1/chat/completions", json=asked) for _ in range(6)]
+            until(lambda: len(allowances) > 1)
+            text = asked | {"messages": [{"role": "user", "content": "1"}]}
+            assert client.post("/v1/chat/completions", json=text, timeout=20).status_code == 200
+            assert not any(one.done() for one in waiting)
+        finally:
+            held.set()
+        assert [one.result().status_code for one in waiting] == [200] * 6
+    assert len(allowances) == 12 and len(set(map(id, filter(None, allowances)))) == 6
 
 
 def test_tenants_share_no_images(llm, tmp_path):
