@@ -108,6 +108,12 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """Returns the text of what is written: by the whole template, in a macro, or within {% set %}."""
+        kept = list(_within_limit(parts))
+        return "".join(kept)
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
             return _sized(left + right)
@@ -116,9 +122,18 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         made = super().wrap_str_format(value)
-        if made is not None:
-            _check_format(BRACE_WIDTH, value.__self__)
-        return made
+        if made is None:
+            return None
+        _check_format(BRACE_WIDTH, value.__self__)
+
+        @wraps(made)
+        def checked(*args: Any, **kwargs: Any) -> str:
+            values = [*args, *kwargs.values()]
+            values += [one for given in args if isinstance(given, Mapping) for one in given.values()]
+            _check_filled(value.__self__, "{", values)
+            return made(*args, **kwargs)
+
+        return checked
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         check_time()
@@ -131,6 +146,34 @@ def _sized(value: Any) -> Any:
     if value.__class__ in SIZED and len(value) > LARGEST:
         raise TemplateLimit(f"it made a text of more than {LARGEST:,} letters")
     return value
+
+
+def _within_limit(parts: Iterable[str]) -> Iterator[str]:
+    """Yields the texts. Raises TemplateLimit where they are too large together: one of them may be there many times."""
+    size = 0
+    for part in parts:
+        size += len(part)
+        if size > LARGEST:
+            raise TemplateLimit(f"it made a text of more than {LARGEST:,} letters")
+        yield part
+
+
+def _check_parts(values: Iterable[Any], between: int = 0) -> None:
+    """Raises TemplateLimit where texts, and those in lists and mappings, are too large together, with so many letters
+    between two of them."""
+    size, waiting, looked_at = 0, list(values), 0
+    while waiting:
+        value, looked_at = waiting.pop(), looked_at + 1
+        if not looked_at % 4096:
+            check_time()
+        size += between + (len(value) if isinstance(value, str) else 1)
+        if size > LARGEST:
+            raise TemplateLimit(f"it made a text of more than {LARGEST:,} letters")
+        if isinstance(value, (list, tuple)):
+            waiting.extend(value)
+        elif isinstance(value, dict):
+            waiting.extend(value)
+            waiting.extend(value.values())
 
 
 def _check_operands(operator: str, left: Any, right: Any) -> None:
@@ -146,6 +189,7 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
             _check_bits(left.bit_length() * max(right, 0))
     elif isinstance(left, str):
         _check_format(PERCENT_WIDTH, left)
+        _check_filled(left, "%", right if isinstance(right, tuple) else [right])
 
 
 def _check_bits(bits: int) -> None:
@@ -159,6 +203,13 @@ def _check_format(pattern: re.Pattern[str], text: str) -> None:
         raise TemplateLimit("it formats with a width that is very large, or computed")
 
 
+def _check_filled(text: str, sign: str, values: Iterable[Any]) -> None:
+    """Raises TemplateLimit where a text with as many places as there are of a sign might become too large."""
+    largest = max((len(value) if isinstance(value, str) else 64 for value in values), default=0)
+    if len(text) + text.count(sign) * largest > LARGEST:
+        raise TemplateLimit(f"it made a text of more than {LARGEST:,} letters")
+
+
 def _check_call(name: str, owner: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises TemplateLimit for an argument that is too large a width, for a `replace` whose result would be too
     large, and for what takes time by the square of its argument."""
@@ -169,6 +220,14 @@ def _check_call(name: str, owner: Any, args: Iterable[Any], kwargs: Mapping[str,
         raise TemplateLimit(f"it calls {name!r}, which may take very long on what it is given")
     if name in WIDE and any(isinstance(value, int) and value > WIDEST for value in [*args, *kwargs.values()]):
         raise TemplateLimit(f"it asks for a width of more than {WIDEST:,}")
+    if name == "format" and isinstance(owner, str):  # the filter: the method of texts is wrapped
+        _check_filled(owner, "%", [*args, *kwargs.values()])
+    if name in ("join", "tojson"):
+        of_method = name == "join" and isinstance(owner, str)
+        between = owner if of_method else args[0] if args else kwargs.get("d", "")
+        given = args[0] if of_method and args else owner
+        if isinstance(given, (str, list, tuple, dict)):
+            _check_parts([given], len(between) if isinstance(between, str) else 0)
     if name == "replace" and all(isinstance(value, str) for value in [owner, *args[:2]]) and len(args) > 1:
         _check_replace(owner, args[0], args[1])
 
@@ -191,7 +250,10 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)  # this also copies jinja_pass_arg, which says that Jinja passes an object of its own first
     def bounded(*args: Any, **kwargs: Any) -> Any:
         check_time()
-        values = args if getattr(function, "jinja_pass_arg", None) is None else args[1:]
+        first = 0 if getattr(function, "jinja_pass_arg", None) is None else 1
+        if name == "join" and isinstance(args[first], Iterator):  # looked at before it is joined
+            args = (*args[:first], list(args[first]), *args[first + 1 :])
+        values = args[first:]
         _check_call(name, values[0], values[1:], kwargs)
         if name == "format":
             _check_format(PERCENT_WIDTH, str(values[0]))

@@ -21,6 +21,7 @@ ENDLESS = [
     "{% for a in range(99999) %}{% set x = range(99999) | map('string') | join %}{% endfor %}",
     "{% for a in range(99999) %}{% set x = ('a' * 999999).replace('a', 'bc') %}{% endfor %}",
 ]
+BIG = "{% set x = 'a' * 9999999 %}"
 HUGE = [
     "{{ 9 ** (9 ** 9) }}",
     "{{ 2 ** 99999999999 }}",
@@ -42,6 +43,18 @@ HUGE = [
     "{{ [1] | tojson(indent=10 ** 10) }}",
     "{{ range(9) | slice(10 ** 10) | list }}",
     "{{ ('{' ~ ':' * 60000 ~ '1' * 6).format(1) }}",
+    BIG + "{% for i in range(99999) %}{{ x }}{% endfor %}",
+    BIG + "{% macro m() %}{% for i in range(99999) %}{{ x }}{% endfor %}{% endmacro %}{{ m() | length }}",
+    BIG + "{% set y %}{% for i in range(99999) %}{{ x }}{% endfor %}{% endset %}",
+    BIG + "{{ ([x] * 9999) | join }}",
+    BIG + "{{ ([x] * 9999) | map('string') | join }}",
+    BIG + "{{ ''.join([x] * 9999) }}",
+    BIG + "{{ ([[x] * 99] * 99) | tojson }}",
+    BIG + "{{ [[x] * 99, {'a': [x] * 99}] | tojson }}",
+    BIG + "{{ ([1] * 999) | join(x) }}",
+    BIG + "{{ ('%s' * 999) | format(*([x] * 999)) }}",
+    BIG + "{{ ('{0}' * 999).format(x) }}",
+    BIG + "{{ ('{a}' * 999).format_map({'a': x}) }}",
 ]
 SQUARE = [
     "{{ ('<!---->' * 10 ** 6) | striptags }}",
