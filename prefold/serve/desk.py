@@ -107,9 +107,13 @@ class Desk:
         """Returns how many requests are being computed."""
         return sum(reply.begun_at is not None for reply in self.replies)
 
-    def check_room(self, owner: Owner) -> None:
-        """Raises Refusal (429) where too many wait for one more of this owner's to be taken."""
-        waiting, limits, options = self._waiting(), self._keys.limits_of(owner.tenant), self.options
+    def check_room(self, owner: Owner, *, computes: bool = True) -> None:
+        """Raises Refusal (429) where too many wait for one more of this owner's to be taken.
+
+        computes  whether it will wait for the engine; else only those are in its way that are being prepared
+        """
+        waiting = self._waiting() if computes else list(self._preparing.values())
+        limits, options = self._keys.limits_of(owner.tenant), self.options
         is_limited = limits.max_waiting_requests is not None or limits.max_waiting_tokens is not None
         mine = [one for one in waiting if one[0].tenant == owner.tenant] if is_limited else []
         for found, who, most_requests, most_tokens in (
@@ -128,9 +132,10 @@ class Desk:
                     )
 
     @contextmanager
-    def admitted(self, num_bytes: int, owner: Owner) -> Any:
-        """Counts a request of so many bytes while it is prepared. Raises Refusal (429) where too many wait."""
-        self.check_room(owner)
+    def admitted(self, num_bytes: int, owner: Owner, *, computes: bool = True) -> Any:
+        """Counts a request of so many bytes while it is prepared. Raises Refusal (429) where too many wait (see
+        `check_room`)."""
+        self.check_room(owner, computes=computes)
         key = object()
         self._preparing[key] = owner, num_bytes // BYTES_A_TOKEN
         try:
@@ -170,7 +175,7 @@ class Desk:
 
     async def requests(self, order: TaskOrder, num_bytes: int) -> list[Request]:
         """Returns the requests that an order makes; computes nothing. Raises InputError or Refusal."""
-        with self.admitted(num_bytes, order.owner):
+        with self.admitted(num_bytes, order.owner, computes=False):
             _, works = await self._prepared(order)
         return [request for work in works for request in work.requests]
 
@@ -181,7 +186,7 @@ class Desk:
     async def without_engine(self, owner: Owner, num_bytes: int, function: Callable[[], T]) -> T:
         """Returns what `function` returns, which needs no engine: in the pool of threads, but for a short body.
         Raises Refusal where too many wait."""
-        with self.admitted(num_bytes, owner):
+        with self.admitted(num_bytes, owner, computes=False):
             if num_bytes <= SHORT_BYTES:
                 return function()
             found: T = await self.in_pool(function)

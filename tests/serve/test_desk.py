@@ -9,6 +9,7 @@ import pytest
 from serving import serving
 from starlette.routing import Route
 
+from prefold.schedule.generate_step import NOBODY
 from prefold.serve import desk as module
 from prefold.serve.app import make_app
 from prefold.serve.desk import Desk
@@ -75,6 +76,16 @@ def test_the_first_request_does_not_wait_in_the_event_loop_for_the_store(llm, wh
         monkeypatch.setattr(type(llm.engine.service), "has_generator", False)
         assert client.post("/v1/completions", json=SHORT).status_code == 200
     assert where["prepare"] == [True]
+
+
+def test_what_needs_no_engine_is_refused_where_too_much_is_being_prepared(llm):
+    with serving(llm, max_waiting_requests=1) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        with server.site.desk.admitted(5, NOBODY):
+            for path, body in (
+                ("/tokenize", {"inputs": "yes"}), ("/tokenize", {"prompt": "yes"}), ("/decode", {"ids": [5]}),
+            ):  # fmt: skip
+                assert client.post(path, json=body).status_code == 429
+        assert client.post("/tokenize", json={"inputs": "yes"}).status_code == 200
 
 
 def test_a_path_is_answered_by_the_first_route_that_has_it(server):
