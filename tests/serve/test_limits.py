@@ -20,6 +20,8 @@ def test_a_chat_template_of_a_request(llm, path, template):
     if isinstance(template, str):
         with serving(llm, allow_chat_template=True) as server:
             assert httpx.post(server.url + path, json=OWN, timeout=20).status_code == 200
+            if path == "/cache/pin":  # the model is other tests' too
+                assert httpx.post(f"{server.url}/cache/unpin", json=OWN, timeout=20).status_code == 200
 
 
 @pytest.mark.parametrize("body, param", [(OWN, "chat_template"), (GRAMMAR, "guided_regex")])
