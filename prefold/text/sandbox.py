@@ -98,7 +98,7 @@ def compile_template(source: str) -> Program:
     for loop in loops:
         loop.iter = nodes.Filter(loop.iter, "_each_round", [], [], None, None, lineno=loop.lineno)
     for join in joins:
-        join.nodes = [nodes.Filter(part, "_sized", [], [], None, None, lineno=join.lineno) for part in join.nodes]
+        join.nodes = [nodes.Filter(part, "_as_text", [], [], None, None, lineno=join.lineno) for part in join.nodes]
     code = environment.compile(tree)
     return Program(jinja2.Template.from_code(environment, code, environment.make_globals(None)), names)
 
@@ -128,9 +128,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
         @wraps(made)
         def checked(*args: Any, **kwargs: Any) -> str:
-            values = [*args, *kwargs.values()]
-            values += [one for given in args if isinstance(given, Mapping) for one in given.values()]
-            _check_filled(value.__self__, "{", values)
+            _check_filled(value.__self__, "{", [*args, *kwargs.values()])
             return made(*args, **kwargs)
 
         return checked
@@ -139,6 +137,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         check_time()
         _check_call(getattr(function, "__name__", ""), getattr(function, "__self__", None), args, kwargs)
         return _sized(super().call(context, function, *args, **kwargs))
+
+
+def _as_text(value: Any) -> Any:
+    """Returns a value that is about to become a text. Raises TemplateLimit where that would be too large."""
+    if isinstance(value, (list, tuple, dict)):
+        _check_parts([value])
+    return _sized(value)
 
 
 def _sized(value: Any) -> Any:
@@ -158,9 +163,9 @@ def _within_limit(parts: Iterable[str]) -> Iterator[str]:
         yield part
 
 
-def _check_parts(values: Iterable[Any], between: int = 0) -> None:
-    """Raises TemplateLimit where texts, and those in lists and mappings, are too large together, with so many letters
-    between two of them."""
+def _check_parts(values: Iterable[Any], between: int = 0) -> int:
+    """Returns about how many letters texts have together, and those in lists and mappings, with so many between two of
+    them. Raises TemplateLimit where that is too many."""
     size, waiting, looked_at = 0, list(values), 0
     while waiting:
         value, looked_at = waiting.pop(), looked_at + 1
@@ -174,6 +179,7 @@ def _check_parts(values: Iterable[Any], between: int = 0) -> None:
         elif isinstance(value, dict):
             waiting.extend(value)
             waiting.extend(value.values())
+    return size
 
 
 def _check_operands(operator: str, left: Any, right: Any) -> None:
@@ -205,7 +211,9 @@ def _check_format(pattern: re.Pattern[str], text: str) -> None:
 
 def _check_filled(text: str, sign: str, values: Iterable[Any]) -> None:
     """Raises TemplateLimit where a text with as many places as there are of a sign might become too large."""
-    largest = max((len(value) if isinstance(value, str) else 64 for value in values), default=0)
+    values = list(values)
+    values += [one for value in values if isinstance(value, Mapping) for one in value.values()]
+    largest = max((64 + _check_parts([value]) for value in values), default=0)
     if len(text) + text.count(sign) * largest > LARGEST:
         raise TemplateLimit(f"it made a text of more than {LARGEST:,} letters")
 
@@ -222,6 +230,8 @@ def _check_call(name: str, owner: Any, args: Iterable[Any], kwargs: Mapping[str,
         raise TemplateLimit(f"it asks for a width of more than {WIDEST:,}")
     if name == "format" and isinstance(owner, str):  # the filter: the method of texts is wrapped
         _check_filled(owner, "%", [*args, *kwargs.values()])
+    if name == "string":
+        _as_text(owner)
     if name in ("join", "tojson"):
         of_method = name == "join" and isinstance(owner, str)
         between = owner if of_method else args[0] if args else kwargs.get("d", "")
@@ -300,10 +310,10 @@ def _strftime_now(form: str) -> str:
 def _environment() -> _Environment:
     """Returns the sandbox with what transformers gives a template: a `tojson` that does not escape,
     `raise_exception`, ..."""
-    made = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    made = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_as_text)
     made.filters["tojson"] = _tojson
     made.filters = {name: _bounded(name, function) for name, function in made.filters.items()}
-    made.filters |= {"_each_round": _each_round, "_sized": _sized}
+    made.filters |= {"_each_round": _each_round, "_as_text": _as_text}
     made.globals["namespace"] = _Namespace
     made.globals["raise_exception"] = _raise_exception
     made.globals["strftime_now"] = _strftime_now
