@@ -92,7 +92,8 @@ def read_chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[d
         meta["calls"] = calls
     if grammar is not None:
         if "grammar" in sampling:
-            message = f"{meta['format']} and tool_choice exclude each other"
+            asked = meta.get("format", "the format of all answers (--json-schema, --json-object and their like)")
+            message = f"{asked} and tool_choice exclude each other"
             raise InputError(message, field="tool_choice", remedy="give one of them")
         sampling["grammar"], meta["format"] = grammar, "tools"
     if body.get("logprobs"):

@@ -117,6 +117,17 @@ def test_formats():
     assert batch.error_line(1, parsed.meta, error)["response"]["body"]["error"]["param"] == "guided_regex"
 
 
+@pytest.mark.parametrize("url", [CHAT, "/v1/responses"])
+def test_a_format_of_all_answers_and_a_call_exclude_each_other(url):
+    function = {"name": "f", "parameters": {"type": "object"}}
+    tool = {"type": "function"} | ({"function": function} if url == CHAT else function)
+    body = {"messages" if url == CHAT else "input": USER, "tools": [tool], "tool_choice": "required"}
+    _, parsed = read(url, body, sampling={"grammar": {"json": True}})
+    assert parsed.error.field == "tool_choice" and "--json-object" in parsed.error.message
+    _, parsed = read(url, body)
+    assert parsed.error is None
+
+
 def test_tools_and_the_chat_template():
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert item(CHAT, {"messages": USER, "tools": tools})["tools"] == tools
