@@ -12,6 +12,8 @@ from ..files import sampled_digest
 __all__ = ["folder_digest", "model_identity"]
 
 _BLOCKS, _WHOLE = 64, 4 << 20  # 4 MiB of a file are read, also where it lies on a network's disk
+# The files of a folder that say what its model does: its own, those of sentence-transformers' modules, chat templates.
+_PATTERNS = ("*", "*/config.json", "additional_chat_templates/*.jinja")
 
 
 def model_identity(checkpoint: Any) -> dict[str, Any]:
@@ -25,14 +27,15 @@ def model_identity(checkpoint: Any) -> dict[str, Any]:
 
 
 def folder_digest(path: Path) -> str:
-    """Returns a digest of a checkpoint's files: of their names and sizes, of the contents of small files, and of blocks
-    of the weights all over each file, so that another training of the same model is another one."""
-    files = [path]
+    """Returns a digest of a checkpoint's files: of their names in the folder and sizes, of the contents of small files,
+    and of blocks of the weights all over each file, so that another training of the same model is another one."""
+    files = {path.name: path}
     if path.is_dir():
-        files = [file for pattern in ("*", "*/config.json") for file in path.glob(pattern) if file.is_file()]
+        found = (file for pattern in _PATTERNS for file in path.glob(pattern) if file.is_file())
+        files = {file.relative_to(path).as_posix(): file for file in found}
     digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(files):
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    for name, file in sorted(files.items()):
+        digest.update(f"{name} {file.stat().st_size}\n".encode())
         if file.suffix in (".json", ".jinja"):
             digest.update(file.read_bytes())
         elif file.suffix in (".safetensors", ".gguf"):

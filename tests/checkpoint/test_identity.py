@@ -30,3 +30,17 @@ def test_settings_and_single_files(tmp_path):
     assert folder_digest(tmp_path) != whole
     (tmp_path / "model.gguf").write_bytes(b"b" * 100)
     assert folder_digest(tmp_path / "model.gguf") != alone
+
+
+def test_another_text_of_any_chat_template_is_another_model(tmp_path):
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("one")
+        before = folder_digest(tmp_path)
+        path.write_text("two")
+        assert folder_digest(tmp_path) != before
+    path.rename(path.with_name("rag.jinja"))  # a file that is another template, or lies elsewhere, is another
+    renamed = folder_digest(tmp_path)
+    (path.parent / "rag.jinja").rename(tmp_path / "rag.jinja")
+    assert folder_digest(tmp_path) != renamed != before
