@@ -167,9 +167,10 @@ def single(pa: Any, name: str) -> Any:
     return type if name in _SINGLE else None
 
 
-def cell(value: Any) -> Any:
-    """Returns a value as a cell of text: an error as its message, anything nested as JSON."""
-    if isinstance(value, dict) and {"code", "message"} <= set(value) <= {"code", "message", "field", "remedy", "type"}:
+def cell(name: str, value: Any) -> Any:
+    """Returns a value of the column `name` as a cell of text: an error in words, anything else that is nested as
+    JSON. What users keep, or a model answers, may look like an error and is none."""
+    if name == "error" and isinstance(value, dict):
         remedy = f"; {value['remedy']}" if "remedy" in value else ""
         return f"{value['code']}: {value['message']}{remedy}"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else value

@@ -106,7 +106,7 @@ def _write_csv(opened: Any, delimiter: str, lines: _OutputLines, path: Path, for
         table = csv.DictWriter(_UnixLines(file), columns, delimiter=delimiter, lineterminator="\r\n")
         table.writeheader()
         for line in lines:
-            table.writerow({name: cell(value) for name, value in json.loads(line).items()})
+            table.writerow({name: cell(name, value) for name, value in json.loads(line).items()})
     return []
 
 

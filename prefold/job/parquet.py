@@ -106,7 +106,7 @@ def _batch(pa: Any, rows: list[dict[str, Any]], schema: Any, restorers: dict[str
         values = [row.get(field.name) for row in rows]
         try:
             if pa.types.is_string(field.type):
-                values = [_text(value) for value in values]
+                values = [_text(field.name, value) for value in values]
             elif (restore := restorers[field.name]) is not None:
                 values = [None if value is None else restore(value) for value in values]
             arrays.append(pa.array(values, field.type))
@@ -115,6 +115,6 @@ def _batch(pa: Any, rows: list[dict[str, Any]], schema: Any, restorers: dict[str
     return pa.record_batch(arrays, schema=schema)
 
 
-def _text(value: Any) -> str | None:
-    value = cell(value)
+def _text(name: str, value: Any) -> str | None:
+    value = cell(name, value)
     return value if value is None or isinstance(value, str) else json.dumps(value)

@@ -78,6 +78,19 @@ def test_json_lines_are_read_back(tmp_path, name):
     assert pandas.read_json(path, lines=True, dtype=False, convert_dates=False)["k"].tolist() == TEXTS
 
 
+@pytest.mark.parametrize("name", ["out.csv", "out.parquet"])
+def test_an_answer_that_looks_like_an_error_stays_json(tmp_path, name):
+    answer = {"code": 200, "message": "OK"}
+    error = {"code": "null", "message": "'text' is null", "field": "text", "remedy": "give it a text"}
+    make(tmp_path / name, [{"k": answer}, {"k": "text"}, {"error": error}])
+    if name == "out.csv":
+        rows = list(csv.DictReader(io.StringIO((tmp_path / name).read_text(), newline="")))
+    else:
+        rows = pq.read_table(tmp_path / name).to_pylist()
+    assert json.loads(rows[0]["k"]) == answer and rows[1]["k"] == "text"
+    assert rows[2]["error"] == "null: 'text' is null; give it a text"
+
+
 NESTED = {"a": [1, {"b": "x"}], "c": None}
 COLUMNS = {
     "ints": ([1, -(2**63), 2**63 - 1], "int64", None),
