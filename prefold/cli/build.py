@@ -28,8 +28,11 @@ __all__ = [
 Options = dict[str, Any]
 
 
-def open_model(o: Options) -> tuple[Any, Any]:
-    """Returns (checkpoint, tokenizer or None) of --model. Reads no weights."""
+def open_model(o: Options, *, weights: bool = True) -> tuple[Any, Any]:
+    """Returns (checkpoint, tokenizer or None) of --model. Reads no weights.
+
+    weights  whether those of a hub id are downloaded, as they are going to be read
+    """
     if o.get("url") or o.get("backend") == "vllm":
         from ..cluster.remote_model import remote_model
 
@@ -43,6 +46,7 @@ def open_model(o: Options) -> tuple[Any, Any]:
     checkpoint = resolve(
         o["model"],
         load_format=o["load_format"],
+        weights=weights,
         mmproj=o.get("mmproj"),
         notify=lambda line: click.echo(line, err=True),
     )
@@ -117,8 +121,12 @@ class LazyTasks(Mapping[str, Any]):
         self.media = MediaTable()  # an LLM that runs these tasks is given it
         self.reader = reader
 
+    def __contains__(self, name: object) -> bool:
+        """Returns whether the batch has a task of this name, and makes no task: the model may not be made for it."""
+        return name in self._names
+
     def __getitem__(self, name: str) -> Any:
-        if name not in self._names:
+        if name not in self:
             raise KeyError(name)
         if name not in self._tasks:
             from ..tasks import make_task
@@ -203,7 +211,7 @@ def _labels(o: Options) -> dict[str, Any]:
             return {"labels": json.loads(text)}
         except ValueError as error:
             raise JobError(f"{o['labels_file']} is not valid JSON: {error}") from None
-    return {"labels": [line.strip() for line in text.splitlines() if line.strip()]}
+    return {"labels": [line.strip() for line in text.split("\n") if line.strip()]}
 
 
 def _examples(name: str) -> list[tuple[str, str]]:

@@ -117,7 +117,9 @@ def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
     """
     if argument != "-" and not argument.startswith("@"):
         return [argument]
-    return [line for line in _read(argument.removeprefix("@"), piped).splitlines() if line.strip()]
+    # A line ends where editors and other tools end it. str.splitlines parts texts at form feeds and U+2028, too.
+    lines = _read(argument.removeprefix("@"), piped).split("\n")
+    return [line.removesuffix("\r") for line in lines if line.strip()]
 
 
 def _whole(name: str) -> str:

@@ -35,18 +35,26 @@ class Input:
     tokenizer: Any
 
 
-def open_input(task: str | None, names: Sequence[str], o: Options, *, stdin: Iterable[bytes] | None = None) -> Input:
+def open_input(
+    task: str | None,
+    names: Sequence[str],
+    o: Options,
+    *,
+    stdin: Iterable[bytes] | None = None,
+    weights: bool = True,
+) -> Input:
     """Opens the files, patterns and folders `names` as one input, and returns it.
 
-    task    the task of a table; None: the input must be OpenAI batch lines, which name their tasks
-    stdin   the lines of standard input, where they have been read already
+    task     the task of a table; None: the input must be OpenAI batch lines, which name their tasks
+    stdin    the lines of standard input, where they have been read already
+    weights  whether the model's weights are downloaded, as the command is going to read them
     """
     from ..records import TableOptions, open_sources
 
     _check_json_columns(task, o)
     given = {name: o[name] for name in ("delimiter", "max_cell_lines") if o.get(name) is not None}
     source = open_sources(names, o["input_format"], TableOptions(**given), stdin=stdin)
-    checkpoint, tokenizer = open_model(o)
+    checkpoint, tokenizer = open_model(o, weights=weights)
     adapter, tasks = make_adapter(task, o, source, checkpoint, tokenizer)
     return Input(names, source, adapter, LazyTasks(tasks, o, checkpoint, tokenizer), checkpoint, tokenizer)
 

@@ -51,7 +51,7 @@ def plan(**o: Any) -> None:  # fmt: skip
     """Say what a job would share and what it would cost; compute nothing.
 
     Takes those options of `prefold run` that say what is read and what is done with it, tokenises and sorts the whole
-    input, and counts. Never loads the model's weights.
+    input, and counts. Never loads the model's weights, nor downloads those of a hub id.
 
     \b
     prefold plan pairs.jsonl --task rerank -m Qwen/Qwen3-Reranker-0.6B
@@ -63,7 +63,7 @@ def plan(**o: Any) -> None:  # fmt: skip
     from ..text.readable import readable
     from .input import open_input
 
-    input = open_input(o["task"], o["input"], o)
+    input = open_input(o["task"], o["input"], o, weights=False)
     started = time.perf_counter()
     counted = plan_job(
         input.source, input.adapter, input.tasks, limit=o["limit"], window=o["window"],

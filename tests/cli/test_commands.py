@@ -10,6 +10,8 @@ import pytest
 from tiny import tiny_checkpoint
 
 from prefold import LLM
+from prefold.cli.build import task_settings
+from prefold.cli.direct import expand
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,13 @@ def test_rerank_of_texts(prefold, llm, tmp_path):
     assert prefold("rerank", "the query", "-", "--dtype", "float32", input="\n".join(documents)).stdout == done.stdout
     as_json = json.loads(prefold("rerank", "the query", *documents, "--json", "--dtype", "float32").stdout)
     assert as_json["order"] == want.order and as_json["query"] == "the query"
+
+
+def test_a_text_a_line_and_lines_end_at_line_ends_only(tmp_path):
+    texts = ["a form\x0cfeed", "a line\u2028separator", "next\x85line", "last"]
+    (tmp_path / "texts.txt").write_bytes("\r\n".join(texts).encode() + b"\n\n")
+    assert expand(f"@{tmp_path / 'texts.txt'}") == texts
+    assert task_settings("classify", {"labels_file": tmp_path / "texts.txt"}, None, None)["labels"] == texts
 
 
 def test_embed_classify_and_score_of_texts(prefold, llm):
@@ -85,6 +94,23 @@ def test_plan_cuts_the_stream_for_replicas(prefold):
     assert sum(s["rows"] - s["again"] for s in found["segments"]) == found["rows"]
     text = prefold(*arguments, "--gflops", "100").stdout
     assert "3 segments: the costliest 1." in text and "computed twice" in text and text.count("\n       3 ") == 1
+
+
+def test_plan_downloads_no_weights(prefold, model, monkeypatch):
+    import huggingface_hub
+
+    prefold("demo", "--write", "demo.jsonl")
+    wanted = []
+
+    def download(name, *, allow_patterns, **more):
+        wanted.append(allow_patterns)
+        return model
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for command in ("plan", "rerank"):
+        arguments = [command, "demo.jsonl", "-m", "owner/name", "--limit", "1"]
+        assert prefold(*arguments, *(["--task", "rerank"] if command == "plan" else [])).exit_code == 0
+    assert "*.safetensors" not in wanted[0] and "*.safetensors" in wanted[1]
 
 
 def test_verify_measures_the_drift(prefold):

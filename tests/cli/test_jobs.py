@@ -14,6 +14,7 @@ import time
 import numpy as np
 import psutil
 import pytest
+from tiny import tiny_checkpoint
 
 from prefold import LLM
 from prefold.cli.job import summary_lines
@@ -125,6 +126,19 @@ def test_an_openai_batch(prefold, tmp_path, lines, llm):
     bad = {g["custom_id"]: g["response"]["body"]["error"] for g in got if g["response"] and g["custom_id"] not in ok}
     assert bad["c5"]["param"] == "input" and bad["c5"]["code"] == "too_long" and "'input'" in bad["c5"]["message"]
     assert bad["c6"]["param"] == "input"
+
+
+def test_a_batch_of_numbers_needs_no_language_model(prefold, tmp_path, lines):
+    folder = tiny_checkpoint(tmp_path, "llama", head="classifier", num_labels=1)
+    bodies = [("/rerank", {"query": "q", "documents": ["a", "b"]}), ("/v1/embeddings", {"input": "x"})]
+    bodies.append(("/v1/completions", {"prompt": "p"}))
+    records = [{"custom_id": f"c{i}", "method": "POST", "url": u, "body": b} for i, (u, b) in enumerate(bodies)]
+    write(tmp_path / "in.jsonl", records)
+    done = prefold("run", "in.jsonl", "-o", "out.jsonl", "-m", folder)
+    assert done.exit_code == 3, done.stderr
+    got = {line["custom_id"]: line["response"] for line in lines("out.jsonl")}
+    assert [got[f"c{i}"]["status_code"] for i in range(3)] == [200, 200, 400]
+    assert "the task 'generate' cannot be run" in got["c2"]["body"]["error"]["message"]
 
 
 def test_bad_records_are_lines_and_status_3(prefold, tmp_path, lines):
