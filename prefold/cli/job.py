@@ -46,7 +46,8 @@ def run_command(
     if task is not None:
         input.tasks[task]  # makes the task, so that bad options are refused before the input is read
     job = make_job(task, o, input)
-    if getattr(job.output, "resumed", 0) and not job.output.ended and not o["quiet"]:
+    was_ended = job.output.ended
+    if job.output.resumed and not was_ended and not o["quiet"]:
         say(f"prefold: resuming {o['output']}: {job.output.resumed:,} records are done")
     try:
         summary = run_job(job, open_progress(False if o["quiet"] else None))
@@ -61,8 +62,10 @@ def run_command(
         is_here = not (o.get("url") or o.get("backend") == "vllm")  # else nobody has looked at the weights
         stored = stored_as(input.checkpoint) if is_here else ""
         say("\n".join([*summary_lines(summary, o, input.adapter, stored), *notes]))
-    if o["report"]:
+    if o["report"] and not was_ended:
         report(summary, task, input, o)
+    elif o["report"] and not o["quiet"]:
+        say(f"  report    not written, as nothing was computed; {o['report']} stays what it is")
     if summary.errors:
         sys.exit(FAILED_RECORDS)
 

@@ -206,6 +206,10 @@ def test_the_report_is_written(prefold, tmp_path):
     assert data["totals"]["rows"] == sum(node[2] for node in data["nodes"])
     assert "Judge whether" in data["nodes"][1][7]
     assert str(data["totals"]["tokens"]) in done.stderr.replace(",", "")
+    page = (tmp_path / "page.html").read_bytes()
+    again = prefold("rerank", "in.jsonl", "-o", "out.csv", "--report", "page.html")
+    assert again.exit_code == 0 and "nothing was computed" in again.stderr
+    assert (tmp_path / "page.html").read_bytes() == page
 
 
 @pytest.mark.parametrize(
