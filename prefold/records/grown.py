@@ -25,7 +25,7 @@ def check_grown(source: Source, before: dict[str, Any]) -> None:
         if place < len(now) and now[place] == old:
             continue
         if place == len(then) - 1 and place < len(now) and source.format != "parquet":
-            _check_longer(source.paths[place], old)
+            _check_longer(source.paths[place], old, now[place])
             continue
         raise _other(source.name)
 
@@ -37,9 +37,9 @@ def _other(name: Path | str) -> JobError:
     )
 
 
-def _check_longer(path: Path, old: dict[str, Any]) -> None:
-    size = old.get("bytes")
-    if not isinstance(size, int) or size > path.stat().st_size or file_identity(path, size) != old:
+def _check_longer(path: Path, old: dict[str, Any], now: dict[str, Any]) -> None:
+    size, digest = old.get("bytes"), old.get("digest")
+    if not isinstance(size, int) or size >= now["bytes"] or file_identity(path, size)["digest"] != digest:
         raise _other(path)
     with path.open("rb") as file:
         file.seek(max(0, size - 1))

@@ -39,8 +39,9 @@ class Source:
     columns     the names of the columns where they are known before the first record is read (CSV, TSV, Parquet), else
                 None
     types       {column: Arrow type} of a Parquet file; empty for other formats
-    identity    what tells this input from another: its size and a digest. The digest is that of the whole file, of
-                blocks all over a very large file, and of the first line of standard input
+    identity    what tells this input from another: its size and a digest. The digest is that of the whole file; of a
+                file above 256 MiB that of blocks all over it, beside which stands when the file was last modified; of
+                standard input that of its first line. A file is read as far as its identity goes
     paths       the files of the input; empty for standard input
     lost_lines  how many lines of the last pass a broken quote took in that did not become records of their own
     """

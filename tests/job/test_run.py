@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -517,6 +518,47 @@ def test_an_input_that_has_grown_goes_on_where_it_was(tmp_path, name):
     # Without the option the job is of the input as it is now.
     fingerprint = {"task": "embed", "input": open_source(str(source)).identity}
     assert open_output(OutputOptions(out), fingerprint).ended
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_what_an_input_gets_while_it_is_read_belongs_to_the_next_run(tmp_path, zipped):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 20)
+    lines = source.read_bytes().splitlines(keepends=True)
+    pack = gzip.compress if zipped else bytes
+    source.write_bytes(pack(b"".join(lines[:10])))
+    job = grown_job(source, out)
+    source.write_bytes(pack(b"".join(lines[:10])) + pack(lines[10][:9]))  # half a line, which is written just now
+    first = run_job(job, Progress())
+    assert (first.records, first.errors) == (10, 0)
+    source.write_bytes(pack(b"".join(lines[:10])) + pack(b"".join(lines[10:])))
+    whole = run_job(grown_job(source, out), Progress())
+    assert (whole.records, whole.errors) == (20, 0)
+    assert sorted(json.loads(line)["record"] for line in out.read_text().splitlines()) == list(range(1, 21))
+
+
+def test_a_large_input_that_was_edited_between_the_blocks_of_its_digest(tmp_path, monkeypatch):
+    monkeypatch.setattr("prefold.records.source._WHOLE_DIGEST", 1 << 17)
+    monkeypatch.setattr("prefold.records.source._DIGEST_BLOCKS", 2)
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    padding = b" " * (1 << 16) + b"\n"
+    write_records(source, 10)
+    lines = source.read_bytes().splitlines(keepends=True)
+    source.write_bytes(padding + b"".join(lines[:9]) + padding)
+    before = source.stat()
+    run_job(grown_job(source, out), Progress())
+    source.write_bytes(source.read_bytes().replace(b"common", b"Common", 1))
+    assert source.stat().st_size == before.st_size
+    with pytest.raises(JobError, match="--grown cannot go on with it"):
+        grown_job(source, out)
+    with pytest.raises(JobError, match=r"input\.modified: "):
+        open_output(OutputOptions(out), {"task": "embed", "input": open_source(str(source)).identity})
+    source.write_bytes(source.read_bytes().replace(b"Common", b"common", 1))
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert open_output(OutputOptions(out), {"task": "embed", "input": open_source(str(source)).identity}).ended
+    with source.open("ab") as file:
+        file.write(lines[9])
+    assert run_job(grown_job(source, out), Progress()).records == 10
 
 
 def test_an_input_that_is_another_has_not_grown(tmp_path):
