@@ -130,6 +130,8 @@ class FleetRun:
                 windows = list(tagged_windows(lease.number, lease.requests, share=share))
                 self._see(windows)
                 self._give(str(lease.replica), windows)
+                if self.known is not None:
+                    self.known.forget_path(str(lease.replica))
         if self.known is not None:
             for name, windows in self.known.send(now):
                 self._give(name, windows)

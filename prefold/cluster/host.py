@@ -10,6 +10,8 @@ from dataclasses import Field, fields, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import numpy as np
+
 from ..cache import CacheEvents, CacheReporter
 from ..checkpoint.identity import model_identity
 from ..engine.meter import StepInfo
@@ -33,6 +35,16 @@ class _HostRun:
         self.windows: SimpleQueue[Window | None] = SimpleQueue()
         self.has_ended = False
         self.open = 0
+        self._last: tuple[str | None, str, np.ndarray] | None = None  # adapter, salt, tokens of the last request
+
+    def give(self, window: Window) -> None:
+        """Takes in a window. Whatever it says, it goes on with no more of the path that the one before leaves than the
+        two share: another prompt's K/V would give wrong numbers, and nobody would notice."""
+        before, last = self._last, window.tokens[window.offsets[-2] :].copy()
+        self._last = (window.adapter, window.salt, last)
+        if window.common > (common := 0 if before is None else _common(*before, window)):
+            window = replace(window, common=common)
+        self.windows.put(window)
 
     def end(self) -> None:
         self.has_ended = True
@@ -94,7 +106,7 @@ class ReplicaHost:
         """Takes in windows for the run."""
         if self._run is not None:
             for window in windows:
-                self._run.windows.put(window if self._pictures is None else self._pictures.own(window))
+                self._run.give(window if self._pictures is None else self._pictures.own(window))
 
     def end(self) -> None:
         """Ends the run; what has not been answered is dropped."""
@@ -180,6 +192,16 @@ class ReplicaHost:
             if events is not None:
                 self._report.events = _joined(self._report.events, events)
             self._changed.notify()
+
+
+def _common(adapter: str | None, salt: str, last: np.ndarray, window: Window) -> int:
+    """Returns how many leading tokens a window's first request shares with the last one before it."""
+    if (adapter, salt) != (window.adapter, window.salt):
+        return 0
+    first = window.tokens[: window.offsets[1]]
+    length = min(len(last), len(first))
+    differ = np.flatnonzero(last[:length] != first[:length])
+    return int(differ[0]) if len(differ) else length
 
 
 def _joined(before: CacheEvents | None, events: CacheEvents) -> CacheEvents:

@@ -22,10 +22,13 @@ Answered = tuple[bytes, int, Any]
 
 
 class KnownWork:
-    """The requests of a spool on a fleet.
+    """The requests of a spool on a fleet. Its `num_rows` are the rows of their stream.
 
+    windows   gives their order, and how many tokens a window has
+    call      what is asked of every request
+    row_cost  what a row costs, by which work is divided
     numbers   where the leases' numbers come from
-    num_rows  of the stream
+    patience  seconds without any progress after which a replica that has work is given up
     """
 
     def __init__(self, windows: Windows, call: RunCall, row_cost: RowCost, numbers: Iterator[int], patience: float):
@@ -37,7 +40,8 @@ class KnownWork:
         outputs = _expected_outputs(self.order) if call.readout.kind == "tokens" and len(self.order) else None
         self._cost = StreamCost(lengths, shared, row_cost, outputs=outputs)
         self.num_rows = int(lengths.sum(dtype=np.int64) - shared.sum(dtype=np.int64))
-        self._last: dict[str, int] = {}  # place of the last request that a replica was given
+        # Place of the request whose path a replica holds: the last one that it was given, where that is of this order.
+        self._last: dict[str, int] = {}
         self._under_way: dict[int, tuple[bytes, int]] = {}
 
     @property
@@ -74,6 +78,10 @@ class KnownWork:
             )
             yield name, windows
 
+    def forget_path(self, name: str) -> None:
+        """Notes that a replica was given requests that are not of this order: its next window goes on with no path."""
+        self._last.pop(name, None)
+
     def commit(self, name: str, number: int, answers: Mapping[int, Any], now: float) -> Iterator[Answered]:
         """Yields the answers to a lease that are the first ones. answers: by the requests' places."""
         assert self.leases is not None
@@ -82,7 +90,7 @@ class KnownWork:
 
     def lose(self, name: str, now: float, *, returns: bool, died: bool) -> Iterator[bytes]:
         """Yields the tags of the requests that are given up as a replica is lost."""
-        self._last.pop(name, None)
+        self.forget_path(name)
         if self.leases is None:
             return
         for place in self.leases.lose(name, now, died=died):

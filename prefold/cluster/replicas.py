@@ -208,7 +208,8 @@ def lease_windows(
 ) -> tuple[list[Window], list[bytes]]:
     """Returns (the windows of a lease, the tags of its requests), the windows tagged for `place_of`.
 
-    before: the last request that the replica was given in this run, whose path it holds; None: there is none.
+    before: the last request that the replica was given in this run, whose path it holds; None: it holds none, or that
+    of a request that is not of this order.
     """
     windows: list[Window] = []
     tags: list[bytes] = []

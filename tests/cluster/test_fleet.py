@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,14 +16,16 @@ from tiny import tiny_checkpoint
 from prefold import LLM
 from prefold.cluster import fleet_run
 from prefold.cluster.fleet import Fleet
-from prefold.cluster.host import facts_of
+from prefold.cluster.host import ReplicaHost, facts_of
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, Replicas, RunCall, requests_of
 from prefold.errors import FleetError, InputError
 from prefold.stream import Feed, LiveInput, Spool
+from prefold.stream.order import encode
+from prefold.stream.window import cut_into_windows
 from prefold.types import GenerationStats, Readout, Request, Sampling, Stats
 from tests.job.fakes import FakeEngine
 
-from .fakes import ThreadReplicas
+from .fakes import SlowEngine, ThreadReplicas
 
 
 def filled(num=400, generate=False, **options) -> Spool:
@@ -73,19 +76,83 @@ def test_leases_continue_the_stream_of_their_replica():
     with closing(Fleet(replicas)) as fleet, filled() as spool:
         list(run(fleet, spool))
         rows = spool.unique_tokens()
-    last: dict[str, np.ndarray] = {}
     computed = 0
-    for name, window in replicas.windows:
-        first = window.request(0).tokens
-        if name in last:
-            length = min(len(first), len(last[name]))
-            differ = np.flatnonzero(first[:length] != last[name][:length])
-            assert window.common == (differ[0] if len(differ) else length)
-        else:
-            assert window.common == 0
-        last[name] = window.request(window.num_requests - 1).tokens
-        computed += window.unique_tokens
+    for _, windows in replicas.runs:
+        assert [window.common for window in windows] == in_truth(windows)
+        computed += sum(window.unique_tokens for window in windows)
     assert rows <= computed <= rows + (1 + fleet.steals) * 32
+
+
+def in_truth(windows) -> list[int]:
+    """How many leading tokens each window has in common with the one that its replica was given before."""
+    found, last = [], np.zeros(0, np.int32)
+    for window in windows:
+        first = window.request(0).tokens
+        length = min(len(first), len(last))
+        differ = np.flatnonzero(first[:length] != last[:length])
+        found.append(int(differ[0]) if len(differ) else length)
+        last = window.request(window.num_requests - 1).tokens
+    return found
+
+
+def test_a_job_that_began_as_a_stream_goes_on_with_no_wrong_path():
+    """What a lost replica had of the stream comes between two leases of what is known: it leaves another path."""
+    rng = np.random.default_rng(0)
+    documents = rng.integers(10, 200, (4, 40))
+    spool, feed, release = Spool(), Feed(0), threading.Event()
+
+    def before(name, tokens):
+        time.sleep(0.0005)
+        if name == "b":
+            release.wait(20)
+
+    replicas = ThreadReplicas("ab", before=before)
+    with closing(Fleet(replicas)) as fleet, spool:
+        while fleet.num_ready < 2 and (event := fleet.next_event(5.0)) is not None:
+            fleet.meet(event[0], event[1].facts)
+
+        def put():
+            for number in range(6):
+                feed.put([(Request(np.array([number + 1] * 30, np.int32)), b"live %d" % number)])
+            for number in range(300):
+                tokens = np.concatenate((documents[number % 4], rng.integers(10, 200, 4))).astype(np.int32)
+                spool.add(Request(tokens), b"%d" % number)
+            feed.end()
+
+        threading.Thread(target=put, daemon=True).start()
+        answers = fleet.run(LiveInput(feed, 1 << 20, lambda: spool.windows(max_tokens=1000)), Readout("last"))
+        found = [next(answers)[0] for _ in range(60)]
+        replicas.lose("b", "gone")
+        found += [tag for tag, _ in answers]
+        release.set()
+    assert len(set(found)) == len(found) == 306
+    given = [windows for name, windows in replicas.runs if name == "a"]
+    assert len(given) == 1 and fleet.moved
+    assert all(window.common <= truth for window, truth in zip(given[0], in_truth(given[0]), strict=True))
+
+
+def test_a_replica_goes_on_with_no_other_prompts_path():
+    """What it is told is checked by what it holds: wrong rows would give wrong numbers, and nobody would notice."""
+    found = []
+    engine = SlowEngine()
+
+    def run(windows, *_, **__):
+        for window in windows:
+            found.append(window)
+            yield from ()
+
+    engine.run = run
+    with closing(ReplicaHost(SimpleNamespace(engine=engine), ReplicaFacts())) as host:
+        host.begin(RunCall(Readout("last")))
+        prompts = [[1, 2, 3, 4], [1, 2, 3, 5], [9, 9, 9, 9], [9, 9, 8], [9, 9, 8]]
+        for number, tokens in enumerate(prompts):
+            one = encode(Request(np.array(tokens), adapter="fr" if number == 4 else None), bytes(15) + bytes([number]))
+            (window,) = cut_into_windows([one], max_tokens=99, is_sorted=True)
+            host.give([replace(window, common=3 if number else 0)])
+        deadline = time.monotonic() + 20
+        while len(found) < len(prompts) and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert [window.common for window in found] == [0, 3, 0, 2, 0]
 
 
 @pytest.mark.parametrize("generate", [False, True])
