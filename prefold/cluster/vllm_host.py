@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from ..stream import Window
 from ..types import GenerationStats, Request, Sampling, Stats
 from .block_events import BlockEvents
 from .replicas import LONGEST_WAIT, ReplicaFacts, ReplicaReport, RunCall, requests_of
-from .vllm_requests import generated, import_vllm, lacks, sampling_params
+from .vllm_requests import generated, import_vllm, lacks, refused, sampling_params
 
 __all__ = ["VllmHost"]
 
@@ -142,7 +143,10 @@ class VllmHost:
 
     def close(self) -> None:
         """Ends vLLM."""
-        self._cancel()  # first: vLLM's task that waits for answers would take its end for a crash, and tell of one
+        # First: vLLM's task that waits for answers would take its end for a crash, and tell of one. Where the loop
+        # hangs, vLLM must go all the same, or there is no room for another.
+        with suppress(TimeoutError):
+            self._cancel()
         self._engine.shutdown()
         self._guard.kill()
         self._guard.wait()
@@ -245,10 +249,7 @@ class VllmHost:
         except Exception as error:
             if self._engine.errored:
                 raise RuntimeError(f"vLLM has died: {error}") from error
-            raise InputError(
-                f"vLLM refused the prompt ({type(error).__name__}: {error!s:.300})",
-                field="prompt", remedy="see what vLLM says", code="vllm",
-            ) from error  # fmt: skip
+            raise refused("the prompt", "prompt", error) from error
         assert said is not None
         cached = min(said.num_cached_tokens or 0, len(request.tokens))
         found = [generated(one, call.text, cached, params.logprobs or 0) for one in said.outputs]

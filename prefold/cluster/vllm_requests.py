@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import InputError, MissingExtraError
 from ..types import Generated, Sampling, TokenLogprobs
 
-__all__ = ["generated", "import_vllm", "lacks", "sampling_params"]
+__all__ = ["generated", "import_vllm", "lacks", "refused", "sampling_params"]
 
 # Fields of Sampling that vLLM calls by the same name.
 _SAME = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -33,7 +33,10 @@ def import_vllm() -> Any:
 
 
 def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
-    """Returns vLLM's SamplingParams. room: tokens that fit behind the prompt. Raises InputError for what it lacks."""
+    """Returns vLLM's SamplingParams. room: tokens that fit behind the prompt.
+
+    Raises InputError for what vLLM lacks, and for values that it refuses.
+    """
     vllm = import_vllm()
     for name in _EXITS:
         if getattr(sampling, name) != getattr(Sampling(), name):
@@ -49,19 +52,22 @@ def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
         else:
             raise lacks("grammar")
         given |= {"disable_any_whitespace": True} if grammar.compact and grammar.kind.startswith("json") else {}
-        structured = vllm.sampling_params.StructuredOutputsParams(**given)
+        structured = given
     values = {name: getattr(sampling, name) for name in _SAME}
-    return vllm.SamplingParams(
-        **values,
-        max_tokens=max(1, room) if sampling.max_tokens is None else sampling.max_tokens,
-        seed=None if sampling.seed is None else sampling.seed & ((1 << 63) - 1),
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_ids),
-        logit_bias=dict(sampling.logit_bias) or None,
-        structured_outputs=structured,
-        detokenize=with_text,
-        output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-    )
+    try:
+        return vllm.SamplingParams(
+            **values,
+            max_tokens=max(1, room) if sampling.max_tokens is None else sampling.max_tokens,
+            seed=None if sampling.seed is None else sampling.seed & ((1 << 63) - 1),
+            stop=list(sampling.stop),
+            stop_token_ids=list(sampling.stop_ids),
+            logit_bias=dict(sampling.logit_bias) or None,
+            structured_outputs=structured and vllm.sampling_params.StructuredOutputsParams(**structured),
+            detokenize=with_text,
+            output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )
+    except ValueError as error:  # of its own rules: n above 1 at temperature 0, top_p 0, more tokens than there is room
+        raise refused("how tokens are to be drawn", "sampling", error) from error
 
 
 def generated(one: Any, with_text: bool, cached: int, num_logprobs: int) -> Generated:
@@ -83,6 +89,12 @@ def _logprobs(token: int, found: Mapping[int, Any], count: int) -> TokenLogprobs
     """Returns them as ours. found: those of the `count` most likely tokens, and of the chosen one."""
     best = sorted((one.rank, other, one.logprob) for other, one in found.items() if one.rank <= count)
     return TokenLogprobs(float(found[token].logprob), tuple((int(other), float(value)) for _, other, value in best))
+
+
+def refused(what: str, field: str, error: Exception) -> InputError:
+    """Returns the error of a request of which vLLM refuses a part."""
+    message = f"vLLM refused {what} ({type(error).__name__}: {error!s:.300})"
+    return InputError(message, field=field, remedy="see what vLLM says", code="vllm")
 
 
 def lacks(what: str) -> InputError:

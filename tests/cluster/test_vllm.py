@@ -164,6 +164,23 @@ def test_a_prompt_that_is_refused_is_an_error_of_that_record(engines):
     assert all(error.code == "vllm" and "not allowed" in str(error) and error.remedy for error in errors)
 
 
+def test_sampling_that_is_refused_is_an_error_of_that_record(engines, monkeypatch):
+    class Params(SimpleNamespace):
+        def __init__(self, **given):
+            super().__init__(**given)
+            if self.n > 1 and not self.temperature:
+                raise ValueError("n must be 1 when using greedy sampling")
+
+    monkeypatch.setattr(sys.modules["vllm"], "SamplingParams", Params)
+    with closing(Fleet(LocalReplicas(host))) as fleet, filled([40], 9, temperature=0.0) as spool:
+        spool.add(Request(np.array([40], np.int32), sampling=Sampling(temperature=0.0, n=2)), b"two")
+        found = run(fleet, spool)
+    assert len(engines) == 1 and not fleet.losses
+    error = found.pop(b"two")
+    assert (error.code, error.field) == ("vllm", "sampling") and "greedy" in str(error) and error.remedy
+    assert len(found) == 9 and not any(isinstance(one, InputError) for one in found.values())
+
+
 def test_an_engine_that_dies_is_made_anew_and_who_kills_two_is_given_up(engines):
     notes = []
     with closing(Fleet(LocalReplicas(host), notify=notes.append)) as fleet, filled([40], 30) as spool:
