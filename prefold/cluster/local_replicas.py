@@ -80,29 +80,44 @@ class LocalReplicas(Replicas):
             self._thread.join(30)
 
     def _serve(self) -> None:
-        """Makes a host and passes on its reports; makes another where it was killed."""
+        """Makes a host and passes on its reports; makes another where it was killed, or has failed."""
         while not self._is_closed:
             try:
                 host = self._make()
             except Exception as error:
-                said = str(error) if isinstance(error, PrefoldError) else f"{type(error).__name__}: {error!s:.400}"
-                self._tell(self.names[0], ReplicaLost(f"it cannot start: {said}"))
+                self._tell(self.names[0], ReplicaLost(f"it cannot start: {_in_words(error)}"))
                 return
             with self._lock:
                 if not self._is_closed:
                     self._host = host
-            if not self._is_closed:
-                self._tell(self.names[0], ReplicaReady(host.facts))
-            while self._host is host:
-                report = host.report(LONGEST_WAIT)
-                if self._host is not host:
-                    break
-                if report.answers:
-                    self._restarts = RESTARTS
-                self._tell(self.names[0], report)
-            host.close()
+            reason = "it was killed"
+            try:
+                self._pass_on(host)
+            except Exception as error:
+                reason = f"it cannot report: {_in_words(error)}"
+            self._host = None
+            try:
+                host.close()
+            except Exception as error:
+                reason += f", and did not end as it should: {_in_words(error)}"
             if not self._is_closed:
                 self._restarts -= 1
-                self._tell(self.names[0], ReplicaLost("it was killed", returns=self._restarts >= 0))
+                self._tell(self.names[0], ReplicaLost(reason, returns=self._restarts >= 0))
                 if self._restarts < 0:
                     return
+
+    def _pass_on(self, host: Host) -> None:
+        """Tells that a host is ready, and of its reports until it is killed."""
+        if not self._is_closed:
+            self._tell(self.names[0], ReplicaReady(host.facts))
+        while self._host is host:
+            report = host.report(LONGEST_WAIT)
+            if self._host is not host:
+                break
+            if report.answers:
+                self._restarts = RESTARTS
+            self._tell(self.names[0], report)
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, PrefoldError) else f"{type(error).__name__}: {error!s:.400}"
