@@ -99,7 +99,6 @@ class Decoder:
             try:
                 said, pixels = self._asked(data, allowance)
             except _Ended:
-                self._end()
                 if allowance is not None and others and allowance.left <= 0:
                     what = f"and the images before it could not be decoded in {allowance.seconds:g} s"
                     raise _error(field, what, "give fewer or smaller images", "image_too_large") from None
@@ -126,8 +125,17 @@ class Decoder:
             self._end()
 
     def _asked(self, data: bytes, allowance: Allowance | None) -> tuple[dict[str, Any], bytearray]:
-        """Returns what the process answers to a file."""
-        process = self._started()
+        """Returns what the process answers to a file. Where that is broken off, by an interrupt too, the process ends:
+        what it has still to say would be taken for the answer to the next file."""
+        try:
+            return self._answer_of(self._started(), data, allowance)
+        except BaseException:
+            self._end()
+            raise
+
+    def _answer_of(
+        self, process: subprocess.Popen[bytes], data: bytes, allowance: Allowance | None
+    ) -> tuple[dict[str, Any], bytearray]:
         began = time.monotonic()
         deadline = began + (self.limits.seconds if allowance is None else min(self.limits.seconds, allowance.left))
         try:

@@ -193,6 +193,29 @@ def test_a_process_that_hangs_or_dies_is_replaced():
     assert process.poll() is not None  # nothing is left behind
 
 
+@pytest.mark.parametrize("read", range(1, 7))
+def test_an_interrupt_leaves_no_answer_for_the_next_file(monkeypatch, read):
+    """Wherever it comes: while the process starts (two reads), or between the parts of an answer (three)."""
+    red, blue = (PIL.Image.new("RGB", (9, 8), colour) for colour in ("red", "blue"))
+    with Decoder() as decoder:
+        receive, reads = decoder._receive, []
+
+        def interrupted(*arguments):
+            reads.append(1)
+            if len(reads) == read:
+                raise KeyboardInterrupt
+            return receive(*arguments)
+
+        monkeypatch.setattr(decoder, "_receive", interrupted)
+        for picture in (red, blue, red, blue):
+            try:
+                found = decoder.decode(file_of(picture, "PNG")).image
+            except KeyboardInterrupt:
+                continue
+            np.testing.assert_array_equal(found.pixels, np.array(picture))
+        assert len(reads) > read
+
+
 def test_files_of_an_item_have_an_allowance_together():
     data = file_of(PICTURE, "PNG")
     with Decoder() as decoder:
