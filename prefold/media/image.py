@@ -65,18 +65,34 @@ def pillow() -> ModuleType:
     return PIL.Image
 
 
-def image_of(picture: Any) -> Image:
+def image_of(picture: Any, field: str = "image") -> Image:
     """Returns a picture of Pillow's as an Image: turned as its EXIF tag says, in RGB, and where it is transparent on
-    white, as transformers' image processors see it.
+    white, as transformers' image processors see it. field: what errors call it.
 
-    Raises InputError for pictures of more than 8 bits a channel.
+    Raises InputError for pictures of more than 8 bits a channel, and for those that Pillow cannot read to their end.
     """
+    try:
+        return Image(_pixels_of(picture, field))
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:  # of many kinds, by what is broken
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(
+            f"{field!r} is a damaged {picture.format or 'picture'}: {reason}",
+            field=field,
+            remedy="give the whole file",
+            code="image_damaged",
+        ) from error
+
+
+def _pixels_of(picture: Any, field: str) -> np.ndarray:
+    """Returns the pixels of a picture of Pillow's, uint8 [height, width, 3]."""
     library = pillow()
     if picture.mode in DEEP_MODES:
         raise InputError(
-            f"the image has more than 8 bits a channel (Pillow's mode {picture.mode}), of which only the darkest 256 "
+            f"{field!r} has more than 8 bits a channel (Pillow's mode {picture.mode}), of which only the darkest 256 "
             "values would be told apart",
-            field="image",
+            field=field,
             remedy="save it with 8 bits a channel",
             code="image_depth",
         )
@@ -88,4 +104,4 @@ def image_of(picture: Any) -> Image:
         picture = picture.convert("RGBA")
         white = library.new("RGBA", picture.size, (255, 255, 255, 255))
         picture = library.alpha_composite(white, picture)
-    return Image(np.array(picture.convert("RGB")))
+    return np.array(picture.convert("RGB"))

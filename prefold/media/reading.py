@@ -66,10 +66,7 @@ class Reader:
         if isinstance(value, (str, os.PathLike)):
             return self.decoder.decode(self._file(os.fspath(value), field), field, allowance)
         if is_picture(value):
-            try:
-                return Decoded(image_of(value), False)
-            except InputError as error:
-                raise error.renamed(field) from None
+            return Decoded(image_of(value, field), False)
         kind = "None" if value is None else f"of type {type(value).__name__}"
         raise InputError(f"{field!r} is {kind}, no image", field=field, remedy=_GIVE, code="wrong_type")
 

@@ -139,6 +139,13 @@ def test_errors_name_the_conversation(llm):
         llm.chat([conversation(1, PICTURES), conversation(1, ["file:///etc/passwd"])], max_tokens=2)
 
 
+def test_a_picture_that_cannot_be_read_is_the_error_of_its_conversation(llm):
+    cut = PIL.Image.open(io.BytesIO(file_of(PICTURES[0])[:-100]))  # whose pixels nobody has asked for
+    found = llm.chat([conversation(1, PICTURES), conversation(1, [cut])], max_tokens=2, errors="return")
+    assert len(found[0].tokens) == 2 and isinstance(found[1], InputError)
+    assert (found[1].code, found[1].field) == ("image_damaged", "messages[0].content[1]")
+
+
 def test_jobs_with_a_column_of_images(folder, llm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pictures").mkdir()

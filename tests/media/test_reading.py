@@ -228,3 +228,18 @@ def test_a_long_text_that_is_no_base64_takes_no_time():
         assert time.thread_time() - begun < 1
         text = base64.b64encode(DATA).decode()
         assert reader.read(f"{text[:40]}\n{text[40:]} \n").image == reader.read(DATA).image
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        PIL.Image.open(io.BytesIO(DATA[:-100])),  # which Pillow reads when its pixels are asked for
+        PIL.Image.new("La", (3, 3)),
+        PIL.Image.new("RGB", (0, 3)),
+    ],
+    ids=["cut off", "La", "no pixels"],
+)
+def test_pictures_that_cannot_be_read(picture):
+    with pytest.raises(InputError, match=r"'images\[2\]' is a damaged") as caught:
+        Reader().read(picture, "images[2]")
+    assert (caught.value.field, caught.value.code) == ("images[2]", "image_damaged")
