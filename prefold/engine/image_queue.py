@@ -57,18 +57,7 @@ class ImageQueue:
             for medium in found:
                 waiting.setdefault(int(medium.ids[0]), []).append(sequence.key)
         self._waiting = waiting
-        there = dict(zip(waiting, self.desk.held(np.array(list(waiting), np.int64)).tolist(), strict=True))
-        media: dict[int, Medium] = {}
-        for found in asked:
-            # No further than the first that is not there: what is held behind it no step can use yet, and where memory
-            # is short it must not keep the one before from being made.
-            for medium in found:
-                first = int(medium.ids[0])
-                media[first] = medium
-                if not there[first]:
-                    break
-        self.desk.want(self, list(media.values()))
-        return not all(there.values()), list(lost)
+        return self.desk.want_next(self, asked), list(lost)
 
     def seconds_after(self, rows: int, seconds: float) -> float:
         """Takes note of a step of so many rows, and returns for how many seconds the tower may run after it."""

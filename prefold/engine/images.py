@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ NO_TILES = np.empty((0, 0, 0, 0), np.float32)
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A _Rows is what is held of an image. salt: its tenant's; last: the id of its last row; size: bytes; error: why
+    """A _Rows is what is held of an image. salt: of its requests; last: the id of its last row; size: bytes; error: why
     its rows are no numbers, None: they are."""
 
     salt: str
@@ -79,6 +79,7 @@ class ImageDesk:
         assert worker.facts.tower is not None
         self._tower, self._row_bytes = worker.facts.tower, worker.facts.image_row_bytes
         self._lock = threading.RLock()
+        self._tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None
         self._held: OrderedDict[int, _Rows] = OrderedDict()  # by first id, the least recently used one first
         self._wanted: dict[Hashable, list[Medium]] = {}
         self._in_use: list[list[Medium]] = []  # by steps in numbers: one may run between the parts of another
@@ -105,6 +106,11 @@ class ImageDesk:
         place = np.searchsorted(firsts, ids, side="right") - 1
         return (place >= 0) & (ids <= lasts[place])
 
+    def set_tenants(self, tenant_of: Callable[[Hashable], Hashable]) -> None:
+        """Says which tenant a namespace (adapter, salt) belongs to, from now on; until then all are one tenant's."""
+        with self._lock:
+            self._tenant_of = tenant_of
+
     def want(self, who: Hashable, media: Sequence[Medium]) -> None:
         """Notes whose rows `who` needs next, in place of what was noted before. They stay while they are noted."""
         with self._lock:
@@ -112,6 +118,26 @@ class ImageDesk:
                 self._wanted[who] = list(media)
             else:
                 self._wanted.pop(who, None)
+
+    def want_next(self, who: Hashable, asked: Iterable[Sequence[Medium]]) -> bool:
+        """Notes of several prompts' images, each in its order, those whose rows `who` needs next. Returns whether one
+        of them has to be encoded.
+
+        They go no further than the first that is not there: what is held behind it no step can use yet, and where
+        memory is short it must not keep the one before from being made. What is there is looked at and noted in one
+        stroke, or another's step could drop it in between.
+        """
+        media: dict[int, Medium] = {}
+        waits = False
+        with self._lock:
+            for prompt in asked:
+                for medium in prompt:
+                    media[_first(medium)] = medium
+                    if _first(medium) not in self._held or self._error(medium) is not None:
+                        waits = True
+                        break
+            self.want(who, list(media.values()))
+        return waits
 
     def advance(self, who: Hashable, seconds: float, *, idle: bool = True) -> tuple[Medium, str] | None:
         """Runs the tower for about so many seconds, for the first image that `who` wants and that is not there. Returns
@@ -201,8 +227,14 @@ class ImageDesk:
         return error
 
     def _stop(self, run: _Run, seconds: float | None, idle: bool) -> int:
-        """Returns how many pieces of an image are to be done after so many seconds; `run.done` where others have not
-        had as much time yet as the next piece takes."""
+        """Returns how many pieces of an image are to be done when this call ends.
+
+        seconds  idle
+        None              all: somebody waits for nothing else
+        so many  True     what they allow, and at least one more: nobody else has anything to do
+        so many  False    what they allow with those of earlier calls that were too few for a piece; `run.done` where
+                          they still are: a piece waits until others have had as much time as it takes
+        """
         last = len(run.until)
         if seconds is None:
             return last
@@ -217,10 +249,12 @@ class ImageDesk:
         large file takes longer than a step, and goes on beside those that follow."""
         if run.tiles is None:
             run.tiles = self._pool.submit(run.medium.load)
+        if not wait([run.tiles], seconds).done:
+            return None
         try:
-            return run.tiles.result(seconds), None
+            return run.tiles.result(), None
         except Exception as error:
-            return (NO_TILES, str(error)) if run.tiles.done() else None
+            return NO_TILES, str(error) or type(error).__name__
 
     def _begin(self, medium: Medium) -> _Run:
         """Returns the run of an image that the tower has not begun. Those that nobody wants any more are given up."""
@@ -259,18 +293,19 @@ class ImageDesk:
     def _make_room(self, size: int) -> None:
         """Drops rows that nobody waits for until there is room for so many bytes more, as far as that goes."""
         wanted = self._all_wanted()
-        by_tenant: Counter[str] = Counter()
-        for rows in self._held.values():
-            by_tenant[rows.salt] += rows.size
+        # By tenant, and not by salt: clients choose salts, and who takes a new one each time has little under each.
+        tenants = {first: self._tenant_of((None, rows.salt)) for first, rows in self._held.items()}
+        by_tenant: Counter[Hashable] = Counter()
+        for first, rows in self._held.items():
+            by_tenant[tenants[first]] += rows.size
         gone: list[int] = []
         while by_tenant.total() + size > self._memory:
-            free = [(first, rows) for first, rows in self._held.items() if first not in wanted]
+            free = [first for first in self._held if first not in wanted]
             if not free:
                 break
-            most = max(by_tenant[rows.salt] for _, rows in free)
-            victim, rows = next(one for one in free if by_tenant[one[1].salt] == most)
-            by_tenant[rows.salt] -= rows.size
-            del self._held[victim]
+            most = max(by_tenant[tenants[first]] for first in free)
+            victim = next(first for first in free if by_tenant[tenants[first]] == most)
+            by_tenant[tenants[victim]] -= self._held.pop(victim).size
             gone.append(victim)
         if gone:
             self._worker.start(DropImages(tuple(gone))).result()

@@ -184,6 +184,8 @@ class Service:
         if pace is not None:
             pace.reading = lambda: bool(self._readings)
             self._readings.share_of = pace.admission.share_of
+            if self.engine.images is not None:
+                self.engine.images.set_tenants(pace.admission.tenant_of)
         if "generator" in self.engine.__dict__:
             self.generator  # noqa: B018 - which takes it over
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -240,10 +241,12 @@ def test_an_image_that_nobody_wants_any_more_is_given_up():
 
 
 def test_memory_and_shares_of_tenants():
-    """Room for five images. A tenant's flood is at its own cost: those of others stay."""
+    """Room for five images. A tenant's flood is at its own cost, also where each image has a salt of its own: those of
+    others stay."""
     desk, worker, table, meter = desk_of(memory=5 * ROWS * 10)
-    quiet = [take(table, f"quiet {i}", "quiet") for i in range(2)]
-    flood = [take(table, f"flood {i}", "flood") for i in range(20)]
+    desk.set_tenants(lambda namespace: namespace[1].partition("/")[0])
+    quiet = [take(table, f"quiet {i}", "quiet/") for i in range(2)]
+    flood = [take(table, f"flood {i}", f"flood/{i}") for i in range(20)]
     for medium in (*quiet, *flood):
         desk.want("me", [medium])
         finish(desk)
@@ -257,6 +260,35 @@ def test_memory_and_shares_of_tenants():
     desk.want("me", [flood[0]])
     finish(desk)
     assert desk.held(flood[-3].ids).all() and not desk.held(flood[-2].ids).any()
+
+
+def test_what_another_step_drops_is_asked_for():
+    """Another thread's step may drop an image until it is noted that somebody wants it."""
+    desk, worker, table, _ = desk_of()
+    one = take(table, "one")
+    desk.want("me", [one])
+    finish(desk)
+    desk.want("me", [])
+
+    class Late:
+        """The lock of a desk that another thread has first, whose step drops the image."""
+
+        def __enter__(self):
+            if worker.made:
+                desk._held.clear()
+                worker.made.clear()
+                desk._note()
+
+        def __exit__(self, *error):
+            pass
+
+    desk._lock = Late()
+    queue = ImageQueue(desk)
+    queue.add("key", one.ids)
+    node = SimpleNamespace(tokens=one.ids, computed=0, pending=True)
+    sequence = SimpleNamespace(ready=False, key="key", leaf=SimpleNamespace(path=lambda: [node]))
+    assert queue.want([sequence]) == (True, [])
+    assert desk._wanted == {queue: [one]}
 
 
 def test_rows_that_somebody_waits_for_stay():
@@ -330,6 +362,35 @@ def test_others_go_on_while_a_file_is_read():
 
     desk.want("me", [bad := take(table, "bad", load=slow)])
     assert finish(desk) == (bad, "it took too long")
+
+
+def test_a_file_that_is_read_in_the_last_moment():
+    """It may be there between the end of the waiting and a look whether it is."""
+
+    class Late(Future):
+        def result(self, timeout=None):
+            if not self.done():
+                self.set_result(np.zeros((1, 3, 2, 2), np.float32))
+                raise TimeoutError
+            return super().result(timeout)
+
+    desk, worker, table, _ = desk_of()
+    late = Late()
+    desk._pool = SimpleNamespace(submit=lambda load: late)
+    desk.want("me", [one := take(table, "one")])
+    assert desk.advance("me", 0.01) is None and not worker.told
+    late.set_result(np.zeros((1, 3, 2, 2), np.float32))
+    assert finish(desk) is None and desk.held(one.ids).all()
+
+
+def test_an_error_without_a_text_is_called_by_its_type():
+    desk, _, table, _ = desk_of()
+
+    def load():
+        raise MemoryError
+
+    desk.want("me", [bad := take(table, "bad", load=load)])
+    assert finish(desk) == (bad, "MemoryError")
 
 
 def engine_of(worker: Noting) -> Engine:
