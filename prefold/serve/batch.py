@@ -279,7 +279,7 @@ class _Tasks(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
-            task = self._desk.task(name, {}, self._tenant)
+            task = self._desk.task(name, {}, self._tenant, self._namespace)
             self._made[name] = _Apart(task, self._namespace, self._desk)
         return self._made[name]
 
@@ -307,7 +307,7 @@ class _Apart:
         works = [next(made) if error is None else error for error in wrong]
         for work in works:
             if not isinstance(work, InputError):
-                apart(work, self._namespace, self._desk.llm.engine.media)
+                apart(work, self._namespace)
         return works
 
     def _wrong(self, item: Any) -> InputError | None:

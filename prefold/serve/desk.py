@@ -17,7 +17,6 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ..cache.media import MediaTable
 from ..engine.pace import Pace
 from ..engine.replies import Reply, events_of
 from ..engine.samples import TextPiece
@@ -25,7 +24,7 @@ from ..errors import InputError
 from ..schedule.fair import FairAdmission
 from ..schedule.generate_step import NOBODY
 from ..tasks import Work
-from ..tasks.images import resalted
+from ..tasks.images import within
 from ..tasks.run import finish_items
 from ..types import Owner, Request
 from .http import Refusal
@@ -225,9 +224,9 @@ class Desk:
                         self._metrics.prompt(order.owner.tenant, raised(result))
                         yield number, result
 
-    def task(self, name: str, options: Mapping[str, Any], tenant: Hashable = None) -> Any:
+    def task(self, name: str, options: Mapping[str, Any], tenant: Hashable = None, namespace: str = "") -> Any:
         """Returns a task within the server's limits. Its requests read no file of this machine, but those that the
-        tenant has uploaded."""
+        tenant has uploaded, and their images are in the namespace."""
         task = self.llm.task(name, **(self._of_texts if name == "generate" else {}), **options)
         images = getattr(task.inputs, "images", None)
         if images is None:
@@ -235,7 +234,7 @@ class Desk:
         found = copy(task)
         store = self._store
         uploaded = None if store is None else lambda id: store.path_of(str(tenant or ""), id)
-        found.inputs = replace(task.inputs, images=images.for_strangers(uploaded))
+        found.inputs = replace(task.inputs, images=images.for_strangers(uploaded, namespace))
         return found
 
     def check(self, item: Any) -> None:
@@ -245,12 +244,12 @@ class Desk:
     def _prepare(self, order: TaskOrder) -> tuple[Any, list[Work]]:
         for item in order.items:
             self.check(item)
-        task = self.task(order.task, order.options, order.owner.tenant)
+        task = self.task(order.task, order.options, order.owner.tenant, order.namespace)
         works: list[Work] = [raised(work) for work in task.prepare(order.items)]
         if not any(work.requests for work in works):  # nobody would ever answer
             raise InputError("the request holds no text", remedy="give at least one", code="empty")
         for work in works:
-            apart(work, order.namespace, self.llm.engine.media)
+            apart(work, order.namespace)
         return task, works
 
     async def _prepared(self, order: TaskOrder) -> tuple[Any, list[Work]]:
@@ -342,13 +341,11 @@ def _are_short(results: Sequence[Sequence[Any]]) -> bool:
     return len(found) <= SHORT_RESULTS and tokens <= SHORT_TOKENS
 
 
-def apart(work: Work, namespace: str, table: MediaTable | None = None) -> None:
-    """Puts the requests of an item into a namespace, outside of which they share nothing. table: of their images."""
-    if not namespace:
-        return
-    for i, request in enumerate(work.requests):
-        salt = f"{namespace}/{request.salt}"
-        work.requests[i] = replace(request, salt=salt) if table is None else resalted(request, salt, table)
+def apart(work: Work, namespace: str) -> None:
+    """Puts the requests of an item into a namespace, outside of which they share nothing. Their images are made in it
+    (see `Desk.task`)."""
+    if namespace:
+        work.requests[:] = [replace(request, salt=within(namespace, request.salt)) for request in work.requests]
 
 
 def raised(value: Any) -> Any:

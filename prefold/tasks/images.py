@@ -21,7 +21,7 @@ from ..media.recent import RecentImages
 from ..prefix import MEDIA_BASE
 from ..text import Tokenizer
 from ..text.escaped import Escaping
-from ..types import Medium, Request
+from ..types import Medium
 
 __all__ = [
     "Chat",
@@ -35,7 +35,7 @@ __all__ = [
     "check_cut",
     "image_inputs",
     "refuse_images",
-    "resalted",
+    "within",
 ]
 
 # Types of parts that are images: OpenAI's chat and Responses, and Hugging Face's.
@@ -145,18 +145,9 @@ def medium_of(table: MediaTable, key: bytes, load: Loading, salt: str) -> Medium
     return table.medium(key, tiles=load.tiles, rows_per_tile=rows, span=span, load=load, salt=salt)
 
 
-def resalted(request: Request, salt: str, table: MediaTable) -> Request:
-    """Returns a request with another salt: what it has of images is then that salt's, and shared with no other."""
-    if not request.media:
-        return replace(request, salt=salt)
-    tokens, media = request.tokens.copy(), []
-    for medium in request.media:
-        assert isinstance(medium.load, Loading)
-        other = medium_of(table, medium.key, medium.load, salt)
-        at = np.flatnonzero(np.isin(tokens, medium.ids))
-        tokens[at] = other.ids[np.searchsorted(medium.ids, request.tokens[at])]
-        media.append(other)
-    return replace(request, salt=salt, tokens=tokens, media=tuple(media))
+def within(namespace: str, salt: str) -> str:
+    """Returns the salt of requests that share nothing outside of a namespace; "" is none."""
+    return f"{namespace}/{salt}" if namespace else salt
 
 
 @dataclass(frozen=True)
@@ -179,6 +170,7 @@ class ImageInputs:
     most     images that one item may have
     recent   holds pixels that were decoded lately
     seconds  that decoding all images of an item may take; None: each may take what the decoder allows
+    namespace  outside of which nothing of these images is shared, not even where they are read from; "": none
     """
 
     processor: Processor
@@ -188,13 +180,14 @@ class ImageInputs:
     most: int = 64
     recent: RecentImages = field(default_factory=RecentImages)
     seconds: float | None = None
+    namespace: str = ""
 
-    def for_strangers(self, files: Callable[[str], Path | None] | None = None) -> ImageInputs:
+    def for_strangers(self, files: Callable[[str], Path | None] | None = None, namespace: str = "") -> ImageInputs:
         """Returns these inputs without paths: for those who must not read this machine's files, nor hold the one
         decoder for longer with many images than with one. files: returns the path of a file that they uploaded, by its
-        id."""
+        id; namespace: theirs."""
         reader = replace(self.reader, paths=False, folder=None, files=files)
-        return replace(self, reader=reader, seconds=reader.decoder.limits.seconds)
+        return replace(self, reader=reader, seconds=reader.decoder.limits.seconds, namespace=namespace)
 
     @cached_property
     def escaping(self) -> Escaping:
@@ -234,6 +227,7 @@ class ImageInputs:
         processor = self.processor
         expanded = processor.expand(text, [picture.size for picture in pictures])
         ids = (escaping or self.escaping).encode(expanded)
+        salt = within(self.namespace, salt)
         media = tuple(medium_of(self.table, picture.key, picture.load, salt) for picture in pictures)
         at = np.flatnonzero(ids == processor.image_token_id)
         rows = np.concatenate([np.empty(0, np.int32), *(medium.ids for medium in media)])
@@ -354,4 +348,5 @@ def _image_in(part: Any, field: str) -> Any:
     for key in ("image_url", "image", "source"):
         if part.get(key) is not None:
             return part[key]
-    return {key: value for key, value in part.items() if key != "type"}
+    # A table has the same fields in all parts of a column: those that a part was not given are null.
+    return {key: value for key, value in part.items() if key != "type" and value is not None}

@@ -18,6 +18,9 @@ from tiny_vision import drawing, tiny_vision
 
 from prefold import LLM
 from prefold.cli.build import image_reader
+from prefold.errors import InputError
+from prefold.media.recent import RecentImages
+from prefold.serve.desk import TaskOrder
 from prefold.text.escaped import Escaping
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20)])]
@@ -138,6 +141,33 @@ def test_tenants_share_no_images(llm, tmp_path):
             runs.append(llm.stats.tower_runs)
     assert len(answers) == 1
     assert [b - a for a, b in itertools.pairwise(runs)] == [1, 0, 1]
+
+
+def test_one_tenants_image_is_not_read_from_anothers_file(llm, tmp_path, monkeypatch):
+    """Though both have the same pixels at the same time. What is kept for each is counted as that tenant's."""
+    monkeypatch.setattr(llm, "images", replace(llm.images, recent=RecentImages(0)))
+    monkeypatch.setattr(llm, "_tasks", {})
+    keys = tmp_path / "keys.toml"
+    keys.write_text("".join(f'[[key]]\nkey = "k-{name}"\ntenant = "{name}"\n' for name in ("a", "b")))
+    data = base64.b64decode(url_of(PICTURES[0]).partition(",")[2])
+    with serving(llm, served_names=("m",), api_keys=str(keys), data_dir=str(tmp_path / "data")) as server:
+        desk, media, files = server.site.desk, [], []
+        for name in ("a", "b"):
+            with httpx.Client(base_url=server.url, headers={"x-api-key": f"k-{name}"}, timeout=60) as client:
+                form = {"files": {"file": ("a.png", data)}, "data": {"purpose": "vision"}}
+                files.append((name, client.post("/v1/files", **form).json()["id"]))
+            item = {"messages": [{"role": "user", "content": [{"type": "input_image", "file_id": files[-1][1]}]}]}
+            tenant = server.site.keys.tenant({"x-api-key": f"k-{name}"})
+            namespace = f"{server.site.keys.namespace(tenant)}/mine"
+            _, works = desk._prepare(TaskOrder("generate", [item], {}, namespace, True, tenant.owner))
+            (request,) = works[0].requests
+            assert request.media[0].salt == request.salt == f"{namespace}/"
+            media.append(request.media[0])
+            assert llm.engine.images._tenant_of((None, request.salt)) == name
+        desk._store.drop_content(files[0][1])
+        assert media[1].load().shape[1] == 3
+        with pytest.raises(InputError, match=files[0][1]):
+            media[0].load()
 
 
 @pytest.mark.parametrize("paths", [True, False])  # as in Python, and as `prefold serve` makes its reader

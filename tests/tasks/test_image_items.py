@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import io
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -307,18 +308,32 @@ def test_what_is_held_of_recent_images():
     assert recent.take(two.digest) is two and recent.take(three.digest) is three
 
 
-def test_a_request_of_another_salt_has_ids_of_its_own(made, family):
-    from prefold.tasks.images import resalted
+def test_places_of_images_in_tables(made):
+    """A table fills the fields that a part does not have with nulls."""
+    import pyarrow as pa
 
+    task, _ = made()
+    content = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    (row,) = pa.Table.from_pylist([{"messages": [{"role": "user", "content": content}]}]).to_pylist()
+    assert row["messages"][0]["content"][0] == {"type": "image", "text": None}
+    works = task.prepare([{"messages": [{"role": "user", "content": content}], "images": PICTURES[:1]},
+                          row | {"images": PICTURES[:1]}, row])  # fmt: skip
+    assert works[0].requests[0].tokens.tolist() == works[1].requests[0].tokens.tolist()
+    assert works[2].code == "missing_field" and works[2].field == "messages[0].content[0]"
+
+
+def test_images_of_another_namespace_have_ids_of_their_own(made, family):
     task, images = made()
     content = [PICTURES[0], "and", PICTURES[1]]
-    (work,) = task.prepare([[{"role": "user", "content": content}]])
-    (request,) = work.requests
-    other = resalted(request, "tenant/", images.table)
-    assert other.salt == "tenant/" and {medium.salt for medium in other.media} == {"tenant/"}
+    item = {"messages": [{"role": "user", "content": content}], "salt": "s"}
+    (request,) = task.prepare([item])[0].requests
+    theirs = copy(task)
+    theirs.inputs = replace(task.inputs, images=images.for_strangers(namespace="tenant"))
+    (other,) = theirs.prepare([item])[0].requests
+    assert {medium.salt for medium in request.media} == {"s"} and {m.salt for m in other.media} == {"tenant/s"}
     assert with_tokens(other.tokens, images) == with_tokens(request.tokens, images)
     assert not np.isin(other.tokens[other.tokens >= MEDIA_BASE], request.tokens).any()
-    (direct,) = task.prepare([{"messages": [{"role": "user", "content": content}], "salt": "tenant/"}])
+    (direct,) = task.prepare([item | {"salt": "tenant/s"}])
     assert direct.requests[0].tokens.tolist() == other.tokens.tolist()
 
 
