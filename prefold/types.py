@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
@@ -31,6 +31,8 @@ __all__ = [
 
 Sharing = Literal["full", "mlp", "off"]
 SHARING_MODES: tuple[Sharing, ...] = ("full", "mlp", "off")
+# Fields of Exits that options are called by too; to the others' names they put "exit_".
+_SAME_NAMES = ("min_visits", "max_visits", "route")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,16 @@ class Exits:
     prompts: bool = False
     route: tuple[int, ...] | None = None
     visits: tuple[int, ...] = ()
+
+    @property
+    def given(self) -> dict[str, object]:
+        """Returns what differs from the default, by the names of the options that say it (as of Sampling)."""
+        values = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        return {name if name in _SAME_NAMES else f"exit_{name}": value for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)

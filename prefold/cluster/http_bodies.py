@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..prefix import MEDIA_BASE
-from ..types import Generated, GenerationStats, Readout, Request, Result, Sampling, Stats
+from ..types import Exits, Generated, GenerationStats, Readout, Request, Result, Sampling, Stats
 
 __all__ = ["MESSAGES", "RowError", "embedding_bodies", "embeddings_of", "generated_of", "generation_body",
            "generation_stats", "logprob_bodies", "logprobs_of", "model_names"]  # fmt: skip
@@ -87,11 +87,15 @@ def _check(sampling: Sampling, with_text: bool) -> None:
         lacks = sampling.grammar.kind
     elif not with_text:
         lacks = "tokens without text"
-    else:
-        exits = ("exit_threshold", "min_visits", "max_visits")
-        lacks = next((name for name in exits if getattr(sampling, name) != _DEFAULTS[name]), None)
     if lacks is not None:
         raise _lacks(lacks)
+    _check_exits(sampling.exits)
+
+
+def _check_exits(exits: Exits | None) -> None:
+    """Raises InputError for exits and routes of a looped model."""
+    for name in () if exits is None else exits.given:
+        raise _lacks(name)
 
 
 def _check_ids(request: Request) -> None:
@@ -130,9 +134,10 @@ def generated_of(said: Any) -> list[Generated]:
 
 
 def embedding_bodies(
-    requests: Sequence[Request], model: str, text_of: Callable[[np.ndarray], str] | None
+    requests: Sequence[Request], readout: Readout, model: str, text_of: Callable[[np.ndarray], str] | None
 ) -> list[tuple[str, dict[str, Any]]]:
     """Returns (path, body) for the vectors of some prompts: OpenAI's, and TEI's for a server that lacks that."""
+    _check_exits(readout.exits)
     for request in requests:
         _check_ids(request)
     model = requests[0].adapter or model
@@ -155,6 +160,7 @@ def embeddings_of(said: Any, count: int) -> list[Result]:
 def logprob_bodies(request: Request, readout: Readout, model: str) -> list[tuple[str, dict[str, Any]]]:
     """Returns (path, body) of the completions whose prompts' log-probabilities hold what is read of a request, as vLLM
     gives them: of its targets one, whose prompt ends with the last target; of logits one for each of the ids."""
+    _check_exits(readout.exits)
     if readout.kind == "logits":
         ends: Sequence[int] = readout.ids
     else:

@@ -317,7 +317,7 @@ class HttpReplicas(Replicas):
             stats = Stats(tokens=tokens, rows_computed=len(bodies) * tokens, requests=1, steps=1)
             with _reading(server):
                 return [logprobs_of(answers, requests[0], call.readout)], stats
-        said = await self._post(server, embedding_bodies(requests, self.model, text_of))
+        said = await self._post(server, embedding_bodies(requests, call.readout, self.model, text_of))
         tokens = sum(len(request.tokens) for request in requests)
         stats = Stats(tokens=tokens, rows_computed=tokens, requests=len(requests), steps=1)
         with _reading(server):

@@ -15,7 +15,6 @@ __all__ = ["generated", "import_vllm", "lacks", "refused", "sampling_params"]
 # Fields of Sampling that vLLM calls by the same name.
 _SAME = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
          "min_tokens", "ignore_eos", "logprobs")  # fmt: skip
-_EXITS = ("exit_threshold", "min_visits", "max_visits")
 _GRAMMARS = {"json_schema": "json", "regex": "regex", "choice": "choice"}
 
 
@@ -38,9 +37,8 @@ def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
     Raises InputError for what vLLM lacks, and for values that it refuses.
     """
     vllm = import_vllm()
-    for name in _EXITS:
-        if getattr(sampling, name) != getattr(Sampling(), name):
-            raise lacks(name)
+    for name in () if sampling.exits is None else sampling.exits.given:
+        raise lacks(name)
     grammar, structured = sampling.grammar, None
     if grammar is not None:
         if not with_text:

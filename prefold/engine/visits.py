@@ -76,11 +76,15 @@ def check_visits(exits: Exits | None, facts: Facts, visits: VisitOptions | None)
     if exits is None:
         return
     if visits is None:
-        asked = {"exit_change": exits.change is not None, "exit_prompts": exits.prompts, "exit_visits": exits.visits}
-        for name, given in asked.items():
-            if given:
+        for name in exits.given:
+            if name in ("exit_change", "exit_prompts", "exit_visits"):
                 message = f"{name} is given, and rows make all visits"
                 raise InputError(message, field=name, remedy='give the LLM exits="save"', code="no_exits")
+            if name in ("min_visits", "max_visits") and not facts.gate:
+                message = f"{name} is given, and the model has no gate: its rows are read after the last visit"
+                raise InputError(
+                    message, field=name, remedy='leave it out, or give the LLM exits="save"', code="no_gate"
+                )
         if exits.route is not None and not facts.routes:
             message = "a route is given, and the model's blocks differ in windows or rotary settings"
             raise InputError(message, field="route", remedy='give the LLM exits="save"', code="no_exits")

@@ -15,6 +15,8 @@ __all__ = ["check_exits"]
 def check_exits(exits: Exits | None, loop: Loop | None) -> Exits | None:
     """Returns `exits`. Raises InputError for values that cannot be, and for what the model has not: a gate, or visits.
 
+    Whether an engine can follow them is for the engine to say (`engine.visits.check_visits`).
+
     loop: how the model's layers are visited; None: it is not looped
     """
     if exits is None:
@@ -28,29 +30,21 @@ def check_exits(exits: Exits | None, loop: Loop | None) -> Exits | None:
     if exits.change is not None and not (_is_number(exits.change) and exits.change > 0):
         message = f"exit_change is {exits.change!r:.80}"
         raise InputError(message, field="exit_change", remedy="give a number above 0", code="out_of_range")
-    given = {"exit_threshold": threshold, "min_visits": exits.min_visits, "max_visits": exits.max_visits}
     if loop is None:
-        given |= {
-            "exit_visits": exits.visits or None,
-            "exit_change": exits.change,
-            "exit_prompts": exits.prompts or None,
-            "route": exits.route,
-        }
-    if loop is None or not (
-        loop.gate or (threshold is None and (exits.change is not None or exits.route is not None or exits.visits))
-    ):
-        for name, value in given.items():
-            if value is not None and (name != "min_visits" or value != 1):
-                message = f"{name} is {value!r}, and the model has no gate: its rows are read after the last visit"
-                raise InputError(message, field=name, remedy="leave it out", code="no_gate")
-    assert loop is not None
+        for name in exits.given:
+            raise InputError(
+                f"{name} is given, and the model is not looped", field=name, remedy="leave it out", code="not_looped"
+            )
+        return exits
+    if threshold is not None and not loop.gate:
+        message = f"exit_threshold is {threshold!r}, and the model has no gate"
+        raise InputError(message, field="exit_threshold", remedy="leave it out", code="no_gate")
     if exits.route is not None:
         loop.check_route(exits.route)
     if any(visits < 1 for visits in exits.visits):
         raise InputError("exit_visits names fewer visits than one", field="exit_visits", remedy="give 1 or more")
     visits = len(loop.order if exits.route is None else exits.route)
-    for name in ("min_visits", "max_visits"):
-        value = given[name]
+    for name, value in (("min_visits", exits.min_visits), ("max_visits", exits.max_visits)):
         if value is not None and not 1 <= value <= visits:
             remedy = f"give a number from 1 to {visits}, the visits that the model makes"
             raise InputError(f"{name} is {value}", field=name, remedy=remedy, code="out_of_range")

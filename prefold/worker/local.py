@@ -83,6 +83,7 @@ class LocalWorker(Worker):
             tower=None if tower is None else tower.config,
             image_row_bytes=1 if tower is None else tower.config.output * tower.dtype.itemsize,
             routes=blocks_alike(model.config),
+            gate=model.config.loop is not None and model.config.loop.gate,
             fixed=why_fixed(model.config),
             visits=visits,
             visit_bytes=visit_slot_bytes(model) if isinstance(model, LoopedLM) and visits is not None else 1,

@@ -50,6 +50,7 @@ class Facts:
     tower          the tower; None: the model takes no images
     image_row_bytes  bytes of one row of an image as the tower makes it
     routes         whether a step's rows may visit the blocks of a looped model in another order than its own
+    gate           whether a gate says after which visit the rows of a looped model are read
     fixed          why rows cannot be moved to other positions, in words; None: they can
     visits         how rows go through a looped model a visit at a time; None: they cannot
     visit_bytes    bytes of one slot of one row at one visit
@@ -67,6 +68,7 @@ class Facts:
     tower: TowerConfig | None = None
     image_row_bytes: int = 1
     routes: bool = False
+    gate: bool = False
     fixed: str | None = None
     visits: VisitOptions | None = None
     visit_bytes: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,11 +20,11 @@ from tiny import tiny_checkpoint, write_tokenizer
 
 from prefold.cli import main
 from prefold.cluster.fleet import Fleet
-from prefold.cluster.http_bodies import generation_body
+from prefold.cluster.http_bodies import embedding_bodies, generation_body, logprob_bodies
 from prefold.cluster.http_replicas import HttpReplicas
 from prefold.errors import InputError
 from prefold.stream import Spool
-from prefold.types import Grammar, Readout, Request, Sampling
+from prefold.types import Exits, Grammar, Readout, Request, Sampling
 
 from .servers import logprob_of, serving
 
@@ -290,6 +291,26 @@ def test_nothing_that_is_asked_for_is_left_out_silently(request_, field):
     with pytest.raises(InputError, match="a server cannot be asked for") as found:
         generation_body(request_, "m", None, True)
     assert found.value.field == field and found.value.code == "unsupported" and "--url" in found.value.remedy
+
+
+# One of each field of Exits, by the name that requests have for it.
+EXITS = {"exit_threshold": 0.5, "min_visits": 2, "max_visits": 1, "exit_change": 0.1, "exit_prompts": True,
+         "route": (0, 1), "exit_visits": (3, 1)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_exits_and_routes_are_not_left_out_silently(name):
+    assert len(EXITS) == len(dataclasses.fields(Exits))
+    sampling = Sampling(**{name: EXITS[name]})
+    request, exits = Request(np.array([5], np.int32), np.array([6], np.int32), sampling=sampling), sampling.exits
+    asked = (
+        lambda: generation_body(request, "m", None, True),
+        lambda: embedding_bodies([request], Readout("last", exits=exits), "m", None),
+        lambda: logprob_bodies(request, Readout("logprobs", exits=exits), "m"),
+    )
+    for ask in asked:
+        with pytest.raises(InputError, match=f"a server cannot be asked for {name}"):
+            ask()
 
 
 def test_what_a_server_cannot_do_is_an_error_of_that_record(table):

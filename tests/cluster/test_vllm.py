@@ -221,6 +221,8 @@ def test_numbers_are_not_asked_of_it(engines):
     "given, field",
     [
         ({"exit_threshold": 0.5}, "exit_threshold"),
+        ({"route": (0, 1)}, "route"),
+        ({"exit_visits": (2, 1)}, "exit_visits"),
         ({"grammar": Grammar("lark", "start: 'a'")}, "grammar"),
         ({"grammar": Grammar("regex", "a")}, "tokens without text, of a grammar"),
     ],
