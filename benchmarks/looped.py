@@ -21,7 +21,8 @@ stopping rules let it go on: templates are at least 1.20 times as fast as the ge
 prompts of 128 on; the gate's accuracy is within a deviation of that of all visits. --go-on does so regardless.
 
 Each cell is computed in a process of its own, for at most --limit seconds, and written to FOLDER as a JSON file when it
-ends, whole or not at all; one that failed or was late is written down as that. What is there is not computed again.
+ends, whole or not at all; one that failed or was late is written down as that. What is there is not computed again;
+where it was computed with other options than are given now, or does not say with which, the run ends and names it.
 --report makes report.md and report.html of what is in FOLDER.
 """
 
@@ -36,6 +37,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,25 @@ import torch
 from common import machine
 from looped_tasks import TASKS, router_folder, trained_model, trained_router
 
-Cells = dict[str, Callable[[], dict[str, Any]]]
+
+@dataclass(frozen=True)
+class Cell:
+    """A Cell is one measurement.
+
+    run      returns its figures
+    options  what decides these beside the cell's name, as JSON
+    """
+
+    run: Callable[[], dict[str, Any]]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, run: Callable[[], dict[str, Any]], options: argparse.Namespace, *names: str, **more: Any) -> Cell:
+        """Returns a cell whose figures depend on the device, the options of these names, and what else is given."""
+        return cls(run, {name: getattr(options, name) for name in ("device", *names)} | more)
+
+
+Cells = dict[str, Cell]
 
 
 def accuracy_cells(options: argparse.Namespace) -> Cells:
@@ -57,7 +77,11 @@ def accuracy_cells(options: argparse.Namespace) -> Cells:
         folder, took = trained_model(options.out, nodes, seed, options.steps)
         return took | {"result": looped_served.accuracy(folder, nodes, options.device)}
 
-    return {f"accuracy-{nodes}-{seed}": partial(one, nodes, seed) for seed in options.seeds for nodes in options.nodes}
+    return {
+        f"accuracy-{nodes}-{seed}": Cell.of(partial(one, nodes, seed), options, "steps")
+        for seed in options.seeds
+        for nodes in options.nodes
+    }
 
 
 def replay_cells(options: argparse.Namespace) -> Cells:
@@ -68,10 +92,11 @@ def replay_cells(options: argparse.Namespace) -> Cells:
             for visits in options.visits:
                 size = {"batch": batch, "length": length, "visits": visits}
                 name = f"replay-{visits}-{batch}-{length}"
-                cells[name] = partial(looped_replay.seed_setting, **size, **given)
+                cells[name] = Cell.of(partial(looped_replay.seed_setting, **size, **given), options, "repeats")
     for templates in (1, 4, 16):
-        size = {"templates": templates, "requests": options.queue, "batch": 16, "length": options.prompts[0]}
-        cells[f"queue-{templates}"] = partial(looped_replay.queue, **size, visits=options.visits[-1], **given)
+        size = {"requests": options.queue, "batch": 16, "length": options.prompts[0], "visits": options.visits[-1]}
+        run = partial(looped_replay.queue, templates=templates, **size, **given)
+        cells[f"queue-{templates}"] = Cell.of(run, options, "repeats", **size)
     return cells
 
 
@@ -84,8 +109,8 @@ def kv_cells(options: argparse.Namespace) -> Cells:
         for out in options.outs
     ]
     return {
-        f"kv-{visits}-{batch}-{prompt}-{out}": partial(
-            looped_served.kv, batch, prompt, out, visits, options.repeats, options.device
+        f"kv-{visits}-{batch}-{prompt}-{out}": Cell.of(
+            partial(looped_served.kv, batch, prompt, out, visits, options.repeats, options.device), options, "repeats"
         )
         for batch, prompt, out, visits in sizes
     }
@@ -102,13 +127,18 @@ def decode_cells(options: argparse.Namespace) -> Cells:
     for batch in options.batches:
         for out in options.outs:
             for nodes in options.nodes:
-                cells[f"decode-trained-{nodes}-{batch}-{out}"] = partial(one, nodes, 0, batch, 0, out)
+                run = partial(one, nodes, 0, batch, 0, out)
+                how = {"seed": options.seeds[0]}
+                cells[f"decode-trained-{nodes}-{batch}-{out}"] = Cell.of(
+                    run, options, "repeats", "paths", "steps", **how
+                )
             for hidden, prompt in itertools.product(options.hidden, options.prompts):
                 size = hidden, batch, prompt, out
                 name = "-".join(map(str, size))
-                cells[f"decode-random-{name}"] = partial(one, None, *size)
-                cells[f"decode-oneblock-{name}"] = partial(one, None, *size, blocks=1)
-    return {name: run for name, run in cells.items() if name.split("-")[1] in options.kinds}
+                for kind, blocks in (("random", 2), ("oneblock", 1)):
+                    run = partial(one, None, *size, blocks=blocks)
+                    cells[f"decode-{kind}-{name}"] = Cell.of(run, options, "repeats", "paths", "dtype")
+    return {name: cell for name, cell in cells.items() if name.split("-")[1] in options.kinds}
 
 
 def routes_cells(options: argparse.Namespace) -> Cells:
@@ -119,7 +149,8 @@ def routes_cells(options: argparse.Namespace) -> Cells:
     for seed in options.seeds:
         for nodes in options.nodes:
             for reads in ("request", "row"):
-                cells[f"routes-{reads}-{nodes}-{seed}"] = partial(one, nodes, seed, reads)
+                run = partial(one, nodes, seed, reads)
+                cells[f"routes-{reads}-{nodes}-{seed}"] = Cell.of(run, options, "steps", "router_steps")
     return cells
 
 
@@ -133,7 +164,8 @@ def paths_cells(options: argparse.Namespace) -> Cells:
     cells: Cells = {}
     for seed, nodes, batch in itertools.product(options.seeds, options.nodes, options.batches):
         out = options.outs[-1]
-        cells[f"paths-trained-{nodes}-{seed}-{batch}-{out}"] = partial(one, nodes, seed, batch, out)
+        run = partial(one, nodes, seed, batch, out)
+        cells[f"paths-trained-{nodes}-{seed}-{batch}-{out}"] = Cell.of(run, options, "repeats", "steps", "router_steps")
     grid = [list(enumerate(some)) for some in (options.visits, options.batches, options.prompts, options.outs)]
     sizes = [
         (batch, prompt, out, visits)
@@ -142,12 +174,13 @@ def paths_cells(options: argparse.Namespace) -> Cells:
     ]
     for batch, prompt, out, visits in sorted(sizes, key=math.prod):
         name = f"paths-random-{visits}-{batch}-{prompt}-{out}"
-        cells[name] = partial(looped_paths.random, batch, prompt, out, visits, *given)
-    return {name: run for name, run in cells.items() if name.split("-")[1] in options.kinds}
+        run = partial(looped_paths.random, batch, prompt, out, visits, *given)
+        cells[name] = Cell.of(run, options, "repeats")
+    return {name: cell for name, cell in cells.items() if name.split("-")[1] in options.kinds}
 
 
 def once_cells(options: argparse.Namespace) -> Cells:
-    return {"once": lambda: looped_served.once(options.device)}
+    return {"once": Cell.of(partial(looped_served.once, options.device), options)}
 
 
 SECTIONS: Mapping[str, Callable[[argparse.Namespace], Cells]] = {
@@ -192,9 +225,9 @@ def write(path: Path, result: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-def compute(name: str, options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+def compute(name: str, cell: Cell, options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     """Returns a cell's result: read from its file where it has been computed, else computed in a process of its own and
-    written there."""
+    written there. Exits the program where what is there has other options."""
     path = options.out / f"{name}.json"
     if not path.exists():
         print(f"{name} ...", flush=True)
@@ -203,14 +236,18 @@ def compute(name: str, options: argparse.Namespace, arguments: list[str]) -> dic
         try:
             code = process.wait(options.limit)
             if code and not path.exists():
-                write(path, {"failed": f"its process ended with {code}"})
+                write(path, {"failed": f"its process ended with {code}", "options": cell.options})
         except subprocess.TimeoutExpired:
-            write(path, {"failed": f"it took longer than {options.limit:g} s"})
+            write(path, {"failed": f"it took longer than {options.limit:g} s", "options": cell.options})
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    return json.loads(path.read_text(encoding="utf-8"))
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found.get("options") != cell.options:
+        of = f"was computed with {found['options']}" if "options" in found else "does not say its options"
+        raise SystemExit(f"{path} {of}; asked for are {cell.options}: give another --out, or remove it")
+    return found
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -273,8 +310,8 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.cell:
         options.even = False  # it may be of the short grid
-        cells = {name: run for section in SECTIONS.values() for name, run in section(options).items()}
-        write(options.out / f"{options.cell}.json", cells[options.cell]())
+        cell = {name: one for section in SECTIONS.values() for name, one in section(options).items()}[options.cell]
+        write(options.out / f"{options.cell}.json", cell.run() | {"options": cell.options})
         return 0
     sections = [options.section] if options.section else list(SECTIONS)
     if not options.report:
@@ -282,8 +319,8 @@ def main(arguments: list[str] | None = None) -> int:
         results: dict[str, dict[str, Any]] = {}
         for grid in (short(options), options):
             for section in sections:
-                for name in SECTIONS[section](grid):
-                    results[name] = compute(name, options, given)
+                for name, cell in SECTIONS[section](grid).items():
+                    results[name] = compute(name, cell, options, given)
                     if "failed" in results[name]:
                         print(f"{name}: {results[name]['failed']}")
             if (weak := stops(results)) and not options.go_on:

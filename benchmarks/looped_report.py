@@ -195,7 +195,11 @@ def once(cells: Cells) -> str:
 def headline(cells: Cells) -> str:
     """Returns what may be claimed: "faster" only where the last path beats all visits in a cell on a GPU."""
     for parts, one in of(cells, "decode"):
-        if one.get("device") == "cuda" and "+ exits" in one and one["+ exits"]["tokens/s"] > one["fixed"]["tokens/s"]:
+        if (
+            one.get("options", {}).get("device") == "cuda"
+            and "+ exits" in one
+            and one["+ exits"]["tokens/s"] > one["fixed"]["tokens/s"]
+        ):
             return f"Routed looped models are faster than all visits on a GPU ({'-'.join(parts)})."
     return "Looped models with routes need serving that knows routes. No GPU cell shows them faster than all visits."
 

@@ -38,13 +38,28 @@ def train(script: str, **given: Any) -> float:
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
+def trained_with(folder: Path, **given: Any) -> bool:
+    """Returns whether a folder holds a model that was trained with these options; False: it holds none. Raises
+    RuntimeError where it was trained with others."""
+    if not (folder / "model.safetensors").exists():
+        return False
+    found = folder / "found.json"
+    had = json.loads(found.read_text()).get("options", {}) if found.exists() else {}
+    for name, value in given.items():
+        if str(had.get(name)) != str(value):
+            was = f"was trained with {name} {had[name]}" if name in had else f"does not say its {name}"
+            raise RuntimeError(f"{folder} {was}; asked for is {value}: give another --out, or remove it")
+    return True
+
+
 def trained_model(out: Path, nodes: int, seed: int, steps: int) -> tuple[Path, dict[str, Any]]:
     """Returns the folder of a gated model, which is trained where there is none, and what its training took."""
     chains, hops = TASKS[nodes]
     folder = out / f"model-{nodes}-{seed}"
     took = folder / "took.json"
-    if not (folder / "model.safetensors").exists():
-        seconds = train("looped.py", out=folder, nodes=nodes, chains=chains, hops=hops, seed=seed, steps=steps)
+    given = {"nodes": nodes, "chains": chains, "hops": hops, "seed": seed, "steps": steps}
+    if not trained_with(folder, **given):
+        seconds = train("looped.py", out=folder, **given)
         took.write_text(json.dumps({"training processor seconds": seconds, "steps": steps}))
     return folder, json.loads(took.read_text()) if took.exists() else {}
 
@@ -59,8 +74,8 @@ def trained_router(out: Path, nodes: int, seed: int, steps: int, router_steps: i
     chains, hops = TASKS[nodes]
     model, _ = trained_model(out, nodes, seed, steps)
     folder = router_folder(out, reads, nodes, seed)
-    if not (folder / "found.json").exists():
-        given = {"model": model, "out": folder, "chains": chains, "hops": hops, "seed": seed, "steps": router_steps}
-        seconds = train("looped_router.py", **given, reads=reads)
+    given = {"chains": chains, "hops": hops, "seed": seed, "steps": router_steps, "reads": reads}
+    if not trained_with(folder, **given):
+        seconds = train("looped_router.py", model=model, out=folder, **given)
         (folder / "took.json").write_text(json.dumps({"training processor seconds": seconds}))
-    return json.loads((folder / "found.json").read_text())
+    return {name: one for name, one in json.loads((folder / "found.json").read_text()).items() if name != "options"}

@@ -44,11 +44,12 @@ def given(out, *more):
 def test_cells_that_fail_or_are_late_are_written_down(bench, tmp_path):
     arguments = given(tmp_path)
     options = bench.parse(arguments)
-    assert bench.compute("no-cell", options, arguments)["failed"] == "its process ended with 1"
+    once, (name, kv) = bench.once_cells(options)["once"], *bench.kv_cells(options).items()
+    assert bench.compute("no-cell", once, options, arguments)["failed"] == "its process ended with 1"
     options = bench.parse(given(tmp_path, "--limit=0.05"))
-    assert "longer than 0.05 s" in bench.compute("once", options, given(tmp_path))["failed"]
-    (tmp_path / "kv-4-2-16-4.json").write_text(json.dumps(KV))
-    assert bench.compute("kv-4-2-16-4", options, arguments)["ratio"] == 7  # it is there, and not computed
+    assert "longer than 0.05 s" in bench.compute("once", once, options, given(tmp_path))["failed"]
+    (tmp_path / f"{name}.json").write_text(json.dumps(KV | {"options": kv.options}))
+    assert bench.compute(name, kv, options, arguments)["ratio"] == 7  # it is there, and not computed
     (tmp_path / "half.json").write_text('{"ratio": ')
     cells = bench.looped_report.read(tmp_path)
     assert sorted(cells) == ["kv-4-2-16-4", "no-cell", "once"]
@@ -57,6 +58,49 @@ def test_cells_that_fail_or_are_late_are_written_down(bench, tmp_path):
     assert "longer than 0.05 s" in text
     page = (tmp_path / "report.html").read_text()
     assert "<table>" in page and "No GPU cell" in page and "<td>7.00</td>" in page
+
+
+@pytest.mark.parametrize("kind", ["random", "trained"])
+def test_cells_of_other_options_are_refused(bench, tmp_path, kind):
+    """What was measured with another option is no figure of this run, and figures that do not say are of none."""
+    arguments = given(tmp_path, f"--kinds={kind}")
+    options = bench.parse(arguments)
+    ((name, cell),) = bench.decode_cells(options).items()
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps(KV | {"options": cell.options}))
+    assert bench.compute(name, cell, options, arguments)["ratio"] == 7
+    others = {"device": "cuda", "repeats": 3, "paths": ["fixed"]}
+    others |= {"dtype": "bfloat16"} if kind == "random" else {"steps": 4, "seeds": [1]}
+    for option, value in others.items():
+        other = bench.decode_cells(bench.argparse.Namespace(**{**vars(options), option: value}))[name]
+        with pytest.raises(SystemExit, match=f"{name}.json was computed with"):
+            bench.compute(name, other, options, arguments)
+    path.write_text(json.dumps(KV))
+    with pytest.raises(SystemExit, match="does not say its options"):
+        bench.compute(name, cell, options, arguments)
+
+
+def test_models_of_other_options_are_refused(bench, tmp_path):
+    """A model of three steps, as --smoke trains it, is not that of 1,500."""
+    from looped_tasks import trained_model
+
+    folder = tmp_path / "model-16-0"
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+    had = {"nodes": 16, "chains": 3, "hops": 3, "seed": 0, "steps": 3}
+    (folder / "found.json").write_text(json.dumps({"options": had}))
+    assert trained_model(tmp_path, 16, 0, 3)[0] == folder
+    with pytest.raises(RuntimeError, match="was trained with steps 3; asked for is 1500"):
+        trained_model(tmp_path, 16, 0, 1500)
+    (folder / "found.json").unlink()
+    with pytest.raises(RuntimeError, match="does not say its nodes"):
+        trained_model(tmp_path, 16, 0, 3)
+
+
+def test_what_a_gpu_shows_may_be_claimed(bench):
+    cell = {"fixed": {"tokens/s": 10}, "+ exits": {"tokens/s": 12}}
+    for device, claim in (("cuda", "are faster than all visits on a GPU"), ("cpu", "No GPU cell")):
+        assert claim in bench.looped_report.headline({"decode-random-1": cell | {"options": {"device": device}}})
 
 
 def test_stopping_rules(bench):
