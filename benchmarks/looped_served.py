@@ -17,7 +17,7 @@ from looped_tasks import TASKS, example, held_out
 
 from prefold import LLM
 from prefold.checkpoint import Checkpoint
-from prefold.model.exits import RowExits, exit_visits
+from prefold.model.exits import RowExits, visits_at_exit
 from prefold.stream import Spool
 from prefold.train import TrainBatch, visit_logprobs
 from prefold.types import Generated, Request, Sampling
@@ -51,7 +51,7 @@ def accuracy(folder: Path, nodes: int, device: str) -> dict[str, Any]:
     def ask(name: str, one: LLM, threshold: float, **how: Any) -> None:
         answers = tokens_of(one, requests(queries.prompts, max_tokens=1, exit_threshold=threshold, **how))
         right = np.array(answers)[:, 0] == queries.wanted[-1]
-        made = exit_visits(gate, RowExits(threshold)).cpu().numpy() + 1
+        made = visits_at_exit(gate, RowExits(threshold)).cpu().numpy() + 1
         found[name] = {
             "by hops": {str(far): float(right[queries.hops == far].mean()) for far in range(1, hops + 2)},
             "seen": float(right[queries.hops <= hops].mean()),

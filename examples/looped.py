@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 from prefold.checkpoint import Checkpoint
 from prefold.model import LoopedLM, load_model
-from prefold.model.exits import RowExits, exit_visits
+from prefold.model.exits import RowExits, visits_at_exit
 from prefold.train import TrainBatch, save_model, visit_logprobs
 
 TRAINED_VISITS, VISITS = 6, 8
@@ -204,7 +204,7 @@ def evaluate(model: LoopedLM, task: Task, most: int, graphs: int) -> dict[str, A
     said = nodes[torch.stack(scores).argmax(0).numpy()]
     gate = visit_logprobs(model, batch)[1]
     assert gate is not None
-    visit = exit_visits(gate, RowExits(THRESHOLD)).numpy()
+    visit = visits_at_exit(gate, RowExits(THRESHOLD)).numpy()
     right = said == queries.wanted[-1]
     at_exit = right[visit, np.arange(len(visit))]
     return {
@@ -280,6 +280,16 @@ def train(run: Run, written: Path, steps: int, loss_of: Callable[[], tuple[torch
             run.save(written)
 
 
+def save(model: LoopedLM, config: dict[str, Any], run: Run, found: dict[str, Any], folder: Path) -> None:
+    """Saves a model, and in found.json what was found of it and the options of its training. Its weights come last: a
+    folder with weights has all."""
+    part = save_model(model, Checkpoint.dummy(config), folder / "part")
+    (part / "found.json").write_text(json.dumps({"options": run.options} | found, indent=1), encoding="utf-8")
+    for path in sorted(part.iterdir(), key=lambda path: path.suffix == ".safetensors"):
+        os.replace(path, folder / path.name)
+    part.rmdir()
+
+
 def rate(step: int, steps: int) -> float:
     """Returns the share of the learning rate at a step: a warm-up, and half a cosine."""
     return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -335,9 +345,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     config = hf_config(task, options.hidden, options.heads, VISITS)
     final = make_model(config)
     final.load_state_dict(model.state_dict())
-    save_model(final, Checkpoint.dummy(config), options.out)
-    written.unlink(missing_ok=True)
     found = evaluate(final, task, task.marks or min(options.hops + 1, task.longest), 2 * options.graphs)
+    save(final, config, run, found, options.out)
+    written.unlink(missing_ok=True)
     shares = ", ".join(f"{hops}: {share:.3f}" for hops, share in found["by hops"].items())
     print(f"right after {VISITS} visits, by hops: {shares}; by guessing an end: {1 / task.chains:.3f}")
     print(f"right at exits: {found['at exit']:.3f}, after {found['visits']:.2f} visits")

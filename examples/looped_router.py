@@ -20,7 +20,6 @@ An interrupted run goes on when the same command is given again.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,15 +28,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from looped import HELD_OUT, Run, Task, make_model, optimizer_of, rate, train
+from looped import HELD_OUT, Run, Task, make_model, optimizer_of, rate, save, train
 from torch.nn import functional as F
 
-from prefold.checkpoint import Checkpoint, resolve
+from prefold.checkpoint import resolve
 from prefold.model import LoopedLM, load_model
 from prefold.model.routed import routed
 from prefold.model.router import choose, summary
 from prefold.model.routing import Routing
-from prefold.train import TrainBatch, routed_logprobs, save_model, whole_sequences
+from prefold.train import TrainBatch, routed_logprobs, whole_sequences
 
 THRESHOLDS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7)
 LEAVING_BIAS = -2.0
@@ -289,8 +288,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         results["planner"] = distil(
             model, task, options.hops, options.planner_prompts, options.planner_steps, options.seed
         )
-    save_model(model, Checkpoint.dummy(config), options.out)
-    written.unlink(missing_ok=True)
     most = task.marks or min(options.hops + 1, task.longest)
     ways = {"fixed": replace(hard, kind="fixed"), "soft": replace(hard, kind="soft")}
     ways |= {f"hard at {threshold:.2f}": replace(hard, threshold=threshold) for threshold in THRESHOLDS}
@@ -303,7 +300,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         print(f"{name}: right (visits) by hops: {shares}{graph}; {len(one.get('routes', {}))} routes")
     if model.planner is not None:
         print("planner: " + ", ".join(f"{name} {share:.3f}" for name, share in results["planner"].items()))
-    (options.out / "found.json").write_text(json.dumps(results, indent=1))
+    save(model, config, run, results, options.out)
+    written.unlink(missing_ok=True)
     print(f"saved to {options.out}")
     return results
 

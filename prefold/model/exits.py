@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..types import Exits
 
-__all__ = ["RowExits", "exit_visits"]
+__all__ = ["RowExits", "visits_at_exit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class RowExits:
         return cls(threshold, exits.min_visits, float("inf") if exits.max_visits is None else exits.max_visits)
 
 
-def exit_visits(gate: Tensor, exits: RowExits, default: float = 1.0) -> Tensor:
+def visits_at_exit(gate: Tensor, exits: RowExits, default: float = 1.0) -> Tensor:
     """Returns the visit that each read's row leaves after, from 0: int64 [reads].
 
     gate     float32 [visits, reads]: the logit of leaving after each visit, of a row that has not left before

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from .config import ModelConfig
-from .exits import RowExits, exit_visits
+from .exits import RowExits, visits_at_exit
 from .gate import Gate, Seen
 from .layers import Linear
 from .lora import NO_ADAPTERS, RowAdapters
@@ -68,7 +68,7 @@ class LoopedLM(CausalLM):
         if exits is not None:
             states = torch.stack(self.after_each_visit(tokens, positions, attend, read_rows, adapters, route))
             rows = torch.arange(states.shape[1], device=states.device) if exits.rows is None else exits.rows
-            return states[exit_visits(self.leaving(states)[:, rows], exits, self.loop.threshold), rows]
+            return states[visits_at_exit(self.leaving(states)[:, rows], exits, self.loop.threshold), rows]
         rows = self.start(tokens, positions, attend, read_rows, adapters)
         for block in self.loop.order if route is None else route:
             self.visit(rows, block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -81,6 +82,26 @@ def test_an_interrupted_run_goes_on(example, tmp_path, monkeypatch, capsys):
     llm = LLM(str(out), dtype="float32", device="cpu")
     queries = example.Queries.make(example.Task(9, 3), 2, 2, 8, np.random.default_rng(0))
     assert len(llm.generate(queries.prompts, max_tokens=1, exit_threshold=0.5)) == len(queries.prompts)
+
+
+@pytest.mark.parametrize("name", ["looped", "looped_router"])
+def test_a_run_that_is_interrupted_at_its_end_goes_on(name, router_example, trained, tmp_path, monkeypatch, capsys):
+    """Weights are there when all else is: until then the same command may be given again."""
+    made, out = sys.modules[name], tmp_path / "out"
+    given = [*SMALL, f"--out={out}"] if name == "looped" else [*ROUTER, f"--model={trained}", f"--out={out}"]
+    for place, broken in ((made, "evaluate"), (sys.modules["looped"].os, "replace")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, broken, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                made.main(given)
+        assert not (out / "model.safetensors").exists()
+    found = made.main(given)
+    assert json.loads((out / "found.json").read_text())["options"]["seed"] in (0, "0")
+    assert found and sorted(path.name for path in out.iterdir()) == ["config.json", "found.json", "model.safetensors"]
+
+
+def interrupted(*arguments):
+    raise KeyboardInterrupt
 
 
 def test_a_loss_that_is_no_number_ends_the_run(example, tmp_path, monkeypatch):
