@@ -56,28 +56,36 @@ class Tails:
         """Returns a place, where nothing is yet."""
         if not self._free:
             places, rows, runs = self._size
-            self._grow(max(_PLACES, 2 * places), rows, runs)
+            self._resize(max(_PLACES, 2 * places), rows, runs)
             self._free = list(range(self._size[0] - 1, places - 1, -1))
         place = self._free.pop()
-        self.empty(place)
-        self.waited[place], self.row[place] = 0, -1
+        self.row[place] = -1
         return place
 
     def release(self, place: int) -> None:
-        """Takes a place back."""
-        self._free.append(place)
-
-    def empty(self, place: int) -> None:
-        """Forgets all rows of a place."""
-        for array in (self.slots, self.owned, self.left, self.done, self.num_runs, self.num_spare):
+        """Takes a place back, and the room that nobody else needs where its tail was among the longest."""
+        rows = int(self.row[place]) + 1
+        for array in (self.slots, self.owned, self.left):
+            array[place, :, :rows] = 0
+        for array in (self.done, self.num_runs, self.num_spare):
             array[place] = 0
-        self.visit[place] = 0
+        self.visit[place], self.waited[place], self.row[place] = 0, 0, -1
+        self._free.append(place)
+        if self._size[1] > _ROWS and 4 * rows > self._size[1]:
+            self._shrink()
 
     def room_for(self, rows: int) -> None:
         """Lets every tail have so many rows."""
         places, now, runs = self._size
         if rows > now:
-            self._grow(places, max(rows, 2 * now), runs)
+            self._resize(places, max(rows, 2 * now), runs)
+
+    def _shrink(self) -> None:
+        """Gives room back where all tails need a quarter of it at most; then they have twice what they need."""
+        places, rows, runs = self._size
+        longest, most = int(self.row.max()) + 1, int(self.num_runs.max())
+        if 4 * longest <= rows:
+            self._resize(places, max(_ROWS, 2 * longest), min(runs, max(_RUNS, 2 * most)))
 
     def add_runs(self, place: Any, visit: Any, slot: np.ndarray, count: int, position: np.ndarray) -> None:
         """Adds runs of settled rows, each behind those of its place and visit, and joins it with the last of them where
@@ -92,13 +100,18 @@ class Tails:
         number = self.num_runs[place, visit]
         most = int(number.max(initial=-1)) + 1
         if most > self._size[2]:
-            self._grow(self._size[0], self._size[1], 2 * most)
+            self._resize(self._size[0], self._size[1], 2 * most)
         self.run_start[place, visit, number] = slot[new]
         self.run_count[place, visit, number] = count
         self.run_position[place, visit, number] = position[new]
         self.num_runs[place, visit] += 1
 
-    def _grow(self, places: int, rows: int, runs: int) -> None:
+    def check(self) -> None:
+        """Raises AssertionError where anything is left in a place that nobody has; for tests."""
+        for array in (self.slots, self.owned, self.left, self.done, self.num_runs, self.num_spare, self.visit):
+            assert not array[self._free].any()
+
+    def _resize(self, places: int, rows: int, runs: int) -> None:
         shapes = {
             (places, self.visits, rows): ("slots", "owned", "left"),
             (places, self.visits, runs): ("run_start", "run_count", "run_position"),
@@ -110,7 +123,8 @@ class Tails:
                 old = getattr(self, name)
                 if old.shape != shape:
                     new = np.zeros(shape, old.dtype)
-                    new[tuple(slice(size) for size in old.shape)] = old
+                    same = tuple(slice(min(sizes)) for sizes in zip(shape, old.shape, strict=True))
+                    new[same] = old[same]
                     setattr(self, name, new)
         self._size = (places, rows, runs)
 
@@ -119,19 +133,19 @@ class TailVisit(NodeVisit):
     """A TailVisit is what the rows of a tail have at one visit; it lies in the arrays of a Tails, while the tail has a
     place there.
 
-    number  of the visit, from 0
+    t  which visit it is, from 0
     """
 
-    __slots__ = ("number", "tail")
+    __slots__ = ("t", "tail")
 
     def __init__(self, tail: TailNode, prefix: Prefix):
         self.node = self.tail = tail
-        self.prefix, self.users, self.number = prefix, 0, len(prefix) - 1
+        self.prefix, self.users, self.t = prefix, 0, len(prefix) - 1
 
     def _of(self, name: str, size: int = 0) -> np.ndarray:
         tail = self.tail
         array: np.ndarray = getattr(tail.tails, name)
-        return np.zeros(size, array.dtype) if tail.place is None else array[tail.place, self.number]
+        return np.zeros(size, array.dtype) if tail.place is None else array[tail.place, self.t]
 
     @property
     def slots(self) -> np.ndarray:  # type: ignore[override]
@@ -151,7 +165,7 @@ class TailVisit(NodeVisit):
 
     @done.setter
     def done(self, done: int) -> None:
-        self.tail.tails.done[self.tail.place, self.number] = done
+        self.tail.tails.done[self.tail.place, self.t] = done
 
     def _runs(self, name: str) -> list[int]:
         return [] if self.tail.place is None else self._of(name)[: self._of("num_runs")].tolist()
@@ -176,14 +190,14 @@ class TailVisit(NodeVisit):
 
     def take_spare(self, count: int) -> np.ndarray:
         """Returns up to `count` of the slots that are claimed for rows to come."""
-        slots, tails, at = self.spare[:count], self.tail.tails, (self.tail.place, self.number)
+        slots, tails, at = self.spare[:count], self.tail.tails, (self.tail.place, self.t)
         tails.spare_at[at] += len(slots)
         tails.num_spare[at] -= len(slots)
         return slots
 
     def keep_spare(self, slots: np.ndarray) -> None:
         """Keeps neighbouring slots for rows to come, where there are no others."""
-        tails, at = self.tail.tails, (self.tail.place, self.number)
+        tails, at = self.tail.tails, (self.tail.place, self.t)
         assert not tails.num_spare[at] and (np.diff(slots) == 1).all()
         tails.spare_at[at], tails.num_spare[at] = slots[0], len(slots)
 
@@ -191,15 +205,18 @@ class TailVisit(NodeVisit):
         self.tail.tails.room_for(len(self.tail))
 
     def _join(self, slot: int, count: int, position: int) -> None:
-        numbers = (self.tail.place, self.number, slot, position)
+        numbers = (self.tail.place, self.t, slot, position)
         place, visit, slots, positions = (np.array([number]) for number in numbers)
         self.tail.tails.add_runs(place, visit, slots, count, positions)
 
     def give_up(self) -> np.ndarray:
         slots = np.concatenate((self.slots[self.owned], self.spare))
         if self.tail.place is not None:
-            for name in ("slots", "owned", "left", "done", "num_runs", "num_spare"):
-                getattr(self.tail.tails, name)[self.tail.place, self.number] = 0
+            tails, at = self.tail.tails, (self.tail.place, self.t)
+            for name in ("slots", "owned", "left"):
+                getattr(tails, name)[at][: len(self.tail)] = 0
+            for name in ("done", "num_runs", "num_spare"):
+                getattr(tails, name)[at] = 0
         self._gave_up(len(slots))
         return slots
 

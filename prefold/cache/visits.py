@@ -177,8 +177,12 @@ class VisitCache(RadixCache):
     """A VisitCache is a RadixCache of nodes whose rows have slots for each visit. It counts rows, whatever their
     visits.
 
+    A visit is *untaken* where sequences use its node, and none of them takes its route prefix: rows of another route,
+    from before or since. Nodes that nobody uses are kept and evicted whole, with all of their visits; so untaken visits
+    have to be looked for in nodes in use alone.
+
     num_slots  how many slots the rows hold that may be evicted
-    untaken    nodes in use that may have visits which no sequence takes
+    untaken    the nodes in use that may have untaken visits
     """
 
     num_slots = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,6 +29,18 @@ class Decided:
     route   the blocks visited, prelude and coda included; None: not known yet
     prompt  int16 [rows of the prompt]: after how many visits each row left; None: not known yet
     tails   by sample: after how many visits the row of each of its tokens left
+
+    Whether a row leaves after its n-th visit to a block depends on what is known of it:
+
+    known is                                         before                at and behind
+    that it left after m visits, which are not all   n < m: STAYS          n >= m: LEAVES
+    that it made all m visits of its route           n < m: STAYS          n = m: STAYS; a row of a prompt by its rule
+    its rule, min_visits a and max_visits b          n < a: STAYS          a <= n < b: DECIDES    n >= b: LEAVES
+
+    For a route that ends is no exit: others may go on from its rows. By its rule a row STAYS for good where it has
+    neither criteria nor max_visits, and after the last visit that any route may make. Rows of prompts that do not leave
+    by rules always stay. `Routed.when` gives a line of the table as two numbers, `Routed.leaves` and `Decoding` (over
+    arrays) apply them, and `Routed.leave` makes a row known.
     """
 
     route: tuple[int, ...] | None = None
@@ -48,12 +60,13 @@ class Routed(Running):
               of its state ("project")
     decided   what was decided once
     tails     where what its tail has lies, while it runs
-    visit     the visit that its rows come to next; as many as the route has: all rows are there
+    visit     the index of the visit that its rows come to next; as many as the route has: all rows are there
     waited    for how many steps it has waited
     most      visits to blocks that any route may make
+    found     how many leading rows of the prompt were there at each of the visits that it has come to
     """
 
-    __slots__ = ("decided", "exits", "is_open", "keys", "most", "namespace", "prefixes", "tails")
+    __slots__ = ("decided", "exits", "found", "is_open", "keys", "most", "namespace", "prefixes", "tails")
 
     tail: TailNode
 
@@ -83,6 +96,7 @@ class Routed(Running):
         self.prefixes: list[Prefix] = []
         self.is_open = True
         self.most = NEVER
+        self.found = leaf.stop
 
     @property
     def visit(self) -> int:
@@ -156,9 +170,15 @@ class Routed(Running):
         for node in self.nodes():
             node.visit(self.prefixes[-1]).users += 1
 
-    def at(self, visit: int) -> Iterator[NodeVisit]:
-        """Yields what its rows have at a visit, from the root down; those of the tail alone once the prompt is done."""
-        prefix = self.prefixes[visit]
+    def find(self, prefixes: Sequence[Prefix]) -> None:
+        """Notes how many leading rows of its prompt are there at visits that it comes to."""
+        path: list[VisitNode] = self.leaf.path()  # type: ignore[assignment]
+        for prefix in prefixes:
+            self.found = min(self.found, sum(node.visits[prefix].done for node in path))
+
+    def at(self, t: int) -> Iterator[NodeVisit]:
+        """Yields what its rows have at visit t, from the root down; those of the tail alone once the prompt is done."""
+        prefix = self.prefixes[t]
         if not self.ready:
             for node in self.leaf.path():
                 yield node.visits[prefix]  # type: ignore[attr-defined]
@@ -169,28 +189,28 @@ class Routed(Running):
         """Returns how many of its visits are to blocks."""
         return sum(unit >= 0 for unit in self.route)
 
-    def before(self, node: VisitNode, visit: int) -> NodeVisit | None:
-        """Returns what a node's rows have at the visit before; None of the first."""
-        return node.visits[self.prefixes[visit - 1]] if visit else None
+    def before(self, node: VisitNode, t: int) -> NodeVisit | None:
+        """Returns what a node's rows have at the visit before visit t; None before the first."""
+        return node.visits[self.prefixes[t - 1]] if t else None
 
-    def left_before(self, visit: NodeVisit, number: int) -> bool:
-        """Returns whether the next row that is not settled at a visit had left before it."""
-        if not number or self.route[number] == CODA:
+    def left_before(self, visit: NodeVisit, t: int) -> bool:
+        """Returns whether the next row that is not settled at a visit, which is visit t, had left before it."""
+        if not t or self.route[t] == CODA:
             return False
-        return bool(visit.node.visits[self.prefixes[number - 1]].left[visit.done])
+        return bool(visit.node.visits[self.prefixes[t - 1]].left[visit.done])
 
-    def has_left(self, node: VisitNode, visit: int, rows: slice) -> np.ndarray | None:
-        """Returns which of a node's rows left before a visit, bool; None: none did."""
-        before = self.before(node, visit)
-        if before is None or self.route[visit] == CODA:
+    def has_left(self, node: VisitNode, t: int, rows: slice) -> np.ndarray | None:
+        """Returns which of a node's rows left before visit t, bool; None: none did."""
+        before = self.before(node, t)
+        if before is None or self.route[t] == CODA:
             return None
         left = before.left[rows]
         return left if left.any() else None
 
-    def seen_of_left(self, node: VisitNode, visit: int, rows: slice) -> np.ndarray:
-        """Returns the slots that a visit sees of rows that left before it, int64; 0 where K/V has to be projected."""
-        block = self.route[visit]
-        earlier = next((t for t in range(visit - 1, -1, -1) if self.route[t] == block), None)
+    def seen_of_left(self, node: VisitNode, t: int, rows: slice) -> np.ndarray:
+        """Returns the slots that visit t sees of rows that left before it, int64; 0 where K/V has to be projected."""
+        block = self.route[t]
+        earlier = next((one for one in range(t - 1, -1, -1) if self.route[one] == block), None)
         if earlier is None:
             return np.zeros(rows.stop - rows.start, np.int64)
         slots = node.visits[self.prefixes[earlier]].slots[rows]
@@ -199,27 +219,26 @@ class Routed(Running):
             return np.where(before.left[rows], slots, 0) if before is not None else np.zeros_like(slots)
         return slots
 
-    def state_slots(self, node: VisitNode, visit: int, rows: slice) -> np.ndarray:
-        """Returns the slots of the states with which rows come to a visit, int64; 0 before the first."""
+    def state_slots(self, node: VisitNode, t: int, rows: slice) -> np.ndarray:
+        """Returns the slots of the states with which rows come to visit t, int64; 0 before the first."""
         slots = np.zeros(rows.stop - rows.start, np.int64)
-        for t in range(visit - 1, -1, -1):
-            own = node.visits[self.prefixes[t]]
-            before = self.before(node, t)
+        for earlier in range(t - 1, -1, -1):
+            own = node.visits[self.prefixes[earlier]]
+            before = self.before(node, earlier)
             made = own.owned[rows]
-            if before is not None and self.route[t] != CODA:  # projected for rows that had left
+            if before is not None and self.route[earlier] != CODA:  # projected for rows that had left
                 made = made & ~before.left[rows]
             slots = np.where((slots == 0) & made, own.slots[rows], slots)
             if slots.all():
                 break
         return slots
 
-    def leaves(self, position: int, visit: int) -> int:
-        """Returns whether its row at a position leaves after a visit by its rule: LEAVES, STAYS or DECIDES.
-
-        A route that ends is no exit: other routes may go on from its rows."""
-        if self.route[visit] < 0:
+    def leaves(self, position: int, t: int) -> int:
+        """Returns whether its row at a position leaves after visit t, as the table of Decided says: LEAVES, STAYS or
+        DECIDES."""
+        if self.route[t] < 0:
             return STAYS
-        number = visit + (self.route[0] != PRELUDE)  # of visits to blocks, this one included
+        number = t + (self.route[0] != PRELUDE)  # of visits to blocks, this one included
         in_tail = position - self.leaf.stop
         if in_tail >= 0:
             decides, leaves = self.when(in_tail)
@@ -236,8 +255,8 @@ class Routed(Running):
         return LEAVES if number >= leaves else DECIDES if number >= decides else STAYS
 
     def when(self, row: int) -> tuple[int, int]:
-        """Returns from how many visits on the criteria of a row of the tail decide, and after how many visits it leaves
-        in any case; or NEVER."""
+        """Returns two numbers of visits to blocks for a row of the tail, each of which may be NEVER: from how many on
+        its criteria decide, and after how many it leaves whatever they say. They are a row of the table of Decided."""
         known = self.decided.tails.get(self.sample, ())
         known = known if row < len(known) else self.exits.visits
         made = known[row] if row < len(known) else 0
@@ -253,12 +272,12 @@ class Routed(Running):
             return NEVER, NEVER if most == NEVER else max(most, exits.min_visits)
         return exits.min_visits, most
 
-    def leaving(self, positions: range, visit: int) -> tuple[list[int], tuple[float, float]]:
-        """Returns what `leaves` says of each row, and the threshold and the change of state at which rows leave, nan
-        where they do not."""
+    def leaving(self, positions: range, t: int) -> tuple[list[int], tuple[float, float]]:
+        """Returns what `leaves` says of each row at visit t, and the threshold and the change of state at which rows
+        leave, nan where they do not."""
         if positions.start < self.leaf.stop and not self.exits.prompts:
-            return [self.leaves(positions.start, visit)] * len(positions), (NAN, NAN)
-        return [self.leaves(position, visit) for position in positions], self.criteria
+            return [self.leaves(positions.start, t)] * len(positions), (NAN, NAN)
+        return [self.leaves(position, t) for position in positions], self.criteria
 
     @property
     def criteria(self) -> tuple[float, float]:
@@ -279,22 +298,22 @@ class Routed(Running):
         made[made == 0] = number
         return made
 
-    def leave_with(self, visit: int, token: int, stop: bool) -> bool:
-        """Books that its last row left after a visit, and gave a token, which is no part of the output if it stops
+    def leave_with(self, t: int, token: int, stop: bool) -> bool:
+        """Books that its last row left after visit t, and gave a token, which is no part of the output if it stops
         there; returns whether it has ended."""
-        self.leave(visit)
+        self.leave(t)
         if not stop:
             self.take(int(token))
         return stop or self.known == self.limit
 
-    def leave(self, visit: int) -> None:
-        """Books that its last row has left, and gave a token."""
+    def leave(self, t: int) -> None:
+        """Books that its last row has left after visit t, and gave a token: so it is known from now on."""
         decided, tails = self.decided, self.decided.tails.setdefault(self.sample, [])
         if not self.ready and self.exits.prompts and decided.prompt is None:
             decided.prompt = np.concatenate([self.visits_made(node) for node in self.nodes()[:-1]])
         rows = len(self.tail.tokens)
-        if self.ready and rows == len(tails) + 1 and self.route[visit : visit + 1] not in ([], [CODA]):
-            tails.append(visit + (self.route[0] != PRELUDE))
+        if self.ready and rows == len(tails) + 1 and self.route[t : t + 1] not in ([], [CODA]):
+            tails.append(t + (self.route[0] != PRELUDE))
         elif rows > len(tails):
             tails.extend(self.visits_made(self.tail)[len(tails) :].tolist())
         self.ready, self.visit = True, 0

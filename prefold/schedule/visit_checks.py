@@ -53,6 +53,7 @@ def check_visits(scheduler: VisitScheduler) -> None:
             assert flat == visit.slots[: visit.done].tolist()
     places = [sequence.tail.place for sequence in scheduler.running]
     assert len(set(places)) == len(places), "two tails in one place"
+    scheduler._tails.check()
     slots = np.sort(np.concatenate(held)) if held else np.empty(0, np.int64)
     assert np.array_equal(slots, np.arange(1, scheduler.pool.num_slots + 1)), "slots leak, or are used twice"
     assert len(scheduler.running) <= scheduler.max_running

@@ -168,10 +168,10 @@ class Claims:
         if final or may_leave:
             draft.reads.append((sequence, last, final))
 
-    def _last(self, sequence: Routed, visit: int) -> NodeVisit:
-        """Returns what the node of a sequence's last row has at a visit."""
+    def _last(self, sequence: Routed, t: int) -> NodeVisit:
+        """Returns what the node of a sequence's last row has at visit t."""
         node = sequence.tail if sequence.tail.tokens else sequence.leaf
-        return node.visits[sequence.prefixes[visit]]  # type: ignore[union-attr]
+        return node.visits[sequence.prefixes[t]]  # type: ignore[union-attr]
 
     def _is_computed(self, sequence: Routed, last: NodeVisit) -> bool:
         rows = slice(len(last.node) - 1, len(last.node))

@@ -256,7 +256,7 @@ class Decoding:
         return DecodeStep(message, draft, takers, reads, crew, place[:n], visit[:n], row[:n])
 
     def _leaves(self, unit: int, crew: Crew, route: np.ndarray, visit: np.ndarray, place: np.ndarray) -> np.ndarray:
-        """Returns whether rows leave after a visit, as `Routed.leaves` does."""
+        """Returns whether rows of tails leave after a visit, as the table of Decided says. visit: its index."""
         if unit < 0:
             return np.full(len(place), STAYS, np.int8)
         number = visit + ~crew.has_prelude[route]

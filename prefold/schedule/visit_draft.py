@@ -24,11 +24,11 @@ class Take:
     """A Take is some rows of a node that a step brings to a visit: the next `rows` that are not settled.
 
     sequence  the first that needs them
-    visit     which visit of its route
+    t         which visit of its route
     """
 
     sequence: Routed
-    visit: int
+    t: int
     rows: int
 
 
@@ -124,15 +124,15 @@ class _Rows:
         """Adds a row that goes on, as decode rows do: what `add` does, without arrays. Returns whether it is one."""
         node, sequence, first = visit.node, take.sequence, visit.done
         source = given = 0
-        if take.visit:
-            before = node.visits[sequence.prefixes[take.visit - 1]]
+        if take.t:
+            before = node.visits[sequence.prefixes[take.t - 1]]
             if before.left[first]:
                 return False
             source = int(before.slots[first])
             if sequence.route[0] == PRELUDE:
                 given = int(node.visits[sequence.prefixes[0]].slots[first])
         query, position, slot = len(self.tokens), node.start + first, int(visit.slots[first])
-        leaves, criteria = sequence.leaving(range(position, position + 1), take.visit)
+        leaves, criteria = sequence.leaving(range(position, position + 1), take.t)
         self.tokens.append(int(node.tokens[first]))
         self.positions.append(position)
         self.source.append(source)
@@ -152,14 +152,14 @@ class _Rows:
             return
         node, sequence, first, count = visit.node, take.sequence, visit.done, take.rows
         rows, base = slice(first, first + count), len(self.tokens)
-        left = sequence.has_left(node, take.visit, rows)
+        left = sequence.has_left(node, take.t, rows)
         slots, given = visit.slots[rows].tolist(), [0] * count
-        states = sequence.state_slots(node, take.visit, rows).tolist()
-        if sequence.route[0] == PRELUDE and take.visit:
+        states = sequence.state_slots(node, take.t, rows).tolist()
+        if sequence.route[0] == PRELUDE and take.t:
             given = node.visits[sequence.prefixes[0]].slots[rows].tolist()
         positions = range(node.start + first, node.start + rows.stop)
         tokens = node.tokens[rows] if node is sequence.tail else np.asarray(node.tokens[rows]).tolist()
-        leaves, criteria = sequence.leaving(positions, take.visit)
+        leaves, criteria = sequence.leaving(positions, take.t)
         # A row that is computed is seen from its own query on, another from the next.
         if left is None:
             queries = np.arange(base, base + count)
@@ -256,7 +256,7 @@ def _step(draft: VisitDraft, out: _Rows, spans: list[tuple[tuple[Hashable, ...],
         projects=out.project_of,
         takes=[(visit, take, out.queries[visit]) for visit, take in draft.takes.items()],
         routed=sorted(draft.routings, key=lambda sequence: len(sequence.route)),
-        decode_rows=sum(take.rows for take in draft.takes.values() if take.sequence.ready and not take.visit),
+        decode_rows=sum(take.rows for take in draft.takes.values() if take.sequence.ready and not take.t),
     )
 
 

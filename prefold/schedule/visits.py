@@ -100,20 +100,18 @@ class VisitScheduler(Sequences[Routed]):
         exits    the route, and when rows leave; its threshold is that of the model where nobody gave one
         decided  what was decided for this request before; written to as more is decided
         """
-        exits, decided = exits or Exits(), decided or Decided()
-        if exits.threshold is None:
-            exits = replace(exits, threshold=self.visits.threshold)
-        most = self._most
+        namespace = self.namespace_of(namespace, exits)
+        exits, decided = self._filled(exits), decided or Decided()
+        visits = self._most if exits.route is None else len(exits.route) + self.visits.prelude + self.visits.coda
         rows = len(tokens) + (limit - 1 if reserve else 0)
-        if rows * most > self.pool.num_slots:
+        if rows * visits > self.pool.num_slots:
             raise InputError(
-                f"the request needs the K/V of {rows} rows at {most} visits, {rows * most} slots, the KV store holds"
-                f" {self.pool.num_slots}",
+                f"the request needs the K/V of {rows} rows at {visits} visits, {rows * visits} slots, the KV store"
+                f" holds {self.pool.num_slots}",
                 field="max_tokens" if rows > len(tokens) else "prompt",
                 remedy="give a larger kv_memory, or ask for fewer tokens",
                 code="kv_memory",
             )
-        namespace = (*namespace, *rule_of(exits))
 
         def make(sample: int, leaf: Node, had: list[int]) -> Routed:
             return Routed(
@@ -124,6 +122,14 @@ class VisitScheduler(Sequences[Routed]):
         self._enter(key, namespace, tokens, dict.fromkeys(range(samples), ()) if made is None else made, priority, make)
         for sequence in self._requests[key]:
             sequence.set_out(self.visits)
+
+    def namespace_of(self, namespace: tuple[Hashable, ...], exits: Exits | None) -> tuple[Hashable, ...]:
+        return (*namespace, *rule_of(self._filled(exits)))
+
+    def _filled(self, exits: Exits | None) -> Exits:
+        """Returns exits with the model's threshold, where nobody gave one."""
+        exits = exits or Exits()
+        return replace(exits, threshold=self.visits.threshold) if exits.threshold is None else exits
 
     def cancel(self, key: Hashable) -> None:
         self._drop_draft()
@@ -249,13 +255,13 @@ class VisitScheduler(Sequences[Routed]):
         gone = np.where(own, left[queries], True) if len(left) else ~own
         visit.left[first:stop] = gone
         visit.settle(take.rows)
-        if take.visit == 0:
+        if take.t == 0:
             self.tree.stored(visit.node)
-        if take.visit == 0 and visit.node.lost:
+        if take.t == 0 and visit.node.lost:
             self.stats.recomputed_rows += take.rows
             visit.node.lost = visit.pending > 0
         if not sequence.is_open and visit.prefix[-1] >= 0:
-            saved = int(np.count_nonzero(gone & own)) * sum(unit >= 0 for unit in sequence.route[take.visit + 1 :])
+            saved = int(np.count_nonzero(gone & own)) * sum(unit >= 0 for unit in sequence.route[take.t + 1 :])
             self.stats.block_calls_saved += saved
             self.stats.kv_bytes_freed += saved * self._slot_bytes
         self.stats.kv_bytes_freed -= int(np.count_nonzero(visit.owned[first:stop] & ~own)) * self._slot_bytes
@@ -276,14 +282,17 @@ class VisitScheduler(Sequences[Routed]):
         if not ends:
             for one in together:
                 one.go_on(block)
+                self._find(one, 1)
         route = list(sequence.route)
         if ends or sequence.num_visits >= (sequence.exits.max_visits or len(visits.order)):
             route += [CODA] * visits.coda
             sequence.decided.route = tuple(route)
             for one in together:
                 one.is_open = False
-                for unit in route[len(one.route) :]:
+                rest = route[len(one.route) :]
+                for unit in rest:
                     one.go_on(unit)
+                self._find(one, len(rest))
 
     # ------------------------------------------------------------------------------------------------ who runs
 
@@ -314,9 +323,12 @@ class VisitScheduler(Sequences[Routed]):
             if not self._make_way(sequence):
                 return False
             self._promised = None
-        self._count_admission(sequence)
-        self.waiting.admitted(sequence, sequence.leaf.stop - (sequence.cached_tokens or 0))
         sequence.run()
+        self._find(sequence, len(sequence.prefixes))
+        there = sequence.cached_tokens
+        if there is None:  # at which visits its rows should be there is not known yet
+            there = sum(node.computed for node in sequence.leaf.path())
+        self.waiting.admitted(sequence, sequence.leaf.stop - there)
         self.running[sequence] = None
         self._decoding.forget()
         return True
@@ -351,14 +363,17 @@ class VisitScheduler(Sequences[Routed]):
                 self.pool.free(visit.give_up())
                 del node.visits[prefix]
 
-    def _count_admission(self, sequence: Routed) -> None:
-        if sequence.cached_tokens is not None:
+    def _find(self, sequence: Routed, visits: int) -> None:
+        """Notes which rows are there at the last visits of a route, to which a sequence that runs comes now; once the
+        route is known they are counted."""
+        if sequence.cached_tokens is not None or sequence.state == "waiting":
             return
-        sequence.cached_tokens = 0
+        sequence.find(sequence.prefixes[len(sequence.prefixes) - visits :])
+        if sequence.is_open:
+            return
+        sequence.cached_tokens = sequence.found
         for node in sequence.leaf.path():
-            visits = [node.visits[prefix] for prefix in sequence.prefixes]  # type: ignore[attr-defined]
-            rows = min((visit.done for visit in visits), default=0)
-            sequence.cached_tokens += rows
+            rows = max(0, min(len(node), sequence.found - node.start))
             if node.uses:
                 self.stats.cross_window_hits += rows
             else:
