@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -266,7 +266,8 @@ class LLM(NumericTasks, Texts):
         """Keeps what has been computed of a prompt until `unpin`, and returns how many of its tokens that is.
 
         These are the prompt's leading tokens that are in the cache: 0 where no call has computed any of them. The
-        prompt is a text, token ids, or a conversation. Options are `salt`, and those of `chat` that write a prompt.
+        prompt is a text, token ids, or a conversation. Options are `salt`, those of `chat` that write a prompt, and of
+        looped models those that say which blocks rows visit and when they leave.
         Raises InputError where there is no cache, or the prompt is wrong.
         """
         return self._cached().pin(*self._place(prompt, adapter, options))
@@ -283,9 +284,9 @@ class LLM(NumericTasks, Texts):
 
     def _place(
         self, prompt: Prompt, adapter: str | None, options: Mapping[str, object]
-    ) -> tuple[tuple[str | None, str], NDArray[np.int32]]:
+    ) -> tuple[tuple[Hashable, ...], NDArray[np.int32]]:
         request = self._request(prompt, None, adapter, options)
-        return (request.adapter, request.salt), request.tokens
+        return self.engine.namespace_of(request), request.tokens
 
 
 def check_threshold(sharing: str, threshold: float) -> None:

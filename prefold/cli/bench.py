@@ -80,7 +80,7 @@ def measure(engine: Any, tasks: Any, prepared: dict[str, list[Any]], repeat: int
 
     The modes take turns, so that a busy moment of the machine affects all of them.
     """
-    from ..tasks.run import run_works
+    from ..tasks.run import checked, run_works
 
     found: dict[str, dict[str, Any]] = {mode: {"seconds": []} for mode in MODES}
     for turn in range(-1, repeat):  # the first turn warms up and is not counted
@@ -88,7 +88,7 @@ def measure(engine: Any, tasks: Any, prepared: dict[str, list[Any]], repeat: int
             engine.reset_stats()
             started = time.perf_counter()
             for task, works in prepared.items():
-                run_works(engine, tasks[task], works, sharing=mode)
+                checked(run_works(engine, tasks[task], works, sharing=mode))
             seconds = time.perf_counter() - started
             if turn >= 0:
                 found[mode]["seconds"].append(seconds)

@@ -127,9 +127,9 @@ def _llm(o: dict[str, Any], input: Any) -> tuple[Any, str]:
 
 
 def _run(engine: Any, sharing: str, tasks: Any, prepared: dict[str, list[Any]]) -> dict[str, Any]:
-    from ..tasks.run import run_works
+    from ..tasks.run import checked, run_works
 
-    return {task: run_works(engine, tasks[task], works, sharing=sharing) for task, works in prepared.items()}
+    return {task: checked(run_works(engine, tasks[task], works, sharing=sharing)) for task, works in prepared.items()}
 
 
 def _lines(found: list[dict[str, Any]]) -> list[str]:

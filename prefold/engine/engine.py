@@ -5,7 +5,7 @@ Numeric runs are in `stream.py`, text that is generated in `generate.py` and `ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import closing
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from ..cache.media import MediaTable
 from ..errors import InputError
 from ..stream import Window
 from ..text import Tokenizer
-from ..types import Readout, Request, Result, Sharing, Stats
+from ..types import Exits, Readout, Request, Result, Sharing, Stats
 from ..worker.protocol import Worker
 from .calls import serve
 from .choice import SharingChoice
@@ -25,7 +25,7 @@ from .images import ImageDesk
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .probes import Probes, ProbeWindows, last_rows
-from .requests import Answer
+from .requests import Answer, can_probe
 from .samples import TextPiece
 from .service import Service
 from .stream import run_stream
@@ -106,14 +106,16 @@ class Engine:
         budget: StepBudget | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] = lambda: False,
-    ) -> Iterator[tuple[bytes, Result]]:
-        """Yields (tag, result) of every request when the step that ends it has been computed.
+    ) -> Iterator[tuple[bytes, Result | InputError]]:
+        """Yields (tag, result) of every request when the step that ends it has been computed; (tag, InputError) of one
+        that cannot be read in the KV store, where it would be.
 
         With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`). With cache_prefill
         a window may be None, as for `generate`.
 
         sharing, max_batch_rows, cache_prefill   of this run; None: the engine's, for sharing with its threshold
-        budget     the most rows of each step, where that may change; `max_batch_rows` is not given then
+        budget     the most rows of each step, where that may change; `max_batch_rows` is not given then. Both are for
+                   row streams: steps in the KV store are as large as the engine's
         on_step    called after every step of the engine, until the run ends
         stopping   called after every step: once it returns True, the run ends, having yielded what is done
 
@@ -121,10 +123,10 @@ class Engine:
         """
         choice = self._choice if sharing is None else None
         sharing = sharing or self.sharing
+        check_visits(readout.exits, self.worker.facts, self._visits)
         if self._visits is not None:
             yield from self._run_visits(windows, readout, sharing, on_step, stopping)
             return
-        check_visits(readout.exits, self.worker.facts, None)
         how: dict[str, Any] = {"sharing": sharing, "meter": self.meter, "stopping": stopping, "images": self.images}
         how["choice"] = choice
         how["budget"] = budget or (self._budget if max_batch_rows is None else self._budget_of(max_batch_rows))
@@ -141,6 +143,18 @@ class Engine:
                 if stopping():
                     return
 
+    def reads_in_slots(self, readout: Readout, num_targets: Iterable[int]) -> bool:
+        """Returns whether requests that come one by one are read in the slots of the KV store, beside texts that are
+        generated. num_targets: as of `can_probe`."""
+        where_rows_leave = self._visits is not None
+        is_wanted = where_rows_leave or (self.options.cache_prefill and self.sharing == "full")
+        return is_wanted and can_probe(readout, num_targets)
+
+    @property
+    def rows_leave(self) -> bool:
+        """Returns whether rows may leave before the last visit, or take routes, so that all is read in slots."""
+        return self._visits is not None
+
     def _run_visits(
         self,
         windows: Iterable[Window | None],
@@ -148,7 +162,7 @@ class Engine:
         sharing: Sharing,
         on_step: Callable[[StepInfo], None] | None,
         stopping: Callable[[], bool],
-    ) -> Iterator[tuple[bytes, Result]]:
+    ) -> Iterator[tuple[bytes, Result | InputError]]:
         """Runs windows whose rows leave, or take routes: in the slots of the KV store, so that last rows are read."""
         if sharing == "mlp":
             remedy = 'use full or off, or give the LLM exits="read"'
@@ -159,18 +173,16 @@ class Engine:
 
     def _run_probes(
         self, windows: Probes, readout: Readout, how: dict[str, Any], *, shares: bool = True
-    ) -> Iterator[tuple[bytes, Result]]:
+    ) -> Iterator[tuple[bytes, Result | InputError]]:
         """Runs windows in the slots of the KV store, in one loop with what is generated."""
         asked: dict[str, Any] = {"stopping": how["stopping"], "readout": readout, "sharing": shares}
         probes = serve(self.generator, windows, is_again=lambda tag: bool(tag[0].twins[tag[1]]), **asked)
         with closing(probes) as answers:
             for (window, number), result in answers:
-                if isinstance(result, Result):
-                    if not window.twins[number]:
-                        self.meter.add(requests=1)
-                    yield window.tags[number], result
-                else:
-                    raise result  # every request of the window would fail for it
+                assert isinstance(result, Result | InputError)
+                if not window.twins[number]:
+                    self.meter.add(requests=1)
+                yield window.tags[number], result
 
     @cached_property
     def generator(self) -> Generator:
@@ -178,10 +190,19 @@ class Engine:
         _check_sharing(self.sharing)
         return Generator(self.worker, self.options, self._budget, self.meter, self.images)
 
-    def held_rows(self, tokens: np.ndarray, adapter: str | None = None, salt: str = "") -> int:
-        """Returns how many leading rows of a prompt, int32 [n], the KV store holds, or will hold. It is asked by the
-        thread that steps, between two steps."""
-        return self.generator.scheduler.tree.match((adapter, salt), tokens)[1]
+    def namespace_of(self, request: Request) -> tuple[Hashable, ...]:
+        """Returns the namespace in which the KV store holds the rows of a request that is continued."""
+        exits = None if request.sampling is None else request.sampling.exits
+        namespace: tuple[Hashable, ...] = self.generator.scheduler.namespace_of((request.adapter, request.salt), exits)
+        return namespace
+
+    def held_rows(
+        self, tokens: np.ndarray, adapter: str | None = None, salt: str = "", exits: Exits | None = None
+    ) -> int:
+        """Returns how many leading rows of a prompt, int32 [n], the KV store holds, or will hold, of requests with
+        these exits. It is asked by the thread that steps, between two steps."""
+        scheduler = self.generator.scheduler
+        return scheduler.tree.match(scheduler.namespace_of((adapter, salt), exits), tokens)[1]
 
     @cached_property
     def service(self) -> Service:

@@ -8,6 +8,7 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ..errors import InputError
 from ..stream import Spool
 from .meter import StepInfo
 from .replies import Reading, Reply
@@ -39,7 +40,7 @@ def read_numbers(
     """
     how = {"done": done, "fail": fail, "on_step": on_step}
     try:
-        _read_together(engine, parts, done, on_step)
+        _read_together(engine, parts, **how)  # type: ignore[arg-type]
     except Exception as error:
         left = [(r, [p for p in numbers if r.results[p] is None]) for r, numbers in parts]
         left = [(r, numbers) for r, numbers in left if numbers and not r.reply.is_cancelled]
@@ -53,7 +54,11 @@ def read_numbers(
 
 
 def _read_together(
-    engine: Engine, parts: Sequence[Part], done: Callable[[Reading], None], on_step: Callable[[StepInfo], None]
+    engine: Engine,
+    parts: Sequence[Part],
+    done: Callable[[Reading], None],
+    fail: Callable[[Reply, Exception], None],
+    on_step: Callable[[StepInfo], None],
 ) -> None:
     with Spool() as spool:
         for number, (reading, numbers) in enumerate(parts):
@@ -67,7 +72,9 @@ def _read_together(
             for tag, result in results:
                 number, part = _TAG.unpack(tag)
                 reading = parts[number][0]
-                if reading.book(part, result):
+                if isinstance(result, InputError):
+                    fail(reading.reply, result)
+                elif reading.book(part, result):
                     done(reading)
 
 

@@ -50,7 +50,7 @@ def live_results(
         most=min(some.max_tokens, _STEPS * rows),
         share=share,
         busy=engine.options.generation.max_running // 2 if in_slots and hasattr(engine, "options") else 1,
-        is_held=_holds(engine) if in_slots and share and hasattr(engine, "held_rows") else None,
+        is_held=_holds(engine, task) if in_slots and share and hasattr(engine, "held_rows") else None,
         stopping=stopping,
     )
     run["stopping"] = stopping
@@ -85,10 +85,14 @@ def _counted(live: LiveWindows, results: Any) -> Iterator[tuple[bytes, Any]]:
             yield one
 
 
-def _holds(engine: Any) -> Callable[[Any, np.ndarray], bool]:
+def _holds(engine: Any, task: Any) -> Callable[[Any, np.ndarray], bool]:
+    """Returns what says whether an engine holds a good part of a prefix, by the exits that the task's requests have
+    where they do not say others."""
+    exits = task.sampling.exits if task.readout.kind == "tokens" else task.readout.exits
+
     def is_held(namespace: tuple[str, str], prefix: np.ndarray) -> bool:
         adapter, salt = namespace
-        return engine.held_rows(prefix, adapter or None, salt) >= max(1, _HELD * len(prefix))
+        return engine.held_rows(prefix, adapter or None, salt, exits) >= max(1, _HELD * len(prefix))
 
     return is_held
 

@@ -29,7 +29,7 @@ from ..cache import CacheOptions, RadixCache, SlotPool
 from ..cache.tree import Node, RadixTree
 from ..errors import InputError
 from ..prefix import clear_of_span, span_starts
-from ..types import Owner
+from ..types import Exits, Owner
 from .generate_step import NOBODY, Draft, GenerateStep, Held, Running, lay_out
 from .sequences import Sequences
 
@@ -115,13 +115,17 @@ class GenerateScheduler(Sequences[Running]):
                 remedy="give a larger kv_memory, or ask for fewer tokens",
                 code="kv_memory",
             )
-        if route is not None:
-            namespace, self._has_routes = (*namespace, "route", route), True
+        namespace = self.namespace_of(namespace, Exits(route=route))
+        self._has_routes |= route is not None
 
         def make(sample: int, leaf: Node, had: list[int]) -> Running:
             return Running(key, sample, leaf, had, limit, reserve, priority, owner, route)
 
         self._enter(key, namespace, tokens, dict.fromkeys(range(samples), ()) if made is None else made, priority, make)
+
+    def namespace_of(self, namespace: tuple[Hashable, ...], exits: Exits | None) -> tuple[Hashable, ...]:
+        route = None if exits is None else exits.route
+        return namespace if route is None else (*namespace, "route", route)
 
     def clear(self) -> None:
         super().clear()

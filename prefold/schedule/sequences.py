@@ -10,7 +10,7 @@ import numpy as np
 from ..cache import RadixCache, SlotPool
 from ..cache.tree import Node, RadixTree
 from ..errors import InputError
-from ..types import GenerationStats
+from ..types import Exits, GenerationStats
 from .admission import Admission, InOrder
 from .generate_step import Running
 
@@ -78,6 +78,10 @@ class Sequences(Generic[S]):
             node.priority = max(node.priority, priority)
         self._requests[key] = dict.fromkeys(sequences)
         self.waiting.add(sequences)
+
+    def namespace_of(self, namespace: tuple[Hashable, ...], exits: Exits | None) -> tuple[Hashable, ...]:
+        """Returns the namespace in which the rows of a request lie that was submitted with `namespace` and `exits`."""
+        raise NotImplementedError
 
     def cancel(self, key: Hashable) -> None:
         """Ends all sequences of a request; does nothing where the request is not there any more."""

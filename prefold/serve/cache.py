@@ -93,7 +93,8 @@ async def place(site: Site, request: Request, tenant: Tenant, *, compute: bool) 
     def change() -> int:
         cache = cache_of(asking.desk)
         act = cache.pin if compute else cache.unpin
-        return sum(act((one.adapter, one.salt), one.tokens) for one in requests)
+        namespace_of = asking.desk.llm.engine.namespace_of
+        return sum(act(namespace_of(one), one.tokens) for one in requests)
 
     tokens = await asking.desk.with_engine(change)
     return json_response({"pinned" if compute else "unpinned": tokens, "tokens": sum(len(r.tokens) for r in requests)})

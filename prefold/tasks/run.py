@@ -21,6 +21,7 @@ from .base import attempt
 __all__ = [
     "all_finite",
     "calibrated",
+    "checked",
     "draw_seed",
     "finish",
     "finish_items",
@@ -44,7 +45,7 @@ def results_of(
     run  how to run: `on_step`, `stopping`, and for numeric tasks `sharing` and `max_batch_rows`, as `Engine.run` takes
          them
 
-    A result is a Result; where text is generated it is a list of Generated, or the InputError of a request that
+    A result is a Result, or where text is generated a list of Generated; or it is the InputError of a request that
     cannot be run.
     """
     if task.readout.kind == "tokens":
@@ -82,6 +83,15 @@ def run_works(
                 if on_done is not None:
                     on_done()
     return out
+
+
+def checked(results: list[list[Any] | None]) -> list[list[Any] | None]:
+    """Returns what `run_works` gave, as it is. Raises the first InputError of a request that could not be run."""
+    for found in results:
+        for result in found or ():
+            if isinstance(result, InputError):
+                raise result
+    return results
 
 
 def finish(task: Any, note: Any, results: Sequence[Any]) -> dict[str, Any]:
