@@ -27,7 +27,6 @@ from .meter import StepInfo
 from .pace import Pace
 from .reading import Part, read_numbers
 from .replies import Reading, Reply, events_of, send
-from .requests import can_probe
 from .samples import TextPiece
 from .service_thread import ServiceInbox, run_service
 from .turns import Turns
@@ -131,7 +130,7 @@ class Service:
         self._replies[reply] = None
         reading = Reading(reply, requests, readout)
         targets = (0 if request.targets is None else len(request.targets) for request in requests)
-        if self.engine.options.cache_prefill and self.engine.sharing == "full" and can_probe(readout, targets):
+        if self.engine.reads_in_slots(readout, targets):
             generator = self.generator
             self.engine.meter.add(requests=len(requests))
             for part, request in enumerate(requests):

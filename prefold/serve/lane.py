@@ -2,7 +2,8 @@
 
 Texts are generated beside those of live requests, in the same steps, and the policy of admission and the pace see to
 it that they give way. Numbers are read in a stream of their own, when nothing live is there to do: a step stops between
-two of its parts for as long as there is, and where that is always so, it gets a small share of the time.
+two of its parts for as long as there is, and where that is always so, it gets a small share of the time. Of a looped
+model whose rows leave, or take routes, numbers are read as texts are generated.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 
 from ..engine.meter import StepBudget
 from ..engine.pace import Pace
+from ..engine.probes import last_rows
 from ..engine.service import Background, Service
-from ..errors import OutOfMemoryError, RankError
+from ..errors import InputError, OutOfMemoryError, RankError
 from ..stream import Window
 from ..text import Tokenizer
 from ..types import Owner, Readout, Result, Sharing
@@ -58,10 +60,20 @@ class Lane:
         """Yields (tag, a Generated a sample) of every request, as they end; (tag, InputError) for one that cannot run.
         A request whose step fails is (tag, InputError) too. Raises what no request is at fault for: RankError and
         OutOfMemoryError."""
+        upcoming = ((window, i) for window in windows for i in range(window.num_requests))
+        return self._in_slots(upcoming, tokenizer, stopping)
+
+    def _in_slots(
+        self,
+        upcoming: Iterator[tuple[Window, int]],
+        tokenizer: Tokenizer | None,
+        stopping: Callable[[], bool],
+        readout: Readout | None = None,
+    ) -> Iterator[tuple[bytes, Any]]:
+        """Yields what becomes of requests in the slots of the KV store: of their texts, or of what is read of them."""
         generator = self._service.generator
         most = generator.options.max_running
         came: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        upcoming = ((tag, window.request(i)) for window in windows for i, tag in enumerate(window.tags))
         open: dict[int, bytes] = {}
 
         try:
@@ -72,9 +84,12 @@ class Lane:
                     if found is None:
                         more = False
                         break
-                    key = generator.new_key()
-                    open[key] = found[0]
-                    generator.add(found[1], tokenizer, partial(_put, came, key), key=key, owner=self._owner)
+                    key, (window, number) = generator.new_key(), found
+                    open[key] = window.tags[number]
+                    how: dict[str, Any] = {"readout": readout, "owner": self._owner}
+                    how["again"] = bool(window.twins[number])
+                    self._engine.meter.add(requests=int(not how["again"]))
+                    generator.add(window.request(number), tokenizer, partial(_put, came, key), key=key, **how)
                     self._service.wake()
                 try:
                     key, answer = came.get(timeout=LOOK_SECONDS)
@@ -94,13 +109,18 @@ class Lane:
 
     def run(
         self, windows: Iterable[Window], readout: Readout, *, stopping: Callable[[], bool], on_step: Any = None
-    ) -> Iterator[tuple[bytes, Result]]:
-        """Yields (tag, result) of every request, as the steps that end them come in. Raises what a step raises."""
-        upcoming = iter(windows)
-        first = next(upcoming, None)  # here, since it sorts all of them
+    ) -> Iterator[tuple[bytes, Result | InputError]]:
+        """Yields (tag, result) of every request, as the steps that end them come in; where rows leave, (tag,
+        InputError) of one that cannot be read, or whose step fails. Raises what a step raises."""
+        if self._engine.rows_leave:
+            upcoming = (tag for probes in last_rows(windows, readout) for tag, _ in probes or ())
+            yield from self._in_slots(upcoming, None, stopping, readout)
+            return
+        left = iter(windows)
+        first = next(left, None)  # here, since it sorts all of them
         if first is None:
             return
-        numbers = _BatchNumbers(self._service, self._pace, itertools.chain([first], upcoming), readout, stopping)
+        numbers = _BatchNumbers(self._service, self._pace, itertools.chain([first], left), readout, stopping)
         self._service.work_beside(numbers)
         try:
             while (event := numbers.came.get()) is not None:
