@@ -4,8 +4,9 @@ Any thread may add a request, end one, or take a turn at stepping; a step serves
 
 An exception may fall anywhere (Ctrl-C does). What cannot be derived are the open requests with the tokens that their
 samples have; each token is taken in one stroke. Everything else (the scheduler's books, who has been told) is changed
-within `RadixTree.change`. Where an exception breaks off a change, the next step makes everything else anew from the
-open requests: nothing is in flight then, all rows are computed again, and the cache is empty.
+within `RadixTree.change`. Where an exception breaks off a change, or a step that is a visit, the next step makes
+everything else anew from the open requests: nothing is in flight then, all rows are computed again, and the cache is
+empty.
 """
 
 from __future__ import annotations
@@ -328,6 +329,9 @@ class Generator:
 
     def _step(self, was_broken_off: bool) -> bool:
         self._attach_stats()
+        if was_broken_off and self._flights and self.visits is not None:
+            # Visits are booked when they have been made, and those whose sequences were ended meanwhile cannot be.
+            raise BrokenOff
         # What the worker was given last may be a step that nobody knows of: none may be planned ahead on its tokens.
         while self._flights and (was_broken_off or len(self._flights) >= self.depth):
             self._land()
@@ -459,5 +463,5 @@ class Generator:
         self._rows.note(step, seconds, done)
         if self._meter.is_heard:
             path_rows = int(step.message.run_count.sum()) - step.num_rows
-            info = StepInfo(step.num_rows, path_rows, requests, tokens, started, seconds, step.decode_rows)
+            info = StepInfo(rows, path_rows, requests, tokens, started, seconds, step.decode_rows)
             self._meter.tell(info)

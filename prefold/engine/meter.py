@@ -21,7 +21,7 @@ __all__ = ["Meter", "StepBudget", "StepInfo"]
 class StepInfo:
     """A StepInfo is what one step did, for progress and the report.
 
-    rows           how many rows went through the model
+    rows           how many rows went through the model; where a step is a visit, those that made their first
     path_rows      how many rows of earlier steps these attended to
     requests_done  how many requests ended with it
     tokens_done    how many tokens the sequences of these requests had
