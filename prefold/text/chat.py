@@ -246,10 +246,10 @@ def _one_line(name: str, seconds: float) -> Iterator[None]:
     """Bounds the time of a template that runs inside, and raises whatever it raises as an InputError of one line."""
     import jinja2
 
-    from .sandbox import TemplateLimit, time_limit
+    from .allowance import TemplateLimit, allowed
 
     try:
-        with time_limit(seconds):
+        with allowed(seconds):
             yield
     except InputError:
         raise
@@ -264,6 +264,9 @@ def _one_line(name: str, seconds: float) -> Iterator[None]:
             remedy=remedy,
             code="template_limit",
         ) from None
+    except jinja2.exceptions.SecurityError as error:
+        message = f"the chat template {name} does what templates may not: {error}"
+        raise InputError(_short(message), field="chat_template", remedy="correct it, or give another one") from None
     except jinja2.TemplateError as error:
         message = f"the chat template {name} refuses these messages: {error}"
         remedy = "look up which roles the model expects, and in which order"
@@ -276,5 +279,5 @@ def _one_line(name: str, seconds: float) -> Iterator[None]:
 
 def _short(message: str) -> str:
     """Returns the message in one line of at most 400 letters, which any encoding of a terminal can write."""
-    line = " ".join(message.split())[:400]
+    line = " ".join(message[:4000].split())[:400]  # a template may raise a message of any size
     return line.encode("utf-8", "backslashreplace").decode()

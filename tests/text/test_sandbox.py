@@ -9,7 +9,8 @@ import pytest
 
 from prefold.errors import InputError
 from prefold.text import ChatTemplates
-from prefold.text.sandbox import compile_template, time_limit
+from prefold.text.allowance import allowed
+from prefold.text.sandbox import compile_template
 
 USER = {"role": "user", "content": "hi"}
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
@@ -70,6 +71,7 @@ SQUARE = [
     "{{ ('a.b/' ~ '(' * 10 ** 6 ~ '),' * 10 ** 6) | urlize }}",
     "{{ range(99999) | batch(1) | sum(start=[]) }}",
     "{{ range(99999) | batch(1) | sum(none, []) }}",
+    "{{ dict(range(0, 199999 * 10 ** 20, 2 * 10 ** 20) | batch(2)) }}",
 ]
 RAISING = [
     ("{% break %}", "SyntaxError"),
@@ -95,7 +97,7 @@ def render(template, **options):
 @pytest.mark.parametrize("template", ENDLESS)
 def test_time_is_bounded(template):
     started = time.thread_time()
-    with pytest.raises(InputError, match=r"stopped: it ran for more than 0\.2 s.*template_seconds") as caught:
+    with pytest.raises(InputError, match=r"stopped: it (ran|would run) for more than 0\.2 s.*template_s") as caught:
         render(template, template_seconds=0.2)
     assert time.thread_time() - started < 2
     assert (caught.value.field, caught.value.code) == ("chat_template", "template_limit")
@@ -112,9 +114,11 @@ def test_size_is_bounded(template):
 
 @pytest.mark.parametrize("template", SQUARE)
 def test_what_takes_time_by_a_square_is_refused(template):
-    with pytest.raises(InputError, match="stopped: it calls '") as caught:
+    started = time.thread_time()
+    with pytest.raises(InputError, match=r"stopped: it|No filter named|is unsafe") as caught:
         render(template)
-    assert caught.value.code == "template_limit"
+    assert time.thread_time() - started < 1
+    assert caught.value.field == "chat_template"
 
 
 @pytest.mark.parametrize("text", ["'{' ~ ':' * 60000", "'{:a}' * 60000", "'{' ~ ':1234 ' * 20000", "'{a' * 60000"])
@@ -152,7 +156,7 @@ def test_threads_have_limits_of_their_own():
     def run(seconds):
         started = time.thread_time()
         try:
-            with time_limit(seconds):
+            with allowed(seconds):
                 program.render({})
         except Exception:
             found[seconds] = time.thread_time() - started
