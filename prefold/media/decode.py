@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import selectors
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import InputError
-from .decoding import LENGTH
+from ..helper import Ended, Helper
 from .image import Image, pillow
 
 __all__ = ["Allowance", "Decoded", "Decoder", "Limits"]
-
-CHUNK = 1 << 20
-PROGRAM = "import sys; from prefold.media.decoding import main; main(sys.argv[1:], sys.stdin.buffer, sys.stdout.buffer)"
-# Seconds that the process may take to start, the first time, on a busy machine.
-START_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +55,6 @@ class Allowance:
         self.left = self.seconds
 
 
-class _Ended(Exception):
-    """The decoding process has ended, or does not answer in time."""
-
-
 class Decoder:
     """A Decoder decodes files of JPEG, PNG, WebP and GIF, one at a time; calls from several threads wait for each
     other. Its process starts with the first file, and again where a file has ended it."""
@@ -77,7 +62,7 @@ class Decoder:
     def __init__(self, limits: Limits | None = None):
         self.limits = limits or Limits()
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._helper = Helper("prefold.media.decoding", [str(self.limits.pixels), str(self.limits.memory)])
 
     def decode(self, data: bytes, field: str = "image", allowance: Allowance | None = None) -> Decoded:
         """Returns the image of a file. field: what errors call it; allowance: of the item that the file is part of.
@@ -98,7 +83,7 @@ class Decoder:
             others = allowance is not None and allowance.left < limits.seconds  # have taken some of it
             try:
                 said, pixels = self._asked(data, allowance)
-            except _Ended:
+            except Ended:
                 if allowance is not None and others and allowance.left <= 0:
                     what = f"and the images before it could not be decoded in {allowance.seconds:g} s"
                     raise _error(field, what, "give fewer or smaller images", "image_too_large") from None
@@ -112,7 +97,7 @@ class Decoder:
     def close(self) -> None:
         """Ends the process; the next file starts another."""
         with self._lock:
-            self._end()
+            self._helper.end()
 
     def __enter__(self) -> Decoder:
         return self
@@ -120,103 +105,16 @@ class Decoder:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_process", None) is not None:
-            self._end()
-
     def _asked(self, data: bytes, allowance: Allowance | None) -> tuple[dict[str, Any], bytearray]:
-        """Returns what the process answers to a file. Where that is broken off, by an interrupt too, the process ends:
-        what it has still to say would be taken for the answer to the next file."""
-        try:
-            return self._answer_of(self._started(), data, allowance)
-        except BaseException:
-            self._end()
-            raise
-
-    def _answer_of(
-        self, process: subprocess.Popen[bytes], data: bytes, allowance: Allowance | None
-    ) -> tuple[dict[str, Any], bytearray]:
+        """Returns what the process answers to a file."""
+        self._helper.start()
         began = time.monotonic()
-        deadline = began + (self.limits.seconds if allowance is None else min(self.limits.seconds, allowance.left))
         try:
-            self._send(process, LENGTH.pack(len(data)) + data, deadline)
-            (size,) = LENGTH.unpack(self._receive(process, LENGTH.size, deadline))
-            said = json.loads(self._receive(process, size, deadline))
-            pixels = 3 * said.get("height", 0) * said.get("width", 0)
-            return said, self._receive(process, pixels, deadline)
-        except OSError as error:
-            raise _Ended from error
+            seconds = self.limits.seconds if allowance is None else min(self.limits.seconds, allowance.left)
+            return self._helper.ask(data, seconds)
         finally:
             if allowance is not None:
                 allowance.left -= time.monotonic() - began
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        """Returns the process, which has said that it is ready. It imports nothing from the current folder (-P)."""
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        self._end()
-        root = str(Path(__file__).parents[2])
-        environment = {
-            name: os.environ[name] for name in ("PATH", "SYSTEMROOT", "LD_LIBRARY_PATH") if name in os.environ
-        }
-        environment |= {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
-        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-P", "-c", PROGRAM, str(self.limits.pixels), str(self.limits.memory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            bufsize=0,
-            start_new_session=True,  # so that Ctrl-C is for the one who asked
-        )
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-        # An empty file is answered by whoever has started well.
-        deadline = time.monotonic() + START_SECONDS
-        self._send(process, LENGTH.pack(0), deadline)
-        (size,) = LENGTH.unpack(self._receive(process, LENGTH.size, deadline))
-        self._receive(process, size, deadline)
-        return process
-
-    def _send(self, process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
-        assert process.stdin is not None
-        left = memoryview(data)
-        while left:
-            self._wait(process.stdin, selectors.EVENT_WRITE, deadline)
-            left = left[os.write(process.stdin.fileno(), left[:CHUNK]) :]
-
-    def _receive(self, process: subprocess.Popen[bytes], size: int, deadline: float) -> bytearray:
-        assert process.stdout is not None
-        found = bytearray(size)
-        left = memoryview(found)
-        while left:
-            self._wait(process.stdout, selectors.EVENT_READ, deadline)
-            chunk = os.read(process.stdout.fileno(), min(len(left), CHUNK))
-            if not chunk:
-                raise _Ended
-            left[: len(chunk)] = chunk
-            left = left[len(chunk) :]
-        return found
-
-    @staticmethod
-    def _wait(pipe: Any, event: int, deadline: float) -> None:
-        """Returns when a pipe is ready. Raises _Ended where it is not before the deadline."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(pipe, event)
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise _Ended
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
-        process.wait()
 
 
 def _error(field: str, what: str, remedy: str, code: str) -> InputError:

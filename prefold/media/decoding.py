@@ -1,26 +1,22 @@
 """What runs in the process that decodes image files, which `decode.Decoder` starts.
 
-It reads requests from its standard input and writes answers to its standard output, one after the other, until its
-input ends. A request is the length of a file (8 bytes), and the file; an answer is the length of a JSON object (8
-bytes), the object, and where it has a height and a width the pixels. Nothing else is believed about a file than what
-Pillow's decoders for four formats say, within limits on pixels and memory.
+A request is a file; an answer is an object and, where that has a height and a width, the pixels (`helper.py`). Nothing
+else is believed about a file than what Pillow's decoders for four formats say, within limits on pixels and memory.
 """
 
 from __future__ import annotations
 
 import io
-import json
-import struct
 import warnings
 from typing import Any, BinaryIO
 
 from ..errors import InputError
+from ..helper import answer_all, limit_process
 from .image import image_of, pillow
 
-__all__ = ["LENGTH", "main"]
+__all__ = ["main"]
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
-LENGTH = struct.Struct("<Q")
 # What files of other kinds begin with.
 OTHERS = (
     (b"BM", "a BMP"), (b"II*\x00", "a TIFF"), (b"MM\x00*", "a TIFF"), (b"%PDF", "a PDF"), (b"8BPS", "a PSD"),
@@ -82,29 +78,12 @@ def main(argv: list[str], source: BinaryIO, sink: BinaryIO) -> None:
     library.MAX_IMAGE_PIXELS = None  # the limit here is checked before anything is decoded
     library.init()
     warnings.simplefilter("ignore")
-    _limit(memory)
-    while head := source.read(LENGTH.size):
-        data = source.read(LENGTH.unpack(head)[0])
+    limit_process(memory)
+
+    def answered(data: bytes) -> tuple[dict[str, Any], bytes]:
         try:
-            said, pixels = answer(data, most_pixels)
+            return answer(data, most_pixels)
         except MemoryError:
-            said, pixels = _refused(
-                f"takes more than {memory / 2**20:.0f} MiB to decode", "make it smaller", "image_too_large"
-            )
-        text = json.dumps(said).encode()
-        sink.write(LENGTH.pack(len(text)) + text)
-        sink.write(pixels)
-        sink.flush()
-        del data, pixels
+            return _refused(f"takes more than {memory / 2**20:.0f} MiB to decode", "make it smaller", "image_too_large")
 
-
-def _limit(memory: int) -> None:
-    """Takes from this process what decoding does not need: memory, files, core dumps."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return
-    for what, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        hard = resource.getrlimit(what)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (most, hard))
+    answer_all(answered, source, sink)

@@ -20,7 +20,7 @@ __all__ = ["Conversations", "GenerateItem"]
 
 _TOOL = '[{"type": "function", "function": {...}}]'
 _NOT_VARIABLES = {"messages", "template", "tools", "documents", "add_generation_prompt", "continue_final_message"}
-_NOT_VARIABLES |= {"template_seconds"}
+_NOT_VARIABLES |= {"template_seconds", "apart"}
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ class Conversations:
             tools=objects(self.tools if item.tools is None else asked["tools"], "tools", _TOOL),
             documents=objects(asked["documents"], "documents", '[{"title": "...", "text": "..."}]'),
             template_seconds=self.template_seconds,
+            apart=item.chat_template is not None,
             **further,
         )
 

@@ -1,20 +1,19 @@
 """Chat templates write a conversation as the text that a checkpoint was trained on.
 
-Templates see plain JSON values only, and run in a sandbox that bounds their time (`sandbox.py`). Whatever a
-template does, `render` returns a text that UTF-8 can hold, or raises InputError.
+Templates see plain JSON values only, and run in a sandbox that bounds their time (`sandbox.py`), those of strangers in
+a process of their own besides (`apart.py`). Whatever a template does, `render` returns a text that UTF-8 can hold, or
+raises InputError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..errors import InputError
-from .valid import is_unicode, valid_text
-
-if TYPE_CHECKING:
-    from .sandbox import Program
+from .apart import Apart
+from .valid import valid_text
+from .writing import write
 
 __all__ = ["TEMPLATE_SECONDS", "ChatTemplates"]
 
@@ -37,6 +36,7 @@ class ChatTemplates:
         ({"bos_token": "<s>", ...})."""
         self.templates = dict(templates)
         self.variables = dict(variables)
+        self._apart = Apart()
 
     def __bool__(self) -> bool:
         return bool(self.templates)
@@ -52,6 +52,7 @@ class ChatTemplates:
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,
         template_seconds: float = TEMPLATE_SECONDS,
+        apart: bool = False,
         **variables: object,
     ) -> str:
         """Returns the text of a conversation, as transformers' apply_chat_template(tokenize=False) writes it.
@@ -63,6 +64,8 @@ class ChatTemplates:
         continue_final_message  whether to leave the last message open, so that the model continues it
         tools, documents        passed to the template. A template that does not use them is refused
         template_seconds        processor time that the template may take
+        apart                   whether a template that is given as a text is rendered in a process of its own, with
+                                limits of processor time and memory: for texts that strangers give
         variables               further names that the template may look up
 
         Raises InputError when there is no such template, or when the template does not take these messages.
@@ -73,21 +76,14 @@ class ChatTemplates:
                 field="continue_final_message",
                 remedy="set only one of them",
             )
-        from .sandbox import compile_template  # Jinja takes a while to import, and only chats need it
-
         name, source = self._choose(template, tools)
         chat = [_message(message, i) for i, message in enumerate(_checked(messages))]
         final = _open_final(chat, source) if continue_final_message else None
         values: dict[str, Any] = {**self.variables, **{k: _plain(v, k) for k, v in variables.items()}}
         values |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
         values |= {"tools": _plain(tools, "tools"), "documents": _plain(documents, "documents")}
-        with _one_line(name, template_seconds):
-            program = compile_template(source)
-            for what in ("tools", "documents"):
-                _refuse_unused(what, values[what], name, program)
-            text = _write(program, values)
-            if not is_unicode(text):
-                raise ValueError("it wrote half of a surrogate pair, which is not valid Unicode")
+        is_strange = apart and template is not None and template not in self.templates
+        text = (self._apart.write if is_strange else write)(name, source, values, template_seconds)
         return text if final is None else _close_final(text, final)
 
     def _choose(self, template: str | None, tools: object) -> tuple[str, str]:
@@ -214,70 +210,3 @@ def _close_final(text: str, final: str) -> str:
     # A template that trims its messages has also dropped the tag's own space.
     kept = text[tag : tag + len(_CONTINUE)] == _CONTINUE
     return text[:tag] if kept else text[:tag].rstrip()
-
-
-def _refuse_unused(what: str, given: Any, name: str, program: Program) -> None:
-    """Raises InputError for tools, or documents, that the template never looks up."""
-    if given and what not in program.variables:
-        raise InputError(
-            f"the chat template {name} does not use {what}, so the model would not see them",
-            field=what,
-            remedy=f"write them into a message, use a model whose template knows {what}, or give chat_template",
-            code="unused_" + what,
-        )
-
-
-def _write(program: Program, values: dict[str, Any]) -> str:
-    """Returns what the template writes of these values. If it fails because an assistant's message has no content,
-    that content is made empty."""
-    try:
-        return program.render(values)
-    except Exception:
-        chat = values["messages"]
-        bare = {i for i, message in enumerate(chat) if message["role"] == "assistant" and "content" not in message}
-        if not bare:
-            raise
-    filled = [message | ({"content": ""} if i in bare else {}) for i, message in enumerate(chat)]
-    return program.render(values | {"messages": filled})
-
-
-@contextmanager
-def _one_line(name: str, seconds: float) -> Iterator[None]:
-    """Bounds the time of a template that runs inside, and raises whatever it raises as an InputError of one line."""
-    import jinja2
-
-    from .allowance import TemplateLimit, allowed
-
-    try:
-        with allowed(seconds):
-            yield
-    except InputError:
-        raise
-    except jinja2.TemplateSyntaxError as error:
-        message = f"the chat template {name} has a syntax error in line {error.lineno}: {error.message}"
-        raise InputError(_short(message), field="chat_template", remedy="correct it, or give another one") from None
-    except TemplateLimit as error:
-        remedy = "correct it, or allow it more time with template_seconds (--template-seconds)"
-        raise InputError(
-            f"the chat template {name} was stopped: {error}",
-            field="chat_template",
-            remedy=remedy,
-            code="template_limit",
-        ) from None
-    except jinja2.exceptions.SecurityError as error:
-        message = f"the chat template {name} does what templates may not: {error}"
-        raise InputError(_short(message), field="chat_template", remedy="correct it, or give another one") from None
-    except jinja2.TemplateError as error:
-        message = f"the chat template {name} refuses these messages: {error}"
-        remedy = "look up which roles the model expects, and in which order"
-        raise InputError(_short(message), field="messages", remedy=remedy) from None
-    except Exception as error:  # a template may raise anything, and Python's compiler does for one nested too deep
-        message = f"the chat template {name} fails on these messages: {type(error).__name__}: {error}"
-        remedy = "look up which fields the messages of this model have"
-        raise InputError(_short(message), field="messages", remedy=remedy) from None
-
-
-def _short(message: str) -> str:
-    """Returns the message in one line of at most 400 letters, which any encoding of a terminal can write."""
-    line = " ".join(message[:4000].split())[:400]  # a template may raise a message of any size
-    return line.encode("utf-8", "backslashreplace").decode()

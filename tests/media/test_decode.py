@@ -178,27 +178,27 @@ def test_a_process_that_hangs_or_dies_is_replaced():
     data = file_of(PICTURE, "PNG")
     with Decoder(Limits(seconds=1.5)) as decoder:
         decoder.decode(data)
-        stopped = decoder._process.pid
+        stopped = decoder._helper.process.pid
         os.kill(stopped, signal.SIGSTOP)
         begun = time.monotonic()
         with pytest.raises(InputError, match=r"could not be decoded in 1\.5 s"):
             decoder.decode(data)
         assert time.monotonic() - begun < 10
         decoder.decode(data)
-        assert decoder._process.pid != stopped
-        threading.Timer(0.2, os.kill, (decoder._process.pid, signal.SIGKILL)).start()
-        decoder._process.wait()
+        assert decoder._helper.process.pid != stopped
+        threading.Timer(0.2, os.kill, (decoder._helper.process.pid, signal.SIGKILL)).start()
+        decoder._helper.process.wait()
         np.testing.assert_array_equal(decoder.decode(data).image.pixels, np.array(PICTURE))
-        process = decoder._process
+        process = decoder._helper.process
     assert process.poll() is not None  # nothing is left behind
 
 
-@pytest.mark.parametrize("read", range(1, 7))
+@pytest.mark.parametrize("read", range(1, 8))
 def test_an_interrupt_leaves_no_answer_for_the_next_file(monkeypatch, read):
-    """Wherever it comes: while the process starts (two reads), or between the parts of an answer (three)."""
+    """Wherever it comes: while the process starts, or between the parts of an answer (three reads each)."""
     red, blue = (PIL.Image.new("RGB", (9, 8), colour) for colour in ("red", "blue"))
     with Decoder() as decoder:
-        receive, reads = decoder._receive, []
+        receive, reads = decoder._helper._receive, []
 
         def interrupted(*arguments):
             reads.append(1)
@@ -206,7 +206,7 @@ def test_an_interrupt_leaves_no_answer_for_the_next_file(monkeypatch, read):
                 raise KeyboardInterrupt
             return receive(*arguments)
 
-        monkeypatch.setattr(decoder, "_receive", interrupted)
+        monkeypatch.setattr(decoder._helper, "_receive", interrupted)
         for picture in (red, blue, red, blue):
             try:
                 found = decoder.decode(file_of(picture, "PNG")).image
@@ -224,7 +224,7 @@ def test_files_of_an_item_have_an_allowance_together():
         assert 0 < allowance.left < 20
         allowance = Allowance(1)
         decoder.decode(data, "a", allowance)
-        os.kill(decoder._process.pid, signal.SIGSTOP)
+        os.kill(decoder._helper.process.pid, signal.SIGSTOP)
         begun = time.monotonic()
         with pytest.raises(InputError, match=r"'b' and the images before it could not be decoded in 1 s") as caught:
             decoder.decode(data, "b", allowance)
@@ -234,7 +234,7 @@ def test_files_of_an_item_have_an_allowance_together():
         decoder.decode(data, "another item's", Allowance(20))
     with Decoder(Limits(seconds=1)) as decoder:
         decoder.decode(data)
-        os.kill(decoder._process.pid, signal.SIGSTOP)
+        os.kill(decoder._helper.process.pid, signal.SIGSTOP)
         with pytest.raises(InputError, match=r"'a' could not be decoded in 1 s"):
             decoder.decode(data, "a", Allowance(1))
 
@@ -304,10 +304,10 @@ def test_ten_thousand_broken_files():
                 assert error.remedy
             longest = max(longest, time.monotonic() - begun)
             codes[code] = codes.get(code, 0) + 1
-            if decoder._process is not None:
-                pids.add(decoder._process.pid)
+            if decoder._helper.process is not None:
+                pids.add(decoder._helper.process.pid)
                 if number % 50 == 0:
-                    most = max(most, psutil.Process(decoder._process.pid).memory_info().rss)
+                    most = max(most, psutil.Process(decoder._helper.process.pid).memory_info().rss)
     print(codes, f"longest {longest:.2f} s, most {most / 2**20:.0f} MiB, {len(pids)} processes")
     assert set(codes) <= {"decoded", "image_format", "image_damaged", "image_too_large", "image_depth"}
     assert codes["decoded"] > 1500 and codes["image_damaged"] > 1500

@@ -1,0 +1,161 @@
+"""Helper runs what cannot be trusted in a process of its own, with limits: whatever it does, it does it there.
+
+A request is its length (8 bytes) and its bytes; an answer is the length of a JSON object (8 bytes), the object, and
+where that has a "size" so many bytes. One follows the other until the input ends. `Helper` asks; `answer_all` runs in
+the process, and answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = ["Ended", "Helper", "answer_all", "limit_process"]
+
+CHUNK = 1 << 20
+LENGTH = struct.Struct("<Q")
+PROGRAM = "import sys; from {module} import main; main(sys.argv[1:], sys.stdin.buffer, sys.stdout.buffer)"
+# Seconds that the process may take to start, the first time, on a busy machine.
+START_SECONDS = 60.0
+
+
+class Ended(Exception):
+    """The process has ended, or does not answer in time."""
+
+
+class Helper:
+    """A Helper answers requests in a process of its own, one at a time: who has several threads holds a lock. The
+    process starts with the first request, and again where one has ended it. It ends with the Helper."""
+
+    def __init__(self, module: str, arguments: Sequence[str]):
+        """module: whose `main(arguments, source, sink)` runs in the process."""
+        self._command = [sys.executable, "-P", "-c", PROGRAM.format(module=module), *arguments]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts the process unless it runs, and returns when it is ready. Raises Ended where it is not."""
+        if self.process is not None and self.process.poll() is None:
+            return
+        self.end()
+        self.process = self._started()
+        self._answer(b"", START_SECONDS)  # an empty request is answered by whoever has started well
+
+    def ask(self, request: bytes, seconds: float) -> tuple[dict[str, Any], bytearray]:
+        """Returns the object of the answer, and its bytes. Raises Ended where there is none in so many seconds, not
+        counting the start; the process has then ended."""
+        self.start()
+        return self._answer(request, seconds)
+
+    def end(self) -> None:
+        """Ends the process; the next request starts another."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        process.wait()
+
+    def __del__(self) -> None:
+        if getattr(self, "process", None) is not None:
+            self.end()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """Returns the process. It imports nothing from the current folder (-P)."""
+        root = str(Path(__file__).parents[1])
+        environment = {
+            name: os.environ[name] for name in ("PATH", "SYSTEMROOT", "LD_LIBRARY_PATH") if name in os.environ
+        }
+        environment |= {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
+        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            bufsize=0,
+            start_new_session=True,  # so that Ctrl-C is for the one who asked
+        )
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+        return process
+
+    def _answer(self, request: bytes, seconds: float) -> tuple[dict[str, Any], bytearray]:
+        """Returns what the process answers. Where that is broken off, by an interrupt too, the process ends: what it has
+        still to say would be taken for the next answer."""
+        process, deadline = self.process, time.monotonic() + seconds
+        assert process is not None
+        try:
+            self._send(process, LENGTH.pack(len(request)) + request, deadline)
+            (size,) = LENGTH.unpack(self._receive(process, LENGTH.size, deadline))
+            said = json.loads(self._receive(process, size, deadline))
+            return said, self._receive(process, said.get("size", 0), deadline)
+        except OSError as error:
+            self.end()
+            raise Ended from error
+        except BaseException:
+            self.end()
+            raise
+
+    def _send(self, process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
+        assert process.stdin is not None
+        left = memoryview(data)
+        while left:
+            self._wait(process.stdin, selectors.EVENT_WRITE, deadline)
+            left = left[os.write(process.stdin.fileno(), left[:CHUNK]) :]
+
+    def _receive(self, process: subprocess.Popen[bytes], size: int, deadline: float) -> bytearray:
+        assert process.stdout is not None
+        found = bytearray(size)
+        left = memoryview(found)
+        while left:
+            self._wait(process.stdout, selectors.EVENT_READ, deadline)
+            chunk = os.read(process.stdout.fileno(), min(len(left), CHUNK))
+            if not chunk:
+                raise Ended
+            left[: len(chunk)] = chunk
+            left = left[len(chunk) :]
+        return found
+
+    @staticmethod
+    def _wait(pipe: Any, event: int, deadline: float) -> None:
+        """Returns when a pipe is ready. Raises Ended where it is not before the deadline."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, event)
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise Ended
+
+
+def answer_all(answer: Callable[[bytes], tuple[dict[str, Any], bytes]], source: BinaryIO, sink: BinaryIO) -> None:
+    """Answers requests until `source` ends. answer: returns the object and the bytes of an answer."""
+    while head := source.read(LENGTH.size):
+        data = source.read(LENGTH.unpack(head)[0])
+        said, more = answer(data)
+        text = json.dumps(said | ({"size": len(more)} if more else {})).encode()
+        sink.write(LENGTH.pack(len(text)) + text)
+        sink.write(more)
+        sink.flush()
+        del data, more
+
+
+def limit_process(memory: int) -> None:
+    """Takes from this process what it does not need: memory beyond so many bytes, files, core dumps."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    for what, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        hard = resource.getrlimit(what)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(what, (most, hard))

@@ -1,0 +1,128 @@
+"""Templates of strangers are rendered in a process of its own, which bounds what the sandbox does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from prefold.errors import InputError
+from prefold.helper import Helper
+from prefold.text import ChatTemplates
+
+USER = {"role": "user", "content": "Grüße"}
+CHAT = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ x }}"
+WRONG = [
+    ("{{ 1 / 0 }}", {}),
+    ("{% if %}", {}),
+    ("{{ raise_exception('no\\ud800') }}", {}),
+    ("{{ '\\ud800' }}", {}),
+    ("no tools {{ 1 }}", {"tools": [{"a": 1}]}),
+    ("{{ messages[0].__class__ }}", {}),
+    ("{{ 'a' * 10 ** 10 }}", {}),
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {"template_seconds": 0.1}),
+]
+
+
+@pytest.fixture(scope="module")
+def templates():
+    made = ChatTemplates({"default": CHAT}, {"bos_token": "<s>"})
+    yield made
+    made._apart._helper.end()
+
+
+@pytest.fixture
+def holed():
+    made = ChatTemplates({}, {})
+    made._apart._helper = Helper("holed", [str(1 << 30)])
+    yield made
+    made._apart._helper.end()
+
+
+def test_a_template_of_a_stranger_writes_the_same(templates):
+    for x in ("", "東京", 1.5, None, [True, {"a": "\n"}]):
+        found = templates.render([USER], template=CHAT, x=x, apart=True)
+        assert found == templates.render([USER], template=CHAT, x=x) == templates.render([USER], x=x)
+    assert templates.render([USER], template="{{ '' }}", apart=True) == ""
+    more = {"continue_final_message": True, "apart": True}
+    assert templates.render([USER], template="{{ messages[0].content }}.", **more) == "Grüße"
+
+
+@pytest.mark.parametrize(("template", "options"), WRONG)
+def test_errors_are_the_same(templates, template, options):
+    with pytest.raises(InputError) as expected:
+        templates.render([USER], template=template, **options)
+    with pytest.raises(InputError) as caught:
+        templates.render([USER], template=template, apart=True, **options)
+    for name in ("message", "field", "remedy", "code"):
+        assert getattr(caught.value, name) == getattr(expected.value, name)
+
+
+def test_only_templates_that_are_given_as_texts():
+    made = ChatTemplates({"default": CHAT}, {})
+    assert made.render([USER], apart=True) == made.render([USER], template="default", apart=True) == "Grüße"
+    assert made._apart._helper.process is None
+
+
+def test_a_number_that_python_does_not_write(templates):
+    with pytest.raises(InputError, match="no JSON"):
+        templates.render([USER], template=CHAT, x=10**5000, apart=True)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no such timers")
+@pytest.mark.parametrize("call", ["spin()", "die()"])
+def test_the_process_ends_where_the_sandbox_does_not_stop_a_template(holed, call):
+    assert holed.render([USER], template="{{ 'a' }}", apart=True) == "a"
+    process, started = holed._apart._helper.process, time.monotonic()
+    with pytest.raises(InputError, match=r"stopped: it ran for more than 0\.2 s, or ended its process") as caught:
+        holed.render([USER], template="{{ " + call + " }}", template_seconds=0.2, apart=True)
+    assert time.monotonic() - started < 10
+    assert caught.value.code == "template_limit" and process.poll() is not None
+    assert holed.render([USER], template="{{ 'b' }}", apart=True) == "b"
+
+
+def test_memory_and_files_of_the_process(holed, tmp_path):
+    pytest.importorskip("resource")
+    with pytest.raises(InputError, match="it took more memory than there is") as caught:
+        holed.render([USER], template="{{ fill() }}", apart=True)
+    assert caught.value.code == "template_limit"
+    with pytest.raises(InputError):
+        holed.render([USER], template="{{ open('" + str(tmp_path / "x") + "') }}", apart=True)
+    assert not (tmp_path / "x").exists() or not (tmp_path / "x").read_text()
+    assert holed.render([USER], template="{{ 'b' }}", apart=True) == "b"
+
+
+def test_an_interrupted_answer_is_not_taken_for_the_next(templates, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    templates.render([USER], template="{{ 'a' }}", apart=True)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Helper, "_receive", interrupted)
+        templates.render([USER], template="{{ 'b' }}", apart=True)
+    assert templates.render([USER], template="{{ 'c' }}", apart=True) == "c"
+
+
+def test_a_process_that_was_killed_is_started_again(templates):
+    templates.render([USER], template="{{ 'a' }}", apart=True)
+    process = templates._apart._helper.process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert templates.render([USER], template="{{ 'a' }}", apart=True) == "a"
+
+
+def test_threads_wait_for_each_other(templates):
+    found = {}
+
+    def render(i):
+        found[i] = templates.render([USER], template="{{ '%d' % x }}", x=i, apart=True)
+
+    threads = [threading.Thread(target=render, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: str(i) for i in range(8)}
