@@ -92,8 +92,8 @@ class Helper:
         return process
 
     def _answer(self, request: bytes, seconds: float) -> tuple[dict[str, Any], bytearray]:
-        """Returns what the process answers. Where that is broken off, by an interrupt too, the process ends: what it has
-        still to say would be taken for the next answer."""
+        """Returns what the process answers. Where that is broken off, by an interrupt too, the process ends: what it
+        has still to say would be taken for the next answer."""
         process, deadline = self.process, time.monotonic() + seconds
         assert process is not None
         try:

@@ -213,7 +213,12 @@ def _indented(text: Any, width: Any = 4, *args: Any, **kwargs: Any) -> float:
 
 
 def _truncated(text: Any, length: Any = 255, killwords: Any = False, end: Any = "...", leeway: Any = None) -> float:
-    return 2 * size_of(text) + size_of(end)
+    return 2 * size_of(text) + size_of(end) * markup(text)
+
+
+def _titled(text: Any) -> float:
+    """For a filter that makes a list of the words."""
+    return OBJECT * size_of(text)
 
 
 def _json(
@@ -303,7 +308,7 @@ METHODS[Markup] = METHODS[str]
 # Filters: what one makes. None: it makes nothing, and looks at no more than one item.
 FILTERS: dict[str, Cost | None] = {
     **dict.fromkeys(("abs", "attr", "count", "d", "default", "first", "items", "last", "length"), None),
-    **dict.fromkeys(("capitalize", "lower", "title", "upper"), _changed),
+    **dict.fromkeys(("capitalize", "lower", "upper"), _changed),
     **dict.fromkeys(("groupby", "join", "list", "map", "max", "min", "reject", "rejectattr", "select", "selectattr",
                      "sort", "unique"), _nothing),
     **dict.fromkeys(("safe", "string"), _safe),
@@ -311,7 +316,8 @@ FILTERS: dict[str, Cost | None] = {
     **dict.fromkeys(("float", "int"), _read),
     **dict.fromkeys(("batch", "slice"), _parts),
     "center": _padded, "dictsort": _safe, "format": _formatted, "indent": _indented, "replace": _replaced,
-    "reverse": _reversed, "round": _rounded, "sum": _added, "tojson": _json, "trim": _trimmed, "truncate": _truncated,
+    "reverse": _reversed, "round": _rounded, "sum": _added, "title": _titled, "tojson": _json, "trim": _trimmed,
+    "truncate": _truncated,
 }  # fmt: skip
 # Filters that go through the items of what they are given: what they make for each.
 EACH: dict[str, Callable[[Any], float]] = {

@@ -85,7 +85,7 @@ class _Metering(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
         written = sum(len(output.nodes) for output in node.find_all(nodes.Output))
-        node.iter = _filter("_each_round", node.iter, nodes.Const(ITEM * written))
+        node.iter = _filter("_each_round", node.iter, nodes.Const(ITEM * (1 + written)))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
@@ -200,7 +200,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             if cost is None:
                 raise SecurityError(f"chat templates may not call {name!r} of a {type(owner).__name__}")
             if name == "join" and args and isinstance(args[0], Iterator):
-                args = (metered(args[0], size_of, len(owner)), *args[1:])
+                times = markup(owner)
+                args = (metered(args[0], lambda value: times * size_of(value), len(owner)), *args[1:])
             else:
                 spend(cost(owner, *args, **{key: value for key, value in kwargs.items() if key not in JINJAS}))
         return super().call(context, function, *args, **kwargs)
@@ -266,7 +267,8 @@ def _part(value: Any, start: Any, stop: Any, step: Any) -> Any:
 
 
 def _each_round(values: Any, letters: int) -> Iterator[Any]:
-    """Yields the values. letters: what a round may put aside besides what is taken for elsewhere."""
+    """Yields the values. letters: what a round may put aside besides what is taken for elsewhere: the value itself,
+    where the loop's length is asked for, and what is written as it is in the template."""
     for value in values:
         spend(letters)
         yield value
