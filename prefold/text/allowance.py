@@ -121,7 +121,7 @@ def size_of(value: Any, between: int = 0, indent: int = 0) -> int:
     inner = _items(value)
     if inner is None:
         return _number(value)
-    size, looked, levels = 0, 0, [inner]
+    size, looked, levels = OBJECT // 2, 0, [inner]
     while levels:
         each = OBJECT // 2 + between + indent * len(levels)
         for item in levels[-1]:

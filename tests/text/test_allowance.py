@@ -94,6 +94,7 @@ SLOW = [
     DOUBLED.replace("[ns.a, ns.a]", "(ns.a, ns.a)").replace("LEVELS", "24") + "{{ {(0, ns.a): 1} }}",
     DOUBLED.replace("[ns.a, ns.a]", "(ns.a, ns.a)").replace("LEVELS", "24") + "{{ messages[0].get((0, ns.a)) }}",
     "{{ range(0, 99999 * (2 ** 61 - 1), 2 ** 61 - 1) | unique | list | length }}",
+    "{{ dict(range(0, 99999 * (2 ** 61 - 1), 2 ** 61 - 1) | batch(2)) | length }}",
     "{{ ('a' * 10 ** 8).count('a' * 40 ~ 'b' ~ 'a' * 40) }}",
     "{{ ('a' * 10 ** 6).rfind('ab' ~ 'a' * 10 ** 5) }}",
     "{{ ('ab' * 10 ** 6).strip('c' * 10 ** 6 ~ 'ab') | length }}",

@@ -21,7 +21,7 @@ WRONG = [
     ("{{ raise_exception('no\\ud800') }}", {}),
     ("{{ '\\ud800' }}", {}),
     ("no tools {{ 1 }}", {"tools": [{"a": 1}]}),
-    ("{{ messages[0].__class__ }}", {}),
+    ("{{ messages[0].__class__.x }}", {}),
     ("{{ 'a' * 10 ** 10 }}", {}),
     ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {"template_seconds": 0.1}),
 ]
