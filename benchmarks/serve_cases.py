@@ -316,44 +316,58 @@ def unlimited(prompts: list[list[int]]) -> tuple[int, int]:
 
 
 def nothing_shared(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Sends prompts that share nothing to a server with its cache on and to one with it off, in turns.
+    """Sends prompts that share nothing to a server with its cache on, to one with it off, and to another with it off,
+    in turns. Then it measures what looking after a cache takes when it is full.
 
-    Both have room for few rows, so that the cache is full, and gives rows back, when the time begins to count. Then it
-    measures what looking after a cache takes when it is full.
+    All have room for few rows, so that the cache is full, and gives rows back, when the time begins to count. Two
+    processes of one command are not equally fast (memory lies elsewhere), and stay so as long as they live. So all are
+    started anew several times, and intervals are those of such rounds; the two servers without a cache show how far
+    chance alone goes.
     """
-    count = 4 if arguments.smoke else arguments.requests
-    draw, seconds, answers = np.random.default_rng(0), {"lru": [], "off": []}, {"lru": [], "off": []}
+    kinds = {"lru": "lru", "off": "off", "off again": "off"}
+    rounds = 2 if arguments.smoke else arguments.servers
+    each = 4 if arguments.smoke else max(1, arguments.requests // rounds)
+    draw, seconds, answers = np.random.default_rng(0), {name: [] for name in kinds}, {name: [] for name in kinds}
     llm = LLM(arguments.model, dtype=arguments.dtype)
     vocabulary = llm.config.vocab_size
     row_bytes = 2 * len(llm.config.planes) * llm.config.kv_size * llm.dtype.itemsize
     del llm
-    prompts = draw.integers(100, vocabulary, size=(count + FILLING, 256))
-    memory = str(row_bytes * 256 * (FILLING - 2))
+    few = ["--cache-reuse", "0", "--kv-memory", str(row_bytes * 256 * (FILLING - 2))]
     cpu = time.process_time()
-    with ExitStack() as stack:
-        few = ["--cache-reuse", "0", "--kv-memory", memory]
-        servers = [
-            stack.enter_context(prefold_server(cache, arguments.model, "--cache", cache, *few, dtype=arguments.dtype))
-            for cache in seconds
-        ]
-        clients = [stack.enter_context(Clients(server.port, 1)) for server in servers]
-        for number, prompt in enumerate(prompts):
-            body = {"prompt": prompt.tolist(), "max_tokens": arguments.output, "temperature": 0, "ignore_eos": True}
-            for which in (0, 1) if number % 2 else (1, 0):
-                server = servers[which]
-                server.go_on()
-                spent, answer = clients[which].ask("/v1/completions", json.dumps(body).encode())
-                server.pause()
-                if number >= FILLING:
-                    seconds[server.name].append(spent)
-                    answers[server.name].append(answer["choices"][0]["text"])
-    ratio, low, high = interval_of_ratio(seconds["lru"], seconds["off"])
+    for _ in range(rounds):
+        means: dict[str, list[float]] = {name: [] for name in kinds}
+        with ExitStack() as stack:
+            servers = [
+                stack.enter_context(prefold_server(name, arguments.model, "--cache", kind, *few, dtype=arguments.dtype))
+                for name, kind in kinds.items()
+            ]
+            clients = [stack.enter_context(Clients(server.port, 1)) for server in servers]
+            for number, prompt in enumerate(draw.integers(100, vocabulary, size=(each + FILLING, 256))):
+                body = {"prompt": prompt.tolist(), "max_tokens": arguments.output, "temperature": 0, "ignore_eos": True}
+                for which in np.roll(range(len(servers)), number).tolist():
+                    server = servers[which]
+                    server.go_on()
+                    spent, answer = clients[which].ask("/v1/completions", json.dumps(body).encode())
+                    server.pause()
+                    if number >= FILLING:
+                        means[server.name].append(spent)
+                        answers[server.name].append(answer["choices"][0]["text"])
+        for name, values in means.items():
+            seconds[name].append(statistics.fmean(values))
+        print(
+            "  means, ms: " + ", ".join(f"{name} {values[-1] * 1e3:.1f}" for name, values in seconds.items()),
+            flush=True,
+        )
+    count = rounds * each
+    ratios = {name: interval_of_ratio(seconds[name], seconds["off"]) for name in ("lru", "off again")}
     same = sum(a == b for a, b in zip(answers["lru"], answers["off"], strict=True))
     mean = {name: statistics.fmean(values) * 1e3 for name, values in seconds.items()}
-    print(f"{count} requests, 256 in, {arguments.output} out: {mean['lru']:.1f} ms with the cache, {mean['off']:.1f}"
-          f" without; ratio {ratio:.4f} (95 %: {low:.4f} to {high:.4f}); {same} of {count} outputs are the same;"
-          f" client's CPU {(time.process_time() - cpu) / count / 2 * 1e3:.1f} ms a request")  # fmt: skip
-    return {"seconds": seconds, "ratio": [ratio, low, high], "same": same} | bookkeeping(arguments)
+    print(f"{rounds} times {each} requests, 256 in, {arguments.output} out: {mean['lru']:.1f} ms with the cache,"
+          f" {mean['off']:.1f} without; {same} of {count} outputs are the same;"
+          f" client's CPU {(time.process_time() - cpu) / count / len(kinds) * 1e3:.1f} ms a request")  # fmt: skip
+    for name, (ratio, low, high) in ratios.items():
+        print(f"{name} over off: {ratio:.4f} (95 %: {low:.4f} to {high:.4f})")
+    return {"seconds": seconds, "ratios": ratios, "same": same} | bookkeeping(arguments)
 
 
 def bookkeeping(arguments: argparse.Namespace) -> dict[str, Any]:
