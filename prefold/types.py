@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
+
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -70,6 +72,11 @@ class Exits:
             if getattr(self, field.name) != field.default
         }
         return {name if name in _SAME_NAMES else f"exit_{name}": value for name, value in values.items()}
+
+    def without_route(self) -> Exits | None:
+        """Returns what these exits say besides the route; None: nothing."""
+        found = replace(self, route=None)
+        return None if found == Exits() else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,9 +63,9 @@ def _adapter(facts: Facts, namespace: Sequence[object]) -> int:
 
 def _exits_of(readers: Sequence[Reader]) -> np.ndarray | None:
     """Returns when the rows of a step's reads leave, as of SlotStep; None: all as the checkpoint says."""
-    if all(reader.exits is None or replace(reader.exits, route=None) == Exits() for reader in readers):
+    if all(reader.read_exits is None for reader in readers):
         return None
-    asked = [reader.exits or Exits() for reader in readers]
+    asked = [reader.read_exits or Exits() for reader in readers]
     rows = [(one.threshold, one.min_visits, one.max_visits or np.inf) for one in asked]
     return np.array(rows, np.float64)  # None becomes nan
 

@@ -27,7 +27,10 @@ Answer = list[Generated] | Result | InputError
 
 
 class NumberReader:
-    """A NumberReader takes the numbers that are read at the last row of a prompt. It has no tokens, and takes none."""
+    """A NumberReader takes the numbers that are read at the last row of a prompt. It has no tokens, and takes none.
+
+    read_exits  what is said of the visit that the row is read after; None: as the checkpoint says
+    """
 
     number = 0
     state = None
@@ -35,6 +38,7 @@ class NumberReader:
 
     def __init__(self, readout: Readout, target: int):
         self.readout, self.target, self.exits = readout, target, readout.exits
+        self.read_exits = None if readout.exits is None else readout.exits.without_route()
         self.result: Result | None = None
 
     @property

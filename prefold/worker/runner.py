@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from ..model import CausalLM, MediaRows
 from ..model.exits import RowExits
 from ..model.ops import log_sum_exp
 from ..schedule.steps import StepResult
-from ..types import Exits
 from .attend import Path, StepAttend, join
 from .batch import Batch
 from .pool import mean_of_paths
@@ -73,8 +71,8 @@ def run(
     how: dict[str, Any] = {}
     if readout.exits is not None:
         how = {"route": readout.exits.route}
-        if replace(readout.exits, route=None) != Exits():
-            how["exits"] = RowExits.of(readout.exits)
+        if (exits := readout.exits.without_route()) is not None:
+            how["exits"] = RowExits.of(exits)
     if media is not None:
         how["media"] = media
     hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **how)
