@@ -393,7 +393,6 @@ def main() -> None:
     parser.add_argument("--workload", nargs="+", default=["prefix_repetition"], help="live: see above")
     parser.add_argument("--requests", type=int, default=100, help="live, nothing-shared, tenants")
     parser.add_argument("--output", type=int, default=32, help="live, nothing-shared: tokens of an answer")
-    parser.add_argument("--servers", type=int, default=5, help="nothing-shared: how often they are started")
     parser.add_argument("--shares", type=float, nargs="*", default=[0.5, 0.8], help="live: of vLLM's rate")
     parser.add_argument("--conversations", type=int, default=12, help="turns")
     parser.add_argument("--most-turns", type=int, help="turns: of all conversations together")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import gc
 import json
 import os
 import random
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,9 @@ from common import export_folder, python_of, read_jsonl, table
 from generation_cases import airline
 from serve_systems import KV_GIB, Clients, Served, interval_of_ratio, p, prefold_server, vllm_server
 
-from prefold import LLM
+from prefold import LLM, CacheOptions
+from prefold.engine import Engine
+from prefold.worker.local import LocalWorker
 
 # `vllm bench serve`, which the CPU build's command does not start, as the package has another name.
 BENCH = """
@@ -319,55 +325,52 @@ def nothing_shared(arguments: argparse.Namespace) -> dict[str, Any]:
     """Sends prompts that share nothing to a server with its cache on, to one with it off, and to another with it off,
     in turns. Then it measures what looking after a cache takes when it is full.
 
-    All have room for few rows, so that the cache is full, and gives rows back, when the time begins to count. Two
-    processes of one command are not equally fast (memory lies elsewhere), and stay so as long as they live. So all are
-    started anew several times, and intervals are those of such rounds; the two servers without a cache show how far
-    chance alone goes.
+    All have room for few rows, so that the cache is full, and gives rows back, when the time begins to count. They are
+    in this process and have one model: two processes of one command differ by up to 4 % as long as they live, since
+    their memory lies elsewhere. The two servers without a cache show how far chance goes.
     """
-    kinds = {"lru": "lru", "off": "off", "off again": "off"}
-    rounds = 2 if arguments.smoke else arguments.servers
-    each = 4 if arguments.smoke else max(1, arguments.requests // rounds)
-    draw, seconds, answers = np.random.default_rng(0), {name: [] for name in kinds}, {name: [] for name in kinds}
-    llm = LLM(arguments.model, dtype=arguments.dtype)
-    vocabulary = llm.config.vocab_size
-    row_bytes = 2 * len(llm.config.planes) * llm.config.kv_size * llm.dtype.itemsize
-    del llm
-    few = ["--cache-reuse", "0", "--kv-memory", str(row_bytes * 256 * (FILLING - 2))]
-    cpu = time.process_time()
-    for _ in range(rounds):
-        means: dict[str, list[float]] = {name: [] for name in kinds}
-        with ExitStack() as stack:
-            servers = [
-                stack.enter_context(prefold_server(name, arguments.model, "--cache", kind, *few, dtype=arguments.dtype))
-                for name, kind in kinds.items()
-            ]
-            clients = [stack.enter_context(Clients(server.port, 1)) for server in servers]
-            for number, prompt in enumerate(draw.integers(100, vocabulary, size=(each + FILLING, 256))):
-                body = {"prompt": prompt.tolist(), "max_tokens": arguments.output, "temperature": 0, "ignore_eos": True}
-                for which in np.roll(range(len(servers)), number).tolist():
-                    server = servers[which]
-                    server.go_on()
-                    spent, answer = clients[which].ask("/v1/completions", json.dumps(body).encode())
-                    server.pause()
-                    if number >= FILLING:
-                        means[server.name].append(spent)
-                        answers[server.name].append(answer["choices"][0]["text"])
-        for name, values in means.items():
-            seconds[name].append(statistics.fmean(values))
-        print(
-            "  means, ms: " + ", ".join(f"{name} {values[-1] * 1e3:.1f}" for name, values in seconds.items()),
-            flush=True,
-        )
-    count = rounds * each
-    ratios = {name: interval_of_ratio(seconds[name], seconds["off"]) for name in ("lru", "off again")}
+    from serving import serving
+
+    sys.setswitchinterval(1e-3)  # as `prefold serve` does, and so is the garbage collector frozen
+    kinds = {"lru": CacheOptions(min_overlap=0), "off": None, "off again": None}
+    count = 4 if arguments.smoke else arguments.requests
+    first = LLM(arguments.model, dtype=arguments.dtype)
+    row_bytes = 2 * len(first.config.planes) * first.config.kv_size * first.dtype.itemsize
+    prompts = np.random.default_rng(0).integers(100, first.config.vocab_size, size=(count + FILLING, 256))
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    cpu: dict[str, list[float]] = {name: [] for name in kinds}
+    answers: dict[str, list[str]] = {name: [] for name in kinds}
+    with ExitStack() as stack:
+        clients = {}
+        for name, cache in kinds.items():
+            llm, options = copy.copy(first), first.engine.options
+            generation = replace(options.generation, kv_memory=row_bytes * 256 * (FILLING - 2), cache=cache)
+            llm.engine = Engine(LocalWorker(first.model), replace(options, generation=generation))
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            server = stack.enter_context(serving(llm, data_dir=folder))
+            clients[name] = stack.enter_context(Clients(server.bound_at[1], 1))
+        gc.collect()
+        gc.freeze()
+        for number, prompt in enumerate(prompts):
+            body = {"prompt": prompt.tolist(), "max_tokens": arguments.output, "temperature": 0, "ignore_eos": True}
+            sent, names = json.dumps(body).encode(), list(kinds)
+            for name in (names[number % 3 :] + names[: number % 3])[:: 1 if number % 2 else -1]:
+                before = time.process_time()
+                spent, answer = clients[name].ask("/v1/completions", sent)
+                if number >= FILLING:
+                    seconds[name].append(spent)
+                    cpu[name].append(time.process_time() - before)
+                    answers[name].append(answer["choices"][0]["text"])
     same = sum(a == b for a, b in zip(answers["lru"], answers["off"], strict=True))
-    mean = {name: statistics.fmean(values) * 1e3 for name, values in seconds.items()}
-    print(f"{rounds} times {each} requests, 256 in, {arguments.output} out: {mean['lru']:.1f} ms with the cache,"
-          f" {mean['off']:.1f} without; {same} of {count} outputs are the same;"
-          f" client's CPU {(time.process_time() - cpu) / count / len(kinds) * 1e3:.1f} ms a request")  # fmt: skip
-    for name, (ratio, low, high) in ratios.items():
-        print(f"{name} over off: {ratio:.4f} (95 %: {low:.4f} to {high:.4f})")
-    return {"seconds": seconds, "ratios": ratios, "same": same} | bookkeeping(arguments)
+    print(f"{count} requests, 256 in, {arguments.output} out; {same} of {count} outputs are the same")
+    ratios: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for what, times in {"seconds": seconds, "CPU": cpu}.items():
+        ratios[what] = {name: interval_of_ratio(times[name], times["off"]) for name in ("lru", "off again")}
+        mean = ", ".join(f"{name} {statistics.fmean(values) * 1e3:.1f} ms" for name, values in times.items())
+        print(f"{what}: {mean}")
+        for name, (ratio, low, high) in ratios[what].items():
+            print(f"  {name} over off: {ratio:.4f} (95 %: {low:.4f} to {high:.4f})")
+    return {"seconds": seconds, "cpu": cpu, "ratios": ratios, "same": same} | bookkeeping(arguments)
 
 
 def bookkeeping(arguments: argparse.Namespace) -> dict[str, Any]:
