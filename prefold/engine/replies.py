@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from ..schedule.generate_step import NOBODY
-from ..types import Owner, Readout, Request, Result
+from ..types import Owner
 from .samples import TextPiece
 
-__all__ = ["Reading", "Reply", "events_of", "send"]
+__all__ = ["Reply", "events_of", "send"]
 
 
 class Reply:
@@ -85,21 +85,6 @@ async def events_of(replies: Sequence[Reply]) -> AsyncGenerator[tuple[int, Any]]
 
 def _joined(one: TextPiece, more: TextPiece) -> TextPiece:
     return TextPiece(one.sample, one.text + more.text, one.tokens + more.tokens)
-
-
-class Reading:
-    """Numbers that are read for one reply."""
-
-    def __init__(self, reply: Reply, requests: Sequence[Request], readout: Readout):
-        self.reply, self.requests, self.readout = reply, requests, readout
-        self.results: list[Result | None] = [None] * len(requests)
-        self.left = len(requests)
-
-    def book(self, part: int, result: Result) -> bool:
-        """Takes the result of one of the requests; returns whether it was the last."""
-        self.results[part] = result
-        self.left -= 1
-        return not self.left
 
 
 def send(out: Mapping[Reply, Sequence[Any]]) -> None:

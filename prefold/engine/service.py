@@ -25,8 +25,8 @@ from .fault import find_fault
 from .generate import Generator
 from .meter import StepInfo
 from .pace import Pace
-from .reading import Part, read_numbers
-from .replies import Reading, Reply, events_of, send
+from .reading import Part, Reading, parts_of, read_next
+from .replies import Reply, events_of, send
 from .samples import TextPiece
 from .service_thread import ServiceInbox, run_service
 from .turns import Turns
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Background", "Service"]
 
-# Numbers that wait are read together, as many as fill so many steps: what comes later waits for no more than these.
-STEPS_A_WINDOW = 2
 # So often somebody who waits is asked whether it still does, though nobody woke the thread.
 LOOK_SECONDS = 1.0
 # What no request alone can be at fault for.
@@ -75,6 +73,7 @@ class Service:
         self._readings = Turns()
         self._beside: deque[Background] = deque()
         self._replies: dict[Reply, Any] = {}  # those that have no answer yet
+        self._live: dict[Reply, None] = {}  # those of them that are no batch's
         self._unbegun: dict[int, Reply] = {}  # by the keys of requests for which no step has worked yet
         self._out: dict[Reply, list[Any]] = {}
         self._lock = threading.Lock()  # of making the generator
@@ -117,7 +116,8 @@ class Service:
         generator = self.generator
         key = generator.new_key()
         reply.keys.append(key)
-        self._replies[reply] = self._unbegun[key] = reply
+        self._open(reply)
+        self._unbegun[key] = reply
         self.engine.meter.add(requests=1)
         on_text = partial(self._put, reply) if text else None
         sharing = None if share else False
@@ -126,8 +126,9 @@ class Service:
         self._added(reply)
 
     def read(self, reply: Reply, requests: Sequence[Request], readout: Readout) -> None:
-        """Takes requests whose numbers are to be read; they are answered with a Result each, together."""
-        self._replies[reply] = None
+        """Takes requests whose numbers are to be read; they are answered with a Result each, together. May take long,
+        where they have many tokens: they are sorted."""
+        self._open(reply)
         reading = Reading(reply, requests, readout)
         targets = (0 if request.targets is None else len(request.targets) for request in requests)
         if self.engine.reads_in_slots(readout, targets):
@@ -141,13 +142,21 @@ class Service:
                 generator.add(request, None, on_done, readout=readout, key=key, owner=reply.owner)
             self._added(reply)
         else:
-            self._inbox.came.put((reading, range(len(requests))))
+            self._inbox.came.put(parts_of(reading, self.engine))
+            if reply.is_cancelled:  # before it was among those that wait
+                self._forget(reply)
+
+    def _open(self, reply: Reply) -> None:
+        self._replies[reply] = None
+        if not reply.owner.is_batch:
+            self._live[reply] = None
 
     def _added(self, reply: Reply) -> None:
         self.wake()
         if reply.is_cancelled:  # before its requests were there
             self._forget(reply)
-            self.generator.cancel(*reply.keys)
+            if reply.keys:
+                self.generator.cancel(*reply.keys)
 
     def cancel(self, reply: Reply) -> None:
         """Ends what a reply waits for before the next step. Nobody reads the reply any more."""
@@ -160,6 +169,7 @@ class Service:
 
     def _forget(self, reply: Reply) -> None:
         self._replies.pop(reply, None)
+        self._live.pop(reply, None)
         for key in reply.keys:
             self._unbegun.pop(key, None)
 
@@ -181,7 +191,7 @@ class Service:
         """Admits and steps as a pace says from now on."""
         self.pace = pace
         if pace is not None:
-            pace.reading = lambda: bool(self._readings)
+            pace.reading = lambda: self._readings.has_interactive
             self._readings.share_of = pace.admission.share_of
             if self.engine.images is not None:
                 self.engine.images.set_tenants(pace.admission.tenant_of)
@@ -214,7 +224,7 @@ class Service:
         if reply in self._replies:
             self._forget(reply)
             self._put(reply, answer)
-            if self.pace is not None:
+            if self.pace is not None and not reply.owner.is_batch:
                 self.pace.note_live()
 
     def _probed(self, reading: Reading, part: int, answer: Any) -> None:
@@ -223,7 +233,7 @@ class Service:
             if reading.book(part, answer):
                 self._answer(reading.reply, reading.results)
         elif answer.code == "kv_memory":
-            self._inbox.came.put((reading, [part]))
+            self._inbox.came.put([Part(reading, [part], len(reading.requests[part].tokens))])
         else:
             self._answer(reading.reply, answer)
 
@@ -278,7 +288,7 @@ class Service:
         """For how many seconds nothing should be done, since only batches have something to do."""
         if self.pace is None:
             return 0.0
-        if self._replies:
+        if self._live:
             self.pace.note_live()
             return 0.0
         return self.pace.pause
@@ -298,7 +308,8 @@ class Service:
 
     def _advance(self) -> None:
         if self._readings:
-            self._read(self._readings.take(STEPS_A_WINDOW * self.engine.max_batch_rows))
+            how: dict[str, Any] = {"done": self._read_all, "fail": self._not_read, "on_step": self._between}
+            read_next(self.engine, self._readings, **how, begin=_note_begun)
         else:
             self._step()
 
@@ -345,17 +356,12 @@ class Service:
         """Takes note of the error of a step that nobody who asked is at fault for."""
         self.failure, self.failed_at = error, time.monotonic()
 
-    def _read(self, parts: Sequence[Part]) -> None:
-        """Reads numbers of one kind in a row stream. Where a step fails, the request at fault is ended."""
-        if parts:
-            _note_begun(reading.reply for reading, _ in parts)
-            read_numbers(self.engine, parts, done=self._read_all, fail=self._not_read, on_step=self._between)
-
     def _read_all(self, reading: Reading) -> None:
         self.failure = None
         self._answer(reading.reply, reading.results)
 
     def _not_read(self, reply: Reply, error: Exception) -> None:
+        reply.is_cancelled = True  # what is left of it in `_readings`
         self._answer(reply, error)
         if isinstance(error, WHOLE):
             self.note_failure(error)
@@ -366,6 +372,7 @@ class Service:
             if self.pace is not None:
                 self.pace.stream_times.note(step.rows, step.seconds)
             self._deliver()
+            self._take_in()
             if self._has_texts:
                 self._step()
                 self._deliver()

@@ -4,73 +4,99 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
 
 from ..types import Owner, Readout, Share
-from .reading import Part
+from .reading import Part, Reading
 
 __all__ = ["Turns"]
 
 IDLE_OWNERS = 1024
+# So many times the rows are taken of a reading that waits alone: it stops when another comes.
+ALONE = 16
 
 
 class Turns:
-    """A Turns holds readings that wait. Interactive ones come before batches, and of the tenants the one is next that
-    was given the fewest tokens over its weight."""
+    """A Turns holds parts of readings that wait. Those of interactive requests come before those of batches, and of the
+    tenants the one is next that was given the fewest rows over its weight. Readings of one owner take turns too, a part
+    of each."""
 
     def __init__(self) -> None:
         self.share_of: Callable[[Hashable], Share] = lambda tenant: Share()
-        self._waiting: dict[Owner, deque[Part]] = {}
+        self._waiting: dict[Owner, OrderedDict[Reading, deque[Part]]] = {}  # the owner's next reading is the first
         self._given: dict[Owner, float] = {}
         self._now = 0.0  # what the owner that was next last had been given
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def add(self, part: Part) -> None:
-        """Takes a reading that has come."""
-        owner = part[0].reply.owner
+    @property
+    def has_interactive(self) -> bool:
+        """Returns whether a reading waits that is no batch's."""
+        return any(not owner.is_batch for owner in self._waiting)
+
+    def has_others(self, than: Reading) -> bool:
+        """Returns whether another reading waits."""
+        return any(reading is not than for line in self._waiting.values() for reading in line)
+
+    def add(self, parts: Sequence[Part]) -> None:
+        """Takes parts of a reading that have come."""
+        reading = parts[0].reading
+        owner = reading.reply.owner
         if owner not in self._waiting:
-            self._waiting[owner] = deque()
+            self._waiting[owner] = OrderedDict()
             if len(self._given) > IDLE_OWNERS + 2 * len(self._waiting):
                 self._given = {
                     one: given for one, given in self._given.items() if given > self._now or one in self._waiting
                 }
             # Who was away has no claim on what it did not use.
             self._given[owner] = max(self._given.get(owner, 0.0), self._now)
-        self._waiting[owner].append(part)
+        self._waiting[owner].setdefault(reading, deque()).extend(parts)
 
-    def take(self, tokens: int) -> list[Part]:
-        """Takes out those that are next and read the same as the first of them, until they have so many tokens."""
+    def give_back(self, parts: Sequence[Part]) -> None:
+        """Takes parts back that were taken from a reading while it was alone, and not read: they are its next."""
+        for part in reversed(parts):
+            owner = part.reading.reply.owner
+            # What it was given of them stays: those who came since begin where it was before the last of them.
+            self._given.setdefault(owner, self._now)
+            line = self._waiting.setdefault(owner, OrderedDict())
+            line.setdefault(part.reading, deque()).appendleft(part)
+
+    def take(self, rows: int) -> list[Part]:
+        """Takes out those that are next and read the same as the first of them, until they have so many rows: one at
+        least, and more where nobody else waits."""
+        lines = self._waiting
+        if len(lines) == 1 and len(next(iter(lines.values()))) == 1:
+            rows *= ALONE
         found: list[Part] = []
         readout: Readout | None = None
         numbers = itertools.count()
-        left: dict[Owner, Iterator[Part]] = {owner: iter(tuple(parts)) for owner, parts in self._waiting.items()}
+        left = {owner: deque(line) for owner, line in lines.items()}
         heap = [(owner.is_batch, self._given[owner], next(numbers), owner) for owner in left]
         heapq.heapify(heap)
-        taken: set[int] = set()
-        while heap and (tokens > 0 or not found):
+        while heap and (rows > 0 or not found):
             is_batch, given, _, owner = heap[0]
-            part = next(left[owner], None)
-            if part is None:
+            if not left[owner]:
                 heapq.heappop(heap)
                 continue
-            reading = part[0]
+            reading, line = left[owner].popleft(), lines[owner]
             if reading.reply.is_cancelled:
-                taken.add(id(part))
+                del line[reading]
             elif readout is None or reading.readout == readout:
                 readout = reading.readout
-                taken.add(id(part))
-                found.append(part)
-                tokens -= reading.reply.tokens
+                found.append(part := line[reading].popleft())
+                if line[reading]:
+                    line.move_to_end(reading)
+                    left[owner].append(reading)
+                else:
+                    del line[reading]
+                rows -= part.rows
                 if not is_batch:
                     self._now = max(self._now, given)
-                given += reading.reply.tokens / self.share_of(owner.tenant).weight
+                given += part.rows / self.share_of(owner.tenant).weight
                 self._given[owner] = given
                 heapq.heapreplace(heap, (is_batch, given, next(numbers), owner))
-        for owner, parts in list(self._waiting.items()):
-            self._waiting[owner] = deque(part for part in parts if id(part) not in taken)
-            if not self._waiting[owner]:
-                del self._waiting[owner]
+        for owner in [owner for owner, line in lines.items() if not line]:
+            del lines[owner]
         return found

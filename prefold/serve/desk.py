@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from ..engine.pace import Pace
@@ -279,7 +280,9 @@ class Desk:
                 elif is_text:
                     await self.in_pool(self._generate, works, replies, text, order.share)
                 else:
-                    self.service.read(replies[0], [one for work in works for one in work.requests], task.readout)
+                    every = [one for work in works for one in work.requests]
+                    read = partial(self.service.read, replies[0], every, task.readout)
+                    read() if is_short else await self.in_pool(read)
                 yield task, works, replies
             finally:
                 for reply in replies:

@@ -1,0 +1,144 @@
+"""Numbers that are read for several readers of one engine take turns, also with those of one large request."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from tiny import tiny_checkpoint
+
+from prefold import LLM
+from prefold.engine.pace import Pace
+from prefold.engine.reading import Reading, parts_of
+from prefold.engine.replies import Reply
+from prefold.errors import RankError
+from prefold.schedule.fair import FairAdmission
+from prefold.types import Owner, Readout, Request
+
+LAST = Readout("last")
+ROWS = 32
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("readings"), "llama")
+    with LLM(str(folder), dtype="float32", device="cpu", max_batch_rows=ROWS, cache="off") as made:
+        yield made
+
+
+def requests(count, seed=0, begin=20):
+    """Requests in any order that begin alike, and their unique tokens."""
+    rng = np.random.default_rng(seed)
+    stem = rng.integers(0, 200, begin)
+    made = [np.concatenate((stem, [i // 16, i % 16, 5])) for i in rng.permutation(count)]
+    unique = len({tuple(one[:n]) for one in made for n in range(1, len(one) + 1)})
+    return [Request(one.astype(np.int32)) for one in made], unique
+
+
+def expected(llm, asked):
+    return np.stack([result.values for result in run_alone(llm, asked)])
+
+
+def run_alone(llm, asked):
+    async def ask():
+        reply = Reply(asyncio.get_running_loop(), 1)
+        llm.engine.service.read(reply, asked, LAST)
+        return await reply.answer()
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("owners", [("a", "b", False), ("a", "a", False), ("a", "b", True)])
+def test_a_large_reading_gives_way_to_a_small_one(llm, owners, monkeypatch):
+    """The large one is that of another tenant, of the same, and of a key whose class is batch."""
+    large, unique = requests(400)
+    small = [Request(np.array([7, 8, 9], np.int32))]
+    wanted, service, worker = expected(llm, large), llm.engine.service, llm.engine.worker
+    start, steps, seen = worker.start, [], []
+
+    async def ask():
+        loop = asyncio.get_running_loop()
+        a, b = Reply(loop, 1, Owner(owners[0], owners[2])), Reply(loop, 1, Owner(owners[1]))
+
+        def begin(message, *more):
+            steps.append(message.num_rows)
+            if len(steps) == 3:
+                service.read(b, small, LAST)
+            if "7, 8, 9" in str(message.tokens.tolist()):
+                seen.append(len(steps))
+            return start(message, *more)
+
+        monkeypatch.setattr(worker, "start", begin)
+        service.read(a, large, LAST)
+        await b.answer()
+        return np.stack([result.values for result in await a.answer()])
+
+    np.testing.assert_allclose(asyncio.run(ask()), wanted, atol=1e-5)
+    assert max(steps) <= ROWS < unique // 10
+    assert len(seen) == 1 and seen[0] < 10, (seen, len(steps))
+    assert sum(steps) <= unique + 3 + 3 * 23, "more than the paths above three cuts was computed again"
+
+
+def test_a_reading_that_is_alone_computes_nothing_twice(llm):
+    large, unique = requests(200, begin=40)
+    llm.engine.reset_stats()
+    run_alone(llm, large)
+    assert llm.stats.rows_computed == unique
+
+
+def test_parts_hold_each_request_once_and_no_more_than_half_of_one_is_a_path(llm):
+    for begin in (0, 20, 200):
+        large, _ = requests(300, begin=begin)
+        parts = parts_of(Reading(Reply(None, 1), large, LAST), llm.engine)
+        assert sorted(number for part in parts for number in part.numbers) == list(range(300))
+        for part in parts:
+            rows = {tuple(large[n].tokens[:m]) for n in part.numbers for m in range(1, begin + 4)}
+            assert part.rows == len(rows) <= max(2 * ROWS, 2 * (begin + 3))
+
+
+def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, monkeypatch):
+    large, _ = requests(200)
+    large[100].tokens[-1] = 250
+    small, service, worker = [Request(np.array([7, 8, 9], np.int32))], llm.engine.service, llm.engine.worker
+    start, failed = worker.start, []
+
+    def fail(message, *more):
+        if (message.tokens == 250).any():
+            failed.append(message)
+            raise RankError("made up")
+        return start(message, *more)
+
+    monkeypatch.setattr(worker, "start", fail)
+
+    async def ask():
+        loop = asyncio.get_running_loop()
+        a, b = Reply(loop, 1, Owner("a")), Reply(loop, 1, Owner("b"))
+        service.read(a, large, LAST)
+        service.read(b, small, LAST)
+        await b.answer()
+        with pytest.raises(RankError):
+            await a.answer()
+
+    asyncio.run(ask())
+    assert failed and not service._readings and not service.replies
+
+
+def test_requests_of_a_batch_are_not_taken_for_live_ones(llm):
+    """Neither numbers nor texts of a key whose class is batch keep the steps of batches short."""
+    service = llm.engine.service
+    pace = Pace(FairAdmission())
+    service.set_pace(pace)
+
+    async def ask(is_batch):
+        reply = Reply(asyncio.get_running_loop(), 1, Owner("a", is_batch))
+        service.read(reply, requests(50)[0], LAST)
+        await reply.answer()
+
+    try:
+        asyncio.run(ask(True))
+        assert pace.pause == 0.0
+        asyncio.run(ask(False))
+        assert pace.pause > 0.0
+    finally:
+        service.set_pace(None)
