@@ -74,7 +74,8 @@ class Chunks:
     def end(self, item: int, result: Body) -> Iterator[Body]:
         """Yields what ends the samples of an item."""
         self._results[item] = result
-        whole = response_body(self.kind, self.meta, [result], model=self._model, id=self._id)
+        # Log-probabilities have been told with their tokens, but for the last.
+        whole = response_body(self.kind, self.meta, [_bare(result)], model=self._model, id=self._id)
         for sample, choice in enumerate(whole["choices"]):
             index = item * self._samples + sample
             text = choice["message"]["content"] if self._chat else choice["text"]
@@ -111,3 +112,9 @@ class Chunks:
     def _chunk(self, index: int, what: Any) -> Body:
         choice = {"index": index, "delta" if self._chat else "text": what, "logprobs": None, "finish_reason": None}
         return self._head | {"choices": [choice]} | ({"usage": None} if self.usage else {})
+
+
+def _bare(result: Body) -> Body:
+    """Returns a result without the log-probabilities of its tokens."""
+    bare = {name: value for name, value in result.items() if name != "logprobs"}
+    return bare | {"choices": [_bare(one) for one in bare["choices"]]} if "choices" in bare else bare

@@ -81,7 +81,11 @@ def option(name: str, *more: str, **settings: Any) -> Any:
 )
 @option("max_body_bytes", type=Bytes(), help="Size of a request's body.")
 @option("max_connections", type=click.IntRange(1), help="Connections at once.")
-@option("max_texts", type=click.IntRange(1), help="Texts, documents or prompts of one request.")
+@option(
+    "max_texts",
+    type=click.IntRange(1),
+    help="Texts, documents or prompts of one request, and samples of all its prompts.",
+)
 @option("max_n", type=click.IntRange(1), help="Samples of a prompt.")
 @option("max_logprobs", type=click.IntRange(0), help="Most likely tokens that are listed.")
 @option("max_grammar_bytes", type=Bytes(), help="Size of a schema, regular expression or grammar.")

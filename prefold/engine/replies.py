@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..schedule.generate_step import NOBODY
@@ -21,30 +23,43 @@ class Reply:
 
     tokens      of its prompts
     owner       for whom it runs
+    samples     how many texts are generated of the prompt
     begun_at    time.perf_counter() of the first step that worked for it; None: it waits
     keys        by which the generator knows what it was asked
     pieces      that nobody has taken yet, by sample
-    came        is set where there is something new
+    gaps        seconds between two pieces of one sample as they came, which nobody has taken yet
+    ring        is called where there is something new
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, tokens: int, owner: Owner = NOBODY):
-        self.loop, self.tokens, self.owner = loop, tokens, owner
+    def __init__(self, loop: asyncio.AbstractEventLoop, tokens: int, owner: Owner = NOBODY, samples: int = 1):
+        self.loop, self.tokens, self.owner, self.samples = loop, tokens, owner, samples
         self.begun_at: float | None = None
         self.keys: list[int] = []
         self.is_cancelled = False
         self.pieces: dict[int, TextPiece] = {}
-        self.came = asyncio.Event()
+        self.gaps: list[float] = []
+        self._came = asyncio.Event()
+        self.ring: Callable[[], None] = self._came.set
         self._answer: Any = None
+        self._put_at: dict[int, float] = {}  # when the last piece of each sample came
 
-    def put(self, events: Sequence[Any]) -> None:
-        """Takes pieces and answers; called in the reader's event loop."""
+    def put(self, events: Sequence[Any], at: float = 0.0) -> None:
+        """Takes pieces and answers that came at that time.perf_counter(); called in the reader's event loop."""
         for event in events:
             if isinstance(event, TextPiece):
+                if event.sample in self._put_at:
+                    self.gaps.append(at - self._put_at[event.sample])
+                self._put_at[event.sample] = at
                 before = self.pieces.get(event.sample)
                 self.pieces[event.sample] = event if before is None else _joined(before, event)
             elif self._answer is None:
                 self._answer = event
-        self.came.set()
+        self.ring()
+
+    def taken_gaps(self) -> list[float]:
+        """Returns the gaps that came since this was asked last."""
+        gaps, self.gaps = self.gaps, []
+        return gaps
 
     @property
     def is_answered(self) -> bool:
@@ -53,8 +68,8 @@ class Reply:
     async def answer(self) -> Any:
         """Returns the answer: a list of Generated, or of Results. Raises what went wrong with the request."""
         while self._answer is None:
-            await self.came.wait()
-            self.came.clear()
+            await self._came.wait()
+            self._came.clear()
         if isinstance(self._answer, BaseException):
             raise self._answer
         return self._answer
@@ -66,20 +81,29 @@ async def events_of(replies: Sequence[Reply]) -> AsyncGenerator[tuple[int, Any]]
     Raises what went wrong with one of the requests. Nobody else may read the replies meanwhile.
     """
     came = asyncio.Event()  # one for all, so that none needs a task of its own
+    left = set(range(len(replies)))
+    rung = dict.fromkeys(left)  # those that have something new, or had it before
+
+    def ring(number: int) -> None:
+        rung[number] = None
+        came.set()
+
+    for number, reply in enumerate(replies):
+        reply.ring = partial(ring, number)
     came.set()
-    for reply in replies:
-        reply.came = came
-    left = dict(enumerate(replies))
     while left:
         await came.wait()
         came.clear()
-        for number, reply in list(left.items()):
+        while rung:
+            number = next(iter(rung))
+            del rung[number]
+            reply = replies[number]
             while reply.pieces:
                 pieces, reply.pieces = reply.pieces, {}
                 for piece in pieces.values():
                     yield number, piece
-            if reply.is_answered:
-                del left[number]
+            if reply.is_answered and number in left:
+                left.remove(number)
                 yield number, await reply.answer()
 
 
@@ -92,11 +116,12 @@ def send(out: Mapping[Reply, Sequence[Any]]) -> None:
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Reply, Sequence[Any]]]] = {}
     for reply, events in out.items():
         by_loop.setdefault(reply.loop, []).append((reply, events))
+    now = time.perf_counter()
     for loop, mail in by_loop.items():
         if not loop.is_closed():
-            loop.call_soon_threadsafe(_hand_out, mail)
+            loop.call_soon_threadsafe(_hand_out, mail, now)
 
 
-def _hand_out(mail: Sequence[tuple[Reply, Sequence[Any]]]) -> None:
+def _hand_out(mail: Sequence[tuple[Reply, Sequence[Any]]], at: float) -> None:
     for reply, events in mail:
-        reply.put(events)
+        reply.put(events, at)

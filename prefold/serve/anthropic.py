@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -39,7 +40,8 @@ async def message(site: Site, request: Request, tenant: Tenant) -> Response:
         order = asking.order("generate", items)
         if not stream:
             (result,) = await unless_gone(request, asking.desk.answer(order, asking.num_bytes))
-            return json_response(message_body(meta, result, model=asking.model, id=new_id()))
+            write = partial(message_body, meta, result, model=asking.model, id=new_id())
+            return await asking.written([result], lambda: json_response(write()))
         return await in_events(asking, order, MessageEvents(meta, model=asking.model, id=new_id()))
     except InputError as wrong:
         raise wrong.renamed(_NAMES.get((wrong.field or "").partition(".")[0], wrong.field)) from None

@@ -1,21 +1,20 @@
-"""Takes items of tasks from requests, sees to it that not too many wait, and gives back what the tasks make of them.
+"""Takes items of tasks from requests, and gives back what the tasks make of them.
 
-Tokenising and making responses happen in a pool of threads, computing in the engine's; the event loop only waits. What
-is short it does itself: to hand work to another thread, and to be woken by it, takes a tenth of a millisecond.
+Tokenising and making responses happen in a pool of threads, computing in the engine's; the event loop only waits, and
+does what is short itself (see `short.py`). Not too many may wait (see `room.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from typing import Any, TypeVar
 
 from ..engine.pace import Pace
@@ -28,24 +27,18 @@ from ..tasks import Work
 from ..tasks.images import within
 from ..tasks.run import finish_items
 from ..types import Owner, Request
-from .http import Refusal
 from .keys import Keys
-from .limits import check_item, has_images, takes_long
+from .limits import check_item, check_samples
 from .metrics import Metrics
 from .options import ServeOptions
+from .room import Room
+from .short import SHORT_BYTES, are_short, are_soon_ready, are_soon_written, has_images, num_samples
 from .store import Store
 from .watch import StepWatch
 
 __all__ = ["Desk", "TaskOrder", "apart"]
 
 T = TypeVar("T")
-
-# What a token is guessed to take of a request's body, before it is known.
-BYTES_A_TOKEN = 4
-# The bytes of a body, and the results and tokens of an answer, that are short.
-SHORT_BYTES, SHORT_RESULTS, SHORT_TOKENS = 4096, 16, 1024
-# Answers by which the rate is measured, and the longest a client is told to wait, in seconds.
-MEASURED, LONGEST_WAIT = 128, 120
 
 
 @dataclass
@@ -58,6 +51,7 @@ class TaskOrder:
     namespace  a prefix is shared only within it (see `keys.py`)
     share      whether prompts may be shared with others', now or later
     owner      for whom it is
+    tokens     as which its prompts count, where they begin alike; None: as many as they have together
     """
 
     task: str
@@ -66,6 +60,7 @@ class TaskOrder:
     namespace: str = ""
     share: bool = True
     owner: Owner = NOBODY
+    tokens: int | None = None
 
 
 class Desk:
@@ -80,94 +75,29 @@ class Desk:
         seconds = None if options.step_ms is None else options.step_ms / 1e3
         self.pace = Pace(self.admission, step_seconds=seconds, batch_share=options.batch_share)
         self.service.set_pace(self.pace)
-        self.replies: set[Reply] = set()  # those that have no answer yet
+        self.room = Room(options, keys)
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="prefold-prepare")
         # To decode images takes long, and one waits for the other: what is text alone does not wait for them.
         self._pool_of_images = ThreadPoolExecutor(2, thread_name_prefix="prefold-images")
         names = ("max_n", "max_logprobs", "escape_special")
         self._of_texts = {name: getattr(options, name) for name in names}
-        self._ended: deque[tuple[float, int]] = deque(maxlen=MEASURED)  # (when, tokens)
-        self._preparing: dict[object, tuple[Owner, int]] = {}  # {request: for whom, and its tokens, as guessed}
-
-    # --------------------------------------------------------------------------------------------- who is let in
-
-    @property
-    def waiting(self) -> tuple[int, int]:
-        """Returns how many requests wait to be computed, and the tokens of their prompts."""
-        sizes = [tokens for _, tokens in self._waiting()]
-        return len(sizes), sum(sizes)
-
-    def _waiting(self) -> list[tuple[Owner, int]]:
-        """Returns (for whom, tokens) of each request that waits."""
-        waiting = [(reply.owner, reply.tokens) for reply in self.replies if reply.begun_at is None]
-        return waiting + list(self._preparing.values())
-
-    @property
-    def running(self) -> int:
-        """Returns how many requests are being computed."""
-        return sum(reply.begun_at is not None for reply in self.replies)
-
-    def check_room(self, owner: Owner, *, computes: bool = True) -> None:
-        """Raises Refusal (429) where too many wait for one more of this owner's to be taken.
-
-        computes  whether it will wait for the engine; else only those are in its way that are being prepared
-        """
-        waiting = self._waiting() if computes else list(self._preparing.values())
-        limits, options = self._keys.limits_of(owner.tenant), self.options
-        is_limited = limits.max_waiting_requests is not None or limits.max_waiting_tokens is not None
-        mine = [one for one in waiting if one[0].tenant == owner.tenant] if is_limited else []
-        for found, who, most_requests, most_tokens in (
-            (waiting, "", options.max_waiting_requests, options.max_waiting_tokens),
-            (mine, " of yours", limits.max_waiting_requests, limits.max_waiting_tokens),
-        ):
-            tokens = sum(size for _, size in found)
-            for count, most, what in ((len(found), most_requests, "requests"), (tokens, most_tokens, "tokens")):
-                if most is not None and count >= most:
-                    raise Refusal(
-                        429,
-                        f"{count} {what}{who} are waiting",
-                        remedy="send the request again after the seconds in Retry-After",
-                        code="rate_limit_exceeded",
-                        headers={"retry-after": str(self._seconds_for(len(found), tokens))},
-                    )
-
-    @contextmanager
-    def admitted(self, num_bytes: int, owner: Owner, *, computes: bool = True) -> Any:
-        """Counts a request of so many bytes while it is prepared. Raises Refusal (429) where too many wait (see
-        `check_room`)."""
-        self.check_room(owner, computes=computes)
-        key = object()
-        self._preparing[key] = owner, num_bytes // BYTES_A_TOKEN
-        try:
-            yield lambda: self._preparing.pop(key, None)
-        finally:
-            self._preparing.pop(key, None)
-
-    def _seconds_for(self, requests: int, tokens: int) -> int:
-        """Returns in how many seconds the half of what waits is done, by the rate of the last answers."""
-        if len(self._ended) < 2:
-            return 1
-        spent = max(1e-3, time.perf_counter() - self._ended[0][0])
-        rates = (len(self._ended) / spent, sum(tokens for _, tokens in self._ended) / spent)
-        seconds = max(requests / 2 / rates[0], tokens / 2 / max(rates[1], 1e-9))
-        return max(1, min(LONGEST_WAIT, math.ceil(seconds)))
 
     # ------------------------------------------------------------------------------------------------ what is asked
 
     async def answer(self, order: TaskOrder, num_bytes: int) -> list[dict[str, Any]]:
         """Returns the task's result of each item. Raises InputError or Refusal."""
         async with self._entered(order, num_bytes, text=False) as (task, works, replies):
-            answers = [await reply.answer() for reply in replies]
+            answers = dict.fromkeys(range(len(replies)))
+            async with aclosing(events_of(replies)) as events:
+                async for number, what in events:  # the first that fails ends the others
+                    answers[number] = what
         if task.readout.kind == "tokens":
-            results = [[answer] for answer in answers]
+            results = [[answer] for answer in answers.values()]
         else:
             left = iter(answers[0])
             results = [[next(left) for _ in work.requests] for work in works]
-        if _are_short(results):
-            made = finish_items(task, works, results)
-        else:
-            made = await self.in_pool(finish_items, task, works, results)
-        found = [raised(one) for one in made]
+        finish = partial(finish_items, task, works, results)
+        found = [raised(one) for one in (finish() if are_short(results) else await self.in_pool(finish))]
         if task.readout.kind == "tokens":
             for result in found:
                 self._metrics.prompt(order.owner.tenant, result)
@@ -175,7 +105,7 @@ class Desk:
 
     async def requests(self, order: TaskOrder, num_bytes: int) -> list[Request]:
         """Returns the requests that an order makes; computes nothing. Raises InputError or Refusal."""
-        with self.admitted(num_bytes, order.owner, computes=False):
+        with self.room.preparing(num_bytes, order.owner, computes=False):
             _, works = await self._prepared(order)
         return [request for work in works for request in work.requests]
 
@@ -186,7 +116,7 @@ class Desk:
     async def without_engine(self, owner: Owner, num_bytes: int, function: Callable[[], T]) -> T:
         """Returns what `function` returns, which needs no engine: in the pool of threads, but for a short body.
         Raises Refusal where too many wait."""
-        with self.admitted(num_bytes, owner, computes=False):
+        with self.room.preparing(num_bytes, owner, computes=False):
             if num_bytes <= SHORT_BYTES:
                 return function()
             found: T = await self.in_pool(function)
@@ -195,6 +125,14 @@ class Desk:
     async def with_engine(self, function: Callable[[], T]) -> T:
         """Returns what `function` returns, called between two steps."""
         return await self.in_pool(self._between_steps, function)
+
+    async def written(self, results: Sequence[Mapping[str, Any]], function: Callable[[], T]) -> T:
+        """Returns what `function` returns, which writes a response of a task's results: in the pool of threads, but for
+        short ones."""
+        if are_soon_written(results):
+            return function()
+        found: T = await self.in_pool(function)
+        return found
 
     def _between_steps(self, function: Callable[[], T]) -> T:
         with self.service.generator.turn:
@@ -209,19 +147,22 @@ class Desk:
         (tokens of the prompts,) is yielded before, once the request has been taken: what is wrong with it is raised by
         then.
         """
-        last, is_first = time.perf_counter(), True
+        started, is_first = time.perf_counter(), True
         async with self._entered(order, num_bytes, text=True) as (task, works, replies):
             yield (sum(reply.tokens for reply in replies),)
             async with aclosing(events_of(replies)) as events:
                 async for number, what in events:
-                    now = time.perf_counter()
-                    (self._metrics.first if is_first else self._metrics.between).observe(now - last)
-                    last, is_first = now, False
+                    if is_first:
+                        self._metrics.first.observe(time.perf_counter() - started)
+                        is_first = False
+                    for gap in replies[number].taken_gaps():
+                        self._metrics.between.observe(gap)
                     if isinstance(what, TextPiece):
                         tokens = [task.token_logprobs(*pair) for pair in what.tokens]
                         yield number, what.sample, what.text, tokens
                     else:
-                        (result,) = finish_items(task, [works[number]], [[what]])
+                        finish = partial(finish_items, task, [works[number]], [[what]])
+                        (result,) = finish() if are_short([[what]]) else await self.in_pool(finish)
                         self._metrics.prompt(order.owner.tenant, raised(result))
                         yield number, result
 
@@ -243,6 +184,7 @@ class Desk:
         check_item(item, self.options, self.llm.tokenizer)
 
     def _prepare(self, order: TaskOrder) -> tuple[Any, list[Work]]:
+        check_samples(order.items, self.options.max_texts)
         for item in order.items:
             self.check(item)
         task = self.task(order.task, order.options, order.owner.tenant, order.namespace)
@@ -266,48 +208,46 @@ class Desk:
         """Gives (task, a Work of each item, replies) of an order that the engine works for within the context, and
         counts it where the context ends well. There is a reply for each text to generate, or one for all numbers."""
         started, loop = time.perf_counter(), asyncio.get_running_loop()
-        with self.admitted(num_bytes, order.owner) as prepared:
-            is_short = self._is_short(order, num_bytes)
+        with self.room.preparing(num_bytes, order.owner, samples=num_samples(order.items)) as prepared:
+            is_short = self._is_soon_ready(order, num_bytes)
             task, works = self._prepare(order) if is_short else await self._prepared(order)
             is_text = task.readout.kind == "tokens"
             sizes = [sum(len(request.tokens) for request in work.requests) for work in works]
-            replies = [Reply(loop, size, order.owner) for size in (sizes if is_text else [sum(sizes)])]
-            self.replies.update(replies)
-            prepared()
-            try:
-                if is_text and is_short:
-                    self._generate(works, replies, text, order.share)
-                elif is_text:
-                    await self.in_pool(self._generate, works, replies, text, order.share)
-                else:
-                    every = [one for work in works for one in work.requests]
-                    read = partial(self.service.read, replies[0], every, task.readout)
-                    read() if is_short else await self.in_pool(read)
-                yield task, works, replies
-            finally:
-                for reply in replies:
-                    self.service.cancel(reply)
-                self.replies.difference_update(replies)
-        self._count(sum(sizes), replies, started)
+            if is_text:
+                counts = [one.requests[0].sampling.n for one in works]  # type: ignore[union-attr]
+                replies = [Reply(loop, *each) for each in zip(sizes, repeat(order.owner), counts)]
+            else:
+                replies = [Reply(loop, sum(sizes) if order.tokens is None else order.tokens, order.owner)]
+            with self.room.computing(replies):
+                prepared()
+                try:
+                    if is_text:
+                        begin = partial(self._generate, works, replies, text, order.share)
+                    else:
+                        every = [one for work in works for one in work.requests]
+                        begin = partial(self.service.read, replies[0], every, task.readout)
+                    begin() if is_short else await self.in_pool(begin)
+                    yield task, works, replies
+                finally:
+                    for reply in replies:
+                        self.service.cancel(reply)
+        self._count(replies, started)
 
-    def _is_short(self, order: TaskOrder, num_bytes: int) -> bool:
-        """Returns whether a request is soon ready for the engine: its body is short, without images that might have to
-        be fetched, a grammar to be compiled, or a chat template of its own, and the engine has generated before."""
-        engine = self.llm.engine
-        if num_bytes > SHORT_BYTES or engine.images is not None or not self.service.has_generator:
-            return False
-        return not any(isinstance(item, Mapping) and takes_long(item) for item in order.items)
+    def _is_soon_ready(self, order: TaskOrder, num_bytes: int) -> bool:
+        """Returns whether a request is soon ready for the engine: requests are soon made of its items, no images might
+        have to be fetched, and the engine has generated before."""
+        is_known = self.service.has_generator and self.llm.engine.images is None and order.tokens is None
+        return is_known and are_soon_ready(order.items, num_bytes)
 
     def _generate(self, works: Sequence[Work], replies: Sequence[Reply], text: bool, share: bool) -> None:
         for reply, work in zip(replies, works, strict=True):
             if not reply.is_cancelled:
                 self.service.generate(reply, work.requests[0], self.llm.tokenizer, text=text, share=share)
 
-    def _count(self, tokens: int, replies: Sequence[Reply], started: float) -> None:
-        """Counts a request that has been answered, and the tokens of its prompts."""
-        now = time.perf_counter()
-        self._ended.append((now, tokens))
-        self._metrics.seconds.observe(now - started)
+    def _count(self, replies: Sequence[Reply], started: float) -> None:
+        """Counts a request that has been answered."""
+        self.room.note_answered(replies)
+        self._metrics.seconds.observe(time.perf_counter() - started)
         for reply in replies:
             if reply.begun_at is not None:
                 self._metrics.queue.observe(reply.begun_at - started)
@@ -318,7 +258,7 @@ class Desk:
 
     def give_up(self, error: Exception) -> None:
         """Answers all that runs with an error."""
-        for reply in list(self.replies):
+        for reply in list(self.room.replies):
             reply.put([error])
 
     def read_shares(self) -> None:
@@ -329,19 +269,12 @@ class Desk:
     def close(self) -> None:
         """Ends what runs, without an answer."""
         self.watch.close()
-        for reply in list(self.replies):
+        for reply in list(self.room.replies):
             self.service.cancel(reply)
         if self.service.pace is self.pace:
             self.service.set_pace(None)
         for pool in (self._pool, self._pool_of_images):
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _are_short(results: Sequence[Sequence[Any]]) -> bool:
-    """Returns whether it takes no time to make responses of results: each of a few Results, or lists of Generated."""
-    found = [result for some in results for result in some]
-    tokens = sum(len(one.tokens) for result in found if isinstance(result, list) for one in result)
-    return len(found) <= SHORT_RESULTS and tokens <= SHORT_TOKENS
 
 
 def apart(work: Work, namespace: str) -> None:

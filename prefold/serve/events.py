@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
 from .desk import TaskOrder
@@ -38,6 +39,11 @@ def unnamed(event: Event) -> bytes:
 
 async def nothing() -> None:
     """Does nothing."""
+
+
+def _joined(write: Callable[[Event], bytes], make: Callable[..., Iterator[Event]], *what: Any) -> bytes:
+    """Returns the events that are made of something, as they are sent."""
+    return b"".join(map(write, make(*what)))
 
 
 async def in_events(
@@ -75,13 +81,14 @@ async def _events(
                 if not started:
                     started = True
                     yield b""
-                    found = list(made.begin(*event))
+                    body = _joined(write, made.begin, *event)
                 elif len(event) == 4:
-                    found = list(made.piece(*event))
+                    body = _joined(write, made.piece, *event)
                 else:
-                    found = list(made.end(*event))
+                    end = partial(_joined, write, made.end, *event)
+                    body = await asking.desk.written([event[1]], end)
                     await ended()
-                if body := b"".join(map(write, found)):
+                if body:
                     yield body
         if body := b"".join(map(write, made.last())):
             yield body

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -38,7 +38,7 @@ class Asking:
         """
         desk = site.desk_for(request)
         if computes:
-            desk.check_room(tenant.owner)
+            desk.room.check(tenant.owner)
         return cls(site, desk, request, tenant, *await read_json(request, site.options))
 
     def order(self, task: str, items: Any, options: Any = (), *, share: bool = True) -> TaskOrder:
@@ -54,6 +54,10 @@ class Asking:
         ClientGone."""
         check_texts(self.body, self.site.options.max_texts)
         return await unless_gone(self.request, self.desk.without_engine(self.tenant.owner, self.num_bytes, function))
+
+    async def written(self, results: Sequence[Mapping[str, Any]], function: Callable[[], T]) -> T:
+        """Returns what `function` returns, which writes a response of results. Raises ClientGone."""
+        return await unless_gone(self.request, self.desk.written(results, function))
 
 
 def check_texts(body: dict[str, Any], most: int) -> None:
@@ -72,7 +76,7 @@ async def answer_asked(asking: Asking, asked: Asked) -> Response:
         results = await unless_gone(asking.request, asking.desk.answer(order, asking.num_bytes))
     except InputError as wrong:
         raise wrong.renamed(asked.name_of(wrong.field)) from None
-    return json_response(asked.make(results))
+    return await asking.written(results, lambda: json_response(asked.make(results)))
 
 
 def handle_of(read: Read) -> Handle:

@@ -26,11 +26,11 @@ from .openai import OPENAI
 from .site import Site, new_id
 from .store import Body, Store
 
-__all__ = ["routes"]
+__all__ = ["PURPOSES", "routes"]
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _FIELDS = {"input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after"}
-_PURPOSES = ("batch", "vision", "user_data")
+PURPOSES = ("batch", "vision", "user_data")
 MOST_A_PAGE = 10_000
 
 
@@ -80,7 +80,7 @@ async def upload(site: Site, request: Request, tenant: Tenant) -> Response:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
             raise InputError("the form has no file", field="file", remedy="give it", code="missing_field")
-        if purpose not in _PURPOSES:
+        if purpose not in PURPOSES:
             message, remedy = f"'purpose' is {purpose!r:.100}", 'give "batch", or for images "vision"'
             raise InputError(message, field="purpose", remedy=remedy, code="unsupported")
         names = ("expires_after[anchor]", "expires_after[seconds]")

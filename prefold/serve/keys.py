@@ -119,7 +119,8 @@ class Keys:
         scheme, _, key = header.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = header.get("x-api-key", "")
-        digest = hashlib.sha256(key.strip().encode()).digest()
+        # Starlette reads headers as Latin-1: these are the bytes that were sent.
+        digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
         known, tenant = self._tenants.get(self._place(digest), (bytes(len(digest)), None))
         return tenant if hmac.compare_digest(known, digest) else None
 

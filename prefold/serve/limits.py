@@ -1,39 +1,50 @@
-"""What an item of a request, or of a batch's line, may not bring: programs, and grammars that take long to compile."""
+"""What an item of a request, or of a batch's line, may not bring: programs, grammars that take long to compile, and
+more than a step has time for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
-from ..tasks.images import chat_of
 from ..text import Tokenizer
 from .http import json_of
 from .options import ServeOptions
+from .short import num_samples
 
-__all__ = ["check_item", "has_images", "most_tokens", "takes_long", "too_many_tokens"]
+__all__ = ["check_item", "check_samples", "most_tokens", "too_many_tokens"]
 
 # Those of a request for nothing but tokens, or their text, where the model takes no more of them in one prompt.
 MOST_TOKENS = 1 << 18
+# Of the texts that end an output: they are looked for at each of its tokens, by the thread that makes the steps.
+MOST_STOPS, MOST_STOP_LETTERS = 64, 1024
 
 
 def check_item(item: Any, options: ServeOptions, tokenizer: Tokenizer | None) -> None:
     """Raises InputError for an item of a task that strangers may not send. tokenizer: of the model that is served."""
     if isinstance(item, Mapping):
         _check_grammar(item, options.max_grammar_bytes)
+        _check_stops((item.get("sampling") or {}).get("stop"))
         if not options.allow_chat_template:
             _check_template(item.get("chat_template"), tokenizer)
 
 
-def takes_long(item: Mapping[str, Any]) -> bool:
-    """Returns whether it may take long to make a request of an item: a grammar is compiled for it, and a chat template
-    that it brings is a program, which may take all the time that it is allowed."""
-    return bool((item.get("sampling") or {}).get("grammar")) or item.get("chat_template") is not None
+def check_samples(items: Sequence[Any], most: int) -> None:
+    """Raises InputError where more than `most` texts are to be generated for the items of one request."""
+    if (count := num_samples(items)) > most:
+        message, remedy = f"{count} texts are to be generated, n for each prompt", f"ask for at most {most} at once"
+        raise InputError(message, field="n", remedy=remedy, code="too_many")
 
 
-def has_images(item: Any) -> bool:
-    """Returns whether images are to be decoded for an item."""
-    return isinstance(item, Mapping) and (bool(item.get("images")) or chat_of(item.get("messages")) is not None)
+def _check_stops(stops: Any) -> None:
+    """Raises InputError for too many texts that end an output, or too long ones."""
+    if isinstance(stops, (str, list)):
+        texts = [stops] if isinstance(stops, str) else stops
+        letters = sum(len(text) for text in texts if isinstance(text, str))
+        for count, most, what in ((len(texts), MOST_STOPS, "texts"), (letters, MOST_STOP_LETTERS, "letters")):
+            if count > most:
+                message, remedy = f"'stop' holds {count} {what}", f"give at most {most}"
+                raise InputError(message, field="stop", remedy=remedy, code="too_large")
 
 
 def most_tokens(llm: Any) -> int:

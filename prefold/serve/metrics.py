@@ -97,9 +97,9 @@ class Metrics:
         desk = self._site.desk
         if desk is None:
             return
-        waiting, waiting_tokens = desk.waiting
+        waiting, waiting_tokens = desk.room.waiting
         gauges = {
-            "num_requests_running": ("Requests that are being computed.", desk.running),
+            "num_requests_running": ("Requests that are being computed.", desk.room.running),
             "num_requests_waiting": ("Requests that wait to be computed.", waiting),
             "num_tokens_waiting": ("Tokens of the prompts that wait.", waiting_tokens),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -72,7 +73,8 @@ async def answer_kind(asking: Asking, kind: str) -> Response:
         order = asking.order(found.task, items, options, share=share)
         if not stream:
             results = await unless_gone(asking.request, asking.desk.answer(order, asking.num_bytes))
-            return json_response(response_body(kind, meta, results, model=asking.model, id=new_id()))
+            write = partial(response_body, kind, meta, results, model=asking.model, id=new_id())
+            return await asking.written(results, lambda: json_response(write()))
         samples = items[0]["sampling"].get("n") or 1
         made = Chunks(kind, meta, model=asking.model, id=new_id(), usage=usage, items=len(items), samples=samples)
         return await in_events(asking, order, made, unnamed, mark=b"data: [DONE]\n\n")
@@ -119,7 +121,10 @@ async def tokenize(site: Site, request: Request, tenant: Tenant) -> Response:
         prompt = valid_text(need(body, "prompt"), "prompt")
         body["prompt"] = await asking.without_engine(lambda: tei.located(llm, prompt, "prompt")[0])
     items, _ = KINDS[kind].read({**body, "max_tokens": 1}, {})
-    order = asking.order("generate", items[:1])
+    if len(items) > 1:
+        message, remedy = f"'prompt' holds {len(items)} prompts", "give one, or texts in inputs"
+        raise InputError(message, field="prompt", remedy=remedy, code="too_many")
+    order = asking.order("generate", items)
     (ids,) = await unless_gone(request, asking.desk.tokens(order, asking.num_bytes))
     strings = None
     if with_texts:

@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 from .. import __version__
 from ..api import ENDPOINTS
 from ..api.schema import BODIES, STREAMED, SUMMARIES, body_schema
+from .files import PURPOSES
 from .http import json_response
 from .page import page_response, page_text
 
@@ -26,7 +27,7 @@ _FILE = {
     "type": "object",
     "properties": {
         "file": {"type": "string", "contentMediaType": "application/octet-stream"},
-        "purpose": {"type": "string", "enum": ["batch"]},
+        "purpose": {"type": "string", "enum": list(PURPOSES)},
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
         "expires_after[seconds]": {"type": "integer", "minimum": 1},
     },

@@ -28,11 +28,12 @@ class ServeOptions:
     header_seconds        in which a request's headers must have come
     max_header_bytes      of one request
     max_connections       at once
-    max_texts             texts, documents or prompts of one request
+    max_texts             texts, documents or prompts of one request, and samples of all its prompts together
     max_n                 samples of a prompt
     max_grammar_bytes     of a schema, regular expression or grammar: so that none takes long to compile
     max_logprobs          most likely tokens that are listed
-    max_waiting_requests  requests that wait to be computed; further ones are refused with 429
+    max_waiting_requests  requests that wait to be computed, a prompt as many as its samples; further ones are refused
+                          with 429
     max_waiting_tokens    tokens of their prompts
     step_ms               how long a step should take while live requests are there; None: as long as it takes
     batch_share           the part of the time that batches get, at least, while live requests never pause

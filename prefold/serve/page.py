@@ -23,6 +23,7 @@ from ..report.page import with_drawing
 from ..text.readable import readable
 from .http import json_response
 from .keys import Tenant
+from .metrics import hits_of
 from .openai import OPENAI
 from .site import Site
 
@@ -76,7 +77,7 @@ async def data(site: Site, request: Request, tenant: Tenant) -> Response:
     shape, running = await desk.with_engine(lambda: _look(desk.llm, names, of))
     stats, scheduler = desk.llm.stats, desk.llm.engine.generator.scheduler
     generation = stats.generation
-    waiting, waiting_tokens = desk.waiting
+    waiting, waiting_tokens = desk.room.waiting
     tokenizer = desk.llm.tokenizer
     decode = None if tokenizer is None else readable(lambda tokens: tokenizer.decode(tokens.tolist()))
     found: dict[str, Any] = await desk.in_pool(shape.data, decode)
@@ -90,7 +91,7 @@ async def data(site: Site, request: Request, tenant: Tenant) -> Response:
         "rows": shape.num_rows,
         "tokens": int(shape.arrays()[0].sum()),
         "computed": {"tokens": stats.tokens, "rows": stats.rows_computed, "steps": stats.steps},
-        "hits": 0 if generation is None else _hits(generation),
+        "hits": 0 if generation is None else hits_of(generation),
         "generated": 0 if generation is None else generation.generated_tokens,
         "slots": [scheduler.pool.used_slots, scheduler.pool.num_slots],
         "waiting": [waiting, waiting_tokens],
@@ -99,11 +100,6 @@ async def data(site: Site, request: Request, tenant: Tenant) -> Response:
         "batches": [] if site.batches is None else await desk.in_pool(site.batches.open_counts),
     }
     return json_response(found, headers={"cache-control": "no-store"})
-
-
-def _hits(generation: Any) -> int:
-    """Returns how many tokens of prompts were there when their requests were admitted."""
-    return int(generation.first_admission_hits + generation.in_step_hits + generation.cross_window_hits)
 
 
 def _look(llm: Any, names: Mapping[str, str | None], of: str | None) -> tuple[TreeShape, dict[str, Any]]:

@@ -60,9 +60,10 @@ async def create(site: Site, request: Request, tenant: Tenant) -> Response:
 
         if not stream:
             results = await unless_gone(request, asking.desk.answer(order, asking.num_bytes))
-            found = response_body("response", meta, results, model=asking.model, id=id)
+            write = partial(response_body, "response", meta, results, model=asking.model, id=id)
+            found = await asking.written(results, write)
             await kept(found)
-            return json_response(found)
+            return await asking.written(results, lambda: json_response(found))
         made = ResponseEvents(meta, model=asking.model, id=id)
         return await in_events(asking, order, made, ended=lambda: kept(made.whole))
     except InputError as wrong:

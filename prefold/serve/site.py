@@ -84,7 +84,7 @@ class Site:
     @property
     def busy(self) -> int:
         """Returns how many requests are being answered."""
-        return max(self.open, 0 if self.desk is None else len(self.desk.replies))
+        return max(self.open, 0 if self.desk is None else len(self.desk.room.replies))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -75,11 +76,11 @@ async def embed_all(site: Site, request: Request, tenant: Tenant) -> Response:
             message, remedy = f"'inputs' has {every} tokens", f"send at most {site.options.max_texts} at once"
             raise InputError(message, field="inputs", remedy=remedy, code="too_many")
         prefixes = [{"text": [ids[: n + 1] for n in range(len(ids))]} for ids in texts]
-        order = asking.order("embed", prefixes, {"pooling": "last", "normalize": False})
+        order = replace(asking.order("embed", prefixes, {"pooling": "last", "normalize": False}), tokens=every)
         results = await unless_gone(request, asking.desk.answer(order, asking.num_bytes))
     except InputError as wrong:
         raise wrong.renamed(asked.name_of(wrong.field)) from None
-    return json_response([result["embeddings"] for result in results])
+    return await asking.written(results, lambda: json_response([result["embeddings"] for result in results]))
 
 
 async def tokenize(asking: Asking) -> Response:

@@ -63,9 +63,11 @@ class StopFinder:
 
     def _beginning(self, text: str) -> int:
         """Returns the length of the longest end of `text` that is the beginning of a stop."""
-        most = min(len(text), max(map(len, self.stops)) - 1)
-        for length in range(most, 0, -1):
-            end = text[len(text) - length :]
-            if any(len(stop) > length and stop.startswith(end) for stop in self.stops):
-                return length
-        return 0
+        best = 0
+        for stop in self.stops:
+            start = max(0, len(text) - len(stop) + 1)
+            while (start := text.find(stop[0], start)) >= 0 and len(text) - start > best:
+                if stop.startswith(text[start:]):
+                    best = len(text) - start
+                start += 1
+        return best

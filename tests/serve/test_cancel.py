@@ -14,7 +14,7 @@ LONG = {"prompt": "the yes no", "max_tokens": 480, "ignore_eos": True, "temperat
 
 def is_idle(server, llm):
     scheduler = llm.engine.generator.scheduler
-    idle = not server.site.desk.replies and not scheduler.has_work and not server.site.open
+    idle = not server.site.desk.room.replies and not scheduler.has_work and not server.site.open
     return idle and not llm.engine.generator._open
 
 
@@ -22,7 +22,7 @@ def is_idle(server, llm):
 def test_one_that_leaves(server, llm, stream):
     before = 0 if llm.stats.generation is None else llm.stats.generation.generated_tokens
     raw = Raw(server).send("/v1/completions", LONG | {"stream": stream})
-    until(lambda: server.site.desk.running)
+    until(lambda: server.site.desk.room.running)
     if stream:
         raw.read_until(b"data: ")
     raw.close()
@@ -36,9 +36,9 @@ def test_half_a_body_and_waiting(server, llm):
     Raw(server).send("/v1/embeddings", {"input": "yes"}, whole=False).close()
     with llm.engine.generator.turn:
         raw = Raw(server).send("/v1/completions", LONG)
-        until(lambda: server.site.desk.waiting[0] == 1)
+        until(lambda: server.site.desk.room.waiting[0] == 1)
         raw.close()
-        until(lambda: not server.site.desk.replies)
+        until(lambda: not server.site.desk.room.replies)
     until(lambda: is_idle(server, llm))
 
 

@@ -9,10 +9,12 @@ import pytest
 from serving import serving
 from starlette.routing import Route
 
+from prefold.errors import InputError
 from prefold.schedule.generate_step import NOBODY
 from prefold.serve import desk as module
 from prefold.serve.app import make_app
 from prefold.serve.desk import Desk
+from prefold.serve.room import Room
 
 SHORT = {"prompt": "the yes", "max_tokens": 3, "temperature": 0}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
@@ -47,6 +49,13 @@ def where(monkeypatch):
         ),
         ("/v1/completions", SHORT | {"max_tokens": 300, "n": 4, "ignore_eos": True}, (False, True)),
         (
+            "/v1/completions",
+            SHORT | {"max_tokens": 300, "logprobs": 20, "ignore_eos": True, "stream": True},
+            (False, True),
+        ),
+        ("/v1/completions", SHORT | {"prompt": ["yes"] * 20, "max_tokens": 1}, (True, True)),
+        ("/embed_all", {"inputs": "yes no"}, (True, False)),
+        (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "1"}], "response_format": SCHEMA},
             (True, False),
@@ -58,7 +67,7 @@ def test_what_is_short_is_done_at_once(server, where, path, body, in_pool):
         assert client.post("/v1/completions", json=SHORT).status_code == 200  # the engine has generated before
         where["prepare"].clear(), where["finish"].clear()
         assert client.post(path, json=body).status_code == 200
-    assert (where["prepare"], where["finish"]) == ([in_pool[0]], [in_pool[1]])
+    assert (where["prepare"][-1:], where["finish"]) == ([in_pool[0]], [in_pool[1]])
 
 
 def test_a_template_of_a_request_runs_in_a_thread_of_its_own(llm, where):
@@ -80,7 +89,7 @@ def test_the_first_request_does_not_wait_in_the_event_loop_for_the_store(llm, wh
 
 def test_what_needs_no_engine_is_refused_where_too_much_is_being_prepared(llm):
     with serving(llm, max_waiting_requests=1) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        with server.site.desk.admitted(5, NOBODY):
+        with server.site.desk.room.preparing(5, NOBODY):
             for path, body in (
                 ("/tokenize", {"inputs": "yes"}), ("/tokenize", {"prompt": "yes"}), ("/decode", {"ids": [5]}),
             ):  # fmt: skip
@@ -94,3 +103,40 @@ def test_a_path_is_answered_by_the_first_route_that_has_it(server):
     for (method, path), route in app._routes.items():
         routes = [one for one in app.routes if isinstance(one, Route) and one.path == path and method in one.methods]
         assert route is routes[0]
+
+
+def test_texts_to_generate_are_bounded_before_any_is_begun(server):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        found = client.post("/v1/completions", json=SHORT | {"prompt": ["a"] * 1000, "n": 128})
+        assert (found.status_code, found.json()["error"]["param"]) == (400, "n")
+
+
+@pytest.mark.parametrize("stop", [["x"] * 65, "x" * 1025])
+def test_texts_that_end_an_output_are_bounded(server, stop):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        found = client.post("/v1/completions", json=SHORT | {"stop": stop})
+        assert (found.status_code, found.json()["error"]["param"]) == (400, "stop")
+
+
+def test_the_first_failure_ends_a_request(server, monkeypatch):
+    """The first prompt is never answered."""
+    generate = Desk._generate
+
+    def begin(self, works, replies, *more):
+        generate(self, works[:1], replies[:1], *more)
+        replies[1].loop.call_soon_threadsafe(replies[1].put, [InputError("made up", remedy="none")])
+
+    monkeypatch.setattr(Desk, "_generate", begin)
+    asked = {"prompt": ["the yes", "no"], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        monkeypatch.setattr(server.site.desk.service, "_answer", lambda reply, answer: None)
+        found = client.post("/v1/completions", json=asked)
+    assert found.status_code == 400 and "made up" in found.text
+
+
+def test_a_long_text_of_prefixes_counts_as_its_tokens(server, monkeypatch):
+    seen, enter = [], Room.computing
+    monkeypatch.setattr(Room, "computing", lambda self, replies: seen.extend(replies) or enter(self, replies))
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        found = client.post("/embed_all", json={"inputs": "yes no " * 20}).json()
+    assert [reply.tokens for reply in seen] == [len(found[0])]

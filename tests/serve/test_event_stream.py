@@ -63,3 +63,16 @@ def test_events_of_several_replies_come_as_they_are_made_and_an_error_ends_them(
 
     found = asyncio.run(asyncio.wait_for(run(), 5))
     assert found == [(1, "b"), (0, "a"), (1, ["answer"]), (0, "c")]
+
+
+def test_times_between_pieces_are_those_of_one_sample_as_they_came():
+    """However late the reader takes them."""
+
+    async def run():
+        reply = Reply(asyncio.get_running_loop(), 1)
+        for step in range(3):
+            reply.put([TextPiece(sample, "a") for sample in range(4)], 5.0 + 0.25 * step)
+        reply.put([["answer"]], 6.0)
+        return reply.taken_gaps(), reply.taken_gaps()
+
+    assert asyncio.run(run()) == ([0.25] * 8, [])

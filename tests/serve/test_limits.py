@@ -45,6 +45,7 @@ def test_a_line_of_a_batch(llm, tmp_path, body, param):
     [
         ("/predict", {"inputs": "yes", "parameters": {"function_to_apply": "none"}}),
         ("/tokenize", {"inputs": "yes", "prompt_name": "query"}),
+        ("/tokenize", {"prompt": ["yes", "no"]}),
         ("/v1/rerank", {"query": "yes", "documents": ["no"], "return_documents": "false"}),
     ],
 )

@@ -71,7 +71,7 @@ def test_a_server_that_cannot_answer_now(llm, face):
     with serving(llm, max_waiting_requests=1) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         with llm.engine.generator.turn:  # no step is made now
             waiting = Raw(server).send(*ASKED["openai"])
-            until(lambda: server.site.desk.waiting[0] == 1)
+            until(lambda: server.site.desk.room.waiting[0] == 1)
             found = client.post(path, json=body)
             check(face, 429, found, "waiting")
             assert int(found.headers["retry-after"]) >= 1
@@ -130,6 +130,6 @@ def test_a_stream_that_fails_ends_with_an_error(llm, broken, face):
             assert [event["sequence_number"] for event in events] == list(range(len(events)))
         else:
             assert events[-1]["error"]["type"] == "server_error" and lines.rstrip().endswith("data: [DONE]")
-        until(lambda: not server.site.desk.replies and not llm.engine.generator.has_work)
+        until(lambda: not server.site.desk.room.replies and not llm.engine.generator.has_work)
         llm.engine.generator.scheduler.check()
         assert httpx.get(f"{server.url}/health").status_code == 200

@@ -106,7 +106,7 @@ def test_bodies(server, llm, count, seed, rounds):
             data = a_body(draw, draw.choice(PATHS[path]))
             check(path, data, client.post(path, content=data))
         assert client.get("/health").status_code == 200
-    until(lambda: not server.site.desk.replies and not llm.engine.generator.has_work)
+    until(lambda: not server.site.desk.room.replies and not llm.engine.generator.has_work)
     llm.engine.generator.scheduler.check()
 
 
@@ -283,7 +283,7 @@ def test_headers_and_chunkings(server, llm, count, seed, rounds):
     raw.close()
     assert left > count // 4
     assert httpx.get(f"{server.url}/health").status_code == 200
-    until(lambda: not server.site.desk.replies and not llm.engine.generator.has_work and not server.site.open)
+    until(lambda: not server.site.desk.room.replies and not llm.engine.generator.has_work and not server.site.open)
     until(lambda: not server.server_state.connections)
     until(lambda: len(asyncio.all_tasks(server._loop)) < 10)
     assert psutil.Process().memory_info().rss - memory < 64 << 20

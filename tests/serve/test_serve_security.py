@@ -154,3 +154,10 @@ def test_many_keys_cost_no_more_than_few(tmp_path, monkeypatch):
     monkeypatch.setattr(keys_module.hmac, "compare_digest", lambda a, b: compared.append(a) or a == b)
     assert [keys.tenant({"x-api-key": f"sk-{i}"}).name for i in range(500)] == [str(i) for i in range(500)]
     assert keys.tenant({"x-api-key": "sk-500"}) is None and len(compared) == 501 and len(keys.tenants) == 500
+
+
+def test_a_key_need_not_be_ascii(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text('[[key]]\nkey = "schlüssel"\ntenant = "a"\n')
+    sent = "schlüssel".encode().decode("latin-1")  # as headers are read
+    assert Keys(str(path)).tenant({"x-api-key": sent}).name == "a"

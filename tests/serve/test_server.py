@@ -30,7 +30,7 @@ def test_health_and_draining(llm):
         asking = threading.Thread(target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=LONG,
                                                                            timeout=30)))  # fmt: skip
         asking.start()
-        until(lambda: server.site.desk.running)
+        until(lambda: server.site.desk.room.running)
         server._loop.call_soon_threadsafe(server._begin_to_drain)
         until(lambda: server.site.state == "draining")
         assert client.get("/health").status_code == 503
@@ -122,7 +122,7 @@ def test_too_many_wait(llm):
     with serving(llm, max_waiting_requests=2) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         with llm.engine.generator.turn:  # no step is made now
             waiting = [Raw(server).send("/v1/completions", LONG | {"max_tokens": 1}) for _ in range(2)]
-            until(lambda: server.site.desk.waiting[0] == 2)
+            until(lambda: server.site.desk.room.waiting[0] == 2)
             found = client.post("/v1/embeddings", json={"input": "a"})
             assert (found.status_code, found.json()["error"]["type"]) == (429, "rate_limit_error")
             assert int(found.headers["retry-after"]) >= 1
@@ -137,7 +137,7 @@ def test_who_has_no_room_is_told_before_its_body_is_there(llm):
     with serving(llm, max_waiting_requests=1) as server:
         with llm.engine.generator.turn:  # no step is made now
             waiting = Raw(server).send("/v1/completions", LONG | {"max_tokens": 1})
-            until(lambda: server.site.desk.waiting[0] == 1)
+            until(lambda: server.site.desk.room.waiting[0] == 1)
             for path in ("/v1/completions", "/v1/embeddings", "/embed", "/v1/messages", "/v2/embed"):
                 raw = Raw(server).send(path, body, whole=False)
                 assert b" 429 " in raw.read_until(b"waiting")
@@ -199,14 +199,14 @@ def test_limits_of_a_key(llm, tmp_path):
 
         with server.site.desk.service.generator.turn:  # no step is made now
             waiting = Raw(server).send("/v1/completions", body, headers="x-api-key: two\r\n")
-            until(lambda: server.site.desk.waiting[0] == 1)
-            (reply,) = until_some(lambda: [one for one in server.site.desk.replies if one.keys])
+            until(lambda: server.site.desk.room.waiting[0] == 1)
+            (reply,) = until_some(lambda: [one for one in server.site.desk.room.replies if one.keys])
             assert reply.owner == Owner("second", is_batch=True)
             refused = ask("two")
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             assert "of yours" in refused.json()["error"]["message"]
             others = Raw(server).send("/v1/completions", body, headers="x-api-key: one\r\n")
-            until(lambda: server.site.desk.waiting[0] == 2)
+            until(lambda: server.site.desk.room.waiting[0] == 2)
         for raw in (waiting, others):
             assert b" 200 " in raw.read_until(b"usage")
         policy = llm.engine.generator.scheduler.waiting

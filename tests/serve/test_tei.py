@@ -90,7 +90,7 @@ def test_what_needs_no_engine_is_counted_and_leaves_the_event_loop(server, post,
 
     def noted(real):
         def call(*arguments, **options):
-            seen.append((threading.current_thread().name.startswith("prefold-prepare"), len(desk._preparing)))
+            seen.append((threading.current_thread().name.startswith("prefold-prepare"), desk.room.num_preparing))
             return real(*arguments, **options)
 
         return call

@@ -1,0 +1,131 @@
+"""Who is let in: what waits is counted, and what comes beyond a limit is told when to come again."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from ..engine.replies import Reply
+from ..types import Owner
+from .http import Refusal
+from .keys import Keys
+from .options import ServeOptions
+
+__all__ = ["Room"]
+
+# What a token is guessed to take of a request's body, before it is known.
+BYTES_A_TOKEN = 4
+# Answers by which the rate is measured, and the longest a client is told to wait, in seconds.
+MEASURED, LONGEST_WAIT = 128, 120
+
+
+class Room:
+    """A Room counts what is being prepared, what waits to be computed, and what is being computed.
+
+    A text to generate counts once for each of its samples, numbers that are read together once.
+
+    replies  those that have no answer yet
+    """
+
+    def __init__(self, options: ServeOptions, keys: Keys, clock: Callable[[], float] = time.perf_counter):
+        self._options, self._keys, self._clock = options, keys, clock
+        self.replies: set[Reply] = set()
+        self._preparing: dict[object, tuple[Owner, int, int]] = {}  # {request: as `_waiting` has it}
+        # Time runs here while there are replies: how fast they are answered does not depend on pauses before.
+        self._busy_before, self._busy_since = 0.0, 0.0
+        self._ended: deque[tuple[float, int, int]] = deque(maxlen=MEASURED)  # (when, replies, tokens)
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Returns how many requests wait to be computed, and the tokens of their prompts."""
+        found = self._waiting()
+        return sum(count for _, count, _ in found), sum(tokens for _, _, tokens in found)
+
+    @property
+    def running(self) -> int:
+        """Returns how many requests are being computed."""
+        return sum(reply.begun_at is not None for reply in self.replies)
+
+    @property
+    def num_preparing(self) -> int:
+        """Returns how many requests are being prepared."""
+        return len(self._preparing)
+
+    def _waiting(self) -> list[tuple[Owner, int, int]]:
+        """Returns (for whom, how many, tokens) of each request that waits."""
+        waiting = [(reply.owner, reply.samples, reply.tokens) for reply in self.replies if reply.begun_at is None]
+        return waiting + list(self._preparing.values())
+
+    def check(self, owner: Owner, *, computes: bool = True) -> None:
+        """Raises Refusal (429) where too many wait for one more of this owner's to be taken.
+
+        computes  whether it will wait for the engine; else only those are in its way that are being prepared
+        """
+        waiting = self._waiting() if computes else list(self._preparing.values())
+        limits, options = self._keys.limits_of(owner.tenant), self._options
+        is_limited = limits.max_waiting_requests is not None or limits.max_waiting_tokens is not None
+        mine = [one for one in waiting if one[0].tenant == owner.tenant] if is_limited else []
+        for found, who, most_requests, most_tokens in (
+            (waiting, "", options.max_waiting_requests, options.max_waiting_tokens),
+            (mine, " of yours", limits.max_waiting_requests, limits.max_waiting_tokens),
+        ):
+            requests, tokens = sum(count for _, count, _ in found), sum(size for _, _, size in found)
+            for count, most, what in ((requests, most_requests, "requests"), (tokens, most_tokens, "tokens")):
+                if most is not None and count >= most:
+                    raise Refusal(
+                        429,
+                        f"{count} {what}{who} are waiting",
+                        remedy="send the request again after the seconds in Retry-After",
+                        code="rate_limit_exceeded",
+                        headers={"retry-after": str(self.seconds_for(requests, tokens))},
+                    )
+
+    @contextmanager
+    def preparing(
+        self, num_bytes: int, owner: Owner, *, samples: int = 1, computes: bool = True
+    ) -> Iterator[Callable[[], object]]:
+        """Counts a request of so many bytes while it is prepared: within the context, or until what is given is called.
+        Raises Refusal (429) where too many wait (see `check`)."""
+        self.check(owner, computes=computes)
+        key = object()
+        self._preparing[key] = owner, samples, num_bytes // BYTES_A_TOKEN
+        try:
+            yield lambda: self._preparing.pop(key, None)
+        finally:
+            self._preparing.pop(key, None)
+
+    @contextmanager
+    def computing(self, replies: Iterable[Reply]) -> Iterator[None]:
+        """Counts replies while they have no answer: within the context."""
+        if not self.replies:
+            self._busy_since = self._clock()
+        self.replies.update(replies)
+        try:
+            yield
+        finally:
+            self.replies.difference_update(replies)
+            if not self.replies:
+                self._busy_before += self._clock() - self._busy_since
+
+    @property
+    def _busy(self) -> float:
+        return self._busy_before + (self._clock() - self._busy_since if self.replies else 0.0)
+
+    def note_answered(self, replies: Iterable[Reply]) -> None:
+        """Takes note of replies that have been answered."""
+        counts = [(reply.samples, reply.tokens) for reply in replies]
+        self._ended.append((self._busy, sum(count for count, _ in counts), sum(tokens for _, tokens in counts)))
+
+    def seconds_for(self, requests: int, tokens: int) -> int:
+        """Returns in how many seconds the half of what waits is done, by the rate of the last answers."""
+        if len(self._ended) < 2:
+            return 1
+        # The time before the first of them was spent for it.
+        (began, *_), *ended = self._ended
+        spent = max(1e-3, self._busy - began)
+        rates = [sum(one[i] for one in ended) / spent for i in (1, 2)]
+        seconds = max(wanted / 2 / max(rate, 1e-9) for wanted, rate in zip((requests, tokens), rates, strict=True))
+        return max(1, min(LONGEST_WAIT, math.ceil(seconds)))
