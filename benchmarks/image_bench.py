@@ -79,7 +79,7 @@ class Bench:
         tokenizer, processor = self.tokenizer, self.processor
         layout = processor.layout(image.height, image.width)
         medium = engine.media.medium(
-            processor.key(image), tiles=layout.tiles, rows_per_tile=processor.rows_per_tile, span=processor.span,
+            processor.key(image.digest), tiles=layout.tiles, rows_per_tile=processor.rows_per_tile, span=processor.span,
             load=lambda: processor.tiles(image),
         )  # fmt: skip
         # SmolLM2 has no tokens for images: what stands between the rows is written with its own.

@@ -135,7 +135,13 @@ class MediaTable:
         else:
             first = self._next[span]
             if first + size > (2**31 if span else SPAN_BASE):
-                raise InputError("there are too many images in use at once", remedy="send them again later")
+                raise InputError(
+                    f"{len(self._ids):,} different images are in use at once, and the {SPAN_BASE - MEDIA_BASE:,} ids "
+                    "that there are for rows of images are used up",
+                    field="image",
+                    remedy="send it again when others are done; divide a job into several",
+                    code="image_count",
+                )
             self._next[span] = first + size
         rows = np.arange(size, dtype=np.int32).reshape(tiles, -1)[:, :rows_per_tile]
         ids = self._ids[name] = (first + rows.ravel()).astype(np.int32)

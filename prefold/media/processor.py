@@ -1,6 +1,6 @@
 """What a checkpoint does to an image before its tower sees it: tiles of one size, and their place in a prompt.
 
-`tiling` says which tiles an image becomes and what a prompt has in its place; it reads the image's size and no pixels.
+`layout` says which tiles an image becomes and what a prompt has in its place; it reads the image's size and no pixels.
 `tiles` computes them. Both do as the image processors of transformers do that use Pillow, to the last bit.
 """
 
@@ -102,10 +102,10 @@ class Processor(ABC):
         content = json.dumps([type(self).__name__, dict(self.settings), repr(self.tower)], sort_keys=True)
         return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
-    def key(self, image: Image) -> bytes:
-        """Returns the 16 bytes by which the rows of an image are known: of its pixels and of all that is done to
-        them."""
-        return hashlib.blake2b(self.identity + image.digest, digest_size=16).digest()
+    def key(self, digest: bytes) -> bytes:
+        """Returns the 16 bytes by which the rows of an image are known: of its pixels' digest, and of all that is done
+        to them."""
+        return hashlib.blake2b(self.identity + digest, digest_size=16).digest()
 
     @property
     @abstractmethod

@@ -19,7 +19,7 @@ from .decode import Allowance, Decoded, Decoder
 from .fetch import MediaHosts
 from .image import Image, image_of
 
-__all__ = ["Reader", "is_picture"]
+__all__ = ["Reader", "content_of", "is_picture"]
 
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.+=-]+)*),", re.ASCII)
 FILE_ID = re.compile(r"file-[0-9a-zA-Z_-]+", re.ASCII)
@@ -59,36 +59,37 @@ class Reader:
             value = _inner(value, field)
         if isinstance(value, Image):
             return Decoded(value, False)
-        if isinstance(value, (bytes, bytearray, memoryview)):
-            return self.decoder.decode(bytes(value), field, allowance)
+        data = self.file(value, field)
+        if data is not None:
+            return self.decoder.decode(data, field, allowance)
         if isinstance(value, np.ndarray):
             return Decoded(_of_array(value, field), False)
-        if isinstance(value, (str, os.PathLike)):
-            return self.decoder.decode(self._file(os.fspath(value), field), field, allowance)
         if is_picture(value):
             return Decoded(image_of(value, field), False)
         kind = "None" if value is None else f"of type {type(value).__name__}"
         raise InputError(f"{field!r} is {kind}, no image", field=field, remedy=_GIVE, code="wrong_type")
 
-    def _file(self, name: str | bytes, field: str) -> bytes:
-        """Returns the bytes of the file that a text stands for."""
+    def file(self, value: Any, field: str = "image") -> bytes | None:
+        """Returns the bytes of the file that a value holds, or says the place of; None for pixels, and for what stands
+        for no image. Raises InputError as `read` does."""
+        if isinstance(value, Mapping):
+            value = _inner(value, field)
+        content = content_of(value, field)
+        if content is None and isinstance(value, (str, os.PathLike)):
+            return self._named(os.fspath(value), field)
+        return content
+
+    def _named(self, name: str | bytes, field: str) -> bytes:
+        """Returns the bytes of the file whose path, address or id a text is."""
         name = os.fsdecode(name)
         if FILE_ID.fullmatch(name) and not self.paths:
             return self._uploaded(name, field)
-        if found := DATA_URL.match(name):
-            if not found[2].endswith(";base64"):
-                raise InputError(
-                    f"{field!r} is a data URL that is not base64", field=field, remedy=_GIVE, code="image_format"
-                )
-            return _decoded64(name[found.end() :], field)
         scheme = SCHEME.match(name)
         if scheme is not None and scheme[1].lower() == "https":
             return self.hosts.fetch(name, field, self.decoder.limits.file_bytes)
         if scheme is not None:
             what = f"{field!r} is an address of kind {scheme[1]}:, which is never read"
             raise InputError(what, field=field, remedy=_GIVE, code="image_address")
-        if len(name) >= LEAST_BASE64 and BASE64.fullmatch(name):
-            return _decoded64(name, field)
         return self._path(name, field)
 
     def _uploaded(self, name: str, field: str) -> bytes:
@@ -139,6 +140,23 @@ class Reader:
             remedy="give a path in it, or name another media_folder (--media-folder)",
             code="image_address",
         )
+
+
+def content_of(value: Any, field: str = "image") -> bytes | None:
+    """Returns the bytes of the file that a value holds itself; None for one that says where the file is, and for
+    pixels. Raises InputError for what is no base64, and for a mapping without an image."""
+    if isinstance(value, Mapping):
+        value = _inner(value, field)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    if not isinstance(value, str):
+        return None
+    if found := DATA_URL.match(value):
+        if not found[2].endswith(";base64"):
+            message = f"{field!r} is a data URL that is not base64"
+            raise InputError(message, field=field, remedy=_GIVE, code="image_format")
+        return _decoded64(value[found.end() :], field)
+    return _decoded64(value, field) if len(value) >= LEAST_BASE64 and BASE64.fullmatch(value) else None
 
 
 def is_picture(value: Any) -> bool:

@@ -1,15 +1,69 @@
-"""Pixels that were decoded lately, for the tower, which may read them soon after they were looked at for their key."""
+"""What was decoded lately: pixels, for the tower, which may read them soon after they were looked at for their key, and
+what was found in files, for those that come again."""
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass
 
+from .decode import Decoded
 from .image import Image
 
-__all__ = ["RecentImages"]
+__all__ = ["RecentFiles", "RecentImages", "Seen"]
 
 MEMORY = 64 << 20
+FILES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A Seen is what is known of an image without its pixels: its size, their digest, and whether it is the first frame
+    of several."""
+
+    height: int
+    width: int
+    digest: bytes
+    animated: bool
+
+    @classmethod
+    def of(cls, decoded: Decoded) -> Seen:
+        """Returns what is known of an image that was decoded."""
+        image = decoded.image
+        return cls(image.height, image.width, image.digest, decoded.animated)
+
+
+class RecentFiles:
+    """A RecentFiles knows what was found in the `most` files that were decoded last, so that one that comes again, as
+    in each prompt of a record or each record of a job, is not decoded again. Any thread may ask it."""
+
+    def __init__(self, most: int = FILES):
+        self._most = most
+        self._seen: OrderedDict[bytes, Seen] = OrderedDict()  # the least recently used one first
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def key(data: bytes, namespace: str) -> bytes:
+        """Returns by what a file is known. namespace: outside of which nobody may learn, by the time that it takes,
+        that it was there before."""
+        digest = hashlib.blake2b(f"{namespace}\0".encode("utf-8", "surrogatepass"), digest_size=16)
+        digest.update(data)
+        return digest.digest()
+
+    def get(self, key: bytes) -> Seen | None:
+        """Returns what was found in a file; None: it was not decoded lately."""
+        with self._lock:
+            if key in self._seen:
+                self._seen.move_to_end(key)
+            return self._seen.get(key)
+
+    def put(self, key: bytes, seen: Seen) -> None:
+        """Notes what was found in a file."""
+        with self._lock:
+            self._seen[key] = seen
+            if len(self._seen) > self._most:
+                self._seen.popitem(last=False)
 
 
 class RecentImages:

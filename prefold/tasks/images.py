@@ -15,10 +15,11 @@ from ..cache.media import MediaTable
 from ..checkpoint import Checkpoint
 from ..errors import InputError
 from ..media import Image, Processor, TowerConfig, load_processor
-from ..media.decode import Allowance
-from ..media.reading import Reader, is_picture
-from ..media.recent import RecentImages
+from ..media.decode import Allowance, Decoded
+from ..media.reading import Reader, content_of, is_picture
+from ..media.recent import RecentFiles, RecentImages, Seen
 from ..prefix import MEDIA_BASE
+from ..stream.shelf import Shelf, Shelved
 from ..text import Tokenizer
 from ..text.escaped import Escaping
 from ..types import Medium
@@ -71,11 +72,11 @@ class ImageIds(np.ndarray[Any, Any]):
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Loading:
     """A Loading reads an image again when a tower is to see it.
 
-    value   what stands for it, or its pixels
+    value   its file's content, where that is to be read, or its pixels
     digest  of its pixels, which must be the same again
     tiles   how many it has
     recent  has them yet, where it was decoded lately
@@ -90,11 +91,18 @@ class Loading:
 
     def image(self) -> Image:
         """Returns the image. Raises InputError where it is not the same as before, or cannot be read any more."""
-        image = self.recent.take(self.digest) or self.reader.read(self.value).image
+        image = self.recent.take(self.digest)
+        if image is None:
+            image = self.reader.read(self.value.read() if isinstance(self.value, Shelved) else self.value).image
         if image.digest != self.digest:
             message = "the image has changed since it was first read"
             raise InputError(message, field="image", remedy="leave it as it is until the answer is there")
         return image
+
+    def put_away(self, shelf: Shelf) -> None:
+        """Puts the content of its file on a shelf, where it has one. Raises OSError as `Shelf.put` does."""
+        if isinstance(self.value, bytes):
+            self.value = shelf.put(self.value)
 
     def __call__(self) -> np.ndarray:
         """Returns its tiles, float32 [tiles, 3, height, width]. Raises InputError as `image` does."""
@@ -139,12 +147,6 @@ def image_inputs(
     return ImageInputs(processor, tokenizer, table, Reader() if reader is None else reader)
 
 
-def medium_of(table: MediaTable, key: bytes, load: Loading, salt: str) -> Medium:
-    """Returns the medium of an image for requests of this salt."""
-    rows, span = load.processor.rows_per_tile, load.processor.span
-    return table.medium(key, tiles=load.tiles, rows_per_tile=rows, span=span, load=load, salt=salt)
-
-
 def within(namespace: str, salt: str) -> str:
     """Returns the salt of requests that share nothing outside of a namespace; "" is none."""
     return f"{namespace}/{salt}" if namespace else salt
@@ -169,6 +171,8 @@ class ImageInputs:
     table    knows images by the ids of their rows
     most     images that one item may have
     recent   holds pixels that were decoded lately
+    files    knows what was found in files lately
+    shelf    holds the files of images that came within items
     seconds  that decoding all images of an item may take; None: each may take what the decoder allows
     namespace  outside of which nothing of these images is shared, not even where they are read from; "": none
     """
@@ -179,6 +183,8 @@ class ImageInputs:
     reader: Reader = field(default_factory=Reader)
     most: int = 64
     recent: RecentImages = field(default_factory=RecentImages)
+    files: RecentFiles = field(default_factory=RecentFiles)
+    shelf: Shelf = field(default_factory=Shelf)
     seconds: float | None = None
     namespace: str = ""
 
@@ -207,14 +213,28 @@ class ImageInputs:
         return [self._picture(value, field, allowance) for value, field in given]
 
     def _picture(self, value: Any, field: str, allowance: Allowance | None) -> Picture:
-        decoded = self.reader.read(value, field, allowance)
-        image, processor = decoded.image, self.processor
-        # What can be read again is not held as pixels for long: they take ten times the memory of a file.
-        if can_be_read_again := isinstance(value, (str, bytes, Mapping)):
-            self.recent.put(image)
-        tiles = processor.layout(image.height, image.width).tiles
-        load = Loading(processor, self.reader, value if can_be_read_again else image, image.digest, tiles, self.recent)
-        return Picture((image.height, image.width), processor.key(image), load, field, decoded.animated)
+        content = content_of(value, field)
+        data = self.reader.file(value, field) if content is None else content
+        if data is None:
+            image = self.reader.read(value, field).image
+            seen, again = Seen.of(Decoded(image, False)), image
+        else:
+            # What can be read again is not held as pixels for long: they take ten times the memory of a file.
+            seen, again = self._seen(data, field, allowance), value if content is None else content
+        tiles = self.processor.layout(seen.height, seen.width).tiles
+        load = Loading(self.processor, self.reader, again, seen.digest, tiles, self.recent)
+        return Picture((seen.height, seen.width), self.processor.key(seen.digest), load, field, seen.animated)
+
+    def _seen(self, data: bytes, field: str, allowance: Allowance | None) -> Seen:
+        """Returns what is known of the image in a file, which is decoded where it was not lately."""
+        key = self.files.key(data, self.namespace)
+        seen = self.files.get(key)
+        if seen is None:
+            decoded = self.reader.decoder.decode(data, field, allowance)
+            self.recent.put(decoded.image)
+            seen = Seen.of(decoded)
+            self.files.put(key, seen)
+        return seen
 
     def encode(
         self, text: str, pictures: Sequence[Picture], salt: str, field: str, escaping: Escaping | None = None
@@ -228,7 +248,7 @@ class ImageInputs:
         expanded = processor.expand(text, [picture.size for picture in pictures])
         ids = (escaping or self.escaping).encode(expanded)
         salt = within(self.namespace, salt)
-        media = tuple(medium_of(self.table, picture.key, picture.load, salt) for picture in pictures)
+        media = tuple(self._medium(picture, salt) for picture in pictures)
         at = np.flatnonzero(ids == processor.image_token_id)
         rows = np.concatenate([np.empty(0, np.int32), *(medium.ids for medium in media)])
         if len(at) != len(rows):
@@ -240,6 +260,15 @@ class ImageInputs:
             )
         ids[at] = rows
         return ids, media
+
+    def _medium(self, picture: Picture, salt: str) -> Medium:
+        """Returns the medium of an image for requests of this salt."""
+        load = picture.load
+        rows, span = load.processor.rows_per_tile, load.processor.span
+        medium = self.table.medium(picture.key, tiles=load.tiles, rows_per_tile=rows, span=span, load=load, salt=salt)
+        if medium.load is load:  # else the image is read from where it was given before
+            load.put_away(self.shelf)
+        return medium
 
     def encode_pictured(self, text: str, pictures: Sequence[Picture], field: str, salt: str = "") -> ImageIds:
         """Returns the ids of a text with images; no special tokens are put around it. A text without placeholders comes

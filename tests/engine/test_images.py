@@ -72,7 +72,7 @@ class Case:
             image = self.images[number]
             media.append(
                 engine.media.medium(
-                    processor.key(image),
+                    processor.key(image.digest),
                     tiles=processor.layout(image.height, image.width).tiles,
                     rows_per_tile=processor.rows_per_tile,
                     span=processor.span,

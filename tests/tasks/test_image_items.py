@@ -4,9 +4,12 @@ wrong is told."""
 from __future__ import annotations
 
 import base64
+import gc
 import io
+import tracemalloc
 from copy import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
@@ -17,10 +20,13 @@ from prefold.cache.media import MediaTable
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
 from prefold.media import Image, load_processor
+from prefold.media.decode import Decoded
 from prefold.media.reading import Reader
-from prefold.media.recent import RecentImages
+from prefold.media.recent import RecentFiles, RecentImages
 from prefold.model import config_from
 from prefold.prefix import MEDIA_BASE
+from prefold.stream import Spool
+from prefold.stream.shelf import Shelf
 from prefold.tasks import make_task
 from prefold.tasks.embed import EmbedTask
 from prefold.tasks.images import ImageInputs, Pictured
@@ -294,6 +300,69 @@ def test_a_file_is_decoded_once_where_the_tower_follows(made, tmp_path, monkeypa
     tiles = medium.load()
     assert len(decoded) == 1
     assert np.array_equal(medium.load(), tiles) and len(decoded) == 2, "it is not held for longer"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "data URL", "path", "Path"])
+def test_a_file_that_comes_again_is_decoded_once(made, tmp_path, monkeypatch, kind):
+    """As the images of a record with several continuations do, or examples in the prompts of all records. A tenant does
+    not learn what another has sent."""
+    task, images = made("score")
+    files, decoded = [file_of(PIL.Image.fromarray(drawing(60 + i, 20, 20))) for i in range(3)], []
+    images = replace(images, files=RecentFiles())
+    task.inputs = replace(task.inputs, images=images)
+    decode = images.reader.decoder.decode
+    monkeypatch.setattr(images.reader.decoder, "decode", lambda *given: decoded.append(given) or decode(*given))
+    for i, data in enumerate(files):
+        (tmp_path / f"{i}.png").write_bytes(data)
+    values = {
+        "bytes": files,
+        "data URL": ["data:image/png;base64," + base64.b64encode(data).decode() for data in files],
+        "path": [str(tmp_path / f"{i}.png") for i in range(3)],
+        "Path": [tmp_path / f"{i}.png" for i in range(3)],
+    }[kind]
+    prompt = Pictured("what?", values)
+    works = task.prepare([{"prompt": prompt, "continuation": choice} for choice in (" yes", " no", " a", " b")])
+    assert len(decoded) == 3
+    keys = [[medium.key for medium in work.requests[0].media] for work in works]
+    assert keys == [keys[0]] * 4 and len(set(keys[0])) == 3
+    theirs = copy(task)
+    theirs.inputs = replace(task.inputs, images=replace(images, namespace="tenant"))
+    theirs.prepare([{"prompt": prompt, "continuation": " yes"}])
+    assert len(decoded) == 6
+    works = task.prepare([{"prompt": Pictured("what?", [PICTURES[0]]), "continuation": " yes"}])
+    assert len(decoded) == 6, "pixels are no file"
+
+
+def test_files_in_items_are_held_in_bounded_memory(made, tmp_path, monkeypatch):
+    """Those of all requests of a job wait for the tower, however large they are."""
+    task, images = made("embed")
+    images = replace(images, shelf=Shelf(1 << 20, tmp_path), recent=RecentImages(1 << 20))
+    task.inputs = replace(task.inputs, images=images)
+    decoder = SimpleNamespace(decode=lambda data, *given: Decoded(Image(drawing(data[0], 8, 8)), False))
+    task.inputs = replace(task.inputs, images=replace(images, reader=Reader(decoder)))
+    spool = Spool(memory_bytes=1 << 20)
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            data = bytes([number]) + bytes(1 << 20)
+            url = "data:image/png;base64," + base64.b64encode(data).decode()
+            for _ in range(2):  # the second one is the same image
+                (work,) = task.prepare([Pictured(str(number), [url])])
+                spool.add(work.requests[0])
+            del work, data, url
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 6 << 20
+    finally:
+        tracemalloc.stop()
+    files = list(tmp_path.glob("*/*.file"))
+    assert 18 <= len(files) <= 20
+    (window,) = spool.windows(max_tokens=1 << 20)
+    media = images.table.find(window.tokens[window.tokens >= MEDIA_BASE])
+    assert len(media) == 20 and all(medium.load().shape[1] == 3 for medium in media)
+    spool.close()
+    del media, window
+    gc.collect()
+    assert not list(tmp_path.glob("*/*.file"))
 
 
 def test_what_is_held_of_recent_images():
