@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +24,10 @@ from .arguments import first_error
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["CallForm", "TaskRunner", "check_process"]
+__all__ = ["CallForm", "TaskRunner", "check_process", "warn_of_images"]
 
 KEPT_TASKS = 64
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _process: int | None = None  # the process that made the first LLM
 
 
@@ -124,9 +127,20 @@ class TaskRunner:
         return works, self._run_works(task, works, call)
 
     def _run_works(self, task: Task, works: Sequence[Work | InputError], call: CallForm) -> list[list[Any] | None]:
+        warn_of_images(works)
         total = sum(len(work.requests) for work in works if not isinstance(work, InputError))
         with _bar(task.name, total if call.progress else 0) as advance:
             return run_works(self.engine, task, works, on_done=advance)
+
+
+def warn_of_images(works: Iterable[Work | InputError]) -> None:
+    """Warns whoever called prefold of what should be known of the images of their items."""
+    notes = [note for work in works if isinstance(work, Work) for note in (work.note or {}).get("image_notes", ())]
+    level = 1
+    while notes and sys._getframe(level).f_code.co_filename.startswith(PACKAGE):
+        level += 1
+    for note in notes:
+        warnings.warn(note, stacklevel=level + 1)
 
 
 @contextmanager

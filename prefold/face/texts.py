@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Literal, TypeAlias, Unpack, cast, overload
@@ -13,7 +12,7 @@ from ..types import Generated, Request
 from .arguments import Message, Prompt, Text, as_prompts, chats_of, check_errors, first_error
 from .keywords import GenerationKeywords
 from .results import Piece
-from .running import CallForm, TaskRunner
+from .running import CallForm, TaskRunner, warn_of_images
 
 __all__ = ["Texts"]
 
@@ -192,9 +191,6 @@ class Texts(TaskRunner):
         one = adapter if adapter is None or isinstance(adapter, str) else None
         task = self.task("generate", adapter=one, **given, **options)
         works, results = self._results(task, items, call)
-        for work in works:
-            for note in [] if isinstance(work, InputError) else work.note.get("image_notes", ()):
-                warnings.warn(note, stacklevel=3)
         found: list[InputError | list[Generated]] = [
             work if isinstance(work, InputError) else result[0]  # an InputError where it could not run
             for work, result in zip(works, results, strict=True)
@@ -282,6 +278,7 @@ class Texts(TaskRunner):
         given = {} if n is None else {"n": n}
         task = self.task("generate", adapter=adapter, **given, **options)
         (work,) = first_error(task.prepare([prompt]), single=True)
+        warn_of_images([work])
         return work.requests[0]
 
 

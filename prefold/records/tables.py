@@ -18,7 +18,7 @@ __all__ = ["Columns", "TableAdapter", "default_columns", "reserved_names"]
 
 # The names in an output line that are not the user's: those of every line (""), and those that each task adds.
 _RESERVED = {
-    "": {"record", "id", "error", "results", "num_tokens"},
+    "": {"record", "id", "error", "results", "num_tokens", "image_notes"},
     "embed": {"embedding", "embeddings"},
     "rerank": {"score", "scores", "order", "documents"},
     "classify": {"label", "probabilities", "logprobs", "logits"},
@@ -33,7 +33,6 @@ _RESERVED = {
         "num_generated",
         "cached_tokens",
         "approximate_tokens",
-        "image_notes",
     },
 }
 _USUAL = {

@@ -26,7 +26,7 @@ from ..text import Filled, Tokenizer
 from ..text.tokenizer import valid_text
 from ..types import Generated, Medium, Readout, Request, Result
 from .cut import columns_of, cut_columns
-from .images import ImageIds, ImageInputs, Pictured, refuse_images
+from .images import ImageIds, ImageInputs, Picture, Pictured, check_cut, refuse_images
 
 __all__ = ["TRUNCATE", "Inputs", "Task", "TextBatch", "Work", "as_item", "attempt", "check_count", "prepare_each"]
 
@@ -194,16 +194,16 @@ class Inputs:
         name = self.adapter if name is None else self.check_adapter(name)
         return replace(work, requests=[replace(request, adapter=name) for request in work.requests])
 
-    def text(self, value: Any, field: str) -> Text:
+    def text(self, value: Any, field: str, seen: list[Picture] | None = None) -> Text:
         """Returns a text as it is, or token ids as int32 [n]; of a text with images the ids of both. Raises InputError
-        for any other value, and for no token ids."""
+        for any other value, and for no token ids. seen: gets the images."""
         if isinstance(value, Pictured):
-            return self._pictured(value, field)
+            return self._pictured(value, field, [] if seen is None else seen)
         if isinstance(value, str) or value is None or isinstance(value, (bytes, Mapping)):
             return valid_text(value, field)
         return self._ids(value, field)
 
-    def _pictured(self, value: Pictured, field: str) -> np.ndarray:
+    def _pictured(self, value: Pictured, field: str, seen: list[Picture]) -> np.ndarray:
         """Returns the ids of a text with images, int32 [n]."""
         if self.images is None:
             raise refuse_images(field)
@@ -211,7 +211,9 @@ class Inputs:
             message = f"{field!r} has images beside what is no text"
             raise InputError(message, field=field, remedy="give a text beside them", code="wrong_type")
         given = [(image, f"images[{i}]") for i, image in enumerate(value.images)]
-        return self.images.encode_pictured(value.text, self.images.read(given), field)
+        pictures = self.images.read(given)
+        seen += pictures
+        return self.images.encode_pictured(value.text, pictures, field)
 
     def bounded(
         self,
@@ -282,24 +284,26 @@ class Inputs:
         value: Any,
         field: str,
         batch: TextBatch,
+        seen: list[Picture],
         *,
         truncate: Truncate = False,
         change: Callable[[str], str] = str,
     ) -> Callable[[], Request]:
         """Returns a function that makes the request of a whole text, once the batch is encoded.
 
+        seen      gets the text's images
         change    applied to the text before it is encoded; the tokenizer's special tokens are put around it
         truncate  whether to cut a text that is too long; the special tokens are kept. True: the longest column of a
                   text that was made of a template, else the end that the tokenizer's files say. "left", "right": that
                   end
 
-        Token ids are taken as they are.
+        Token ids are taken as they are. Of a text with images an end is cut, too, and never an image.
         """
         left = self.tokenizer is not None and self.tokenizer.truncation_side == "left"
         left = left if truncate is True else truncate == "left"
         if isinstance(value, Pictured) and isinstance(value.text, str):
             value = replace(value, text=change(value.text))  # once it is encoded, it is too late
-        whole = text = self.bounded(self.text(value, field), field, truncate, left=left)
+        whole = text = self.bounded(self.text(value, field, seen), field, truncate, left=left)
         nothing = np.empty(0, np.int32)
         before = after = nothing
         if isinstance(text, (str, ImageIds)):
@@ -308,16 +312,18 @@ class Inputs:
                 before, after = self.tokenizer.prefix_ids, self.tokenizer.suffix_ids
         get = batch.add(text)
         # Where the beginning is cut, it must be that of the text, and not of what `change` puts before the text.
-        by_column = truncate is True and (isinstance(whole, Filled) or (left and whole != text))
+        by_column = isinstance(whole, Filled) or (isinstance(whole, str) and left and whole != text)
 
         def make() -> Request:
             ids = get()
             around = before.size + after.size
             over = self.over(around + ids.size)
-            if over and by_column:
+            if over and truncate is True and by_column:
                 ids = self.cut(whole, lambda cut: batch.now(change(cut)), self.max_length - around, ids, left=left)
-            elif over and truncate and over < ids.size and not isinstance(ids, ImageIds):  # images are never cut
-                ids = ids[over:] if left else ids[: ids.size - over]
+            elif over and truncate and over < ids.size:
+                kept = ids[over:] if left else ids[: ids.size - over]
+                check_cut(ids, kept, field)
+                ids = kept
             return self.request(np.concatenate((before, ids, after)), field)
 
         return make

@@ -21,7 +21,8 @@ from ..text.prompts import CONTENT_FREE
 from ..text.tokenizer import valid_text
 from ..types import Readout, Result
 from .base import Inputs, Text, TextBatch, Work, as_item
-from .images import ImageIds
+from .images import Picture, check_cut
+from .notes import notes_of, with_notes
 from .score import PairOfIds, add_joint, add_pair, leading_ids
 
 __all__ = ["ClassifyHeadTask", "ClassifyItem", "ClassifyTask", "Normalization"]
@@ -146,11 +147,12 @@ class ClassifyTask:
         if self.calibrate and item.adapter not in (None, self.inputs.adapter):
             message = f"the labels were calibrated with {self.inputs.adapter or 'no adapter'}, not {item.adapter!r}"
             raise InputError(message, field="adapter", remedy="calibrate with one adapter for all texts")
-        text = self.inputs.text(item.text, "text")
+        seen: list[Picture] = []
+        text = self.inputs.text(item.text, "text", seen)
         text = self.inputs.bounded(text, "text", self.truncate, left=self.truncate == "left")
         if isinstance(text, str):
             return partial(self._work, text, self._add_pairs(batch, self.prompt.render(text)))
-        return partial(self._work_of_ids, text)
+        return partial(self._work_of_ids, text, seen)
 
     def _work(self, text: str, pairs: list[PairOfIds]) -> Work:
         ids = [pair() for pair in pairs]
@@ -164,14 +166,16 @@ class ClassifyTask:
             whole = self.inputs.cut(text, encode, whole.size - over, whole)
         return self._work_of_ids(whole)
 
-    def _work_of_ids(self, text: np.ndarray) -> Work:
+    def _work_of_ids(self, text: np.ndarray, seen: Sequence[Picture] = ()) -> Work:
         """Returns the Work of a text in token ids: the parts of the prompt are encoded apart, and the text is cut if
-        need be."""
+        need be. seen: its images."""
         ids = self._pairs_around(text)
         over = self._over(ids)
-        if over and self.truncate and over < text.size and not isinstance(text, ImageIds):  # images are never cut
-            ids = self._pairs_around(text[over:] if self.truncate == "left" else text[: text.size - over])
-        return self._finish_work(ids)
+        if over and self.truncate and over < text.size:
+            kept = text[over:] if self.truncate == "left" else text[: text.size - over]
+            check_cut(text, kept, "text")
+            ids = self._pairs_around(kept)
+        return self._finish_work(ids, seen)
 
     @cached_property
     def _around(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
@@ -192,7 +196,7 @@ class ClassifyTask:
     def _over(self, ids: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
         return max(self.inputs.over(prompt.size + label.size - 1) for prompt, label in ids)
 
-    def _finish_work(self, ids: Sequence[tuple[np.ndarray, np.ndarray]]) -> Work:
+    def _finish_work(self, ids: Sequence[tuple[np.ndarray, np.ndarray]], seen: Sequence[Picture] = ()) -> Work:
         requests = []
         for name, (prompt, label) in zip(self.labels, ids, strict=True):
             if label.size == 0:
@@ -200,7 +204,7 @@ class ClassifyTask:
                 raise InputError(message, field="text", remedy="end the template's text before {label} differently")
             tokens = prompt if label.size == 1 else np.concatenate((prompt, label[:-1]))
             requests.append(self.inputs.request(tokens, "text", label))
-        return Work(requests, {"tokens": sum(request.tokens.size for request in requests)})
+        return Work(requests, {"tokens": sum(request.tokens.size for request in requests)} | notes_of(seen))
 
     def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
         sums = np.array([np.asarray(result.values, dtype=np.float64).sum() for result in results])
@@ -209,12 +213,13 @@ class ClassifyTask:
             # softmax(score - log p_cf) is p / p_cf, scaled to sum to 1.
             scores = scores - np.log(np.maximum(self.calibration, 1e-300))
         probabilities = softmax(scores)
-        return {
+        line = {
             "label": self.labels[int(np.argmax(scores))],
             "probabilities": dict(zip(self.labels, probabilities.tolist(), strict=True)),
             "logprobs": dict(zip(self.labels, sums.tolist(), strict=True)),
             "num_tokens": note["tokens"],
         }
+        return with_notes(line, note)
 
     def _lengths(self, results: Sequence[Result]) -> np.ndarray:
         if self.normalization == "tokens":
@@ -250,23 +255,25 @@ class ClassifyHeadTask:
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(ClassifyItem, item if isinstance(item, (ClassifyItem, Mapping)) else ClassifyItem(item))
-        maker = self.inputs.plan_whole(item.text, "text", batch, truncate=self.truncate)
+        seen: list[Picture] = []
+        maker = self.inputs.plan_whole(item.text, "text", batch, seen, truncate=self.truncate)
 
         def make() -> Work:
             request = maker()
-            return Work([request], {"tokens": request.tokens.size})
+            return Work([request], {"tokens": request.tokens.size} | notes_of(seen))
 
         return make
 
     def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
         logits = np.asarray(results[0].values, dtype=np.float64)
         probabilities = 1 / (1 + np.exp(-np.clip(logits, -700, 700))) if self.multi_label else softmax(logits)
-        return {
+        line = {
             "label": self.labels[int(np.argmax(logits))],
             "probabilities": dict(zip(self.labels, probabilities.tolist(), strict=True)),
             "logits": dict(zip(self.labels, logits.tolist(), strict=True)),
             "num_tokens": note["tokens"],
         }
+        return with_notes(line, note)
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:

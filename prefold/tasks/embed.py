@@ -15,7 +15,8 @@ from ..text import Filled, Tokenizer, instructed_query
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
 from .base import Inputs, TextBatch, Work, as_item, check_count
-from .images import Pictured
+from .images import Picture, Pictured
+from .notes import notes_of, with_notes
 from .sentence import POOLING_MODES, ChatSettings, EmbedSettings
 
 __all__ = ["EmbedItem", "EmbedTask"]
@@ -128,19 +129,21 @@ class EmbedTask:
         texts = list(item.text) if many else [item.text]
         names = [f"text[{i}]" for i in range(len(texts))] if many else ["text"]
         plan = self._plan_text if self.settings.chat is None else self._plan_message
-        makers = [plan(text, name, batch) for text, name in zip(texts, names, strict=True)]
+        seen: list[Picture] = []
+        makers = [plan(text, name, batch, seen) for text, name in zip(texts, names, strict=True)]
 
         def make() -> Work:
             requests = [maker() for maker in makers]
             num_tokens = sum(request.tokens.size for request in requests)
-            return Work(requests, {"many": many, "dimensions": dimensions, "tokens": num_tokens})
+            note = {"many": many, "dimensions": dimensions, "tokens": num_tokens}
+            return Work(requests, note | notes_of(seen))
 
         return make
 
-    def _plan_text(self, text: Any, field: str, batch: TextBatch) -> Callable[[], Request]:
-        return self.inputs.plan_whole(text, field, batch, truncate=self.truncate, change=self._prompted)
+    def _plan_text(self, text: Any, field: str, batch: TextBatch, seen: list[Picture]) -> Callable[[], Request]:
+        return self.inputs.plan_whole(text, field, batch, seen, truncate=self.truncate, change=self._prompted)
 
-    def _plan_message(self, text: Any, field: str, batch: TextBatch) -> Callable[[], Request]:
+    def _plan_message(self, text: Any, field: str, batch: TextBatch, seen: list[Picture]) -> Callable[[], Request]:
         """Returns a function that makes the request of a text in the chat template, as sentence-transformers does.
 
         Token ids are taken as they are.
@@ -148,9 +151,9 @@ class EmbedTask:
         if isinstance(text, Pictured):
             message = f"{field!r} has images, and the checkpoint embeds chat messages, which are of text alone here"
             raise InputError(message, field=field, remedy="leave the images out", code="unsupported")
-        chat, tokenizer, text = self.settings.chat, self.inputs.tokenizer, self.inputs.text(text, field)
+        chat, tokenizer, text = self.settings.chat, self.inputs.tokenizer, self.inputs.text(text, field, seen)
         if not isinstance(text, str) or tokenizer is None or chat is None:
-            return self._plan_text(text, field, batch)
+            return self._plan_text(text, field, batch, seen)
         side = tokenizer.truncation_side if self.truncate is True else self.truncate
         text = self.inputs.bounded(text, field, self.truncate, left=side == "left")
         get = batch.add(self._in_template(text, chat, tokenizer))
@@ -203,7 +206,7 @@ class EmbedTask:
             # The lower bound keeps a vector of zeros as it is.
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
         key, value = ("embeddings", vectors) if note["many"] else ("embedding", vectors[0])
-        return {key: np.ascontiguousarray(value), "num_tokens": note["tokens"]}
+        return with_notes({key: np.ascontiguousarray(value), "num_tokens": note["tokens"]}, note)
 
 
 def is_list_of_texts(value: Any) -> bool:

@@ -18,8 +18,9 @@ from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each
 from .conversations import Conversations, GenerateItem
 from .cut import columns_of, cut_columns
 from .exits import check_exits
-from .images import Chat, ImageIds, Picture, Pictured, all_images, chat_of, refuse_images
+from .images import Chat, Picture, Pictured, all_images, chat_of, check_cut, refuse_images, too_long
 from .messages import has_images, is_cut, plain_message
+from .notes import notes_of, with_notes
 from .sampling import sampling_from
 from .score import leading_ids
 from .tools import as_tools
@@ -118,8 +119,7 @@ class GenerateTask:
             made = self._fit(before, get(), field, sampling.max_tokens if asked else None, cut)
             request = replace(made, sampling=sampling, **beside)
             note: dict[str, Any] = {"tokens": request.tokens.size}
-            notes = [picture.note for picture in seen if picture.note is not None]
-            return Work([request], note | {"image_notes": notes} if notes else note)
+            return Work([request], note | notes_of(seen))
 
         return make
 
@@ -186,7 +186,7 @@ class GenerateTask:
             assert self.inputs.images is not None
             ids = self.inputs.images.encode_pictured(item.prompt, seen, "prompt", salt)
             return leading_ids(self.inputs.tokenizer, ids), batch.add(ids), "prompt"
-        text = self.inputs.text(item.prompt, "prompt")
+        text = self.inputs.text(item.prompt, "prompt", seen)
         return leading_ids(self.inputs.tokenizer, text), batch.add(text), "prompt"
 
     def _bounded(self, item: GenerateItem) -> GenerateItem:
@@ -228,15 +228,12 @@ class GenerateTask:
             shorter = cut(room) if cut is not None and room > 0 else None
             if shorter is not None:
                 ids = shorter
-            elif (
-                not self.truncate
-                or over >= ids.size
-                or (field == "messages" and self.truncate is True)
-                or isinstance(ids, ImageIds)
-            ):
+            elif not self.truncate or over >= ids.size or (field == "messages" and self.truncate is True):
                 raise self._too_long(size, field, max_tokens, room)
             else:
-                ids = ids[: ids.size - over] if self.truncate == "right" else ids[over:]
+                kept = ids[: ids.size - over] if self.truncate == "right" else ids[over:]
+                check_cut(ids, kept, field)
+                ids = kept
         return self.inputs.request(np.concatenate((before, ids)), field)
 
     def _cut(
@@ -249,10 +246,14 @@ class GenerateTask:
         if tokenizer is None:
             return None
         if item.messages is None:
-            if not isinstance(item.prompt, Filled) or seen:
+            if not (isinstance(item.prompt, Filled) or seen):
                 return None
             columns, filled = columns_of(item.prompt)
-            return cut_columns(tokenizer, columns, lambda values: batch.now(filled(values)), len, room - before)
+            encode_cut = partial(self._pictured, item.prompt, seen, salt) if seen else batch.now
+            left = not isinstance(item.prompt, Filled)
+            return cut_columns(
+                tokenizer, columns, lambda values: encode_cut(filled(values)), len, room - before, left=left
+            )
         messages = [m if has_images(m) else plain_message(m, i) for i, m in enumerate(item.messages)]
         parts = {i: columns_of(m["content"]) for i, m in enumerate(messages) if is_cut(m)}
 
@@ -266,6 +267,14 @@ class GenerateTask:
         every = [column for columns, _ in parts.values() for column in columns]
         return cut_columns(tokenizer, every, make, len, room) if every else None
 
+    def _pictured(self, whole: str, seen: list[Picture], salt: str, text: str) -> np.ndarray:
+        """Returns the ids of what is left of a prompt with images. Raises InputError where a place of one is not."""
+        assert self.inputs.images is not None
+        placeholder = self.inputs.images.processor.placeholder
+        if text.count(placeholder) < whole.count(placeholder):
+            raise too_long("prompt")
+        return self.inputs.images.encode_pictured(text, seen, "prompt", salt)
+
     def _too_long(self, size: int, field: str, max_tokens: int | None, room: int) -> InputError:
         message, remedy = f"{field!r} makes a prompt of {size} tokens; ", f"shorten it, or have it cut with {TRUNCATE}"
         if room < 1:
@@ -273,7 +282,7 @@ class GenerateTask:
         elif max_tokens:
             remedy = f"shorten it, give a smaller max_tokens, or have it cut with {TRUNCATE}"
         if self.truncate and room >= 1:
-            remedy = "shorten the text around its columns and contents, which is never cut"
+            remedy = "shorten the text around its columns and contents, and messages with images, which are never cut"
         if room == self.inputs.max_length:
             message += f"it may have at most {room}"
         else:
@@ -293,8 +302,7 @@ class GenerateTask:
         if samples[0].approximate_tokens:
             counts["approximate_tokens"] = samples[0].approximate_tokens
         choices = [self._choice(sample) for sample in samples]
-        counts |= {"image_notes": note["image_notes"]} if "image_notes" in note else {}
-        return (choices[0] if len(choices) == 1 else {"choices": choices}) | counts
+        return with_notes((choices[0] if len(choices) == 1 else {"choices": choices}) | counts, note)
 
     def _choice(self, sample: Generated) -> dict[str, Any]:
         choice: dict[str, Any] = {"tokens": list(sample.tokens)} if sample.text is None else {"text": sample.text}

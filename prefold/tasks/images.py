@@ -36,6 +36,7 @@ __all__ = [
     "check_cut",
     "image_inputs",
     "refuse_images",
+    "too_long",
     "within",
 ]
 
@@ -283,7 +284,7 @@ class ImageInputs:
         found = tuple(self.table.find(tokens[tokens >= MEDIA_BASE]))
         for medium in found:
             if not np.isin(medium.ids, tokens).all():
-                raise _too_long(field)
+                raise too_long(field)
         return found
 
     def wants_parts(self, template: str) -> bool:
@@ -329,10 +330,11 @@ def _is_place(value: Any) -> bool:
 def check_cut(ids: np.ndarray, kept: np.ndarray, field: str) -> None:
     """Raises InputError where rows of images are lost with what is cut off ids; kept: what is left of them."""
     if np.count_nonzero(kept >= MEDIA_BASE) < np.count_nonzero(ids >= MEDIA_BASE):
-        raise _too_long(field)
+        raise too_long(field)
 
 
-def _too_long(field: str) -> InputError:
+def too_long(field: str) -> InputError:
+    """Returns the error of a prompt from which an image would have to be cut."""
     return InputError(
         f"{field!r} is too long, and cutting it would cut an image",
         field=field,

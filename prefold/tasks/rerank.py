@@ -17,7 +17,8 @@ from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
 from .base import TRUNCATE, Inputs, Text, TextBatch, Work, as_item, check_count
 from .embed import is_list_of_texts
-from .images import check_cut
+from .images import Picture, check_cut
+from .notes import notes_of, with_notes
 
 PAIR = RerankPrompt("", "{query}{document}", "")
 QUERY_TOO_LONG = "shorten the query, since truncation cuts the document only"
@@ -108,9 +109,10 @@ class RerankTask:
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(RerankItem, _named(item))
-        query = self.inputs.bounded(self.inputs.text(item.query, "query"), "query", remedy=QUERY_TOO_LONG)
+        seen: list[Picture] = []
+        query = self.inputs.bounded(self.inputs.text(item.query, "query", seen), "query", remedy=QUERY_TOO_LONG)
         wanted = self.instruction if item.instruction is None else item.instruction
-        instruction = self.inputs.text(wanted, "instruction")
+        instruction = self.inputs.text(wanted, "instruction", seen)
         if self.pair and item.instruction is not None:
             message = "the checkpoint reads query and document as they are, without an instruction"
             raise InputError(message, field="instruction", remedy="leave it out, or give a template")
@@ -118,7 +120,7 @@ class RerankTask:
         documents, names = _documents(item)
         makers = []
         for value, name in zip(documents, names, strict=True):
-            document = self.inputs.text(_text_of(value), name)
+            document = self.inputs.text(_text_of(value), name, seen)
             document = self.inputs.bounded(document, name, self.truncate, left=self.truncate == "left")
             fields = {"instruction": instruction, "query": query, "document": document}
             get = self._add_body(batch, fields)
@@ -126,7 +128,7 @@ class RerankTask:
 
         def make() -> Work:
             requests = [maker() for maker in makers]
-            note: dict[str, Any] = {"tokens": sum(request.tokens.size for request in requests)}
+            note: dict[str, Any] = {"tokens": sum(request.tokens.size for request in requests)} | notes_of(seen)
             if item.document is None:
                 note |= {"list": True, "top_n": top_n}
                 if item.return_documents:
@@ -192,13 +194,13 @@ class RerankTask:
         margins = [self._margin(result) for result in results]
         scores = margins if self.raw_scores else [sigmoid(margin) for margin in margins]
         if not note.get("list"):
-            return {"score": scores[0], "num_tokens": note["tokens"]}
+            return with_notes({"score": scores[0], "num_tokens": note["tokens"]}, note)
         # Documents are ordered by the margin, since far from zero the sigmoid rounds different margins to one score.
         order = sorted(range(len(margins)), key=lambda i: -margins[i])[: note["top_n"]]
         line: dict[str, Any] = {"scores": scores, "order": order, "num_tokens": note["tokens"]}
         if "documents" in note:
             line["documents"] = [note["documents"][i] for i in order]
-        return line
+        return with_notes(line, note)
 
     def _margin(self, result: Result) -> float:
         values = result.values

@@ -19,7 +19,8 @@ from ..text.tokenizer import PART_CHARACTERS
 from ..types import Readout, Request, Result
 from .base import Inputs, Text, TextBatch, Work, as_item, check_count
 from .cut import columns_of, cut_columns
-from .images import ImageIds, check_cut
+from .images import ImageIds, Picture, check_cut
+from .notes import notes_of, with_notes
 
 __all__ = ["ScoreItem", "ScoreTask", "add_joint", "add_pair", "leading_ids", "rolling_stretches"]
 
@@ -81,11 +82,13 @@ class ScoreTask:
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(ScoreItem, _named(item))
+        seen: list[Picture] = []
         if item.text is not None:
             if item.prompt is not None or item.continuation is not None:
                 message = "the item has both a 'text' and a 'prompt' or 'continuation'"
                 raise InputError(message, field="text", remedy="give text alone, or prompt and continuation")
-            text = self.inputs.text(item.text, "text")
+            text = self.inputs.text(item.text, "text", seen)
+            _refuse_rows(text, "text")
             num_bytes = len(text.encode()) if isinstance(text, str) else None
             return partial(self._rolling, batch.add(text), num_bytes)
         for name in ("prompt", "continuation"):
@@ -94,17 +97,18 @@ class ScoreTask:
         prompt = item.prompt
         # An empty list of token ids is an empty text.
         empty = isinstance(prompt, (list, tuple, np.ndarray)) and len(prompt) == 0
-        prompt = "" if empty else self.inputs.text(prompt, "prompt")
+        prompt = "" if empty else self.inputs.text(prompt, "prompt", seen)
         left = self.truncate != "right" and not (self.truncate is True and isinstance(prompt, Filled))
         whole, prompt = prompt, self.inputs.bounded(prompt, "prompt", self.truncate, left=left)
         if self.truncate == "right" and len(prompt) < len(whole):
             prompt += whole[-PART_CHARACTERS:]  # with which the continuation is encoded
-        continuation = self.inputs.text(item.continuation, "continuation")
+        continuation = self.inputs.text(item.continuation, "continuation", seen)
+        _refuse_rows(continuation, "continuation")
         continuation = self.inputs.bounded(continuation, "continuation", remedy=CONTINUATION_TOO_LONG)
         pair = add_pair(batch, self.inputs, prompt, continuation)
         if self.truncate is not True or not isinstance(prompt, Filled) or not isinstance(continuation, str):
-            return lambda: Work([self._pair(*pair())])
-        return lambda: Work([self._pair(*self._cut(prompt, continuation, pair()))])
+            return lambda: Work([self._pair(*pair())], notes_of(seen) or None)
+        return lambda: Work([self._pair(*self._cut(prompt, continuation, pair()))], notes_of(seen) or None)
 
     def _cut(
         self, prompt: Filled, continuation: str, ids: tuple[np.ndarray, np.ndarray]
@@ -183,7 +187,16 @@ class ScoreTask:
             "greedy": all(bool(np.all(result.greedy)) for result in results),
             "num_tokens": logprobs.size,
         }
-        return line if note is None else line | {"num_bytes": note["bytes"]}
+        note = note or {}
+        return with_notes(line | ({"num_bytes": note["bytes"]} if "bytes" in note else {}), note)
+
+
+def _refuse_rows(text: Text, field: str) -> None:
+    """Raises InputError for what is to be scored and has images."""
+    if isinstance(text, ImageIds):
+        message = f"{field!r} has images, whose rows have no probabilities"
+        remedy = "give them in the prompt, and what stands behind them as its continuation"
+        raise InputError(message, field=field, remedy=remedy, code="unsupported")
 
 
 def add_pair(batch: TextBatch, inputs: Inputs, prompt: Text, continuation: Text) -> PairOfIds:

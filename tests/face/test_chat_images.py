@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -129,6 +130,27 @@ def test_an_animation_warns(llm):
     data = file_of(PICTURES[0], "GIF", save_all=True, append_images=PICTURES[1:])
     with pytest.warns(UserWarning, match=r"messages\[0\]\.content\[1\] is an animation"):
         llm.chat(conversation(1, [data]), max_tokens=2)
+    told, prompt = r"images\[0\] is an animation", Pictured("what?", [data])
+
+    async def answer():
+        await llm.agenerate(prompt, max_tokens=2)
+
+    async def pieces():
+        return [piece async for piece in llm.astream(prompt, max_tokens=2)]
+
+    for ask in (
+        lambda: llm.generate(prompt, max_tokens=2),
+        lambda: list(llm.stream(prompt, max_tokens=2)),
+        lambda: asyncio.run(answer()),
+        lambda: asyncio.run(pieces()),
+        lambda: llm.embed(prompt),
+        lambda: llm.classify(prompt, ["yes", "no"]),
+        lambda: llm.score(prompt, " yes"),
+        lambda: llm.rerank("what?", [prompt, "a"], words=("a", "b")),
+    ):
+        with pytest.warns(UserWarning, match=told) as found:
+            ask()
+        assert [one.filename for one in found if issubclass(one.category, UserWarning)] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         llm.chat(conversation(1, PICTURES), max_tokens=2)

@@ -104,17 +104,21 @@ def test_text_does_not_wait_for_images_that_are_decoded(llm, monkeypatch):
         return decode(data, field, allowance)
 
     monkeypatch.setattr(decoder, "decode", slow)
-    content = [{"type": "image_url", "image_url": {"url": url_of(drawn)}} for drawn in PICTURES]
-    asked = {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 2}
+
+    def asked(number: int) -> dict:
+        drawn = [PIL.Image.fromarray(drawing(40 + 2 * number + i, 20, 20)) for i in range(2)]
+        content = [{"type": "image_url", "image_url": {"url": url_of(one)}} for one in drawn]
+        return {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 2}
+
     with (
         serving(llm, served_names=("m",)) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
         ThreadPoolExecutor(6) as threads,
     ):
         try:
-            waiting = [threads.submit(client.post, "/v1/chat/completions", json=asked) for _ in range(6)]
+            waiting = [threads.submit(client.post, "/v1/chat/completions", json=asked(i)) for i in range(6)]
             until(lambda: len(allowances) > 1)
-            text = asked | {"messages": [{"role": "user", "content": "1"}]}
+            text = asked(0) | {"messages": [{"role": "user", "content": "1"}]}
             assert client.post("/v1/chat/completions", json=text, timeout=20).status_code == 200
             assert not any(one.done() for one in waiting)
         finally:

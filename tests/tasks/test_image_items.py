@@ -31,7 +31,8 @@ from prefold.tasks import make_task
 from prefold.tasks.embed import EmbedTask
 from prefold.tasks.images import ImageInputs, Pictured
 from prefold.tasks.sentence import ChatSettings, EmbedSettings
-from prefold.text import instructed_query, load_tokenizer
+from prefold.text import Filled, instructed_query, load_tokenizer
+from prefold.types import Result
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20), (9, 44)])]
 
@@ -251,25 +252,52 @@ def test_truncation_cuts_no_image(made, family):
     assert len(cut.requests[0].media) == 1 and cut.requests[0].tokens.size <= 508
     assert np.isin(cut.requests[0].media[0].ids, cut.requests[0].tokens).all()
     only = [{"role": "user", "content": [PICTURES[0], long]}]
-    for truncate in (True, "left", "right"):
+    for truncate, match in ((True, "messages with images, which are never cut"), ("left", "cut an image")):
         (found,) = made(truncate=truncate, max_tokens=4)[0].prepare([only])
-        assert isinstance(found, InputError) and found.code == "too_long"
-    for name, options in (("embed", {}), ("classify", {"labels": ["yes", "no"]})):
-        (found,) = made(name, truncate=True, **options)[0].prepare([{"text": Pictured(long, [PICTURES[0]])}])
-        assert isinstance(found, InputError) and found.code == "too_long"
+        assert isinstance(found, InputError) and found.code == "too_long" and match in str(found)
     before, behind = Pictured(long, [PICTURES[0]]), Pictured(long + PLACEHOLDER[family], [PICTURES[0]])
     words = {"words": ("a", "b")}
-    for name, item, options, ends in (
-        ("score", lambda text: {"prompt": text, "continuation": " yes"}, {}, (True, "left", "right")),
-        ("rerank", lambda text: {"query": "what?", "document": text}, words, (True, "right")),
+    at_end = ("right",)
+    for name, item, options, ends, cut_ends in (
+        ("score", lambda text: {"prompt": text, "continuation": " yes"}, {}, (True, "left", "right"), at_end),
+        ("rerank", lambda text: {"query": "what?", "document": text}, words, (True, "right"), (True, "right")),
+        ("embed", lambda text: {"text": text}, {}, (True, "left", "right"), (True, "right")),
+        ("classify", lambda text: {"text": text}, {"labels": ["yes", "no"]}, (True, "left"), (True, "right")),
+        ("generate", lambda text: text, {"max_tokens": 4}, ("left", "right"), at_end),
     ):
         for truncate in ends:
-            cuts_end = truncate == "right" or name == "rerank"
-            lost, kept = (behind, before) if cuts_end else (before, behind)
+            lost, kept = (behind, before) if truncate in cut_ends else (before, behind)
             (found,), (cut,) = (made(name, truncate=truncate, **options)[0].prepare([item(t)]) for t in (lost, kept))
             assert isinstance(found, InputError) and found.code == "too_long" and "cut an image" in str(found)
-            (request,) = cut.requests  # where text alone is cut, the image stays
+            (request, *_) = cut.requests  # where text alone is cut, the image stays
             assert np.isin(request.media[0].ids, request.tokens).all()
+
+
+def test_what_a_prompt_says_beside_its_images_is_cut(made, family):
+    """Where no end is named: the beginning of its text, or its longest column, and never the place of an image."""
+    place, task = PLACEHOLDER[family], made(truncate=True, max_tokens=4)[0]
+    column = Filled([("see ", False), ("word " * 2000, True), (" now", False)])
+    texts = ["word " * 2000 + "behind", column, f"word {place} " + "word " * 2000]
+    works = task.prepare([Pictured(text, PICTURES[:1]) for text in texts])
+    for work, begins, ends in zip(works, ("", "see word", None), ("word behind", " now", None), strict=True):
+        if begins is None:
+            assert work.code == "too_long" and "cut an image" in str(work)
+            continue
+        (request,) = work.requests
+        ids = request.tokens
+        assert ids.size == 508 and np.isin(request.media[0].ids, ids).all()
+        said = task.inputs.tokenizer.decode(ids[int(np.flatnonzero(ids >= MEDIA_BASE)[-1]) + 1 :])
+        assert begins in said and said.endswith(ends)
+
+
+def test_token_ids_are_cut_at_their_beginning(made):
+    task, _ = made("embed", truncate="left")
+    tokenizer = copy(task.inputs.tokenizer)
+    tokenizer.truncation_side = "left"
+    task.inputs, task.truncate = replace(task.inputs, tokenizer=tokenizer, max_length=20), True
+    (work,) = task.prepare([{"text": list(range(1, 40))}])
+    assert not isinstance(work, InputError), work
+    assert work.requests[0].tokens[-1] == 39 and work.requests[0].tokens.size == 20
 
 
 def test_an_animation_is_told(made):
@@ -277,6 +305,32 @@ def test_an_animation_is_told(made):
     data = file_of(PICTURES[0], "GIF", save_all=True, append_images=PICTURES[1:])
     (work,) = task.prepare([[{"role": "user", "content": [data, "what?"]}]])
     assert work.note["image_notes"] == ["messages[0].content[0] is an animation, of which the first frame is seen"]
+
+
+def test_images_are_not_scored(made):
+    task, _ = made("score")
+    seen = Pictured("what?", PICTURES[:1])
+    for item, field in ((seen, "text"), (("what?", seen), "continuation")):
+        (found,) = task.prepare([{"text": item} if item is seen else item])
+        assert (found.code, found.field) == ("unsupported", field) and "no probabilities" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "item", "options", "result"),
+    [
+        ("embed", lambda text: text, {}, Result(np.ones(3, np.float32))),
+        ("classify", lambda text: text, {"labels": ["yes", "no"]}, Result(np.ones(1, np.float32))),
+        ("score", lambda text: (text, " yes"), {}, Result(np.ones(1, np.float32), np.ones(1, bool))),
+        ("rerank", lambda text: ("what?", text), {"words": ("a", "b")}, Result(np.ones(2, np.float32))),
+        ("rerank", lambda text: ("what?", [text]), {"words": ("a", "b")}, Result(np.ones(2, np.float32))),
+    ],
+)
+def test_an_animation_is_told_beside_numbers(made, name, item, options, result):
+    task, _ = made(name, **options)
+    data = file_of(PICTURES[0], "GIF", save_all=True, append_images=PICTURES[1:])
+    for image, notes in ((data, ["images[0] is an animation, of which the first frame is seen"]), (PICTURES[0], None)):
+        (work,) = task.prepare([item(Pictured("what?", [image]))])
+        assert task.finish(work.note, [result] * len(work.requests)).get("image_notes") == notes
 
 
 def test_a_text_model_says_what_to_load(tmp_path):
