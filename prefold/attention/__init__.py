@@ -1,4 +1,5 @@
-"""Interval attention: key row j is visible to query row i exactly when j <= i < end[j].
+"""Interval attention: key row j is visible to query row i exactly when j <= i < end[j]; where spans of
+rows see each other both ways, when first[j] <= i < end[j], `first` being the first row of key j's span.
 
 `RowAttention` plans on the host once a step (`plan_rows`) and attends once a plane; `dense_attention` is the slow
 definition that it is tested against. For generation, where keys lie in the slots of a store, `plan_slots` does

@@ -38,7 +38,7 @@ class KeyBlock:
 class RowPlan(Plan):
     """A plan holds what attention needs to know about a step, for one sliding window or none. `plan_rows` makes it.
 
-    end         int64 [keys]: key j is visible to the query at key row i exactly when j <= i < end[j]
+    end         int64 [keys]: key j is visible to the query at key row i exactly when j <= i < end[j] (see `first`)
     query_rows  int64 [queries], ascending: the key row of each query
     positions   int64 [keys] with a sliding window, else None
     window      the sliding window: a key must also be fewer than this many positions before the query; None: no limit

@@ -34,7 +34,7 @@ def message_of(
     adapters = None
     if facts.adapters:
         adapters = np.full(step.num_rows, -1, np.int64)
-        for namespace, first, stop in step.spans:
+        for namespace, first, stop in step.namespaces:
             adapters[first:stop] = _adapter(facts, namespace)
     exits = None if visits else _exits_of(readers)
     if drawing is None and not numbers and adapters is None and exits is None:

@@ -91,7 +91,7 @@ class GenerateStep:
 
     message      what the worker is given; the engine adds how tokens are chosen, and which reads give numbers
     takers       the sequence that takes what each of the message's reads gives
-    spans        (namespace, its first query, the query behind its last) of each namespace
+    namespaces   (namespace, its first query, the query behind its last) of each namespace
     takes        (node, how many of its rows are computed here)
     decode_rows  how many of its rows are the last token of a sequence
     again        how many of its rows had been computed before
@@ -99,7 +99,7 @@ class GenerateStep:
 
     message: SlotStep
     takers: list[Running]
-    spans: list[tuple[tuple[Hashable, ...], int, int]]
+    namespaces: list[tuple[tuple[Hashable, ...], int, int]]
     takes: list[tuple[Node, int]]
     decode_rows: int
     again: int
@@ -239,9 +239,9 @@ def lay_out(draft: Draft) -> GenerateStep:
     first: list[int] = []
     last: list[int] = []
     last_row: dict[Node, int] = {}
-    spans = []
+    namespaces = []
     for root in roots:
-        span = len(tokens)
+        first_query = len(tokens)
         stack: list[tuple[Node, range | None]] = [(root, None)]
         while stack:
             node, runs = stack.pop()
@@ -290,7 +290,7 @@ def lay_out(draft: Draft) -> GenerateStep:
                 slots.append(SCRATCH)
             stack.append((node, range(run, len(start))))
             stack.extend((child, None) for child in reversed(children.get(node, ())))
-        spans.append((root.namespace, span, len(tokens)))
+        namespaces.append((root.namespace, first_query, len(tokens)))
     reads = draft.reads + [(sequence, node) for node, sequences in draft.again.items() for sequence in sequences]
     rows_read = np.array([last_row[node] for _, node in reads], np.int64)
     read_rows, index = np.unique(rows_read, return_inverse=True)
@@ -304,7 +304,7 @@ def lay_out(draft: Draft) -> GenerateStep:
     return GenerateStep(
         message,
         takers=[reads[i][0] for i in order.tolist()],
-        spans=spans,
+        namespaces=namespaces,
         takes=list(draft.takes.items()),
         decode_rows=draft.decode_rows,
         again=len(draft.again) + sum(rows for node, rows in draft.takes.items() if node.lost),

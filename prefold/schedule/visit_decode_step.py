@@ -71,7 +71,7 @@ class DecodeStep:
         return len(self.draft.rows)
 
     @property
-    def spans(self) -> list[tuple[tuple[Hashable, ...], int, int]]:
+    def namespaces(self) -> list[tuple[tuple[Hashable, ...], int, int]]:
         """Returns (namespace, its first query, the query behind its last) of each query."""
         namespaces = [self.crew.sequences[number].namespace for number in self.members[self.draft.rows].tolist()]
         return [(namespace, query, query + 1) for query, namespace in enumerate(namespaces)]

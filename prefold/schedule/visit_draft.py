@@ -67,7 +67,7 @@ class RoutedStep:
     message      what the worker is given; the engine adds how tokens are chosen, and which reads give numbers
     takers       the sequence that takes what each of the message's reads gives, if it is made
     visits       the visit of each taker's row
-    spans        (namespace, its first query, the query behind its last) of each group of rows
+    namespaces   (namespace, its first query, the query behind its last) of each group of rows
     projects     the namespace of each row that is projected
     takes        (what the rows are of, Take, the query of each row: -1 where it had left)
     routed       the sequences whose router is asked
@@ -77,7 +77,7 @@ class RoutedStep:
     message: VisitStep
     takers: list[Routed]
     visits: list[int]
-    spans: list[tuple[tuple[Hashable, ...], int, int]]
+    namespaces: list[tuple[tuple[Hashable, ...], int, int]]
     projects: list[tuple[Hashable, ...]]
     takes: list[tuple[NodeVisit, Take, np.ndarray]]
     routed: list[Routed]
@@ -190,7 +190,7 @@ class _Rows:
 
 def lay_out(draft: VisitDraft) -> RoutedStep:
     """Returns the step of a draft: its rows depth-first, those of one route prefix side by side."""
-    out, spans = _Rows(), []
+    out, namespaces = _Rows(), []
     tops, below = _marked(draft)
     stack: list[tuple[NodeVisit, range | None]] = []
     for top in tops:
@@ -212,11 +212,11 @@ def lay_out(draft: VisitDraft) -> RoutedStep:
         if len(out.tokens) > first_query:
             root = top.node.parent
             assert root is not None
-            spans.append((root.namespace, first_query, len(out.tokens)))
-    return _step(draft, out, spans)  # type: ignore[arg-type]
+            namespaces.append((root.namespace, first_query, len(out.tokens)))
+    return _step(draft, out, namespaces)  # type: ignore[arg-type]
 
 
-def _step(draft: VisitDraft, out: _Rows, spans: list[tuple[tuple[Hashable, ...], int, int]]) -> RoutedStep:
+def _step(draft: VisitDraft, out: _Rows, namespaces: list[tuple[tuple[Hashable, ...], int, int]]) -> RoutedStep:
     runs = [np.array(numbers, np.int64) for numbers in (out.start, out.count, out.position, out.first, out.last)]
     seen = runs[4] > runs[3]
     runs = list(joined(*(numbers[seen] for numbers in runs)))
@@ -252,7 +252,7 @@ def _step(draft: VisitDraft, out: _Rows, spans: list[tuple[tuple[Hashable, ...],
         message,
         takers=takers,
         visits=[sequence.visit for sequence in takers],
-        spans=spans,
+        namespaces=namespaces,
         projects=out.project_of,
         takes=[(visit, take, out.queries[visit]) for visit, take in draft.takes.items()],
         routed=sorted(draft.routings, key=lambda sequence: len(sequence.route)),

@@ -35,7 +35,7 @@ class CheckedStore:
                 strict=True,
             )
         ]
-        namespace_of = {q: ns for ns, first, last in step.spans for q in range(first, last)}
+        namespace_of = {q: ns for ns, first, last in step.namespaces for q in range(first, last)}
         new_slots = [int(s) for s in message.slots if s != SCRATCH]
         assert len(set(new_slots)) == len(new_slots)
         for query, (token, position, slot) in enumerate(

@@ -22,7 +22,7 @@ constexpr float kOwnKey = 0.15f, kOwnHead = 0.05f;
 // What the first key costs more, for each vector of a tile and for a query's own list; measured in the same way.
 constexpr float kTileStart = 20, kOwnStart = 6;
 
-// As KeyRuns of slots.py.
+// As KeyRuns of attention/slot_plan.py.
 struct SlotRequest {
   const int64_t *start, *count, *position, *first, *last;
   int64_t runs, queries;
