@@ -102,6 +102,8 @@ class GenerateTask:
 
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
         item = as_item(GenerateItem, _named(item))
+        if isinstance(item.prompt, Pictured) and item.images is None:
+            item = replace(item, prompt=item.prompt.text, images=item.prompt.images)
         sampling = self._items_sampling(item.sampling) if item.sampling else self.sampling
         # A prompt is too long for the max_tokens that was asked for, but never for a default.
         asked = not self.auto_max_tokens or "max_tokens" in (item.sampling or {})
@@ -186,7 +188,7 @@ class GenerateTask:
             assert self.inputs.images is not None
             ids = self.inputs.images.encode_pictured(item.prompt, seen, "prompt", salt)
             return leading_ids(self.inputs.tokenizer, ids), batch.add(ids), "prompt"
-        text = self.inputs.text(item.prompt, "prompt", seen)
+        text = self.inputs.text(item.prompt, "prompt")
         return leading_ids(self.inputs.tokenizer, text), batch.add(text), "prompt"
 
     def _bounded(self, item: GenerateItem) -> GenerateItem:
@@ -329,9 +331,7 @@ def _named(item: Any) -> Any:
     are."""
     if isinstance(item, (list, tuple)) and item and isinstance(item[0], Mapping):
         return GenerateItem(messages=item)
-    if isinstance(item, Pictured):
-        return GenerateItem(prompt=item.text, images=item.images)
-    return GenerateItem(prompt=item) if isinstance(item, (str, list, tuple, np.ndarray)) else item
+    return GenerateItem(prompt=item) if isinstance(item, (str, list, tuple, np.ndarray, Pictured)) else item
 
 
 def _checked(value: Any, field: str, kind: type) -> Any:

@@ -431,6 +431,15 @@ def test_what_is_held_of_recent_images():
     assert recent.take(two.digest) is two and recent.take(three.digest) is three
 
 
+def test_a_text_with_images_is_a_prompt_wherever_it_stands(made):
+    task = made(truncate=True, max_tokens=4)[0]
+    long = Pictured("word " * 2000, PICTURES[:1])
+    items = [long, {"prompt": long}, {"prompt": long.text, "images": long.images}, {"prompt": long, "salt": "s"}]
+    (one, *others, salted) = [work.requests[0] for work in task.prepare(items)]
+    assert all(other.tokens.tolist() == one.tokens.tolist() for other in others)
+    assert salted.salt == salted.media[0].salt == "s"
+
+
 def test_places_of_images_in_tables(made):
     """A table fills the fields that a part does not have with nulls."""
     import pyarrow as pa
