@@ -19,7 +19,7 @@ from .writing import stopped, write
 
 __all__ = ["Apart", "main"]
 
-# Bytes that the process may have, of which Python and what it imports take about a third of a gigabyte.
+# Bytes that the process may have. Python and what it imports take about a twentieth of them.
 MEMORY = 2 << 30
 # Seconds of processor time between the sandbox's own limit and the end of the process.
 GRACE = 0.5
@@ -33,7 +33,6 @@ class Apart:
 
     def __init__(self, memory: int = MEMORY):
         """memory: bytes that the process may have."""
-        self._memory = memory
         self._lock = threading.Lock()
         self._helper = Helper(__name__, [str(memory)])
 
