@@ -273,7 +273,7 @@ class Generated(Jsonable):
     text           the decoded text, None without a tokenizer
     finish_reason  "stop" (end of text, a stop text or id, the grammar's end), "length", "cancelled"
     stop           the text or id that ended it, None for the end of text and for "length"
-    cached_tokens  tokens of the prompt that were not computed for this request
+    cached_tokens  tokens of the prompt that were not computed for this request; None: the server does not say
     logprobs       one for each token, if asked for
     approximate_tokens   tokens of the prompt whose K/V was computed at other positions, behind other tokens, and copied
                    for this request; 0: the result is exact
@@ -283,7 +283,7 @@ class Generated(Jsonable):
     text: str | None
     finish_reason: Literal["stop", "length", "cancelled"]
     stop: str | int | None = None
-    cached_tokens: int = 0
+    cached_tokens: int | None = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     approximate_tokens: int = 0
 

@@ -45,15 +45,22 @@ class EstimatedCache:
         return self._reporter.drain()
 
     def answered(
-        self, namespace: Hashable, tokens: np.ndarray, *, believed: int = 0, cached: int | None = None
+        self,
+        namespace: Hashable,
+        tokens: np.ndarray,
+        *,
+        held: int = 0,
+        believed: int = 0,
+        cached: int | None = None,
     ) -> None:
         """A prompt was answered, so its rows are held.
 
-        believed  how many of its leading rows were thought to be held when it was sent
-        cached    how many were, as the answer says; None: it does not say
+        held      how many of its leading rows were thought to be held when it was sent
+        believed  those, and what prompts under way were to bring: they may have come in time, or not
+        cached    how many were held, as the answer says; None: it does not say
         """
         if cached is not None:
-            if cached + _BLOCK < believed:
+            if cached + _BLOCK < held:
                 self._forget_older_than(namespace, tokens, cached)
             elif cached > believed + _BLOCK:
                 self._limit(self.capacity + 2 * (cached - believed))

@@ -40,12 +40,17 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sent:
-    """A request that a replica has. matched: leading rows that it was thought to hold, or to have been sent, then."""
+    """A request that a replica has.
+
+    matched  leading rows that it was thought to hold, or to have been sent, then
+    held     those that it was thought to hold; where it tells of its cache nobody asks, and it is 0
+    """
 
     replica: Hashable
     prompt: Prompt
     matched: int
     place: Place
+    held: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -231,9 +236,12 @@ class Router:
         standing = self._standing(prompt, None)
         self.policy.sent(standing, member.number)
         matched = int(standing.matched[member.number])
-        place = self.index.enter(self.index.root(prompt.namespace), token_bytes(prompt.tokens))
+        tokens, held = token_bytes(prompt.tokens), 0
+        if member.estimate is not None:
+            held = int(self._matched(prompt.namespace, tokens, with_coming=False)[member.number])
+        place = self.index.enter(self.index.root(prompt.namespace), tokens)
         self.index.send(place, member.number)
-        sent = Sent(replica, prompt, matched, place)
+        sent = Sent(replica, prompt, matched, place, held)
         self.in_flight[key] = sent
         member.load.send(standing.rows - matched, prompt.limit)
         self._note(member)
@@ -257,8 +265,9 @@ class Router:
         if output_rows is not None and prompt.limit:
             self._outputs.end(output_rows, prompt.limit)
         if member.estimate is not None and output_rows is not None:
-            how = {"believed": sent.matched, "cached": cached_rows}
-            member.estimate.answered(prompt.namespace, prompt.tokens, **how)
+            member.estimate.answered(
+                prompt.namespace, prompt.tokens, held=sent.held, believed=sent.matched, cached=cached_rows
+            )
             if (events := member.estimate.events()) is not None:
                 self.take(member.name, events)
         self.index.unsend(sent.place, member.number)

@@ -299,7 +299,7 @@ class GenerateTask:
         counts = {
             "num_tokens": note["tokens"],
             "num_generated": sum(len(sample.tokens) for sample in samples),
-            "cached_tokens": samples[0].cached_tokens,
+            "cached_tokens": samples[0].cached_tokens or 0,
         }
         if samples[0].approximate_tokens:
             counts["approximate_tokens"] = samples[0].approximate_tokens

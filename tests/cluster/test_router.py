@@ -207,6 +207,23 @@ def test_an_estimate_is_corrected_by_the_answers():
     router.check()
 
 
+@pytest.mark.parametrize("says", [True, False])
+def test_an_answer_that_says_nothing_of_the_cache_changes_no_estimate(says):
+    """Nor do two prompts under way together: the second was only going to find what the first one brings."""
+    router = Router()
+    router.join("http", reports=False, capacity=100_000)
+    prompts = [Prompt(np.append(np.arange(1000), [5000 + i])) for i in range(6)]
+    for pair in (prompts[:2], prompts[2:4], prompts[4:]):
+        for prompt in pair:
+            router.send(id(prompt), prompt, "http")
+        for prompt in pair:
+            held = router.in_flight[id(prompt)].held
+            router.end(id(prompt), output_rows=1, cached_rows=held if says else None)
+    assert router._members["http"].estimate.capacity == 100_000
+    assert all(router.matched(prompt) == {"http": 1001} for prompt in prompts)
+    router.check()
+
+
 def test_a_hot_prefix_is_copied_when_waiting_costs_more():
     router = Router()
     for name in "ab":
