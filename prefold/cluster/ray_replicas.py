@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ except ImportError:
 
 _POLL = 0.25
 _PAUSE = 2.0  # seconds before a replica that has died is asked for again
+_SHOWN_NODES = 4  # in a message
 _DOUBT = 15.0  # seconds after which a replica that does not answer is taken for dead
 
 
@@ -110,8 +111,8 @@ class RayReplicas(Replicas):
     model     what the LLM of each is made of: a name or path that every node can resolve
     backend   "prefold", or "vllm"
     options   keywords of `LLM`; of vLLM those for the machine, and `engine` and `caching` of `VllmHost`. threads,
-              tensor_parallel and device say how many CPUs and GPUs a replica has; without threads the cluster's CPUs
-              are divided among the replicas
+              tensor_parallel and device say how many CPUs and GPUs a replica has; without threads as many as let all
+              replicas lie on the cluster's nodes, each on one
     count     replicas; None: as many as the cluster has room for
     address   of a cluster; None: the one that RAY_ADDRESS names, else one is started on this machine, and ended by
               `close`
@@ -152,29 +153,33 @@ class RayReplicas(Replicas):
 
     def _needs(self, count: int | None) -> dict[str, int]:
         """Returns the CPUs and GPUs of a replica, and sets its threads."""
-        has, device = ray.cluster_resources(), self._options.get("device", "auto")
+        nodes, device = _nodes(), self._options.get("device", "auto")
         ranks, threads = self._options.get("tensor_parallel", 1), self._options.get("threads")
         if ":" in device:
             raise JobError(f"Ray chooses the GPUs of a replica; give cuda in place of {device}")
-        if device == "cuda" or (device == "auto" and has.get("GPU", 0)):
+        if device == "cuda" or (device == "auto" and any(node.get("GPU", 0) for node in nodes)):
             return {"CPU": 1, "GPU": ranks}
-        threads = threads or max(1, int(has.get("CPU", 1)) // ((count or 1) * ranks))
-        self._options["threads"] = threads
+        if threads is None:
+            largest = max((int(node.get("CPU", 0)) for node in nodes), default=0) // ranks
+            fitting = (n for n in range(largest, 1, -1) if _num_that_fit(nodes, {"CPU": n * ranks}) >= (count or 1))
+            threads = self._options["threads"] = next(fitting, 1)
         return {"CPU": threads * ranks, "GPU": 0}
 
     def _check_room(self, count: int | None, needs: Mapping[str, int], notify: Callable[[str], None]) -> int:
         """Returns how many replicas there shall be; says so where the cluster has no room for all of them now."""
-        has = ray.cluster_resources()
-        fits = min(int(has.get(what, 0) // one) for what, one in needs.items() if one)
+        nodes = _nodes()
+        fits = _num_that_fit(nodes, needs)
         each = " and ".join(f"{one} {what}" for what, one in needs.items() if one)
-        found = ", ".join(f"{has.get(what, 0):g} {what}" for what, one in needs.items() if one)
-        if fits < 1 and len(ray.nodes()) == 1:
+        found = "; ".join(", ".join(f"{node.get(what, 0):g} {what}" for what, one in needs.items() if one)
+                          for node in nodes[:_SHOWN_NODES])  # fmt: skip
+        found += "; ..." if len(nodes) > _SHOWN_NODES else ""
+        if fits < 1 and len(nodes) == 1:
             self.close()
             raise JobError(f"a replica needs {each}, and the machine has {found}; ask for less, or name a cluster")
         if fits < (count or 1):
-            notify(
-                f"{count or 1} replicas of {each} each were asked for, and the cluster has {found}: {fits} start now"
-            )
+            message = f"{count or 1} replicas of {each} each were asked for, and the cluster has {found}"
+            message += " on its nodes" if len(nodes) > 1 else ""
+            notify(f"{message}: {fits} start now" + ("" if fits else ", none before there is a node with room for one"))
         return max(1, fits) if count is None else count
 
     def start(self, tell: Callable[[str, ReplicaEvent], None]) -> None:
@@ -306,3 +311,13 @@ def _first_lines(error: BaseException) -> str:
     """Returns the first lines of what Ray says, which goes on with where logs are."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])[:400]
+
+
+def _nodes() -> list[dict[str, float]]:
+    """Returns what each node of the cluster has. A replica is an actor, and lies on one of them."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _num_that_fit(nodes: Sequence[Mapping[str, float]], needs: Mapping[str, int]) -> int:
+    """Returns how many replicas the nodes have room for."""
+    return sum(min(int(node.get(what, 0) // one) for what, one in needs.items() if one) for node in nodes)

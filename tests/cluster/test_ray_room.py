@@ -1,0 +1,60 @@
+"""How many replicas a Ray cluster has room for: each lies on one of its nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("ray")
+
+from prefold.cluster import ray_replicas
+from prefold.cluster.ray_replicas import RayReplicas
+from prefold.errors import JobError
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """What is asked of Ray for a replica, how many there shall be, and what is said."""
+
+    def found(nodes, count=None, **options):
+        monkeypatch.setattr(ray_replicas, "_nodes", lambda: nodes)
+        replicas, notes = RayReplicas.__new__(RayReplicas), []
+        replicas._options, replicas.close = options, lambda: None
+        needs = replicas._needs(count)
+        return needs["GPU"] or needs["CPU"], replicas._check_room(count, needs, notes.append), notes
+
+    return found
+
+
+TWO = [{"CPU": 16.0}, {"CPU": 16.0, "memory": 1e9}]
+
+
+@pytest.mark.parametrize(
+    "count, options, each, replicas",
+    [
+        (None, {}, 16, 2),
+        (1, {}, 16, 1),
+        (2, {}, 16, 2),
+        (3, {}, 8, 3),
+        (4, {"tensor_parallel": 2}, 8, 4),
+        (None, {"threads": 12}, 12, 2),
+        (None, {"threads": 4}, 4, 8),
+    ],
+)
+def test_threads_are_those_of_a_node(room, count, options, each, replicas):
+    assert room(TWO, count, device="cpu", **options) == (each, replicas, [])
+
+
+def test_gpus_of_two_nodes_are_not_those_of_one(room):
+    nodes = [{"CPU": 8.0, "GPU": 4.0}] * 2
+    assert room(nodes, 2, tensor_parallel=4) == (4, 2, [])
+    each, count, (note,) = room(nodes, None, tensor_parallel=8)
+    assert (each, count) == (8, 1) and "has 1" not in note
+    assert "8 CPU, 4 GPU; 8 CPU, 4 GPU on its nodes: 0 start now, none before there is a node with room" in note
+    assert "1 replicas of 1 CPU and 8 GPU each were asked for" in note
+    with pytest.raises(JobError, match="needs 1 CPU and 8 GPU, and the machine has 8 CPU, 4 GPU"):
+        room(nodes[:1], None, tensor_parallel=8)
+
+
+def test_more_replicas_than_there_is_room_for(room):
+    _, count, (note,) = room(TWO, 40, device="cpu")
+    assert count == 40 and "40 replicas of 1 CPU each" in note and "32 start now" in note
