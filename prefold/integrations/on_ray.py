@@ -3,7 +3,7 @@
 Whoever makes the front owns it, and it owns the replicas, so all of them end with the driver. The front gives each item
 to the replica that would begin with it first, by the router, which is fed with the bytes of items in place of their
 tokens. What a replica had when it was lost is given to others again, one item at a time; an item that was there when
-two were lost is given up.
+two were lost is given up. A replica that Ray starts anew gets nothing until its model is loaded and it answers.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import uuid
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..cluster.router import Prompt, Router
-from ..errors import InputError, MissingExtraError
+from ..errors import InputError, JobError, MissingExtraError
 from .shared import SharedModel
 
 __all__ = ["RayModel"]
@@ -28,6 +30,8 @@ _LONGEST = 1 << 14  # bytes of an item that the router looks at
 _models: dict[str, RayModel] = {}
 _lock = threading.Lock()
 _OUTPUT = 64  # tokens that an item is thought to generate, where nothing says how many
+_PAUSE = 1.0  # seconds before a replica that does not answer is asked again
+_TRIES = 5  # of a replica of which Ray says that it has died, and not that it is started anew
 
 
 class RayModel:
@@ -65,35 +69,59 @@ class RayModel:
         return _ray().get(self._actor.stats.remote())
 
 
+def _actors(model: str, options: dict[str, Any], replicas: int) -> list[Any]:
+    """Returns the replicas, each with the GPUs or CPUs of all its ranks."""
+    ray = _ray()
+    device, ranks = str(options.get("device", "auto")), options.get("tensor_parallel") or 1
+    on_gpu = device.startswith("cuda") or (device == "auto" and ray.cluster_resources().get("GPU"))
+    threads = options.get("threads") or 1
+    place = {"num_gpus": ranks, "num_cpus": 0} if on_gpu else {"num_gpus": 0, "num_cpus": threads * ranks}
+    actor = ray.remote(max_restarts=-1, max_task_retries=0, max_concurrency=_AT_ONCE, **place)(_Replica)
+    return [actor.remote(model, options) for _ in range(replicas)]
+
+
+@dataclass(eq=False)
+class _Member:
+    """A replica, as the front knows it.
+
+    life     names its process: one that was started anew has another; None: it has not been asked yet
+    meeting  waits for it to answer, while it gets no items, and returns whether its process has ended
+    gone     why it does not come back
+    alone    held by an item that was there when another replica was lost
+    """
+
+    actor: Any
+    life: str | None = None
+    meeting: asyncio.Task[bool] | None = None
+    gone: str | None = None
+    alone: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
 class _Front:
     """The process that knows the replicas."""
 
     def __init__(self, model: str, options: dict[str, Any], replicas: int):
-        ray = _ray()
-        gpus = 1 if str(options.get("device", "auto")).startswith("cuda") else 0
-        if options.get("device", "auto") == "auto" and ray.cluster_resources().get("GPU"):
-            gpus = 1
-        beside = {"num_gpus": gpus, "num_cpus": 0 if gpus else options.get("threads") or 1}
-        actor = ray.remote(max_restarts=-1, max_task_retries=0, max_concurrency=_AT_ONCE, **beside)(_Replica)
-        self._replicas = [actor.remote(model, options) for _ in range(replicas)]
+        self._members = [_Member(actor) for actor in _actors(model, options, replicas)]
         self._router = Router()
         for number in range(replicas):
             self._router.join(number, reports=False)
+        self._changed = asyncio.Condition()  # somebody is back, or gone
         self._keys = 0
-        self._lives = [0] * replicas  # how often each was lost
-        self._alone = [asyncio.Lock() for _ in range(replicas)]  # who runs under suspicion
+        self._first: asyncio.Future[Any] | None = None
 
     async def run_one(self, name: str, options: dict[str, Any], item: Any) -> Any:
         (answer,) = await self.run_many(name, options, [item])
         return answer
 
     async def run_many(self, name: str, options: dict[str, Any], items: list[Any]) -> list[Any]:
+        if self._first is None:
+            self._first = asyncio.gather(*(self._ask_life(member) for member in self._members))
         texts = [_text(item) for item in items]
         limit = int(options.get("max_tokens") or _OUTPUT) if name == "generate" else 0
         parts: dict[int, list[int]] = {}
         keys: dict[int, int] = {}
         for i in sorted(range(len(items)), key=texts.__getitem__):
-            keys[i], replica = self._send(texts[i], limit)
+            keys[i], replica = await self._send(texts[i], limit)
             parts.setdefault(replica, []).append(i)
         answers: list[Any] = [None] * len(items)
 
@@ -106,14 +134,23 @@ class _Front:
         await asyncio.gather(*(run(*part) for part in parts.items()))
         return answers
 
-    def _send(self, text: bytes, limit: int) -> tuple[int, int]:
-        """Returns (a key, the replica that is to get the item)."""
+    async def _send(self, text: bytes, limit: int) -> tuple[int, int]:
+        """Returns (a key, the replica that is to get the item); waits while there is none, and raises JobError when
+        none comes back."""
         prompt = Prompt(np.frombuffer(text, np.uint8).astype(np.int32), limit)
-        replica = self._router.choose(prompt)
+        while (replica := self._router.choose(prompt)) is None:
+            if self._all_gone:
+                raise JobError(f"no replica is left: {self._members[-1].gone}")
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._router.replicas or self._all_gone)
         assert isinstance(replica, int)
         self._keys += 1
         self._router.send(self._keys, prompt, replica)
         return self._keys, replica
+
+    @property
+    def _all_gone(self) -> bool:
+        return all(member.gone is not None for member in self._members)
 
     def _end(self, key: int, answer: Any) -> None:
         if key in self._router.in_flight:
@@ -121,32 +158,76 @@ class _Front:
             self._router.end(key, output_rows=made)
 
     async def _ask(self, replica: int, name: str, options: dict[str, Any], items: list[Any]) -> list[Any] | None:
-        """Returns a replica's answers, None where it was lost. Ray starts it anew; what it held is forgotten."""
+        """Returns a replica's answers, None where they were lost. Raises JobError where it cannot load its model."""
         from ray.exceptions import RayActorError
 
-        life = self._lives[replica]
+        member = self._members[replica]
         try:
-            return await self._replicas[replica].run_many.remote(name, options, items)
-        except RayActorError:
-            if self._lives[replica] == life:  # the first call that says so
-                self._lives[replica] += 1
+            return await member.actor.run_many.remote(name, options, items)
+        except RayActorError as error:
+            if error.actor_init_failed:
+                raise JobError(f"a replica cannot load its model: {_in_short(error)}") from None
+            if member.meeting is None and member.gone is None:  # the first call that says so
                 self._router.leave(replica)
-                self._router.join(replica, reports=False)
+                member.meeting = asyncio.create_task(self._meet(replica))
             return None
+
+    async def _meet(self, replica: int) -> bool:
+        """Waits until a replica that was lost answers again, and lets it take items; what it held is forgotten. Returns
+        whether its process has ended, and not only what it said was lost."""
+        from ray.exceptions import ActorUnavailableError, RayActorError
+
+        member, tries, life = self._members[replica], 0, None
+        while life is None and member.gone is None:
+            try:
+                life = await member.actor.life.remote()
+            except ActorUnavailableError:  # Ray starts it anew, and it loads its model
+                await asyncio.sleep(_PAUSE)
+            except RayActorError as error:
+                tries += 1
+                if error.actor_init_failed or tries == _TRIES:
+                    member.gone = _in_short(error)
+                else:
+                    await asyncio.sleep(_PAUSE)
+        has_ended = life is None or life != member.life
+        member.life, member.meeting = life, None
+        if life is not None:
+            self._router.join(replica, reports=False)
+        async with self._changed:
+            self._changed.notify_all()
+        return has_ended
+
+    @staticmethod
+    async def _ask_life(member: _Member) -> None:
+        """Learns the name of a replica's first process. Where that does not answer, whoever asks for more notices."""
+        from ray.exceptions import RayActorError
+
+        try:
+            life = await member.actor.life.remote()
+        except RayActorError:
+            return
+        if member.meeting is None:
+            member.life = member.life or life
 
     async def _again(self, name: str, options: dict[str, Any], item: Any) -> Any:
         """Returns the answer to an item whose replica was lost; the error of one that another is lost with."""
-        key, replica = self._send(_text(item), 0)
-        async with self._alone[replica]:
-            found = await self._ask(replica, name, options, [item])
-        self._end(key, found and found[0])
-        if found is not None:
-            return found[0]
-        remedy = "see what is unusual about the row, or run it again by itself"
-        return InputError("two replicas were lost while they worked on it", remedy=remedy, code="replicas_lost")
+        while True:
+            key, replica = await self._send(_text(item), 0)
+            member = self._members[replica]
+            async with member.alone:
+                was_lost = member.meeting is not None or member.gone is not None  # while the item waited for its turn
+                found = None if was_lost else await self._ask(replica, name, options, [item])
+                meeting = member.meeting
+            self._end(key, found and found[0])
+            if found is not None:
+                return found[0]
+            if not was_lost and (meeting is None or await meeting):
+                remedy = "see what is unusual about the row, or run it again by itself"
+                return InputError("two replicas were lost while they worked on it", remedy=remedy, code="replicas_lost")
 
     async def stats(self) -> dict[str, Any]:
-        return _added(await asyncio.gather(*(replica.stats.remote() for replica in self._replicas)))
+        there = [member for member in self._members if member.gone is None]
+        return _added(await asyncio.gather(*(member.actor.stats.remote() for member in there)))
 
 
 class _Replica:
@@ -154,6 +235,11 @@ class _Replica:
 
     def __init__(self, model: str, options: dict[str, Any]):
         self._model = SharedModel(model, {"threads": 1} | options)
+        self._life = uuid.uuid4().hex
+
+    async def life(self) -> str:
+        """Returns the name of this process."""
+        return self._life
 
     async def run_many(self, name: str, options: dict[str, Any], items: list[Any]) -> list[Any]:
         if name == "generate":
@@ -167,6 +253,12 @@ class _Replica:
 def _text(item: Any) -> bytes:
     """Returns an item as bytes, at least one: items that begin alike begin alike."""
     return json.dumps(item, default=str).encode()[:_LONGEST] or b"-"
+
+
+def _in_short(error: BaseException) -> str:
+    """Returns the last line of what Ray says, which is the error itself: before it is where that was raised."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:400] if lines else type(error).__name__
 
 
 def _added(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
