@@ -23,7 +23,7 @@ from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, 
 from prefold.engine.meter import StepInfo
 from prefold.simulate.costs import StepCost, StepRows, fit, machine_named, model_named
 from prefold.simulate.feeders import Streamed
-from prefold.simulate.fleet import Driver, FleetRun, Replica, run_fleet
+from prefold.simulate.fleet import Driver, FleetOutcome, Replica, run_fleet
 from prefold.simulate.requests import SimRequest, prefix_repetition
 from prefold.simulate.scheduled import ScheduledEngine
 from prefold.stream import Feed, LiveInput
@@ -113,7 +113,7 @@ def two(rows: int, repeats: int) -> list[dict[str, Any]]:
         twin = Simulated(fleet.facts)
         calibrate(twin, fleet, replicas)
         for shape in ("repeated", "nothing shared"):
-            runs: dict[str, list[tuple[float, Any, FleetRun]]] = {name: [] for name in POLICIES}
+            runs: dict[str, list[tuple[float, Any, FleetOutcome]]] = {name: [] for name in POLICIES}
             for _ in range(repeats):
                 for name in POLICIES:
                     requests = of_shape(shape, rows, next(seeds))
@@ -235,7 +235,7 @@ class Simulated:
     def _of_expected(steps: list[tuple[StepRows, float]], cost: StepCost) -> float:
         return sum(seconds for _, seconds in steps) / sum(cost.seconds(step) for step, _ in steps)
 
-    def run(self, policy: Policy, requests: list[SimRequest]) -> FleetRun:
+    def run(self, policy: Policy, requests: list[SimRequest]) -> FleetOutcome:
         options = {} if isinstance(policy, BestStart) else IN_ORDER
         feeder = Streamed(
             self._cost, count=len(requests), slots=self._slots, policy=policy, requests=requests, learns=True, **options

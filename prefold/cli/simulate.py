@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 __all__ = ["simulate"]
 
@@ -75,6 +76,7 @@ def simulate(**o: Any) -> None:
     """
     from ..simulate import show
 
+    _check_given(o["what"], o["replicas"])
     outcomes = _CASES.get(o["what"], _own)(o)
     found = []
     for outcome in outcomes:
@@ -84,6 +86,33 @@ def simulate(**o: Any) -> None:
         click.echo(json.dumps(show.as_json(outcome)) if o["as_json"] else show.line(outcome))
     if o["plot"]:
         show.plot(found, o["plot"])
+
+
+_SHOWN = frozenset(("what", "as_json", "plot"))
+_FLEET = frozenset(("model", "machine", "replicas", "load", "max_batch_rows", "calibrate", "write_machine"))
+_OWN = _FLEET | {"engine", "feeder", "policy", "rate", "write_job"}
+_SET = ("prompts", "prefixes", "prefix", "suffix", "output", "skew", "seed")
+# The options that each case takes. A name that is none of these is a trace.
+_TAKES = {
+    "published": _SHOWN | {"scale"},
+    "ablation": _SHOWN | _FLEET | {"prompts", "outputs"},
+    "internet": _SHOWN | _FLEET | {"prompts", "seed"},
+    "repetition": _SHOWN | _OWN | {*_SET},
+}
+_TRACE = _SHOWN | _OWN | {"limit"}
+
+
+def _check_given(what: str, replicas: tuple[int, ...]) -> None:
+    """Raises UsageError for an option that was given and that a case does not take: its numbers would not be those
+    that were asked for."""
+    context, takes = click.get_current_context(), _TAKES.get(what, _TRACE)
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if name not in takes and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            whose = f"`simulate {what}`" if what in _TAKES else "a trace"
+            raise click.UsageError(f"{parameter.opts[-1]} is no option of {whose}; leave it out")
+    if len(replicas) > 1 and what in ("ablation", "internet"):
+        raise click.UsageError(f"`simulate {what}` takes --replicas once; run it again for another number")
 
 
 def _published(o: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from .costs import Machine, ModelShape, StepCost
 from .daft import DaftProvider
 from .engines import MOST_ROWS, SimEngine
 from .feeders import Lists, Routed, SharedQueue, Streamed, contiguous
-from .fleet import Feeder, FleetRun, Replica, run_fleet
+from .fleet import Feeder, FleetOutcome, Replica, run_fleet
 from .parts import PARTS
 from .requests import SimRequest
 from .rows import RowEngine
@@ -88,12 +88,12 @@ class Outcome:
 
     name: str
     setup: Setup
-    run: FleetRun
+    run: FleetOutcome
     expected: tuple[float, float | None] | None = None
     facts: dict[str, float] = field(default_factory=dict)
 
 
-def run_setup(setup: Setup, requests: Sequence[SimRequest]) -> FleetRun:
+def run_setup(setup: Setup, requests: Sequence[SimRequest]) -> FleetOutcome:
     """Returns what a fleet does with these requests. Where they have times of arrival they come at those.
 
     Raises InputError for unknown names, for no replicas, and where a request fits on no machine.
@@ -148,6 +148,8 @@ def _feeder(setup: Setup, cost: StepCost, requests: Sequence[SimRequest], there:
 
 def _ahead(cost: StepCost, requests: Sequence[SimRequest]) -> int:
     """Returns how many requests keep a replica busy: as many as would fit if they shared half of their rows."""
+    if not requests:
+        return 2
     some = requests[:: max(1, len(requests) // 1000)]
     each = sum(request.rows / 2 + request.limit for request in some) / len(some)
     return max(2, int(1.25 * cost.kv_rows / each))

@@ -13,7 +13,7 @@ from ..cache import CacheEvents
 from .engines import Hits, SimEngine, Stretch
 from .requests import SimRequest
 
-__all__ = ["IDLE_CAUSES", "Driver", "Feeder", "FleetRun", "Idle", "Replica", "run_fleet"]
+__all__ = ["IDLE_CAUSES", "Driver", "Feeder", "FleetOutcome", "Idle", "Replica", "run_fleet"]
 
 Idle = Literal["load", "input", "border", "tail"]
 IDLE_CAUSES: tuple[Idle, ...] = ("load", "input", "border", "tail")
@@ -71,7 +71,7 @@ class Driver:
 
 
 @dataclass(slots=True)
-class FleetRun:
+class FleetOutcome:
     """What came of a run.
 
     seconds      until the last request ended
@@ -123,7 +123,7 @@ def run_fleet(
     *,
     driver: Driver | None = None,
     alone: float = 1.0,
-) -> FleetRun:
+) -> FleetOutcome:
     """Runs until nothing happens any more.
 
     arrivals  requests that come at their times, ascending; what a feeder has from the start needs none
@@ -145,7 +145,7 @@ class _Simulation:
     ):
         self.feeder, self._driver, self._alone = feeder, driver, alone
         self._open = [0] * len(replicas)  # requests that each was given, and that have not ended
-        self.result = FleetRun(len(replicas))
+        self.result = FleetOutcome(len(replicas))
         self._states: list[_State | None] = [None] * len(replicas)
         self._replicas = replicas
         self._arrivals = iter(arrivals)
@@ -155,7 +155,7 @@ class _Simulation:
         self._wake: float | None = None
         self._given = 0.0  # when something was given last: all idle time after it is the tail
 
-    def run(self) -> FleetRun:
+    def run(self) -> FleetOutcome:
         for number, replica in enumerate(self._replicas):
             self._push(replica.load, "join", number)
         self._next_arrival()

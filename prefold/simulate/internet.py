@@ -19,7 +19,7 @@ from .cases import ENGINES, Outcome, Setup
 from .costs import StepCost
 from .engines import SimEngine, Stretch
 from .feeders import FeederBase
-from .fleet import FleetRun, Idle, Replica, run_fleet
+from .fleet import FleetOutcome, Idle, Replica, run_fleet
 from .requests import SimRequest
 
 __all__ = ["Prompts", "Ranges", "draw_prompts", "internet"]
@@ -157,7 +157,7 @@ def internet(setup: Setup, *, prompts: int = 10_000_000, seed: int = 0) -> Itera
         yield Outcome(f"segments, {engine}", small, run, facts=facts)
 
 
-def _run(setup: Setup, prompts: Prompts) -> tuple[FleetRun, dict[str, float]]:
+def _run(setup: Setup, prompts: Prompts) -> tuple[FleetOutcome, dict[str, float]]:
     """Returns what came of it, and how it was planned."""
     cost = StepCost(setup.machine, setup.model)
     started = time.process_time()

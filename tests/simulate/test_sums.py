@@ -13,7 +13,7 @@ from prefold.simulate.cases import Outcome, Setup, run_setup
 from prefold.simulate.costs import StepCost, StepRows, machine_named, model_named
 from prefold.simulate.engines import Hits
 from prefold.simulate.feeders import SharedQueue, contiguous
-from prefold.simulate.fleet import FleetRun
+from prefold.simulate.fleet import FleetOutcome
 from prefold.simulate.internet import draw_prompts
 from prefold.simulate.published import _ray_data, _sorted
 from prefold.simulate.requests import prefix_repetition, shared_rows
@@ -36,11 +36,11 @@ def test_a_step_costs_what_its_parts_cost():
     assert COST.decode_seconds(64) == pytest.approx(COST.seconds(StepRows(0, 64, 0, 0, 64)) / 64)
 
 
-def run_of() -> FleetRun:
+def run_of() -> FleetOutcome:
     hits = Hits(
         asked=1000, first_admission=400, in_step=100, recompute=50, tier=20, computed=480, queries=1500, found=600
     )
-    run = FleetRun(4, seconds=50.0, requests=4, prompt_tokens=1000, output_tokens=3000, busy=120.0, hits=hits)
+    run = FleetOutcome(4, seconds=50.0, requests=4, prompt_tokens=1000, output_tokens=3000, busy=120.0, hits=hits)
     run.idle |= {"load": 40.0, "input": 20.0, "border": 14.0, "tail": 6.0}
     run.waits.extend([30.0, 10.0, 40.0, 20.0])
     return run
