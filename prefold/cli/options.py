@@ -169,7 +169,7 @@ fleet_options = _all(
                  help="How many, each with --threads or, on GPUs, --tensor-parallel GPUs of its own.  [default: as "
                       "many as there is room for]"),
     click.option("--patience", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True,
-                 metavar="SECONDS", help="A replica that has work and does nothing for so long is killed."),
+                 metavar="SECONDS", help="A replica that has work and makes no progress for so long is killed."),
 )  # fmt: skip
 
 limit_options = _all(

@@ -217,8 +217,10 @@ class FleetRun:
 
     def _tell_router(self, name: str, report: ReplicaReport, now: float) -> None:
         """Tells the books of what a replica has done, and the router of what its cache holds."""
-        if report.steps and self.known is not None and self.known.leases is not None:
-            self.known.leases.heard(name, now)
+        if report.shows_progress:
+            for one in (self.live, None if self.known is None else self.known.leases):
+                if one is not None:
+                    one.heard(name, now)
         if self.live is None:
             return
         if report.events is not None and not self.live.router.take(name, report.events):
@@ -226,7 +228,6 @@ class FleetRun:
             self.fleet.replicas.retell(name)
         if not report.steps:
             return
-        self.live.heard(name, now)
         rows, decode = sum(step.rows for step in report.steps), sum(step.running for step in report.steps)
         done = self._begun[name]
         seconds = sum(step.seconds for step in report.steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -74,8 +74,21 @@ def generation_body(
     text = None if text_of is None else text_of(request.tokens)
     limit = {} if sampling.max_tokens is None else {"max_tokens": sampling.max_tokens}
     if text is not None and text.startswith(MESSAGES):
-        return "/v1/chat/completions", body | limit | json.loads(text.removeprefix(MESSAGES))
+        return "/v1/chat/completions", body | limit | _conversation(text)
     return "/v1/completions", body | limit | {"prompt": request.tokens.tolist() if text is None else text}
+
+
+def _conversation(text: str) -> dict[str, Any]:
+    """Returns the fields of a text that stands for a conversation. Raises InputError for another that only begins like
+    it: what a record holds must not become other fields of the body."""
+    try:
+        found = json.loads(text.removeprefix(MESSAGES))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not {"messages"} <= found.keys() <= {"messages", "tools"}:
+        message = f"the prompt begins with {MESSAGES!r}, as conversations do on their way to a server, and is none"
+        raise InputError(message, field="prompt", remedy="leave that out")
+    return found
 
 
 def _check(sampling: Sampling, with_text: bool) -> None:
@@ -120,12 +133,12 @@ def _response_format(sampling: Sampling) -> dict[str, Any]:
 def generated_of(said: Any) -> list[Generated]:
     """Returns the samples of an answer, in order."""
     usage = said.get("usage") or {}
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     choices = sorted(said["choices"], key=lambda choice: choice.get("index", 0))
     made = (usage.get("completion_tokens") or 0) // max(1, len(choices))
     out = []
     for choice in choices:
-        text = choice["message"].get("content") or "" if "message" in choice else choice["text"]
+        text = _text_of(choice["message"]) if "message" in choice else choice["text"]
         tokens = tuple(choice.get("token_ids") or [_NOT_KNOWN] * made)
         reason = "length" if choice.get("finish_reason") == "length" else "stop"
         stop = choice.get("stop_reason")
@@ -133,19 +146,38 @@ def generated_of(said: Any) -> list[Generated]:
     return out
 
 
+def _text_of(message: Mapping[str, Any]) -> str:
+    """Returns the text of a message, with the function calls that a server has taken out of it put back in, as Qwen's
+    and Hermes' templates have them: whoever reads the text finds them there, whichever server it came from."""
+    parts = [message["content"]] if message.get("content") else []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        try:
+            arguments = json.loads(function.get("arguments") or "{}")
+        except ValueError:
+            arguments = function["arguments"]
+        named = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+        parts.append(f"<tool_call>\n{named}\n</tool_call>")
+    return "\n".join(parts)
+
+
 def embedding_bodies(
     requests: Sequence[Request], readout: Readout, model: str, text_of: Callable[[np.ndarray], str] | None
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Returns (path, body) for the vectors of some prompts: OpenAI's, and TEI's for a server that lacks that."""
+    """Returns (path, body) for the vectors of some prompts of one adapter: OpenAI's, and TEI's, which knows no
+    adapters, for a server that lacks that."""
     _check_exits(readout.exits)
     for request in requests:
         _check_ids(request)
-    model = requests[0].adapter or model
+    adapter = requests[0].adapter
+    assert all(request.adapter == adapter for request in requests)
+    model = adapter or model
     if text_of is None:
         ids = [request.tokens.tolist() for request in requests]
         return [("/v1/embeddings", {"model": model, "input": ids})]
     texts = [text_of(request.tokens) for request in requests]
-    return [("/v1/embeddings", {"model": model, "input": texts}), ("/embed", {"inputs": texts})]
+    bodies: list[tuple[str, dict[str, Any]]] = [("/v1/embeddings", {"model": model, "input": texts})]
+    return bodies if adapter else [*bodies, ("/embed", {"inputs": texts})]
 
 
 def embeddings_of(said: Any, count: int) -> list[Result]:

@@ -284,7 +284,7 @@ def _limit_of(reads: Reads) -> int:
 
 def limits_of(facts: ReplicaFacts, call: RunCall, *, early: bool = False) -> Limits:
     """Returns how much a replica may be sent: what keeps it at work until the next of its answers is taken."""
-    if facts.at_once and call.readout.kind != "tokens":  # a server
+    if facts.is_server and call.readout.kind != "tokens":
         return Limits(1 << 62, 2 * facts.at_once, facts.at_once, facts.at_once)
     if not call.in_slots:
         return Limits((2 if early else 3) * facts.max_rows, busy=1)

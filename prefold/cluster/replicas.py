@@ -53,6 +53,7 @@ class ReplicaFacts:
     max_rows          rows of a step, at most
     max_running       sequences that run at once, at most
     at_once           prompts that it reads at once; 0: a step's
+    is_server         whether others may use it too, so that only the number of its requests is bounded
     dies_of_requests  whether a request may be why it is lost
     dtype             what it computes in
     cache_rows        rows that its KV store holds; 0: not known
@@ -65,6 +66,7 @@ class ReplicaFacts:
     max_rows: int = 4096
     max_running: int = 256
     at_once: int = 0
+    is_server: bool = False
     dies_of_requests: bool = True
     dtype: str = ""
     cache_rows: int = 0
@@ -123,11 +125,12 @@ class ReplicaReady:
 class ReplicaReport:
     """What a replica did since its last report.
 
-    answers  (number of the lease, place of the request, what it gave), what it gave as `results_of` yields it
-    steps    of its engine, `started` in seconds before the report
-    stats    of its engine, to be added up
-    failure  why its engine cannot go on
-    events   of its cache since the last report
+    answers     (number of the lease, place of the request, what it gave), what it gave as `results_of` yields it
+    steps       of its engine, `started` in seconds before the report; of a server and of vLLM the requests that ended
+    stats       of its engine, to be added up
+    failure     why its engine cannot go on
+    events      of its cache since the last report
+    is_at_work  whether it says that it makes progress beyond that
     """
 
     answers: list[tuple[int, int, Any]] = field(default_factory=list)
@@ -135,6 +138,12 @@ class ReplicaReport:
     stats: Stats | None = None
     events: CacheEvents | None = None
     failure: Exception | None = None
+    is_at_work: bool = False
+
+    @property
+    def shows_progress(self) -> bool:
+        """Returns whether the replica got on: it has done a step, its cache has changed, or it says so."""
+        return bool(self.steps or self.events is not None or self.is_at_work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +167,7 @@ class Replicas(ABC):
 
     After `start` they are told of by `tell(name, event)`, from any thread: ReplicaReady, then reports, and ReplicaLost
     when one is gone; and ReplicaReady again when it is back. What was asked of a replica reaches it in that order.
+    Whoever waits for a replica takes it for hung when none of its reports has shown progress for too long.
     """
 
     names: Sequence[str] = ()

@@ -14,15 +14,17 @@ class Server(ThreadingHTTPServer):
     """A text is continued by its length and its seed; a vector is the number of its characters, and of its "e"s.
 
     fault(path, body, number): called with every request; returns None, a (status, headers, body), or "torn"
+    metrics(): what it counts, as text; None: it does not tell
     """
 
     daemon_threads = True
 
-    def __init__(self, *, ids=True, key=None, fault=None, models=("m",), decode=None, tei=False, seconds=0.0):
+    def __init__(self, *, ids=True, key=None, fault=None, models=("m",), decode=None, tei=False, seconds=0.0,
+                 metrics=None):  # fmt: skip
         super().__init__(("127.0.0.1", 0), _Handler)
         self.ids, self.key, self.fault, self.models, self.tei = ids, key, fault, models, tei
         self.decode = decode or (lambda ids: bytes(ids).decode())
-        self.seconds = seconds
+        self.seconds, self.metrics = seconds, metrics
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.times: list[float] = []
         self.now = self.most = 0
@@ -102,6 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/v1/models" and self._may():
             self._send(200, {}, {"data": [{"id": name} for name in self.server.models]})
+        elif self.path == "/metrics":
+            found = self.server.metrics
+            self._write(404, {}, b"") if found is None else self._write(200, {}, found().encode())
 
     def _may(self):
         if self.server.key is None or self.headers.get("Authorization") == f"Bearer {self.server.key}":
@@ -130,7 +135,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(*(fault or server.answer(self.path, body)))
 
     def _send(self, status, headers, body):
-        data = json.dumps(body).encode()
+        self._write(status, headers, json.dumps(body).encode())
+
+    def _write(self, status, headers, data):
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)

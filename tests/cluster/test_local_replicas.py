@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from queue import SimpleQueue
 
+import numpy as np
 import pytest
 
+from prefold.cache import CacheEvents
+from prefold.cache.events import Cleared
+from prefold.cluster.fleet import Fleet
 from prefold.cluster.local_replicas import LocalReplicas
-from prefold.cluster.replicas import RESTARTS, ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport
+from prefold.cluster.replicas import RESTARTS, ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, place_of
+from prefold.stream import Spool
+from prefold.types import Generated, Request, Sampling
 
 
 class Host:
@@ -68,3 +75,38 @@ def test_a_host_that_fails_each_time_is_given_up():
         while told(replicas, ReplicaLost).returns:
             pass
     assert len(made) == RESTARTS + 1
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_host_whose_cache_changes_is_at_work_though_nothing_ends(changes):
+    """So does vLLM's, every few tokens of an output that is long."""
+
+    class Slow(Host):
+        def begin(self, call):
+            self.until, self.tags = time.monotonic() + 1.0, []
+
+        def give(self, windows):
+            self.tags += [place_of(tag) for window in windows for tag in window.tags]
+
+        def end(self):
+            pass
+
+        def report(self, wait):
+            time.sleep(0.02)
+            if time.monotonic() < self.until:
+                return ReplicaReport(events=CacheEvents(1, 0, (Cleared(),)) if changes else None)
+            given, self.tags = self.tags, []
+            answer = [Generated((1,), "a", "length")]
+            return ReplicaReport(answers=[(number, place, answer) for number, place in given])
+
+    notes = []
+    with (
+        closing(Fleet(LocalReplicas(lambda: Slow("")), patience=0.3, notify=notes.append)) as fleet,
+        Spool() as spool,
+    ):
+        spool.add(Request(np.array([1], np.int32), sampling=Sampling()), b"one")
+        (answer,) = dict(fleet.generate(spool.windows(max_tokens=9), None)).values()
+    if changes:
+        assert answer[0].text == "a" and not notes
+    else:
+        assert answer.code == "replicas_lost" and "has done nothing" in notes[0]

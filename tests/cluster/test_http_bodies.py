@@ -1,0 +1,53 @@
+"""What is asked of servers, and what they answer, as bodies."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from prefold.api.tools import calls_in
+from prefold.cluster.http_bodies import MESSAGES, embedding_bodies, generated_of, generation_body
+from prefold.errors import InputError
+from prefold.types import Readout, Request, Sampling
+
+
+def body_of(text):
+    return generation_body(Request(np.array([5], np.int32), sampling=Sampling()), "m", lambda tokens: text, True)
+
+
+def test_a_conversation_is_a_chat_and_nothing_else_of_a_body():
+    path, body = body_of(MESSAGES + json.dumps({"messages": [{"role": "user", "content": "a"}], "tools": []}))
+    assert path == "/v1/chat/completions" and body["model"] == "m" and body["messages"][0]["content"] == "a"
+
+
+@pytest.mark.parametrize("rest", [" x", "[1]", "{}", '{"messages": [], "model": "other"}', "[" * 100_000])
+def test_a_prompt_that_only_begins_as_a_conversation_is_refused(rest):
+    with pytest.raises(InputError, match="and is none") as found:
+        body_of(MESSAGES + rest)
+    assert found.value.field == "prompt" and found.value.remedy
+
+
+def test_function_calls_of_an_answer_stay_in_its_text():
+    calls = [{"function": {"name": "f", "arguments": '{"x": "né"}'}}, {"function": {"name": "g", "arguments": ""}}]
+    choice = {"message": {"content": None, "tool_calls": calls}, "finish_reason": "tool_calls"}
+    (one,) = generated_of({"choices": [choice]})
+    how = {"names": ["f", "g"], "forced": False}
+    assert calls_in(one.text, how) == ("", [("f", '{"x": "né"}'), ("g", "{}")]) and one.finish_reason == "stop"
+    choice["message"] |= {"content": "I ask.", "tool_calls": [{"function": {"name": "f", "arguments": "{half"}}]}
+    (one,) = generated_of({"choices": [choice]})
+    assert one.text.startswith("I ask.") and "{half" in one.text, "what is no call is not lost either"
+
+
+@pytest.mark.parametrize("usage, cached", [({}, None), ({"prompt_tokens_details": None}, None),
+                                           ({"prompt_tokens_details": {"cached_tokens": 0}}, 0)])  # fmt: skip
+def test_what_a_server_does_not_say_of_its_cache_is_not_nothing(usage, cached):
+    (one,) = generated_of({"choices": [{"text": "a"}], "usage": usage})
+    assert one.cached_tokens == cached
+
+
+def test_a_server_without_adapters_is_not_asked_in_their_place():
+    request = Request(np.array([1], np.int32), adapter="fr")
+    ((path, body),) = embedding_bodies([request], Readout("last"), "m", lambda tokens: "text")
+    assert (path, body["model"]) == ("/v1/embeddings", "fr")

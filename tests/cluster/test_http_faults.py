@@ -1,0 +1,128 @@
+"""Servers that hang, URLs and keys that are none, requests that nobody can ask: each is told of, nobody waits on."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from contextlib import closing
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from prefold.cluster import http_replicas
+from prefold.cluster.fleet import Fleet
+from prefold.cluster.http_replicas import HttpReplicas
+from prefold.cluster.replicas import RESTARTS
+from prefold.errors import FleetError, InputError
+from prefold.stream import Spool
+from prefold.types import Readout, Request, Sampling
+
+from .servers import serving
+
+
+def requests_of(texts, **sampling) -> Spool:
+    spool = Spool()
+    for text in texts:
+        tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        spool.add(Request(tokens, sampling=Sampling(max_tokens=3, **sampling)), text.encode())
+    return spool
+
+
+def replicas_at(server, **options) -> HttpReplicas:
+    none = np.empty(0, np.int32)
+    of_bytes = SimpleNamespace(prefix_ids=none, suffix_ids=none, decode=lambda ids: bytes(ids.tolist()).decode())
+    return HttpReplicas([server.url], "m", of_bytes, takes_ids=False, **options)
+
+
+def generated(fleet, spool):
+    return dict(fleet.generate(spool.windows(max_tokens=1000), object()))
+
+
+@pytest.mark.parametrize("url", ["http://localhost:99999", "http://localhost:abc", "http://[::1"])
+def test_a_url_that_is_none_is_refused_at_once(url):
+    with pytest.raises(InputError, match="is not the URL of a server"):
+        HttpReplicas([url], "m", None)
+
+
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "secret\n"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_said(monkeypatch, key):
+    monkeypatch.setenv("PREFOLD_API_KEY", key)
+    with pytest.raises(InputError, match="holds letters that no key has") as found:
+        HttpReplicas(["http://localhost:1"], "m", None)
+    assert key.strip() not in str(found.value)
+
+
+def test_a_server_that_cannot_be_met_for_another_reason_is_lost(monkeypatch):
+    async def meet(*_, **__):
+        raise OSError("no file descriptors")
+
+    monkeypatch.setattr(http_replicas, "meet", meet)
+    with (
+        closing(Fleet(HttpReplicas(["http://localhost:1"], "m", None))) as fleet,
+        requests_of(["a"]) as spool,
+        pytest.raises(FleetError, match="OSError: no file descriptors"),
+    ):
+        generated(fleet, spool)
+
+
+def test_a_request_that_cannot_be_asked_is_an_error_of_its_record(monkeypatch):
+    body = http_replicas.generation_body
+
+    def failing(request, *rest):
+        if len(request.tokens) == 3:
+            raise OverflowError("nobody thought of that")
+        return body(request, *rest)
+
+    monkeypatch.setattr(http_replicas, "generation_body", failing)
+    texts = ["one", "four", "\x00messages\x00 x"]
+    with serving(ids=False) as server, closing(Fleet(replicas_at(server))) as fleet, requests_of(texts) as spool:
+        found = generated(fleet, spool)
+    assert "nobody thought of that" in str(found[b"one"]) and found[b"four"][0].text.startswith("4 of four")
+    assert isinstance(found[texts[2].encode()], InputError)
+
+
+def test_what_is_refused_is_asked_once():
+    texts = [f"refused {number:02}" for number in range(16)]
+    with serving(ids=False) as server, closing(Fleet(replicas_at(server))) as fleet, requests_of(texts) as spool:
+        assert all(isinstance(one, InputError) for one in generated(fleet, spool).values())
+        assert len(server.requests) == 16
+        server.requests.clear()
+        assert all(isinstance(one, InputError) for _, one in fleet.run(spool.windows(max_tokens=1000), Readout("last")))
+        batches = [len(body["input"]) for _, body in server.requests]
+        assert max(batches) > 1 and sum(one for one in batches if one > 1) <= 16 and batches.count(1) == 16
+
+
+def test_embeddings_of_one_body_are_of_one_adapter():
+    with serving(models=("m", "fr", "de")) as server, Spool() as spool:
+        for number in range(60):
+            adapter = (None, "fr", "de")[number % 3]
+            spool.add(Request(np.array([65 + number], np.int32), adapter=adapter), b"%d" % number)
+        with closing(Fleet(HttpReplicas([server.url], "m", None))) as fleet:
+            assert len(dict(fleet.run(spool.windows(max_tokens=1000), Readout("last")))) == 60
+    of = {"m": 0, "fr": 1, "de": 2}
+    for _, body in server.requests:
+        assert {(ids[0] - 65) % 3 for ids in body["input"]} == {of[body["model"]]}
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_server_that_counts_tokens_is_at_work_however_long_an_answer_takes(counts):
+    """One that counts none is killed, and after some times in which that did not help given up."""
+    counted, release, notes = itertools.count(), threading.Event(), []
+    with (
+        serving(ids=False, fault=lambda *_: release.wait(1.2 if counts else 20) and None,
+                metrics=(lambda: f"vllm:generation_tokens_total{{}} {next(counted)}") if counts else None) as server,
+        closing(Fleet(replicas_at(server, patience=0.3), patience=0.3, notify=notes.append)) as fleet,
+        requests_of(["long"]) as spool,
+    ):  # fmt: skip
+        started = time.monotonic()
+        if counts:
+            assert generated(fleet, spool)[b"long"][0].text.startswith("4 of long")
+            assert not notes and len(server.requests) == 1
+        else:
+            with pytest.raises(FleetError, match="give more --patience"):
+                generated(fleet, spool)
+            assert len(server.requests) == RESTARTS + 1
+        assert time.monotonic() - started < 10
+        release.set()
