@@ -226,7 +226,7 @@ class _Front:
                 return InputError("two replicas were lost while they worked on it", remedy=remedy, code="replicas_lost")
 
     async def stats(self) -> dict[str, Any]:
-        there = [member for member in self._members if member.gone is None]
+        there = [member for member in self._members if member.meeting is None and member.gone is None]
         return _added(await asyncio.gather(*(member.actor.stats.remote() for member in there)))
 
 
@@ -264,13 +264,14 @@ def _in_short(error: BaseException) -> str:
 def _added(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the sums of counters, by name."""
     out: dict[str, Any] = {}
-    for name, value in found[0].items():
-        values = [one[name] for one in found]
+    for name in dict.fromkeys(name for one in found for name in one):
+        # A replica that has generated nothing yet has no counters of that.
+        values = [one[name] for one in found if one.get(name) is not None]
+        value = values[0] if values else None
         if isinstance(value, Mapping):
-            out[name] = _added([one or {} for one in values])
+            out[name] = _added(values)
         elif isinstance(value, (int, float)):
-            numbers = [one or 0 for one in values]
-            out[name] = max(numbers) if name.endswith("_peak") else sum(numbers)
+            out[name] = max(values) if name.endswith("_peak") else sum(values)
         else:
             out[name] = value
     return out

@@ -114,6 +114,20 @@ def test_a_model_that_cannot_be_loaded_is_said(monkeypatch):
         run(monkeypatch, [replica], ["a"])
 
 
+def test_counters_of_replicas_are_added_though_one_has_generated_nothing():
+    ours = {"requests": 1, "rows_peak": 5, "generation": None, "seconds": {"plan": 0.5}}
+    other = {"requests": 2, "rows_peak": 3, "generation": {"generated_tokens": 7}, "seconds": {"model": 1.0}}
+    both = {
+        "requests": 3,
+        "rows_peak": 5,
+        "generation": {"generated_tokens": 7},
+        "seconds": {"plan": 0.5, "model": 1.0},
+    }
+    for found in ([ours, other], [other, ours]):
+        assert on_ray._added(found) == both
+    assert on_ray._added([ours, ours])["generation"] is None
+
+
 @pytest.mark.parametrize("options, place", [({"device": "cuda", "tensor_parallel": 2}, (2, 0)),
                                             ({"device": "cpu", "threads": 3, "tensor_parallel": 2}, (0, 6)),
                                             ({"device": "cpu"}, (0, 1))])  # fmt: skip
