@@ -42,7 +42,7 @@ def bench(**o: Any) -> None:
     from .build import load_llm
 
     llm = load_llm({**o, "sharing": "full"}, *model, media=tasks.media)
-    found = measure(llm.engine, tasks, prepared, o["repeat"])
+    found = measure(llm.engine, tasks, prepared, o["repeat"], o["window"])
     dtype = str(llm.dtype).removeprefix("torch.")
     if o["as_json"]:
         head = {"input": name, "model": o["model"], "dtype": dtype, "machine": _machine()}
@@ -56,7 +56,6 @@ def bench(**o: Any) -> None:
 
 def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, tuple[Any, Any]]:
     """Returns (tasks, works by task, a name for them, (checkpoint, tokenizer))."""
-    from ..errors import JobError
     from .build import LazyTasks, open_model
     from .demo import demo_items
     from .input import draw, open_input
@@ -67,16 +66,15 @@ def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, tuple[A
         return tasks, {"rerank": tasks["rerank"].prepare(demo_items())}, "reranking the demo's passages", model
     input = open_input(o["task"], o["input"], o)
     limit = o["limit"] or 100
-    by_task, _ = draw(input, islice(input.source.records(input.adapter.columns), limit), limit)
-    if not by_task:
-        raise JobError(f"no usable record among the first {limit} of {input.source.name}")
-    works = {task: input.tasks[task].prepare(items) for task, items in by_task.items()}
+    sample = draw(input, islice(input.source.records(input.adapter.columns), limit), limit)
     name = f"{o['task'] or 'batch lines'} of {input.source.name}, the first {limit} records"
-    return input.tasks, works, name, (input.checkpoint, input.tokenizer)
+    return input.tasks, sample.works, name, (input.checkpoint, input.tokenizer)
 
 
-def measure(engine: Any, tasks: Any, prepared: dict[str, list[Any]], repeat: int) -> dict[str, dict[str, Any]]:
-    """Returns the seconds of each run, tokens and rows, by mode.
+def measure(
+    engine: Any, tasks: Any, prepared: dict[str, list[Any]], repeat: int, window: int
+) -> dict[str, dict[str, Any]]:
+    """Returns the seconds of each run, tokens and rows, by mode. window: how many tokens a window may have.
 
     The modes take turns, so that a busy moment of the machine affects all of them.
     """
@@ -88,7 +86,7 @@ def measure(engine: Any, tasks: Any, prepared: dict[str, list[Any]], repeat: int
             engine.reset_stats()
             started = time.perf_counter()
             for task, works in prepared.items():
-                checked(run_works(engine, tasks[task], works, sharing=mode))
+                checked(run_works(engine, tasks[task], works, window=window, sharing=mode))
             seconds = time.perf_counter() - started
             if turn >= 0:
                 found[mode]["seconds"].append(seconds)

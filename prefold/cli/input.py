@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
 
-from ..errors import JobError
+from ..errors import InputError, JobError
 from .build import LazyTasks, Options, adapter_folders, check_tokenizer, open_model, sampling_settings, uses_chat
 
-__all__ = ["COLUMN_OPTIONS", "Input", "draw", "open_input"]
+__all__ = ["COLUMN_OPTIONS", "Input", "Sample", "draw", "open_input"]
 
 COLUMN_OPTIONS = (
     "prompt", "messages", "query", "document", "continuation", "tools", "adapter_column", "image", "id_column",
@@ -59,14 +59,25 @@ def open_input(
     return Input(names, source, adapter, LazyTasks(tasks, o, checkpoint, tokenizer), checkpoint, tokenizer)
 
 
-def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> tuple[dict[str, list[Any]], int]:
-    """Returns (items by task, records left out as unusable) of about `count` records drawn from all over `rows`.
+@dataclass(frozen=True)
+class Sample:
+    """Holds what was drawn of an input, by task: items, and the Work of each. left_out: records, or items of them, that
+    were drawn and are unusable."""
 
-    Raises JobError for records that ask for text, as the commands that draw records compare numbers.
+    items: dict[str, list[Any]]
+    works: dict[str, list[Any]]
+    left_out: int
+
+
+def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> Sample:
+    """Returns about `count` records drawn from all over `rows`.
+
+    Raises JobError for records that ask for text, as the commands that draw records compare numbers, and where none of
+    the records is usable.
     """
     from ..job.verify import sample_items
 
-    drawn, bad = sample_items(rows, input.adapter, count, seed=seed)
+    drawn, left_out = sample_items(rows, input.adapter, count, seed=seed)
     by_task: dict[str, list[Any]] = {}
     for task, item in drawn:
         by_task.setdefault(task, []).append(item)
@@ -75,7 +86,17 @@ def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> tuple[
             f"{input.source.name} asks for generated text, and this command compares numbers only; "
             "leave such records out"
         )
-    return by_task, bad
+    sample, wrong = Sample({}, {}, left_out), []
+    for task, items in by_task.items():
+        pairs = list(zip(items, input.tasks[task].prepare(items), strict=True))
+        usable = [(item, work) for item, work in pairs if not isinstance(work, InputError)]
+        wrong += [work for _, work in pairs if isinstance(work, InputError)]
+        if usable:
+            sample.items[task], sample.works[task] = (list(column) for column in zip(*usable, strict=True))
+    if not sample.works:
+        why = f"; the first: {wrong[0]}" if wrong else ""
+        raise JobError(f"none of the records that were drawn from {input.source.name} is usable{why}")
+    return replace(sample, left_out=left_out + len(wrong))
 
 
 def _check_json_columns(task: str | None, o: Options) -> None:

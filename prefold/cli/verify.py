@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from itertools import islice
+from math import isnan
 from typing import Any
 
 import click
@@ -67,6 +68,7 @@ def verify(**o: Any) -> None:  # fmt: skip
     prefold verify pairs.jsonl --task rerank --dtype bfloat16 --sample 200
     prefold verify asked.jsonl --task generate --reuse shifted --tolerance 0.5 -o shifted.json
     """
+    from ..records.forms import plain
     from .input import draw, open_input
 
     if o["reuse"] is None:
@@ -78,43 +80,46 @@ def verify(**o: Any) -> None:  # fmt: skip
     if o["reuse"] is not None:
         verify_reuse(o, input, rows)
         return
-    by_task, bad = draw(input, rows, o["sample"], o["seed"])
-    count = sum(map(len, by_task.values()))
-    found = _compare(by_task, input, o)
+    sample = draw(input, rows, o["sample"], o["seed"])
+    count = sum(map(len, sample.works.values()))
+    found = _compare(sample, input, o)
     if o["as_json"]:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(plain(found)))
     else:
-        click.echo(f"{count:,} items of {input.source.name}, {bad:,} records left out as unusable; {o['model']}\n")
+        left_out = f"{sample.left_out:,} records left out as unusable"
+        click.echo(f"{count:,} items of {input.source.name}, {left_out}; {o['model']}\n")
         for line in _lines(found):
             click.echo(line)
     moved = [f["values"] for f in found if f["comparison"].startswith("sharing")]
-    if o["tolerance"] is not None and max(moved, default=0.0) > o["tolerance"]:
-        click.echo(f"\nsharing moved a value by {max(moved):.3g}, more than {o['tolerance']:.3g}", err=True)
+    # What is no number is not within the tolerance, and compares as neither more nor less.
+    beyond = [by for by in moved if not by <= o["tolerance"]] if o["tolerance"] is not None else []
+    if beyond:
+        most = next(filter(isnan, beyond), max(beyond))
+        click.echo(f"\nsharing moved a value by {most:.3g}, not by {o['tolerance']:.3g} at most", err=True)
         sys.exit(1)
 
 
-def _compare(by_task: dict[str, list[Any]], input: Any, o: dict[str, Any]) -> list[dict[str, Any]]:
+def _compare(sample: Any, input: Any, o: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns a dict for each comparison and task: its name, the task, and the numbers of a Difference."""
     from dataclasses import asdict
 
     from ..job.verify import compare
 
-    sharing, tasks = "full" if o["sharing"] == "auto" else o["sharing"], input.tasks
+    sharing = "full" if o["sharing"] == "auto" else o["sharing"]
     llm, dtype = _llm(o, input)
-    prepared = {task: tasks[task].prepare(items) for task, items in by_task.items()}
-    shared = _run(llm.engine, sharing, tasks, prepared)
-    plain = _run(llm.engine, "off", tasks, prepared)
+    shared = _run(llm.engine, input.tasks, sample.works, o, sharing)
+    plain = _run(llm.engine, input.tasks, sample.works, o, "off")
     pairs = [(f"sharing ({sharing} against off, {dtype})", shared, plain)]
     if dtype != "float32":
         llm.close()
         del llm
-        exact = _run(_llm({**o, "dtype": "float32"}, input)[0].engine, "off", tasks, prepared)
+        exact = _run(_llm({**o, "dtype": "float32"}, input)[0].engine, input.tasks, sample.works, o, "off")
         pairs.append((f"precision ({dtype} against float32, off)", plain, exact))
         pairs.append((f"both ({sharing}, {dtype} against off, float32)", shared, exact))
     found = []
     for name, a, b in pairs:
-        for task, items in by_task.items():
-            difference = compare(tasks[task], items, prepared[task], a[task], b[task])
+        for task, items in sample.items.items():
+            difference = compare(items, sample.works[task], a[task], b[task])
             found.append({"comparison": name, "task": task, **asdict(difference)})
     return found
 
@@ -126,10 +131,14 @@ def _llm(o: dict[str, Any], input: Any) -> tuple[Any, str]:
     return llm, str(llm.dtype).removeprefix("torch.")
 
 
-def _run(engine: Any, sharing: str, tasks: Any, prepared: dict[str, list[Any]]) -> dict[str, Any]:
-    from ..tasks.run import checked, run_works
+def _run(engine: Any, tasks: Any, works: dict[str, list[Any]], o: dict[str, Any], sharing: str) -> dict[str, Any]:
+    """Returns the Run of each task. A task that is to be calibrated is so with what this run makes of the model."""
+    from ..job.verify import Run
+    from ..tasks.run import calibrated, checked, run_works
 
-    return {task: checked(run_works(engine, tasks[task], works, sharing=sharing)) for task, works in prepared.items()}
+    how: dict[str, Any] = {"window": o["window"], "sharing": sharing}
+    made = {name: calibrated(engine, tasks[name], **how) for name in works}
+    return {name: Run(made[name], checked(run_works(engine, made[name], works[name], **how))) for name in works}
 
 
 def _lines(found: list[dict[str, Any]]) -> list[str]:

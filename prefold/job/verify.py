@@ -14,9 +14,11 @@ from ..records.adapter import RecordAdapter
 from ..records.record import Record
 from ..types import Result
 
-__all__ = ["Difference", "compare", "sample_items"]
+__all__ = ["NEIGHBOURS", "Difference", "Run", "compare", "sample_items"]
 
+NEIGHBOURS = 64
 _BLOCK = 8
+_ROWS = 256
 
 
 def sample_items(
@@ -62,18 +64,29 @@ def sample_items(
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Says how far two runs are apart.
+class Run:
+    """Holds what a run gave: the task, which may have been calibrated for this run, and the results of each work."""
 
+    task: Any
+    results: Sequence[list[Result] | None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Says how far two runs are apart. Where one of them gave what is no number, so is the largest difference.
+
+    items      how many items were compared
     values     largest difference of the model's values (logits, hidden values, log-probabilities)
     results    largest difference of the task's results (scores, probabilities, cosines)
-    groups     how many rankings were compared: a query's documents, a text's labels, an embedding's neighbours
+    groups     how many rankings were compared: a query's documents, a text's labels, an embedding's neighbours (at most
+               NEIGHBOURS embeddings that are near it in the input)
     first      how many rankings changed their first place
     orders     how many rankings changed their order
     pairs      how many pairs of the rankings changed their order, of `all_pairs`
     greedy     how many tokens stopped or began to be the model's first choice, of `all_tokens`
     """
 
+    items: int
     values: float
     results: float
     groups: int
@@ -85,34 +98,45 @@ class Difference:
     all_tokens: int
 
 
-def compare(
-    task: Any,
-    items: Sequence[Any],
-    works: Sequence[Any],
-    a: Sequence[list[Result] | None],
-    b: Sequence[list[Result] | None],
-) -> Difference:
+def compare(items: Sequence[Any], works: Sequence[Any], a: Run, b: Run) -> Difference:
     """Returns the Difference of two runs of `works = task.prepare(items)`. Works that are errors are left out."""
     kept = [i for i, work in enumerate(works) if not isinstance(work, InputError)]
-    pairs = [(ra, rb) for i in kept for ra, rb in zip(a[i] or [], b[i] or [], strict=True)]
-    values = max((float(np.abs(ra.values - rb.values).max(initial=0)) for ra, rb in pairs), default=0.0)
+    pairs = [(ra, rb) for i in kept for ra, rb in zip(a.results[i] or [], b.results[i] or [], strict=True)]
+    values = _largest(ra.values - rb.values for ra, rb in pairs)
     flips = [(ra.greedy != rb.greedy) for ra, rb in pairs if ra.greedy is not None]
-    one = _rankings(items, kept, [task.finish(works[i].note, a[i]) for i in kept])
-    two = _rankings(items, kept, [task.finish(works[i].note, b[i]) for i in kept])
-    results, first, orders, swapped, all_pairs = 0.0, 0, 0, 0, 0
-    rankings = 0
-    for key, x in one.items():
-        y = two[key]
-        results = max(results, float(np.abs(x - y).max(initial=0)))
-        if len(x) < 2:
-            continue
-        rankings += 1
+    one, two = (
+        _rankings(items, kept, [run.task.finish(works[i].note, run.results[i]) for i in kept]) for run in (a, b)
+    )
+    results = _largest(x - two[key] for key, x in one.items())
+    first, orders, swapped, all_pairs = 0, 0, 0, 0
+    ranked = [(x, two[key]) for key, x in one.items() if len(x) > 1]
+    for x, y in ranked:
         first += int(np.argmax(x) != np.argmax(y))
-        upper = np.triu_indices(len(x), 1)
-        discordant = int((((x[:, None] - x)[upper] * (y[:, None] - y)[upper]) < 0).sum())
-        swapped, all_pairs, orders = swapped + discordant, all_pairs + len(upper[0]), orders + (discordant > 0)
+        discordant = _discordant(x, y)
+        swapped, all_pairs, orders = swapped + discordant, all_pairs + _pairs(len(x)), orders + (discordant > 0)
     greedy, tokens = sum(int(f.sum()) for f in flips), sum(f.size for f in flips)
-    return Difference(values, results, rankings, first, orders, swapped, all_pairs, greedy, tokens)
+    return Difference(len(kept), values, results, len(ranked), first, orders, swapped, all_pairs, greedy, tokens)
+
+
+def _largest(differences: Iterable[np.ndarray]) -> float:
+    """Returns the largest size of a difference; NaN where one is NaN, which `max` of Python would pass over."""
+    largest = np.float64(0)
+    for difference in differences:
+        largest = np.maximum(largest, np.abs(difference).max(initial=0))
+    return float(largest)
+
+
+def _pairs(count: int) -> int:
+    return count * (count - 1) // 2
+
+
+def _discordant(x: np.ndarray, y: np.ndarray) -> int:
+    """Returns how many pairs are ordered differently by x [n] and y [n]."""
+    found = 0
+    for start in range(0, len(x), _ROWS):  # of a long ranking not all pairs are in memory at once
+        rows = slice(start, start + _ROWS)
+        found += int(((x[rows, None] - x) * (y[rows, None] - y) < 0).sum())
+    return found // 2  # each was seen from both sides
 
 
 def _rankings(items: Sequence[Any], kept: Sequence[int], outputs: Sequence[dict[str, Any]]) -> dict[Any, np.ndarray]:
@@ -129,13 +153,20 @@ def _rankings(items: Sequence[Any], kept: Sequence[int], outputs: Sequence[dict[
             out.setdefault(_key(item, "prompt", i), []).append(output["logprob"])
         elif "embeddings" in output or "embedding" in output:
             vectors += list(output.get("embeddings", [output.get("embedding")]))
-    if vectors:
-        matrix = np.stack(vectors).astype(np.float64)
-        matrix /= np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), 1e-12)
-        cosines = matrix @ matrix.T
-        for i in range(len(matrix)):
-            out["neighbours", i] = np.delete(cosines[i], i).tolist()
-    return {key: np.array(values, np.float64) for key, values in out.items()}
+    found = {key: np.array(values, np.float64) for key, values in out.items()}
+    return found | (_neighbours(vectors) if vectors else {})
+
+
+def _neighbours(vectors: Sequence[np.ndarray]) -> dict[Any, np.ndarray]:
+    """Returns the cosines of each vector with its neighbours, which are those of the same group of vectors: all cosines
+    of a large sample would be too many."""
+    matrix = np.stack(vectors).astype(np.float64)
+    matrix /= np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), 1e-12)
+    out: dict[Any, np.ndarray] = {}
+    for group in np.array_split(matrix, -(-len(matrix) // (NEIGHBOURS + 1))):
+        for i, cosines in enumerate(group @ group.T):
+            out["neighbours", len(out)] = np.delete(cosines, i)
+    return out
 
 
 def _key(item: Any, field: str, number: int) -> Any:

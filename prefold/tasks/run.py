@@ -129,18 +129,18 @@ def finish_items(task: Any, works: Sequence[Any], results: Sequence[list[Any] | 
     ]
 
 
-def run_items(engine: Any, task: Any, items: Sequence[Any], *, seed: int | None = None) -> list[Any]:
-    """Returns the task's result of each item, or its InputError, in order."""
+def run_items(engine: Any, task: Any, items: Sequence[Any], **run: Any) -> list[Any]:
+    """Returns the task's result of each item, or its InputError, in order. run: as in `run_works`."""
     works = task.prepare(items)
-    return finish_items(task, works, run_works(engine, task, works, seed=seed))
+    return finish_items(task, works, run_works(engine, task, works, **run))
 
 
-def calibrated(engine: Any, task: Any) -> Any:
-    """Returns the task, which for a classification that asks for it is calibrated first."""
+def calibrated(engine: Any, task: Any, **run: Any) -> Any:
+    """Returns the task, which for a classification that asks for it is calibrated first. run: as in `run_works`."""
     items = task.calibration_items() if hasattr(task, "calibration_items") else []
     if not items:
         return task
-    outputs = run_items(engine, task, items)
+    outputs = run_items(engine, task, items, **run)
     for output in outputs:
         if isinstance(output, InputError):
             raise output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 from tiny import tiny_checkpoint
@@ -126,6 +127,53 @@ def test_verify_measures_the_drift(prefold):
     assert "largest difference" in text and "4 rankings" in text
     strict = prefold("verify", "demo.jsonl", "--task", "rerank", "--dtype", "float32", "--tolerance", "0")
     assert strict.exit_code == 1 and "sharing moved a value" in strict.stderr
+
+
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_where_no_record_is_usable_nothing_is_measured(prefold, tmp_path, command):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": "x" * 5000}) + "\n")
+    options = ["--tolerance", "1"] if command == "verify" else []
+    done = prefold(command, "in.jsonl", "--task", "embed", *options)
+    assert done.exit_code == 1 and done.stdout == ""
+    assert "none of the records that were drawn from in.jsonl is usable" in done.stderr and "shorten it" in done.stderr
+
+
+def test_verify_leaves_out_what_is_unusable_and_calibrates(prefold, tmp_path):
+    texts = ["a good film", "x" * 5000, "a bad film", "neither"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = ("verify", "in.jsonl", "--task", "classify", "--labels", "yes,no", "--dtype", "bfloat16")
+    text = prefold(*options, "--calibrate").stdout
+    assert "3 items of in.jsonl, 1 records left out" in text
+    plain, calibrated = (json.loads(prefold(*options, *more, "--json").stdout) for more in ([], ["--calibrate"]))
+    for one, other in zip(plain[1:], calibrated[1:], strict=True):
+        assert one["values"] == pytest.approx(other["values"], abs=1e-4)
+        assert one["results"] != pytest.approx(other["results"], abs=1e-5)
+
+
+def test_verify_fails_for_what_is_no_number(prefold, tmp_path, monkeypatch):
+    from prefold.job import verify
+
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    compare = verify.compare
+    monkeypatch.setattr(verify, "compare", lambda *runs: replace(compare(*runs), values=float("nan")))
+    done = prefold("verify", "in.jsonl", "--task", "embed", "--tolerance", "9", "--dtype", "float32", "--json")
+    assert done.exit_code == 1 and "by nan" in done.stderr and json.loads(done.stdout)[0]["values"] is None
+
+
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_windows_are_as_large_as_was_asked_for(prefold, tmp_path, monkeypatch, command):
+    from prefold.tasks import run
+
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "text {i}"}}\n' for i in range(9)))
+    seen, run_works = [], run.run_works
+
+    def spy(*given, **options):
+        seen.append(options["window"])
+        return run_works(*given, **options)
+
+    monkeypatch.setattr(run, "run_works", spy)
+    assert prefold(command, "in.jsonl", "--task", "embed", "--window", "20").exit_code == 0
+    assert set(seen) == {20}
 
 
 def test_bench_times_the_three_ways(prefold, tmp_path):

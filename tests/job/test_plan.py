@@ -9,7 +9,7 @@ import pytest
 
 from prefold.errors import InputError
 from prefold.job.plan import cost_of, kv_row_bytes, place, plan_job, shared_most
-from prefold.job.verify import compare, sample_items
+from prefold.job.verify import NEIGHBOURS, Run, compare, sample_items
 from prefold.model import ModelConfig, Plane, RopeConfig
 from prefold.records.fields import Template
 from prefold.records.record import Record
@@ -108,12 +108,50 @@ def test_differences_are_what_was_changed():
         ]
 
     one, two = results(0.1, 0.2, 0.3, 0.5, 0.6), results(0.1, 0.3, 0.25, 0.5, 0.75)
-    same = compare(task, items, works, one, one)
+    same = compare(items, works, Run(task, one), Run(task, one))
     assert same.values == same.results == same.first == same.orders == same.pairs == 0
-    found = compare(task, items, works, one, two)
+    found = compare(items, works, Run(task, one), Run(task, two))
     assert found.values == pytest.approx(0.15) and found.results == pytest.approx(0.15)
     assert (found.groups, found.first, found.orders, found.pairs, found.all_pairs) == (2, 1, 1, 1, 4)
-    assert found.all_tokens == 0
+    assert found.all_tokens == 0 and found.items == 3
+
+
+class Embed(FakeTask):
+    def finish(self, note, results):
+        return {"embedding": results[0].values}
+
+
+def vectors(values):
+    """The items, the works, and the results of a task of embeddings, [number, dim]."""
+    items = [{"text": str(i)} for i in range(len(values))]
+    return items, Embed().prepare(items), [[Result(vector)] for vector in np.asarray(values, np.float32)]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_is_no_number_is_a_difference_that_no_tolerance_allows(place):
+    items, works, one = vectors(np.ones((3, 4)))
+    broken = np.ones((3, 4))
+    broken[place, 2] = np.nan
+    two = vectors(broken)[2]
+    for a, b in ((one, two), (two, one), (two, two)):
+        found = compare(items, works, Run(Embed(), a), Run(Embed(), b))
+        assert np.isnan(found.values) and np.isnan(found.results)
+
+
+def test_each_of_many_embeddings_is_ranked_against_some_others_only():
+    values = np.random.default_rng(0).normal(size=(1000, 3))
+    items, works, one = vectors(values)
+    two = vectors(values + 1e-3)[2]
+    found = compare(items, works, Run(Embed(), one), Run(Embed(), two))
+    assert found.groups == 1000 and 0 < found.pairs < found.all_pairs <= 1000 * NEIGHBOURS * (NEIGHBOURS - 1) // 2
+
+
+def test_a_long_ranking_is_compared_piece_by_piece():
+    task = FakeTask("rerank", "logits")
+    items = [{"query": "q", "document": f"{i}"} for i in range(600)]
+    one, two = ([[Result(np.array([x], np.float32))] for x in values] for values in (range(600), range(600, 0, -1)))
+    found = compare(items, task.prepare(items), Run(task, one), Run(task, two))
+    assert found.groups == found.first == found.orders == 1 and found.pairs == found.all_pairs == 600 * 599 // 2
 
 
 def test_greedy_flags_that_change_are_counted():
@@ -124,7 +162,7 @@ def test_greedy_flags_that_change_are_counted():
     work = [Work([Request(np.array([1], np.int32))])]
     a = [[Result(np.array([-1, -2], np.float32), np.array([True, False]))]]
     b = [[Result(np.array([-1, -2], np.float32), np.array([True, True]))]]
-    found = compare(Score(), [{"prompt": "p", "continuation": "c"}], work, a, b)
+    found = compare([{"prompt": "p", "continuation": "c"}], work, Run(Score(), a), Run(Score(), b))
     assert (found.greedy, found.all_tokens, found.groups) == (1, 2, 0)
 
 
