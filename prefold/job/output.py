@@ -52,7 +52,7 @@ class OutputOptions:
 class Output(Protocol):
     """Takes each record's line once, from any thread.
 
-    done     the records that had their line when the output was opened, and those written since
+    done     the records whose lines are there to stay: those of earlier runs, and those that this one has committed
     count    how many records have their line, committed or not
     errors   how many of these lines are errors
     resumed  how many records had their line when the output was opened
@@ -72,7 +72,8 @@ class Output(Protocol):
     first_error: str | None
 
     def hold(self) -> None:
-        """Keeps lines back until `release`, as long as it is not known whether the job can be run."""
+        """Keeps lines back until `release`, as long as it is not known whether the job can be run; not more of them
+        than memory has room for."""
 
     def release(self) -> None:
         """Lets lines be written, in place of what was there before."""
@@ -145,7 +146,8 @@ class FileOutput:
     the file is made of it when all lines are there.
 
     The journal is locked before any file is looked at, and no file is changed before the first line is written. With
-    `hold`, a job that cannot run leaves everything as it was.
+    `hold`, a job that cannot run leaves everything as it was, unless HELD_BYTES of error lines came before that was
+    known.
     """
 
     def __init__(self, options: OutputOptions, job: dict[str, Any]):
@@ -257,7 +259,7 @@ class FileOutput:
     def _commit(self) -> None:
         if self._broken is not None:
             raise self._broken
-        if self._held and (self._bytes < HELD_BYTES or self._replaces):
+        if self._held and self._bytes < HELD_BYTES:
             return
         self._last = time.monotonic()
         if not self._pending:

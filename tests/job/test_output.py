@@ -120,8 +120,11 @@ def test_an_old_output_stays_until_the_first_new_line(tmp_path, name):
     assert open_output(OutputOptions(path), {"task": "new"}).count == 1
 
 
-def test_held_lines_are_bounded_where_nothing_is_replaced(tmp_path):
-    out = open_output(OutputOptions(tmp_path / "out.jsonl"), JOB)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_held_lines_are_bounded(tmp_path, overwrite):
+    if overwrite:
+        finished(tmp_path / "out.jsonl")
+    out = open_output(OutputOptions(tmp_path / "out.jsonl", overwrite=overwrite), JOB)
     out.hold()
     for number in range(20):
         out.write(number, "x" * (1 << 20), True)
