@@ -57,13 +57,24 @@ class _Chunk:
 
 
 class Reader:
-    """Reads a source in a thread of its own.
+    """Reads a source in a thread of its own, in one of three ways:
 
-    live    whether requests go into feeds: whoever takes them gets the tasks in turns. Otherwise the whole input is
-            spooled, so that all of it is one stream
-    early   where not live: whether the first task is handed on at once, with a feed for those of its requests that the
-            engines want before the spool is complete
-    seed    the job's, for requests that sample without a seed of their own
+                 requests go into         `batches` yields                who waits for whom
+        spooled  a spool for each task    the spools, when all is read    the owner for the end of the input
+        early    the same; of the first   the first task with its feed    the engines for requests in the feed, which
+                 task, what engines want  at once, the other spools when  ends with the input; then its spool is
+                 goes into a feed         all is read                     complete
+        live     a feed for each task     whichever feed has waited       the reader for room in a feed, the owner for a
+                                          longest, again and again        request in any of them
+
+    Spooled and early make one stream of all input; live makes one of what is there.
+
+    live      whether the third way is taken
+    early     whether, where not live, the second is
+    seed      the job's, for requests that sample without a seed of their own
+    has_work  is set at the first request, or when it is known that there is none; `found` then says which. The owner
+              waits for it before it loads a model
+    has_ended is set when everything is read (live: so that no feed will get more), or the reading failed
 
     The owner sets `stopping` to end the reading early. It is a plain flag, since a signal handler sets it: an Event has
     a lock, and a second signal that comes while the handler holds it would wait for it for ever.
@@ -100,9 +111,9 @@ class Reader:
         self._ready: queue.SimpleQueue[Ready | BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="prefold-reader", daemon=True)
         self.stopping = False
-        self.found = False  # whether there was a request
-        self.has_ended = threading.Event()  # everything is read, and waits to be taken
-        self.has_work = threading.Event()  # there is a request, or it is known that there will be none
+        self.found = False
+        self.has_ended = threading.Event()
+        self.has_work = threading.Event()
 
     def start(self) -> None:
         self._thread.start()

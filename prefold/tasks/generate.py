@@ -109,8 +109,8 @@ class GenerateTask:
         asked = not self.auto_max_tokens or "max_tokens" in (item.sampling or {})
         beside = {
             "adapter": self.inputs.adapter if item.adapter is None else self.inputs.check_adapter(item.adapter),
-            "salt": _checked(self.salt if item.salt is None else item.salt, "salt", str),
-            "priority": _checked(self.priority if item.priority is None else item.priority, "priority", int),
+            "salt": _of_type(self.salt if item.salt is None else item.salt, "salt", str),
+            "priority": _of_type(self.priority if item.priority is None else item.priority, "priority", int),
         }
         item = self._bounded(item)
         seen = self._seen(item)
@@ -334,7 +334,8 @@ def _named(item: Any) -> Any:
     return GenerateItem(prompt=item) if isinstance(item, (str, list, tuple, np.ndarray, Pictured)) else item
 
 
-def _checked(value: Any, field: str, kind: type) -> Any:
+def _of_type(value: Any, field: str, kind: type) -> Any:
+    """Returns the value of a field. Raises InputError where it is no `kind`; True and False are no numbers."""
     if not isinstance(value, kind) or isinstance(value, bool):
         remedy = "give a text" if kind is str else "give a whole number"
         raise InputError(f"{field!r} is {value!r}", field=field, remedy=remedy, code="wrong_type")
