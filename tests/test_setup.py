@@ -1,0 +1,43 @@
+"""scripts/setup, with an environment that only notes what would be installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """setup(TORCH=..., EXTRAS=...) -> what pip is told to install."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "setup").write_text((ROOT / "scripts" / "setup").read_text())
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    told = tmp_path / "told"
+    for name, text in (("python", "exit 0"), ("pip", f'echo "$@" >> {told}')):
+        path = tmp_path / ".venv" / "bin" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+    def call(**settings):
+        told.write_text("")
+        plain = {name: value for name, value in os.environ.items() if name not in ("TORCH", "EXTRAS")}
+        command = ["bash", str(tmp_path / "scripts" / "setup")]
+        subprocess.run(command, env=plain | settings, check=True, capture_output=True)
+        return [line.removeprefix("install --quiet ") for line in told.read_text().splitlines()]
+
+    return call
+
+
+def test_settings_that_are_given_hold_where_there_is_an_environment_already(setup):
+    assert setup() == ["-e .[dev]"]  # a torch is there
+    assert setup() == []
+    assert setup(TORCH="torch==1 --index-url x") == ["torch==1 --index-url x", "-e .[dev]"]
+    assert setup(TORCH="torch==1 --index-url x") == []
+    assert setup(EXTRAS="ray") == ["-e .[ray]"]
+    assert setup(TORCH="torch==1 --index-url x") != []  # what was installed last need not be that any more
