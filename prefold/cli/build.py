@@ -17,6 +17,7 @@ __all__ = [
     "LazyTasks",
     "adapter_folders",
     "check_tokenizer",
+    "conversation_settings",
     "image_reader",
     "llm_options",
     "load_llm",
@@ -258,15 +259,23 @@ def generate_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, 
     """Returns the keyword arguments of `make_task` for the task "generate", out of the options that were given."""
     from ..records.fields import read_argument
 
-    settings = sampling_settings(o, checkpoint, tokenizer)
-    settings |= {name: read_argument(o[name]) for name in ("system", "chat_template") if o.get(name)}
-    if o.get("chat_template_kwargs"):
-        settings["chat_template_kwargs"] = _json_option(o["chat_template_kwargs"], "--chat-template-kwargs", dict)
-    given = ("template_seconds", "max_n", "max_logprobs", "json_space", "escape_special")
+    settings = sampling_settings(o, checkpoint, tokenizer) | conversation_settings(o)
+    given = ("max_n", "max_logprobs", "json_space")
     settings |= {name: o[name] for name in given if o.get(name) is not None}
     if (o.get("tools") or "").startswith("@"):
         settings["tools"] = _json_option(read_argument(o["tools"]), "--tools", list)
     return settings
+
+
+def conversation_settings(o: Options) -> dict[str, Any]:
+    """Returns {field of Conversations: value} of the options that were given, but tools, which only generation has."""
+    from ..records.fields import read_argument
+
+    settings: dict[str, Any] = {name: read_argument(o[name]) for name in ("system", "chat_template") if o.get(name)}
+    if o.get("chat_template_kwargs"):
+        settings["chat_template_kwargs"] = _json_option(o["chat_template_kwargs"], "--chat-template-kwargs", dict)
+    given = ("template_seconds", "escape_special")
+    return settings | {name: o[name] for name in given if o.get(name) is not None}
 
 
 def sampling_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import click
 
 from ..errors import InputError, JobError
 from .build import LazyTasks, check_tokenizer, image_reader, load_llm, open_model, read_bytes, uses_chat
+from .refusals import refuse_conversation_options
 
 __all__ = ["answer"]
 
@@ -36,6 +37,8 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
     """
     for option in job_options_of(o)[:1]:
         raise click.UsageError(f"{option} is for jobs; give an input file, or leave it out")
+    if task != "generate":
+        refuse_conversation_options(o)
     from ..records.lines import dumps
     from ..tasks.run import calibrated, finish_items, run_works
 
@@ -52,13 +55,13 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
     tasks = LazyTasks((task,), o, checkpoint, tokenizer, reader=_any_path(o))
     made = tasks[task]
     items = [with_image(task, item, o["image"]) for item in items] if o.get("image") else items
-    works = _checked(made.prepare(items))  # before the weights are loaded
+    works = _usable(made.prepare(items))  # before the weights are loaded
     engine = load_llm(o, checkpoint, tokenizer, media=tasks.media).engine
     made = calibrated(engine, made)
     if task == "generate" and not o["as_json"] and tokenizer is not None and on_terminal():
         _show_live(texts, engine, made, works, o.get("seed"))
         return _summary(engine, o)
-    results = _checked(finish_items(made, works, run_works(engine, made, works, seed=o.get("seed"))))
+    results = _usable(finish_items(made, works, run_works(engine, made, works, seed=o.get("seed"))))
     if o["as_json"] or (task == "embed" and len(texts) == 1):
         for text, result in zip(shown, results, strict=True):
             click.echo(dumps({**text, **result}))
@@ -103,7 +106,8 @@ def _summary(engine: Any, o: dict[str, Any]) -> None:
     click.echo(click.style(f"{rows}, {o['model']}", dim=True), err=True)
 
 
-def _checked(found: list[Any]) -> list[Any]:
+def _usable(found: list[Any]) -> list[Any]:
+    """Returns works, or results, as they are. Raises the first InputError among them."""
     for one in found:
         if isinstance(one, InputError):
             raise one

@@ -5,12 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import click
 
 from ..errors import InputError, JobError
-from .build import LazyTasks, Options, adapter_folders, check_tokenizer, open_model, sampling_settings, uses_chat
+from .build import (
+    LazyTasks,
+    Options,
+    adapter_folders,
+    check_tokenizer,
+    conversation_settings,
+    open_model,
+    sampling_settings,
+    uses_chat,
+)
+from .refusals import refuse_conversation_options, refuse_other_tasks_options
 
 __all__ = ["COLUMN_OPTIONS", "Input", "Sample", "draw", "open_input"]
 
@@ -52,6 +63,8 @@ def open_input(
     from ..records import TableOptions, open_sources
 
     _check_json_columns(task, o)
+    if task is not None:
+        refuse_other_tasks_options((task,), task)
     given = {name: o[name] for name in ("delimiter", "max_cell_lines") if o.get(name) is not None}
     source = open_sources(names, o["input_format"], TableOptions(**given), stdin=stdin)
     checkpoint, tokenizer = open_model(o, weights=weights)
@@ -123,6 +136,7 @@ def make_adapter(
         given = [f"--{n.removesuffix('_column')}" for n in COLUMN_OPTIONS if o.get(n)]
         if given:
             raise JobError(f"{given[0]} is for tables; {source.name} holds OpenAI batch lines")
+        refuse_other_tasks_options(TASKS, f"OpenAI batch lines, which {source.name} holds")
         seed = json.dumps(source.identity, sort_keys=True)
         sampling = sampling_settings(o, checkpoint, tokenizer)
         batch = OpenAIBatch(o["model"], seed=seed, sampling=sampling, adapters=tuple(adapter_folders(o)))
@@ -143,6 +157,8 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
 
     if o.get("prompt") and o.get("messages"):
         raise click.UsageError("--prompt and --messages exclude each other")
+    if task != "generate" and not o.get("messages"):
+        refuse_conversation_options(o)
     columns: dict[str, Any] = {
         name: Template(read_argument(o[name]), f"--{name}")
         for name in ("prompt", "query", "document", "continuation")
@@ -163,10 +179,14 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
     elif len(o.get("adapter") or ()) > 1:
         raise JobError("which records use which --adapter? add --adapter-column COLUMN")
     columns |= default_columns(task, have, columns)
+    if task == "score" and o.get("image") and "continuation" not in columns:
+        raise click.UsageError(
+            "--image of score needs continuations, which are what is scored: add --continuation COLUMN"
+        )
     named = Columns(**columns, id=o.get("id_column"), **_kept(task, o, source.columns))
     empty = o.get("empty") == "keep"
     kind = AnswerColumns if o.get("json_columns") else TableAdapter
-    adapter = kind(task, named, render_chat(task, tokenizer), chat=chat, keep_empty=empty)
+    adapter = kind(task, named, render_chat(task, o, tokenizer), chat=chat, keep_empty=empty)
     adapter.check(source.columns)
     return adapter
 
@@ -196,14 +216,13 @@ def _kept(task: str, o: Options, have: list[str] | None) -> dict[str, Any]:
     return {"keep": keep, "keep_all": "*" in parts and have is None}
 
 
-def render_chat(task: str, tokenizer: Any) -> Any:
-    """Returns what turns chat messages into token ids, for this task.
+def render_chat(task: str, o: Options, tokenizer: Any) -> Any:
+    """Returns what turns chat messages into token ids, for a task that does not continue them.
 
     A conversation whose continuation is scored ends with what introduces the assistant's turn.
     """
+    from ..tasks.base import Inputs
+    from ..tasks.conversations import Conversations
 
-    def render(messages: list[Any]) -> Any:
-        text = tokenizer.render_chat(messages, add_generation_prompt=task != "embed")
-        return tokenizer.encode(text, special=False)
-
-    return render
+    conversations, inputs = Conversations(**conversation_settings(o)), Inputs(tokenizer)
+    return partial(conversations.ids, inputs=inputs, add_generation_prompt=task != "embed")

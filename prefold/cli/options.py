@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
 from ..options import doc_of
+from .kinds import Blocks, Bytes, Device, Threshold
 
 __all__ = ["DEFAULT_MODEL", "NUMERIC_TASKS", "TASKS", "column_options", "engine_options", "generation_options"]
 __all__ += [
-    "chat_options",
+    "chat_option",
     "job_options",
     "limit_options",
     "machine_options",
     "media_options",
     "model_options",
+    "options_for",
     "output_options",
     "task_options",
     "threshold_option",
@@ -30,59 +30,6 @@ TASKS = (*NUMERIC_TASKS, "generate")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("jsonl", "csv", "tsv", "parquet")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-class Bytes(click.ParamType):
-    """Reads a number of bytes: 1000000, 512MiB, 4GiB, 2GB."""
-
-    name = "bytes"
-    units: ClassVar[str] = "kmgt"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", str(value).strip().lower())
-        if match is None or not float(match[1]):
-            self.fail(f"{value!r} is not a number of bytes; write 512MiB, or 4GiB", param, ctx)
-        number, unit, binary = match.groups()
-        return int(float(number) * (1024 if binary else 1000) ** (1 + self.units.index(unit) if unit else 0))
-
-
-class Threshold(click.ParamType):
-    """Reads a share above 0 and at most 1, or auto."""
-
-    name = "share"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
-        with suppress(ValueError):
-            if value == "auto" or 0 < float(value) <= 1:
-                return value if value == "auto" else float(value)
-        self.fail(f"{value!r} is no share; write auto, or a number above 0 and at most 1, such as 0.85", param, ctx)
-
-
-class Device(click.ParamType):
-    """Reads a device, named as torch does: auto, cpu, cuda, cuda:N, the kinds that prefold has kernels for.
-
-    Whether the machine has it is not checked here, as that takes torch.
-    """
-
-    name = "device"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)) is None:
-            self.fail(f"{value!r} is not a device; write auto, cpu, cuda, or cuda:1 for the second GPU", param, ctx)
-        return str(value)
-
-
-class Blocks(click.ParamType):
-    """Reads the blocks of a route: 0,1,0."""
-
-    name = "blocks"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, (list, tuple)):
-            return tuple(value)
-        if re.fullmatch(r"\d+(\s*,\s*\d+)*", str(value).strip()) is None:
-            self.fail(f"{value!r} is not a route; write the numbers of blocks: 0,1,0", param, ctx)
-        return tuple(int(block) for block in str(value).split(","))
 
 
 def _of(task: str, option: str, *flags: str, **settings: Any) -> Decorator:
@@ -140,7 +87,8 @@ media_options = _all(
 
 generation_options = _all(
     click.option("--kv-memory", type=Bytes(), metavar="BYTES",
-                 help="Memory for keys and values while text is generated, such as 4GiB.  [default: what is free]"),
+                 help="Memory for keys and values while text is generated, such as 4GiB.  [default: half of what is"
+                      " free, on a CPU at most 4GiB]"),
     click.option("--max-running", type=click.IntRange(1), metavar="N", help="Sequences generated at once."),
     click.option("--cache", type=click.Choice(["off", "lru", "lfu", "priority"]),
                  help="Keep keys and values of prompts for later windows, and forget by this policy.  [default: off; "
@@ -224,9 +172,12 @@ _COLUMNS = {
 }  # fmt: skip
 _MESSAGES = click.option("--messages", metavar="COLUMN", help="Chat messages, written by the model's chat template.")
 
-_CHAT = (
-    click.option("--chat/--raw", default=None,
-                 help="Put prompts into the model's chat template, or not.  [default: if it has one]"),
+chat_option = click.option(
+    "--chat/--raw", default=None,
+    help="Put prompts into the model's chat template, or not.  [default: if it has one]",
+)  # fmt: skip
+# How conversations are written, for tasks that read them as for the one that continues them.
+_CONVERSATION = (
     _of("generate", "system", "--system", metavar="TEXT"),
     _of("generate", "chat_template", "--chat-template", metavar="TEXT"),
     click.option("--chat-template-kwargs", metavar="JSON",
@@ -241,6 +192,7 @@ _TASKS: dict[str, tuple[Decorator, ...]] = {
         _of("embed", "normalize", "--normalize/--no-normalize", default=None),
         _of("embed", "dimensions", "--dimensions", type=click.IntRange(1), metavar="N"),
         _of("embed", "prompt_name", "--prompt-name", metavar="NAME"),
+        *_CONVERSATION,
     ),
     "rerank": (
         _of("rerank", "words", "--words", metavar="YES,NO"),
@@ -254,10 +206,12 @@ _TASKS: dict[str, tuple[Decorator, ...]] = {
         click.option("--examples", metavar="FILE", help="JSONL or CSV with the columns text and label."),
         _of("classify", "normalization", "--normalization", type=click.Choice(["tokens", "bytes"])),
         _of("classify", "calibrate", "--calibrate", is_flag=True),
+        *_CONVERSATION,
     ),
-    "score": (),
+    "score": _CONVERSATION,
     "generate": (
-        *_CHAT,
+        chat_option,
+        *_CONVERSATION,
         _of("generate", "max_tokens", "--max-tokens", type=click.IntRange(0), metavar="N"),
         _of("generate", "min_tokens", "--min-tokens", type=click.IntRange(0), metavar="N"),
         _of("generate", "n", "--n", type=click.IntRange(1), metavar="N"),
@@ -318,7 +272,7 @@ _EXITS = (
 
 def task_options(*tasks: str) -> Decorator:
     """Returns a decorator that adds the options which tasks have of their own."""
-    options = [option for task in tasks for option in _TASKS[task]]
+    options = list(dict.fromkeys(option for task in tasks for option in _TASKS[task]))
     if {"embed", "rerank"} & set(tasks):
         options.append(_INSTRUCTION)
     if {"rerank", "classify"} & set(tasks):
@@ -369,8 +323,13 @@ threshold_option = click.option(
 )  # fmt: skip
 
 
-# What a prompt of the task "generate" is made by.
-chat_options = _all(*_CHAT)
+def options_for(task: str) -> dict[str, click.Option]:
+    """Returns {parameter: option} of the options that say what a task does, and where it finds its texts."""
+
+    def command() -> None: ...
+
+    found = _all(column_options(task), task_options(task))(command).__click_params__  # type: ignore[attr-defined]
+    return {option.name: option for option in found}
 
 
 def job_options(*tasks: str) -> Decorator:

@@ -11,7 +11,8 @@ import click
 
 from ..errors import JobError
 from ..serve.options import ServeOptions
-from .options import Bytes, engine_options, generation_options, media_options, model_options, threshold_option
+from .kinds import Bytes
+from .options import engine_options, generation_options, media_options, model_options, threshold_option
 
 __all__ = ["serve"]
 

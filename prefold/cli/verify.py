@@ -13,7 +13,7 @@ import click
 from .options import (
     NUMERIC_TASKS,
     TASKS,
-    chat_options,
+    chat_option,
     column_options,
     engine_options,
     limit_options,
@@ -47,7 +47,7 @@ __all__ = ["verify"]
 @model_options
 @column_options(*TASKS)
 @task_options(*NUMERIC_TASKS)
-@chat_options
+@chat_option
 @limit_options
 @media_options
 @engine_options

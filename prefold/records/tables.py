@@ -134,7 +134,7 @@ class TableAdapter:
     task         the name of the task
     columns      the columns that make prompts. Where the last of them (document, continuation, else prompt) holds a
                  list, the record's line has the results of the whole list
-    render_chat  makes a text, or token ids, of a list of chat messages; not used for generate, whose task does so
+    render_chat  makes token ids of a list of chat messages; not used for generate, whose task does so
     chat         for generate: a prompt is what a user says, and is put into the chat template
     keep_empty   null, NaN and an empty text are taken as an empty text; they are errors otherwise
 

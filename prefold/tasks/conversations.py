@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
+from ..text.chat import TEMPLATE_SECONDS
 from ..text.escaped import Escaping
 from .base import Inputs
 from .images import ImageIds, Picture, chat_of
@@ -64,12 +65,27 @@ class Conversations:
     """A Conversations writes the texts of conversations; its fields are the options of a GenerateTask of these
     names."""
 
-    system: str | None
-    tools: Any
-    chat_template: str | None
-    chat_template_kwargs: Mapping[str, Any] | None
-    template_seconds: float
-    escape_special: bool
+    system: str | None = None
+    tools: Any = None
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    template_seconds: float = TEMPLATE_SECONDS
+    escape_special: bool = False
+
+    def ids(self, messages: Any, inputs: Inputs, *, add_generation_prompt: bool) -> np.ndarray:
+        """Returns the token ids of a conversation, int32 [n], for a task that reads it and does not continue it.
+
+        add_generation_prompt   whether to end with what introduces the assistant's message
+
+        Raises InputError for a conversation that cannot be written, and for one with images.
+        """
+        if chat_of(messages) is not None:
+            remedy = "leave it out, or give a text with --image in place of the conversation"
+            raise InputError("the conversation holds an image", field="messages", remedy=remedy, code="unsupported")
+        item = GenerateItem(messages=messages, add_generation_prompt=add_generation_prompt)
+        text, encode = self.written(item, inputs, [], "")
+        assert inputs.tokenizer is not None  # else it could not be written
+        return inputs.tokenizer.encode(text, special=False) if encode is None else encode(text)
 
     def written(
         self, item: GenerateItem, inputs: Inputs, seen: list[Picture], salt: str

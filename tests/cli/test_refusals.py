@@ -1,0 +1,67 @@
+"""Options that were given and mean nothing to what is to be done are wrong usage."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def table(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"text": "a", "body": "b", "query": "q", "document": "d", "prompt": "p"}\n' * 2)
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": "a"}}
+    (tmp_path / "batch.jsonl").write_text(json.dumps(line) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("task", "option", "of"),
+    [
+        ("embed", ("--document", "body"), "rerank"),
+        ("embed", ("--query", "query"), "rerank"),
+        ("embed", ("--labels", "a,b"), "classify"),
+        ("embed", ("--temperature", "1"), "generate"),
+        ("embed", ("--raw",), "generate"),
+        ("embed", ("--template", "{query}{document}"), "rerank and classify"),
+        ("classify", ("--continuation", "body"), "score"),
+        ("classify", ("--no-normalize",), "embed"),
+        ("rerank", ("--prompt", "text"), "embed, classify, score and generate"),
+        ("rerank", ("--messages", "text"), "embed, classify, score and generate"),
+        ("rerank", ("--system", "s"), "embed, classify, score and generate"),
+        ("score", ("--tools", "body"), "generate"),
+        ("generate", ("--dimensions", "3"), "embed"),
+    ],
+)
+def test_options_of_other_tasks(prefold, table, task, option, of):
+    done = prefold("run", "in.jsonl", "--task", task, *option)
+    assert done.exit_code == 2 and option[0] in done.stderr, done.output
+    assert f" is for {of}, and not for {task}" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "verify", "bench"])
+def test_commands_that_look_at_a_job_refuse_them_too(prefold, table, command):
+    done = prefold(command, "in.jsonl", "--task", "embed", "--document", "body")
+    assert done.exit_code == 2 and "--document is for rerank, and not for embed" in done.stderr
+
+
+def test_options_that_no_batch_has(prefold, table):
+    done = prefold("run", "batch.jsonl", "--labels", "a,b")
+    assert done.exit_code == 2 and "--labels is for classify, and not for OpenAI batch lines" in done.stderr
+
+
+def test_an_option_with_the_name_of_another_is_heeded(prefold, table):
+    done = prefold("verify", "in.jsonl", "--task", "embed", "--seed", "3", "--dtype", "float32")
+    assert done.exit_code == 0 and "2 items" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["embed", "score"])
+@pytest.mark.parametrize("arguments", [["in.jsonl", "--prompt", "text"], ["a text"]])
+def test_options_of_conversations_without_one(prefold, table, command, arguments):
+    for option in (("--system", "s"), ("--chat-template-kwargs", "{}"), ("--escape-special",)):
+        done = prefold(command, *arguments, *option)
+        assert done.exit_code == 2 and f"{option[0]} is for conversations; add --messages" in done.stderr
+
+
+def test_a_text_with_an_image_is_not_scored_as_a_whole(prefold, table):
+    done = prefold("score", "in.jsonl", "--prompt", "text", "--image", "body")
+    assert done.exit_code == 2 and "add --continuation COLUMN" in done.stderr
