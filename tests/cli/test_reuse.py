@@ -16,6 +16,7 @@ from prefold.errors import InputError
 from prefold.integrations.shared import split_options
 
 PARTS = [f"{'abcdef'[i] * 3} passage number {i} says this and that of {'xyzuvw'[i]}. " for i in range(6)]
+NUMBERS = ("verify", "in.jsonl", "--task", "embed", "--prompt", "prompt")
 VERIFY = ("verify", "in.jsonl", "--task", "generate", "--reuse", "shifted", "--raw", "--dtype", "float32")
 VERIFY = (*VERIFY, "--cache-reuse", "20", "--cache-reuse-recompute", "4", "--max-changed", "1")
 RUN = ("run", "in.jsonl", "--task", "generate", "--raw", "--dtype", "float32", "--max-tokens", "3", "--quiet")
@@ -142,9 +143,9 @@ def test_other_dtypes_and_settings_are_refused(model, file, tmp_path):
     [
         (VERIFY, 2, "needs a bound"),
         (("verify", "in.jsonl", "--task", "generate"), 2, "with --reuse shifted it can"),
-        (("verify", "in.jsonl", "--task", "embed", "--prompt", "prompt", "-o", "x"), 2, "--output is for --reuse"),
+        ((*NUMBERS, "-o", "x"), 2, "--output is for --reuse"),
         (("verify", "in.jsonl", "--task", "embed", "--cache-reuse-window", "9"), 2, "--cache-reuse-window is for"),
-        ((*VERIFY, "--tolerance", "1", "--task", "embed"), 1, "numbers"),
+        ((*NUMBERS, "--reuse", "shifted", "--tolerance", "1"), 1, "numbers"),
         ((*RUN, "-o", "o.jsonl", "--cache-reuse-shifted", "in.jsonl", "--cache", "off"), 2, "leave out --cache off"),
         ((*RUN, "-o", "o.jsonl", "--cache-reuse-shifted", "x", "--url", "http://a"), 2, "for one process"),
         ((*RUN, "-o", "o.jsonl", "--cache-reuse-shifted", "nowhere"), 1, "cannot read nowhere"),
