@@ -59,9 +59,7 @@ def read_message(body: Mapping[str, Any], *, answered: bool = True) -> tuple[lis
     if body.get("system"):
         text = "\n".join(_texts(body["system"], "system"))
         chat["messages"].insert(0, {"role": "system", "content": text})
-    chat |= {
-        theirs: body[ours] for ours, theirs in _SAMPLING.items() if body.get(ours) is not None and ours != "stream"
-    }
+    chat |= {theirs: body[ours] for ours, theirs in _SAMPLING.items() if body.get(ours) is not None}
     if body.get("tools"):
         chat["tools"] = [_tool(tool, i) for i, tool in enumerate(_list(body["tools"], "tools"))]
     if body.get("tool_choice") is not None:

@@ -62,6 +62,13 @@ def option(name: str, *more: str, **settings: Any) -> Any:
 )
 @option("api_keys", metavar="FILE", help="Who may ask: keys and their tenants, in TOML. Read again on SIGHUP.")
 @click.option("--insecure", is_flag=True, help="Listen on an address that others reach, without keys.")
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Without keys: a name by which the server may be asked, and whose pages may ask it. May be repeated.",
+)
 @option("data_dir", metavar="FOLDER", help="Where files, batches and stored responses are kept; none without it.")
 @option("max_file_bytes", type=Bytes(), help="Size of a file that is uploaded.")
 @option("drain_seconds", type=click.FloatRange(0), help="How long requests may go on after SIGTERM.")
@@ -81,6 +88,7 @@ def option(name: str, *more: str, **settings: Any) -> Any:
     help="The part of the time that batches get while live requests never pause.",
 )
 @option("max_body_bytes", type=Bytes(), help="Size of a request's body.")
+@option("max_receiving_bytes", type=Bytes(), help="Size of all bodies that are being received.")
 @option("max_connections", type=click.IntRange(1), help="Connections at once.")
 @option(
     "max_texts",

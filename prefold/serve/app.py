@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from .. import __version__
 from . import anthropic, cache, cohere, files, openai, openapi, page, responses, tei
+from .hosts import Hosts
 from .http import Refusal, json_response
 from .keys import Tenant
 from .openai import OPENAI
@@ -29,14 +30,17 @@ LAG_SECONDS = 0.5  # between two looks at the event loop
 class Direct:
     """An ASGI application that answers paths of faces without parameters itself, and leaves the rest to Starlette.
 
+    It counts the requests whose answers have not been sent wholly, and without keys answers no foreign page.
+
     Starlette looks at its routes one after the other, and wraps what is sent twice, for errors that `Face.endpoint` has
     answered.
 
     routes  of the whole application
     """
 
-    def __init__(self, app: Starlette):
-        self._app, self.routes = app, app.routes
+    def __init__(self, app: Starlette, site: Site):
+        self._app, self.routes, self._site = app, app.routes, site
+        self._hosts = Hosts(site.options) if site.options.api_keys is None else None
         self._routes = {
             (method, route.path): route
             for route in reversed(app.routes)  # of two for one path the first counts
@@ -45,12 +49,26 @@ class Direct:
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        route = self._routes.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
-        if route is None:
+        if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        self._site.open += 1
+        try:
+            await (await self._answer(scope, receive, send))(scope, receive, send)
+        finally:
+            self._site.open -= 1
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> Any:
+        """Returns the response to a request, or what gives it."""
+        try:
+            if self._hosts is not None:
+                self._hosts.check(scope["headers"])
+        except Refusal as refusal:
+            return OPENAI.refuse(self._site, refusal)
+        route = self._routes.get((scope["method"], scope["path"]))
+        if route is None:
+            return self._app
         scope["route"] = route
-        response = await route.endpoint(Request(scope, receive, send))
-        await response(scope, receive, send)
+        return await route.endpoint(Request(scope, receive, send))
 
 
 def make_app(site: Site) -> Direct:
@@ -87,7 +105,7 @@ def make_app(site: Site) -> Direct:
         ),
     ]
     routes += openapi.routes(routes)
-    return Direct(Starlette(routes=routes, exception_handlers={HTTPException: wrong_path}, lifespan=lifespan))
+    return Direct(Starlette(routes=routes, exception_handlers={HTTPException: wrong_path}, lifespan=lifespan), site)
 
 
 def health_of(site: Site) -> Any:

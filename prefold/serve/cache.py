@@ -33,16 +33,27 @@ def routes(site: Site) -> list[BaseRoute]:
 async def state(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers with how the cache is set, what it holds, and how much of that belongs to whom."""
     desk = site.desk_for(request)
+    kept = desk.llm.engine.options.generation.cache
+    if kept is None:
+        raise _off()
     names = site.keys.names
-    return json_response(await desk.with_engine(lambda: state_of(desk.llm, names)))
+    options = {name: getattr(kept, name) for name in ("policy", "ttl", "max_tokens", "min_overlap")}
+    if kept.shifted is not None:
+        options["shifted"] = asdict(kept.shifted)
+    # A look makes no store: it may be large, and one that only reads numbers never needs it.
+    held = await desk.with_engine(lambda: held_of(desk.llm, names)) if desk.service.has_generator else {}
+    return json_response(options | _NOTHING | held)
 
 
-def state_of(llm: Any, names: Mapping[str, str | None]) -> dict[str, Any]:
-    """Returns the state of the cache. No step may run meanwhile.
+_NOTHING = {"slots": 0, "used_slots": 0, "rows": {"kept": 0, "pinned": 0, "in_use": 0, "nodes": 0}, "tenants": {}}
+
+
+def held_of(llm: Any, names: Mapping[str, str | None]) -> dict[str, Any]:
+    """Returns what the cache holds. No step may run meanwhile.
 
     names  {namespace: name of its tenant}
     """
-    scheduler, cache = llm.engine.generator.scheduler, llm.cache
+    scheduler = llm.engine.generator.scheduler
     rows: dict[str, dict[str, int]] = defaultdict(lambda: {"kept": 0, "pinned": 0, "in_use": 0, "nodes": 0})
     for node in scheduler.tree.nodes():
         root = node
@@ -52,14 +63,11 @@ def state_of(llm: Any, names: Mapping[str, str | None]) -> dict[str, Any]:
         found = rows[names.get(salt.partition("/")[0]) or ""]
         found["nodes"] += 1
         found["pinned" if node.pins else "kept" if node.kept else "in_use"] += node.computed
-    options = {name: getattr(cache.options, name) for name in ("policy", "ttl", "max_tokens", "min_overlap")}
-    if cache.options.shifted is not None:
-        options["shifted"] = asdict(cache.options.shifted)
     generation = llm.stats.generation
     hits = {} if generation is None else {"hits": hits_of(generation)}
     slots = {"slots": scheduler.pool.num_slots, "used_slots": scheduler.pool.used_slots}
     total = {name: sum(one[name] for one in rows.values()) for name in ("kept", "pinned", "in_use", "nodes")}
-    return options | slots | {"rows": total, "tenants": dict(rows)} | hits
+    return slots | {"rows": total, "tenants": dict(rows)} | hits
 
 
 async def pin(site: Site, request: Request, tenant: Tenant) -> Response:
@@ -116,5 +124,9 @@ async def clear(site: Site, request: Request, tenant: Tenant) -> Response:
 def cache_of(desk: Any) -> Any:
     """Returns the cache. Raises Refusal where nothing is kept."""
     if desk.llm.cache is None:
-        raise Refusal(400, "the cache is off", remedy="start the server with --cache lru", code="cache_off")
+        raise _off()
     return desk.llm.cache
+
+
+def _off() -> Refusal:
+    return Refusal(400, "the cache is off", remedy="start the server with --cache lru", code="cache_off")

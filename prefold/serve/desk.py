@@ -262,9 +262,10 @@ class Desk:
             reply.put([error])
 
     def read_shares(self) -> None:
-        """Takes over what the file of keys says now."""
-        cache = lambda: self.service.generator.scheduler.cache  # noqa: E731
-        self._pool.submit(self._between_steps, lambda: self.admission.read_shares(cache()))
+        """Takes over what the file of keys says now. A store that is made later does so by itself."""
+        if self.service.has_generator:
+            cache = lambda: self.service.generator.scheduler.cache  # noqa: E731
+            self._pool.submit(self._between_steps, lambda: self.admission.read_shares(cache()))
 
     def close(self) -> None:
         """Ends what runs, without an answer."""

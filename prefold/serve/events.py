@@ -62,7 +62,7 @@ async def in_events(
     """
     events = _events(asking, order, made, write, ended, mark)
     await unless_gone(asking.request, anext(events))
-    return EventStream(events, asking.request, asking.site.options)
+    return EventStream(events, asking.request, asking.site.options, asking.site.metrics.cancelled.inc)
 
 
 async def _events(

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ..api.asked import Asked
 from ..errors import InputError
 from .desk import Desk, TaskOrder
-from .http import json_response, read_json, unless_gone
+from .http import json_response, unless_gone
 from .keys import Tenant
 from .site import Site
 
@@ -39,7 +39,7 @@ class Asking:
         desk = site.desk_for(request)
         if computes:
             desk.room.check(tenant.owner)
-        return cls(site, desk, request, tenant, *await read_json(request, site.options))
+        return cls(site, desk, request, tenant, *await site.bodies.json(request, tenant))
 
     def order(self, task: str, items: Any, options: Any = (), *, share: bool = True) -> TaskOrder:
         """Returns what is asked of a task, for this tenant and this model."""

@@ -20,7 +20,7 @@ from ..api import ENDPOINTS
 from ..errors import InputError
 from .batches import Batches
 from .faces import Handle
-from .http import ClientGone, Refusal, json_response, read_json
+from .http import ClientGone, Refusal, json_response
 from .keys import Tenant
 from .openai import OPENAI
 from .site import Site, new_id
@@ -178,7 +178,7 @@ async def create_batch(site: Site, request: Request, tenant: Tenant) -> Response
     """Takes a batch. It is on disk when this has answered."""
     store, batches = _stores(site)
     desk = site.desk_for(request)
-    body, _ = await read_json(request, site.options)
+    body, _ = await site.bodies.json(request, tenant)
     for name in body.keys() - _FIELDS:
         raise InputError(f"unknown parameter {name!r}", field=name, remedy="leave it out", code="unsupported")
     file, endpoint = body.get("input_file_id"), body.get("endpoint")

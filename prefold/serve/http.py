@@ -1,20 +1,20 @@
-"""What every face needs of HTTP: a body within limits, a client that leaves noticed, events written."""
+"""What every face needs of HTTP: refusals, a client that leaves noticed, JSON and events written."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from .options import ServeOptions
 
-__all__ = ["ClientGone", "EventStream", "Refusal", "json_of", "json_response", "read_json", "unless_gone"]
+__all__ = ["ClientGone", "EventStream", "Refusal", "json_of", "json_response", "unless_gone"]
 
 T = TypeVar("T")
 
@@ -45,51 +45,7 @@ class ClientGone(Exception):
     """The client has closed the connection."""
 
 
-# ------------------------------------------------------------------------------------------------------ bodies
-
-_decode = msgspec.json.Decoder().decode
-
-
-async def read_body(request: Request, options: ServeOptions) -> bytes:
-    """Returns the body of a request. Raises Refusal for one that is too large (413) or too slow (408), ClientGone."""
-    too_large = Refusal(
-        413,
-        f"the body is larger than {options.max_body_bytes} bytes",
-        remedy="send less at once",
-        code="body_too_large",
-        headers={"connection": "close"},
-    )
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > options.max_body_bytes:
-        raise too_large
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(options.body_seconds):
-            async for part in request.stream():
-                size += len(part)
-                if size > options.max_body_bytes:
-                    raise too_large
-                parts.append(part)
-    except TimeoutError:
-        message = f"the body did not come within {options.body_seconds:g} seconds"
-        raise Refusal(408, message, remedy="send it faster", code="timeout", headers={"connection": "close"}) from None
-    except ClientDisconnect:
-        raise ClientGone from None
-    return b"".join(parts)
-
-
-async def read_json(request: Request, options: ServeOptions) -> tuple[dict[str, Any], int]:
-    """Returns the object in a request's body, and the body's bytes. Raises Refusal, ClientGone."""
-    body = await read_body(request, options)
-    try:
-        value = _decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        message = f"the body is not valid JSON: {error}"
-        raise Refusal(400, message, remedy="send a JSON object", code="invalid_json") from None
-    if not isinstance(value, dict):
-        message = f"the body is not a JSON object but {type(value).__name__}"
-        raise Refusal(400, message, remedy="send an object", code="invalid_json")
-    return value, len(body)
+# -------------------------------------------------------------------------------------------------------- JSON
 
 
 def _plain(value: Any) -> Any:
@@ -139,17 +95,27 @@ class EventStream(Response):
 
     The events end when the client leaves, or does not take one for `send_seconds`; where there is none for
     `ping_seconds`, a comment is sent, so that proxies keep the connection.
+
+    left  called where the client has left, or takes nothing any more
     """
 
-    def __init__(self, events: AsyncGenerator[bytes], request: Request, options: ServeOptions):
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        request: Request,
+        options: ServeOptions,
+        left: Callable[[], object] = lambda: None,
+    ):
         super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no"}, "text/event-stream")
         del self.headers["content-length"]
-        self._events, self._request, self._options = events, request, options
+        self._events, self._request, self._options, self._left = events, request, options, left
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        with suppress(ClientGone, TimeoutError):
+        try:
             await unless_gone(self._request, self._write(send))
+        except (ClientGone, TimeoutError):
+            self._left()
 
     async def _write(self, send: Any) -> None:
         # An event makes no task and no timer of its own: there is one for each token of each text.

@@ -21,9 +21,12 @@ class ServeOptions:
     api_keys              a file of keys (see `keys.py`); None: everybody is let in
     data_dir              a folder for files, batches and stored responses; None: these are not served
     max_file_bytes        of a file that is uploaded
+    allowed_hosts         without keys: names, beside those of this machine, by which the server may be asked, and whose
+                          pages may ask it
     insecure              allow an address that other machines reach, without keys
     drain_seconds         after SIGTERM: how long requests that run may go on
     max_body_bytes        of one request
+    max_receiving_bytes   of all bodies that have not come wholly; of one tenant's the half
     body_seconds          in which a request's body must have come
     header_seconds        in which a request's headers must have come
     max_header_bytes      of one request
@@ -49,9 +52,11 @@ class ServeOptions:
     api_keys: str | None = None
     data_dir: str | None = None
     max_file_bytes: int = 1 << 30
+    allowed_hosts: tuple[str, ...] = ()
     insecure: bool = False
     drain_seconds: float = 30.0
     max_body_bytes: int = 16 << 20
+    max_receiving_bytes: int = 1 << 30
     body_seconds: float = 60.0
     header_seconds: float = 30.0
     max_header_bytes: int = 64 << 10

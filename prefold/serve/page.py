@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from .. import __version__
+from ..cache.tree import RadixTree
 from ..report.live import TreeShape
 from ..report.page import with_drawing
 from ..text.readable import readable
@@ -74,8 +75,10 @@ async def data(site: Site, request: Request, tenant: Tenant) -> Response:
     desk = site.desk_for(request)
     of = request.query_params.get("tenant") or None
     names = site.keys.names
-    shape, running = await desk.with_engine(lambda: _look(desk.llm, names, of))
-    stats, scheduler = desk.llm.stats, desk.llm.engine.generator.scheduler
+    # A look makes no store: it may be large, and one that only reads numbers never needs it.
+    has_store, nothing = desk.service.has_generator, (TreeShape(RadixTree(), {}, str), {"sequences": [], "owners": []})
+    shape, running = await desk.with_engine(lambda: _look(desk.llm, names, of)) if has_store else nothing
+    stats, pool = desk.llm.stats, desk.llm.engine.generator.scheduler.pool if has_store else None
     generation = stats.generation
     waiting, waiting_tokens = desk.room.waiting
     tokenizer = desk.llm.tokenizer
@@ -93,7 +96,7 @@ async def data(site: Site, request: Request, tenant: Tenant) -> Response:
         "computed": {"tokens": stats.tokens, "rows": stats.rows_computed, "steps": stats.steps},
         "hits": 0 if generation is None else hits_of(generation),
         "generated": 0 if generation is None else generation.generated_tokens,
-        "slots": [scheduler.pool.used_slots, scheduler.pool.num_slots],
+        "slots": [0, 0] if pool is None else [pool.used_slots, pool.num_slots],
         "waiting": [waiting, waiting_tokens],
         "running": running,
         "steps": desk.watch.bins(),

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from ..errors import InputError, PrefoldError, RankError
 from .batches import Batches
+from .bodies import Bodies
 from .desk import Desk
 from .http import ClientGone, Refusal, json_response
 from .keys import Keys, Tenant
@@ -42,7 +43,8 @@ class Site:
         self.metrics = Metrics(self)
         self.state: State = "loading"
         self.desk: Desk | None = None
-        self.open = 0  # requests that are being answered
+        self.open = 0  # requests whose answers have not been sent wholly
+        self.bodies = Bodies(options)
         self.store = None if options.data_dir is None else Store(Path(options.data_dir))
         self.batches = None if self.store is None else Batches(self.store, self.metrics.log)
 
@@ -143,7 +145,6 @@ class Face:
         async def respond(request: Request) -> Response:
             path = request.scope["route"].path if "route" in request.scope else request.url.path
             with site.metrics.request(self.name, path) as told:
-                site.open += 1
                 try:
                     tenant = site.keys.tenant(request.headers)
                     if tenant is None:
@@ -159,8 +160,6 @@ class Face:
                 except Exception as error:
                     face: Face = request.scope.get("face", self)  # of a path that several share, by the body
                     return told(face.refuse(site, error))
-                finally:
-                    site.open -= 1
 
         respond.about = (self.name, handle, admin)  # type: ignore[attr-defined]  # for `openapi.py`
         return respond

@@ -54,7 +54,7 @@ class Raw:
     def send(self, path: str, body: Any, *, method: str = "POST", headers: str = "", whole: bool = True) -> Raw:
         """Sends a request. whole: all of its body, else the half."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n{headers}\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n{headers}\r\n"
         self.socket.sendall(head.encode() + (data if whole else data[: len(data) // 2]))
         return self
 

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import serving, until
 
+from prefold import LLM
 from prefold.cache.tree import RadixTree
 from prefold.report.icicle import icicle, walk
 from prefold.report.live import TreeShape
@@ -90,6 +91,21 @@ def test_its_data(server, llm):
     assert found["model"] == "tiny" and found["status"] == "ready" and len(found["steps"]) > 2
     assert any("the yes" in parting[1] for parting in found["parting"])
     assert sum(row[6] != 0 for row in found["nodes"]) == 0
+
+
+@pytest.mark.parametrize("sharing", ["full", "mlp"])
+def test_a_look_makes_no_store(llm, sharing, tmp_path):
+    """Also where texts cannot be generated, and none can be made."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[key]]\nkey = "a"\ntenant = "boss"\nadmin = true\n')
+    with LLM(str(llm.folder), dtype="float32", sharing=sharing) as own, serving(own, api_keys=str(keys)) as server:
+        with httpx.Client(base_url=server.url, headers={"authorization": "Bearer a"}) as client:
+            assert client.post("/v1/embeddings", json={"input": "yes"}).status_code == 200
+            found = client.get("/page/data").json()
+            assert found["slots"] == [0, 0] and found["nodes"] == [] and found["paths"] == 0
+            assert client.get("/cache").json()["rows"]["kept"] == 0
+            server.site.reload_keys()
+        assert "generator" not in own.engine.__dict__
 
 
 def test_it_is_for_admins(llm, tmp_path):

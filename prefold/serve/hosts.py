@@ -1,0 +1,62 @@
+"""Whom a server without keys answers: programs that reach it, but no page of another site in a browser that does.
+
+A page of any site may send requests to this machine, and where the name of its own server is made to stand for this
+address (DNS rebinding), it may read the answers too. What browsers say of such a page tells it apart: the name that the
+request is sent to (Host), and the site that the page is from (Origin).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from .http import Refusal
+from .options import LOOPBACK, ServeOptions
+
+__all__ = ["Hosts"]
+
+
+class Hosts:
+    """Hosts are the names by which a server may be asked, and whose pages may ask it."""
+
+    def __init__(self, options: ServeOptions):
+        own = (*LOOPBACK, options.host, socket.gethostname(), *options.allowed_hosts)
+        self._names = {name.lower() for name in own}
+
+    def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raises Refusal (403) for a request to another name, or of a page of another site. headers: (name, value) of
+        each, the names in small letters."""
+        host = origin = None
+        for name, value in headers:
+            if name == b"host" and host is None:
+                host = value.decode("latin-1").lower()
+            elif name == b"origin":
+                origin = value.decode("latin-1").lower()
+        # A name can be made to stand for this address, an address cannot.
+        if host and (name_of(host) not in self._names and not is_address(name_of(host))):
+            message, remedy = f"this server is not {host!r:.100}", "ask by its address, or start it with --allowed-host"
+            raise Refusal(403, message, remedy=remedy, code="unknown_host")
+        if origin is not None:
+            site = origin.partition("://")[2]
+            if site != host and name_of(site) not in self._names:
+                message, remedy = f"pages of {origin!r:.100} may not ask this server", "start it with --allowed-host"
+                raise Refusal(403, message, remedy=remedy, code="foreign_origin")
+
+
+def name_of(host: str) -> str:
+    """Returns the name or address in a host with a port or without; "" where it cannot be read."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_address(name: str) -> bool:
+    """Returns whether this is an address in numbers."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
