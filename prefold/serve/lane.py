@@ -23,6 +23,7 @@ from ..errors import InputError, OutOfMemoryError, RankError
 from ..stream import Window
 from ..text import Tokenizer
 from ..types import Owner, Readout, Result, Sharing
+from .narrow import narrowed
 
 __all__ = ["Lane"]
 
@@ -110,8 +111,8 @@ class Lane:
     def run(
         self, windows: Iterable[Window], readout: Readout, *, stopping: Callable[[], bool], on_step: Any = None
     ) -> Iterator[tuple[bytes, Result | InputError]]:
-        """Yields (tag, result) of every request, as the steps that end them come in; where rows leave, (tag,
-        InputError) of one that cannot be read, or whose step fails. Raises what a step raises."""
+        """Yields (tag, result) of every request, as the steps that end them come in; (tag, InputError) of one that
+        cannot be read, or that steps fail for. Raises what no request is at fault for."""
         if self._engine.rows_leave:
             upcoming = (tag for probes in last_rows(windows, readout) for tag, _ in probes or ())
             yield from self._in_slots(upcoming, None, stopping, readout)
@@ -120,7 +121,14 @@ class Lane:
         first = next(left, None)  # here, since it sorts all of them
         if first is None:
             return
-        numbers = _BatchNumbers(self._service, self._pace, itertools.chain([first], left), readout, stopping)
+        read = partial(self._read, readout=readout, stopping=stopping)
+        yield from narrowed(read, itertools.chain([first], left), stopping)
+
+    def _read(
+        self, windows: Iterable[Window], *, readout: Readout, stopping: Callable[[], bool]
+    ) -> Iterator[tuple[bytes, Result | InputError]]:
+        """Yields (tag, result) of every request. Raises what a step raises."""
+        numbers = _BatchNumbers(self._service, self._pace, windows, readout, stopping)
         self._service.work_beside(numbers)
         try:
             while (event := numbers.came.get()) is not None:
@@ -196,7 +204,8 @@ class _BatchNumbers(Background):
         except _Left:
             self.came.put(None)
         except Exception as error:
-            self._service.note_failure(error)
+            if isinstance(error, (RankError, OutOfMemoryError)):  # else a line may be at fault
+                self._service.note_failure(error)
             self.came.put(error)
         else:
             self.came.put(found)

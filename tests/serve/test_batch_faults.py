@@ -110,3 +110,29 @@ def test_a_full_disk_is_told_and_loses_nothing(llm, tmp_path, monkeypatch):
         assert done.status == "completed" and done.request_counts.completed == 300
         found = [json.loads(line)["custom_id"] for line in content(client, done.output_file_id).splitlines()]
         assert sorted(found) == sorted(f"c{i}" for i in range(300))
+
+
+def test_a_line_that_steps_fail_for_is_an_error_of_its_own(kept, client, llm, monkeypatch):
+    """All other lines of a batch of numbers are answered, as they are without it."""
+    bad = llm.tokenizer.encode("zebra").tolist()
+    start = llm.engine.worker.start
+
+    def fail(message, *more):
+        if set(bad) <= set(message.tokens.tolist()):
+            raise RuntimeError("made up")
+        return start(message, *more)
+
+    texts = ["zebra" if i == 37 else f"the yes {i}" for i in range(100)]
+    lines = [
+        {"custom_id": f"c{i}", "method": "POST", "url": "/v1/embeddings", "body": {"input": text}}
+        for i, text in enumerate(texts)
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.worker, "start", fail)
+        done = ended(client, batch_of(client, lines, "/v1/embeddings"))
+    assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 99, 1)
+    (wrong,) = lines_of(client, done.error_file_id).values()
+    assert wrong["custom_id"] == "c37" and "made up" in json.dumps(wrong)
+    found = lines_of(client, done.output_file_id)["c36"]["response"]["body"]["data"][0]["embedding"]
+    assert found == pytest.approx(llm.embed(texts[36]).tolist(), abs=1e-5)
+    assert kept.site.failing is None
