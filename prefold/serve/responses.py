@@ -1,4 +1,11 @@
-"""OpenAI's responses: answered like chats, kept in the store where there is one, so that a later one can go on."""
+"""OpenAI's responses: answered like chats, kept in the store where there is one, so that a later one can go on.
+
+What is kept of a response is its body, and beside it:
+
+_own          the items of its own input; what was said before is in those that it goes on from
+_is_followed  True where another goes on from it
+_is_deleted   True where it was deleted after that: it is kept for the other only
+"""
 
 from __future__ import annotations
 
@@ -23,7 +30,7 @@ from .http import Refusal, json_response, unless_gone
 from .keys import Tenant
 from .openai import OPENAI
 from .site import Site, new_id
-from .store import Body
+from .store import Body, Store
 
 __all__ = ["routes"]
 
@@ -49,14 +56,15 @@ async def create(site: Site, request: Request, tenant: Tenant) -> Response:
         stream, _, body = read_stream(asking.body)
         options, share, body = read_options("generate", body)
         keep, previous = _is_kept(site, body), body.pop("previous_response_id", None)
-        body["input"] = [*await _before(site, tenant, previous), *input_items(body.get("input"))]
+        (items_before, ids_before), own = await _before(site, tenant, previous), input_items(body.get("input"))
+        body["input"] = [*items_before, *own]
         items, meta = read_responses(body, {})
         meta |= {"store": keep, "previous": previous}
         order, id = asking.order("generate", items, options, share=share), new_id()
 
         async def kept(response: Body | None) -> None:
             if keep and response is not None:
-                await asyncio.to_thread(_keep, site, tenant, response, body["input"])
+                await asyncio.to_thread(_keep, site, tenant, response, own, ids_before)
 
         if not stream:
             results = await unless_gone(request, asking.desk.answer(order, asking.num_bytes))
@@ -78,28 +86,52 @@ def _is_kept(site: Site, body: Body) -> bool:
     return site.store is not None and flag(body, "store", default=True)
 
 
-async def _before(site: Site, tenant: Tenant, previous: Any) -> list[Body]:
-    """Returns the items of the conversation that a kept response ends."""
+async def _before(site: Site, tenant: Tenant, previous: Any) -> tuple[list[Body], list[str]]:
+    """Returns the items of the conversation that a kept response ends, and the ids of its responses."""
     if previous is None:
-        return []
+        return [], []
     found = await _one(site, tenant, previous, "previous_response_id")
-    return [*found["_input"], *found["output"]]
-
-
-def _keep(site: Site, tenant: Tenant, response: Body, items: list[Body]) -> None:
     assert site.store is not None
-    kept = response | {"_input": items}
-    site.store.add("response", tenant.name or "", kept, drop_at=time.time() + KEPT_SECONDS)
+    return await asyncio.to_thread(_conversation, site.store, tenant, found)
+
+
+def _conversation(store: Store, tenant: Tenant, last: Body) -> tuple[list[Body], list[str]]:
+    """Returns the items of a conversation, of which each response holds its own, and the ids of its responses. Raises
+    Refusal (404) where one of them is gone."""
+    found = [last]
+    # Those of earlier versions hold all of it, as `_input`.
+    while (previous := found[-1]["previous_response_id"]) is not None and "_input" not in found[-1]:
+        body = store.get("response", tenant.name or "", previous)
+        if body is None:
+            raise _gone(previous, "previous_response_id")
+        found.append(body)
+    turns = [one["_input"] if "_input" in one else one["_own"] for one in found]
+    items = [item for own, one in zip(turns[::-1], found[::-1], strict=True) for item in (*own, *one["output"])]
+    return items, [one["id"] for one in found]
+
+
+def _keep(site: Site, tenant: Tenant, response: Body, own: list[Body], before: list[str]) -> None:
+    """Keeps a response with its own input, and with it those that it goes on from."""
+    assert site.store is not None
+    drop_at = time.time() + KEPT_SECONDS
+    site.store.keep_until("response", before, drop_at)
+    for previous in before[:1]:
+        site.store.change("response", previous, {"_is_followed": True})
+    site.store.add("response", tenant.name or "", response | {"_own": own}, drop_at=drop_at)
 
 
 async def _one(site: Site, tenant: Tenant, id: Any, param: str = "id") -> Body:
     found = None
     if site.store is not None and isinstance(id, str):
         found = await asyncio.to_thread(site.store.get, "response", tenant.name or "", id)
-    if found is None:
-        remedy = "responses are kept with --data-dir, for 30 days, unless store is false"
-        raise Refusal(404, f"there is no response {id!r:.100}", param=param, remedy=remedy, code="not_found")
+    if found is None or found.get("_is_deleted"):
+        raise _gone(id, param)
     return found
+
+
+def _gone(id: Any, param: str) -> Refusal:
+    remedy = "responses are kept with --data-dir, for 30 days, unless store is false"
+    return Refusal(404, f"there is no response {id!r:.100}", param=param, remedy=remedy, code="not_found")
 
 
 async def retrieve(site: Site, request: Request, tenant: Tenant) -> Response:
@@ -109,17 +141,23 @@ async def retrieve(site: Site, request: Request, tenant: Tenant) -> Response:
 
 
 async def delete(site: Site, request: Request, tenant: Tenant) -> Response:
-    """Forgets a kept response."""
+    """Forgets a kept response. Of one that others go on from, these keep its items."""
     found = await _one(site, tenant, request.path_params["id"])
     assert site.store is not None
-    await asyncio.to_thread(partial(site.store.delete, "response", tenant.name or "", found["id"]))
+    if found.get("_is_followed"):
+        await asyncio.to_thread(site.store.change, "response", found["id"], {"_is_deleted": True})
+    else:
+        await asyncio.to_thread(site.store.delete, "response", tenant.name or "", found["id"])
     return json_response({"id": found["id"], "object": "response", "deleted": True})
 
 
 async def list_input(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers with the items that a kept response answered, all of them on one page."""
     found = await _one(site, tenant, request.path_params["id"])
-    data = [_with_parts(item) | {"id": f"item_{i}_{found['id']}"} for i, item in enumerate(found["_input"])]
+    assert site.store is not None
+    items, _ = await asyncio.to_thread(_conversation, site.store, tenant, found)
+    items = items[: len(items) - len(found["output"])]
+    data = [_with_parts(item) | {"id": f"item_{i}_{found['id']}"} for i, item in enumerate(items)]
     data = data if request.query_params.get("order") == "asc" else data[::-1]
     ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
     return json_response({"object": "list", "data": data, **ids, "has_more": False})

@@ -175,3 +175,25 @@ def test_a_batch_of_responses(client):
     body = json.loads(client.files.content(batch.output_file_id).text)["response"]["body"]
     assert body["object"] == "response" and body["usage"]["output_tokens"] == expected.usage.output_tokens
     assert body["output"][0]["content"][0]["text"] == expected.output_text
+
+
+def test_a_conversation_is_kept_once(kept, client, llm):
+    """Each response holds its own items; those that it goes on from stay as long as it does, also deleted ones."""
+    store, previous, made_first, said = kept.site.store, None, None, []
+    for i in range(4):
+        made = client.responses.create(
+            model="tiny", input=f"yes {i} " * 10, previous_response_id=previous, max_output_tokens=4, **GREEDY
+        )
+        said += [f"yes {i} " * 10, made.output_text]
+        (own,) = store.get("response", "", made.id)["_own"]
+        assert own["content"] == f"yes {i} " * 10
+        if i == 1:
+            client.responses.delete(previous)
+            with pytest.raises(openai.NotFoundError):
+                client.responses.retrieve(previous)
+        previous, made_first = made.id, made_first or made.id
+    items = client.responses.input_items.list(previous, order="asc").data
+    assert [item.content[0].text for item in items] == said[:-1]
+    drop_at = "SELECT drop_at FROM objects WHERE id = ?"
+    first, last = (store._db.execute(drop_at, (id,)).fetchone()[0] for id in (made_first, previous))
+    assert first == last
