@@ -1,10 +1,12 @@
 """Serves a model over HTTP: the faces of OpenAI, vLLM and others, answered by one engine.
 
 desk      Desk: bodies become items of tasks, tasks' requests go to the thread, results become responses
-http      reads bodies within limits, notices clients that leave, writes events
-faces     what they do alike; openai, anthropic, cohere, tei, responses: which URL is answered how
+room      who is let in; short: what the event loop does itself; limits: what a request may not bring
+http      notices clients that leave, writes events; bodies: reads them within limits; hosts: refuses foreign pages
+asking    what faces do alike; openai, anthropic, cohere, tei, responses: which URL is answered how
 events    answers in events
-batches   which batches there are, and who works for them; batch: one batch's way to its output
+batches   which batches there are, and who works for them; batch: one batch's way to its output;
+          lane: its engine, and narrow: the line of it that steps fail for
 app       puts the faces together with health, keys and metrics
 run       binds, loads, serves, drains
 

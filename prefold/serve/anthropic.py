@@ -12,8 +12,8 @@ from starlette.routing import BaseRoute, Route
 from ..api.anthropic import MessageEvents, anthropic_error, message_body, read_message
 from ..api.asked import flag
 from ..errors import InputError
+from .asking import Asking
 from .events import in_events
-from .faces import Asking
 from .http import json_response, unless_gone
 from .keys import Tenant
 from .site import Face, Site, new_id

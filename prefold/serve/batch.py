@@ -1,5 +1,20 @@
 """One batch's way: its lines are counted, answered into one file through a job's journal, and split into the output
 and the error file. Each of its states can be left at any moment; the next start goes on from there.
+
+    status        what is done in it                        what is stored at its end
+    validating    lines are read and counted                _input, request_counts; in_progress, or failed
+    in_progress   lines are answered; `cancelling` where    _ending and _why where lines are left, which become errors
+                  the client ends it early                  then; _is_written and finalizing
+    finalizing    the lines are split into two files        files, usage; completed, cancelled, expired or failed
+
+Clients do not see the fields of a stored batch that are for us:
+
+    _model           the checkpoint when it was created: all lines are answered by it
+    _output_seconds  after so many seconds its files are forgotten; None: never
+    _input           identity of its input file when it was read; the journal's lines are of it
+    _ending          the status it is to end with; settled before lines are made errors, so that all are of one kind
+    _why             why it failed, for its `errors`
+    _is_written      True once there is a line for each request
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 
 from ..api import KINDS
 from ..errors import InputError
-from .faces import Asking
+from .asking import Asking
 from .http import Refusal, json_response, unless_gone
 from .keys import Tenant
 from .metrics import hits_of

@@ -10,8 +10,8 @@ from starlette.routing import BaseRoute, Route
 
 from ..api.asked import Asked
 from ..api.cohere import cohere_error, read_cohere_embed
+from .asking import Asking, Handle, handle_of
 from .desk import Desk
-from .faces import Asking, Handle, handle_of
 from .keys import Tenant
 from .openai import answer_kind
 from .site import Face, Site, new_id

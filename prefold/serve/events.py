@@ -7,8 +7,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol
 
+from .asking import Asking
 from .desk import TaskOrder
-from .faces import Asking
 from .http import EventStream, json_of, unless_gone
 from .site import as_refusal
 

@@ -18,8 +18,8 @@ from starlette.routing import BaseRoute, Route
 
 from ..api import ENDPOINTS
 from ..errors import InputError
+from .asking import Handle
 from .batches import Batches
-from .faces import Handle
 from .http import ClientGone, Refusal, json_response
 from .keys import Tenant
 from .openai import OPENAI

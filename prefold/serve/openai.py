@@ -18,8 +18,8 @@ from ..api.tokens import DETOKENIZE_NAMES, TOKENIZE_NAMES
 from ..errors import InputError
 from ..text.valid import valid_text
 from . import tei
+from .asking import Asking, Handle
 from .events import in_events, unnamed
-from .faces import Asking, Handle
 from .http import Refusal, json_response, unless_gone
 from .keys import Tenant
 from .site import Face, Site, new_id

@@ -24,8 +24,8 @@ from ..api.chunks import read_stream
 from ..api.options import read_options
 from ..api.responses import ResponseEvents, input_items, read_responses
 from ..errors import InputError
+from .asking import Asking, Handle
 from .events import in_events
-from .faces import Asking, Handle
 from .http import Refusal, json_response, unless_gone
 from .keys import Tenant
 from .openai import OPENAI

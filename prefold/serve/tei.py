@@ -15,7 +15,7 @@ from ..api.asked import checked, flag, need
 from ..api.tei import TEI_NAMES, read_embed, read_predict, read_rerank, read_similarity, tei_error
 from ..errors import InputError
 from ..text.valid import valid_text
-from .faces import Asking, answer_asked, handle_of
+from .asking import Asking, answer_asked, handle_of
 from .http import json_response, unless_gone
 from .keys import Tenant
 from .limits import most_tokens, too_many_tokens
