@@ -101,10 +101,12 @@ def read_next(
     done: Callable[[Reading], None],
     fail: Callable[[Reply, Exception], None],
     on_step: Callable[[StepInfo], None],
+    is_due: Callable[[], bool],
 ) -> None:
-    """Reads the numbers that are next. One reading that is alone is read on until another comes.
+    """Reads the numbers that are next. One reading that is alone is read on until another comes, or batches are due.
 
-    begin  called with the replies that they are for
+    begin   called with the replies that they are for
+    is_due  returns whether batches go before them now
     For the others see `read_numbers`.
     """
     parts = turns.take(STEPS_A_WINDOW * engine.max_batch_rows)
@@ -114,7 +116,7 @@ def read_next(
     is_alone = all(part.reading is reading for part in parts)
 
     def stopping() -> bool:
-        return is_alone and turns.has_others(reading) and not parts[0].left
+        return is_alone and (turns.has_others(reading) or is_due()) and not parts[0].left
 
     begin(part.reading.reply for part in parts)
     read_numbers(engine, parts, done=done, fail=fail, on_step=on_step, stopping=stopping)

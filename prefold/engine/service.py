@@ -309,6 +309,7 @@ class Service:
     def _advance(self) -> None:
         if self._readings:
             how: dict[str, Any] = {"done": self._read_all, "fail": self._not_read, "on_step": self._between}
+            how["is_due"] = self._beside[0].is_due if self._beside else lambda: False
             read_next(self.engine, self._readings, **how, begin=_note_begun)
         else:
             self._step()

@@ -80,6 +80,29 @@ def test_a_large_reading_gives_way_to_a_small_one(llm, owners, monkeypatch):
     assert sum(steps) <= unique + 3 + 3 * 23, "more than the paths above three cuts was computed again"
 
 
+def test_a_large_reading_that_is_alone_gives_way_to_a_batch_that_is_due(llm, monkeypatch):
+    large, _ = requests(400)
+    start, steps, seen = llm.engine.worker.start, [], []
+    monkeypatch.setattr(llm.engine.worker, "start", lambda message, *more: steps.append(1) or start(message, *more))
+
+    class Due:
+        def is_due(self):
+            return len(steps) > 2
+
+        def advance(self):
+            seen.append(len(steps))
+            return False
+
+    async def ask():
+        reply = Reply(asyncio.get_running_loop(), 1)
+        llm.engine.service.read(reply, large, LAST)
+        llm.engine.service.work_beside(Due())
+        await reply.answer()
+
+    asyncio.run(ask())
+    assert len(seen) == 1 and seen[0] < 10 < len(steps)
+
+
 def test_a_reading_that_is_alone_computes_nothing_twice(llm):
     large, unique = requests(200, begin=40)
     llm.engine.reset_stats()
