@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class ProbeWindows:
         self.has_ended = False
         self._windows, self._readout, self._slots = iter(windows), readout, slots
         self._next: Window | None = None  # was taken, and is of the other kind
+        self._was_parted = False  # whether some of the window that was taken last went to the slots
 
     def probes(self) -> Probes:
         """Yields the requests of each window, tagged (window, place in it), and None for None, until others come."""
@@ -35,20 +37,20 @@ class ProbeWindows:
                 if not self.has_ended:
                     yield None
                 continue
-            fits = np.diff(window.offsets) <= self._slots
-            if not self._can_probe(window) or not fits.all():
-                self._next = window.take(np.flatnonzero(~fits)) if self._can_probe(window) else window
-                if not self._can_probe(window) or not fits.any():
-                    return
-                window = window.take(np.flatnonzero(fits))
-            yield [((window, number), window.request(number)) for number in range(window.num_requests)]
-            if self._next is not None:
-                return
+            fits = self._fits(window)
+            if fits.all():
+                yield _tagged(window)
+                continue
+            self._was_parted = bool(fits.any())
+            self._next = window.take(np.flatnonzero(~fits)) if self._was_parted else window
+            if self._was_parted:
+                yield _tagged(window.take(np.flatnonzero(fits)))
+            return
 
     def others(self) -> Iterator[Window]:
         """Yields the others, one after the other, until there is none."""
         while (window := self._take()) is not None:
-            if self._can_probe(window) and (np.diff(window.offsets) <= self._slots).any():
+            if self._fits(window).any():
                 self._next = window
                 return
             yield window
@@ -60,10 +62,20 @@ class ProbeWindows:
                 window = next(self._windows)
             except StopIteration:
                 self.has_ended = True
+            if window is not None and self._was_parted:
+                # What it has in common with the one before may be the path of a prompt that went to the slots.
+                window = replace(window, common=0)
+            self._was_parted = False
         return window
 
-    def _can_probe(self, window: Window) -> bool:
-        return can_probe(self._readout, np.diff(window.target_offsets))
+    def _fits(self, window: Window) -> np.ndarray:
+        """Returns which requests of a window are read at last rows and have room in the slots, bool [B]."""
+        is_probe = can_probe(self._readout, np.diff(window.target_offsets))
+        return (np.diff(window.offsets) <= self._slots) & is_probe
+
+
+def _tagged(window: Window) -> list[tuple[tuple[Window, int], Request]]:
+    return [((window, number), window.request(number)) for number in range(window.num_requests)]
 
 
 def last_rows(windows: Iterable[Window | None], readout: Readout) -> Probes:
@@ -80,4 +92,4 @@ def last_rows(windows: Iterable[Window | None], readout: Readout) -> Probes:
             message = f"{what} is read at rows that are not last, and only last rows are read where rows leave"
             remedy = 'ask for one target or the last row, or give the LLM exits="read"'
             raise InputError(message, field="readout", remedy=remedy, code="no_readout")
-        yield [((window, number), window.request(number)) for number in range(window.num_requests)]
+        yield _tagged(window)

@@ -108,3 +108,19 @@ def test_labels_of_one_token_are_one_prompt_as_in_the_stream(tmp_path, kv_memory
     assert (plain.stats.requests, plain.stats.tokens) == (3, 45)
     assert (cached.stats.requests, cached.stats.tokens) == (3, 45)
     assert cached.stats.generation is not None
+
+
+def test_a_window_behind_one_that_was_parted_does_not_go_on_from_a_prompt_that_was_in_the_slots(tmp_path):
+    folder = str(tiny_checkpoint(tmp_path, "llama"))
+    plain = LLM(folder, **PLACE)
+    cached = LLM(folder, **PLACE, cache=CACHE, cache_prefill=True, kv_memory=1 << 12)
+    slots = cached.engine.generator.scheduler.pool.num_slots
+    start = [*range(6, 6 + slots // 2)]
+    token_lists = [[5] * (slots + 8), [*start, 1], [*start, 2], [*start, *range(30, 31 + slots)]]
+    requests = [as_request(tokens) for tokens in token_lists]
+    window = sum(map(len, token_lists[:3])) + 1
+    found, expected = (
+        run(llm, requests, Readout("last"), sharing="full", rows=100, window=window) for llm in (cached, plain)
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.values, other.values, rtol=1e-4, atol=1e-4)
