@@ -29,6 +29,7 @@ class StepRows:
         self._scheduler, self._budget = scheduler, budget
         self._size = StepSize() if learns else None
         self.pace: Pace | None = None
+        self._is_unpaced = False  # whether the pace says nothing for now
 
     def reset(self) -> None:
         """Lets steps have as many rows as the budget, until somebody says otherwise."""
@@ -41,14 +42,19 @@ class StepRows:
     @contextmanager
     def unpaced(self) -> Iterator[None]:
         """Returns a context in which no pace says how many rows steps have, and of whom."""
-        pace, self.pace = self.pace, None
+        if self.pace is not None:
+            self.reset()
+            self.pace.admission.batch_rows = None
+        self._is_unpaced = True
         try:
-            if pace is not None:
-                self.reset()
-                pace.admission.batch_rows = None
             yield
         finally:
-            self.pace = pace
+            self._is_unpaced = False
+
+    @property
+    def _speaks(self) -> Pace | None:
+        """Returns the pace that says how many rows the next step may have; None: none does."""
+        return None if self._is_unpaced else self.pace
 
     def before_admission(self, *, is_idle: bool) -> None:
         """Says how many rows the next step may have, where no pace does. is_idle: nobody has anything to do."""
@@ -56,20 +62,20 @@ class StepRows:
             return
         if is_idle:
             self._size.reset()
-        if self.pace is None:
+        if self._speaks is None:
             scheduler, budget = self._scheduler, self._budget
             waiting, running = scheduler.num_waiting, len(scheduler.running)
             scheduler.max_batch_rows = self._size.rows(budget.rows, waiting, running, least=budget.least)
 
     def before_plan(self) -> None:
         """Says how many rows the next step may have, where a pace does."""
-        if self.pace is not None:
-            self.pace.settle(self._scheduler, self._budget.rows)
+        if (pace := self._speaks) is not None:
+            pace.settle(self._scheduler, self._budget.rows)
 
     def note(self, step: GenerateStep, seconds: float, done: Sequence[Running]) -> None:
         """Takes note of what a step took. done: the sequences that ended with it."""
-        if self.pace is not None:
-            self.pace.times.note(step.num_rows, seconds)
+        if (pace := self._speaks) is not None:
+            pace.times.note(step.num_rows, seconds)
         elif self._size is not None:
             self._size.note(
                 step.num_rows - step.decode_rows,

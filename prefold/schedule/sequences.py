@@ -99,7 +99,9 @@ class Sequences(Generic[S]):
         self._requests.clear()
 
     def admit_by(self, policy: Admission) -> None:
-        """Admits by another policy from now on. It must hold nobody yet."""
+        """Admits by another policy from now on, which must hold nobody yet; by the same one it goes on."""
+        if policy is self.waiting:
+            return
         policy.take_over(self.waiting, tuple(self._admitted()))
         self.waiting = policy
 
