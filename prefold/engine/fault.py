@@ -22,7 +22,7 @@ def find_fault(generator: Generator, error: Exception) -> dict[int, Exception]:
     if isinstance(error, (RankError, OutOfMemoryError)):
         return dict.fromkeys(keys, error)
     found: dict[int, Exception] = {}
-    with generator.unpaced():
+    with generator.undisturbed():  # else whoever comes would be a suspect, too, and the search might never end
         generator.hold(*keys)
         groups: list[Sequence[int]] = [keys]
         while groups:
@@ -31,16 +31,13 @@ def find_fault(generator: Generator, error: Exception) -> dict[int, Exception]:
             try:
                 _advance(generator, group)
             except Exception as failure:
-                came = [key for key in generator.open_keys if key not in group]  # meanwhile: they are tried apart
                 group = [key for key in group if key in generator.open_keys]
-                generator.hold(*group, *came)
-                if len(group) == 1 and not came:
+                if len(group) == 1:
                     found[group[0]] = failure
                 else:
                     half = len(group) // 2
-                    groups += [part for part in (came, group[:half], group[half:]) if part]
-            else:
-                generator.hold(*generator.open_keys)
+                    groups += [part for part in (group[:half], group[half:]) if part]
+            generator.hold(*generator.open_keys)
         generator.release()
     return found
 

@@ -88,6 +88,7 @@ class Generator:
         self._held: dict[int, OpenRequest] = {}
         self._flights: deque[Flight] = deque()
         self._is_stepping = False  # a step is being made, or was broken off
+        self._is_undisturbed = False  # nobody comes or goes for now
         self._failure: Exception | None = None  # of whoever was told something
         self._finished = 0.0  # when the last step was
         # Who steps. Others wait until something has come to their inbox, or it is free.
@@ -175,7 +176,7 @@ class Generator:
 
     def hold(self, *keys: int) -> None:
         """Let open requests have no part in steps, until `release`; what their samples have stays."""
-        with self.turn, suppress(BrokenOff), self._change():
+        with self._whole():
             for key in keys:
                 if key in self._open:
                     self.scheduler.cancel(key)
@@ -183,7 +184,7 @@ class Generator:
 
     def release(self, *keys: int) -> None:
         """Let requests that were held go on where they were; without keys all of them."""
-        with self.turn, suppress(BrokenOff), self._change():
+        with self._whole():
             for key in keys or list(self._held):
                 if key in self._held:
                     self._open[key] = one = self._held.pop(key)
@@ -191,11 +192,21 @@ class Generator:
 
     def end(self, key: int, answer: Answer | Exception) -> None:
         """Answer an open request, and do no more for it."""
-        with self.turn, suppress(BrokenOff), self._change():
+        with self._whole():
             self.scheduler.cancel(key)
             if key in self._open:
                 self._tell(self._open[key], answer)
         self._raise_failure()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Returns a context in which the books are changed; they are made anew before where a change was broken off."""
+        tree = self.scheduler.tree
+        with self.turn, tree.lock:
+            if tree.is_broken:
+                self._make_anew()
+            with self._change():
+                yield
 
     @property
     def pace(self) -> Pace | None:
@@ -213,10 +224,15 @@ class Generator:
                 pace.admission.read_shares(self.scheduler.cache)
 
     @contextmanager
-    def unpaced(self) -> Iterator[None]:
-        """Returns a context in which this thread makes steps for whoever is there, batches or not."""
+    def undisturbed(self) -> Iterator[None]:
+        """Returns a context in which this thread makes steps for whoever is there, batches or not. Requests that are
+        added or cancelled meanwhile wait for its end."""
         with self.turn, self._rows.unpaced():
-            yield
+            self._is_undisturbed = True
+            try:
+                yield
+            finally:
+                self._is_undisturbed = False
 
     @property
     def has_work(self) -> bool:
@@ -230,6 +246,8 @@ class Generator:
 
     def _take_in(self) -> None:
         """Submits the requests that were added, and ends those that were cancelled."""
+        if self._is_undisturbed:
+            return
         while self._new:
             one = self._new[0]
             if one.key not in self._open:

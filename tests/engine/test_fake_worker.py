@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +18,10 @@ import pytest
 from prefold.cache import SCRATCH, CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine.fault import find_fault
+from prefold.engine.pace import Pace
+from prefold.engine.service import Service
 from prefold.errors import InputError, OutOfMemoryError
+from prefold.schedule.fair import FairAdmission
 from prefold.schedule.steps import SlotResult, SlotStep, StepResult
 from prefold.types import Readout, Request, Sampling
 from prefold.worker.protocol import Facts, Worker
@@ -196,6 +200,92 @@ def test_numbers_that_are_in_flight_when_the_next_step_fails_are_read_again():
         assert set(generator.scheduler._requests) == set(generator.open_keys)
     assert [one.tokens for one in text[0]] == [expected([0, 1], Sampling(max_tokens=5))]
     assert numbers[0].values[0] == float(hash((2, 1))) and not generator.scheduler.has_work
+
+
+def two_texts(worker: Worker):
+    """An engine with two requests, of which the second begins with 2."""
+    engine = Engine(worker, EngineOptions(generation=GenerateOptions(kv_memory=1000, max_running=500)))
+    for prompt in ([0, 1], [2, 1]):
+        ask(engine, prompt)
+    return engine
+
+
+def ask(engine: Engine, prompt: list[int]) -> int:
+    request = Request(np.array(prompt, np.int32), sampling=Sampling(max_tokens=50))
+    return engine.generator.add(request, None, lambda answer: None)
+
+
+class FailingFor2(FakeWorker):
+    """Fails for steps in which a prompt begins with 2. While `guests` is there, each step brings it somebody new."""
+
+    guests: Engine | None = None
+
+    def __init__(self) -> None:
+        super().__init__(random.Random(0), 1, 0.0)
+        self.steps = 0
+
+    def run(self, step: SlotStep) -> SlotResult:
+        self.steps += 1
+        if self.steps > 100:
+            pytest.fail("the search does not end")
+        if self.guests is not None:
+            ask(self.guests, [0, 0])
+        if 2 in step.tokens[step.positions == 0]:
+            raise RuntimeError("made up")
+        return super().run(step)
+
+
+def test_the_search_for_a_fault_ends_however_many_come_meanwhile():
+    engine = two_texts(worker := FailingFor2())
+    worker.guests = engine
+    with pytest.raises(RuntimeError, match="made up") as caught:
+        engine.generator.step()
+    assert list(find_fault(engine.generator, caught.value)) == [1]
+    worker.guests = None
+    came = worker.steps
+    engine.generator.end(1, InputError("made up"))
+    engine.generator.step()
+    assert len(engine.generator.open_keys) == 1 + came  # nobody is forgotten
+    engine.generator.scheduler.check()
+
+
+def test_a_fault_is_found_though_its_steps_fail_while_the_books_are_changed():
+    engine = two_texts(worker := FakeWorker(random.Random(0), 1, 0.0))
+    generator, tries = engine.generator, []
+    plan = generator.scheduler.plan
+
+    def fails_for_1():
+        tries.append(1)
+        if len(tries) > 100:
+            pytest.fail("the search does not end")
+        if any(sequence.key == 1 for sequence in generator.scheduler.running):
+            raise RuntimeError("made up")
+        return plan()
+
+    generator.scheduler.plan = fails_for_1
+    with pytest.raises(RuntimeError, match="made up") as caught:
+        generator.step()
+    assert list(find_fault(generator, caught.value)) == [1]
+    generator.end(1, InputError("made up"))
+    assert generator.step() and generator.open_keys == [0]
+    generator.scheduler.check()
+    assert worker.content
+
+
+def test_who_asks_while_a_fault_is_looked_for_neither_waits_nor_changes_who_is_admitted():
+    engine = two_texts(FakeWorker(random.Random(0), 1, 0.0))
+    generator, service = engine.generator, Service(engine)
+    service.set_pace(Pace(FairAdmission()))
+    generator.step()
+    with generator.undisturbed():
+        asked = threading.Thread(target=lambda: service.generator, daemon=True)
+        asked.start()
+        asked.join(1)
+        waited = asked.is_alive()
+    asked.join()
+    service.close()
+    assert not waited
+    generator.scheduler.check()
 
 
 class Measuring(Worker):
