@@ -11,7 +11,7 @@ import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
@@ -40,9 +40,11 @@ class CacheOptions:
     policy       which rows go first when room is needed: the least recently used ("lru"), the least often used
                  ("lfu"), or those of the lowest priority of a request ("priority"); among equals, the last two take the
                  least recently used
-    ttl          seconds after its last use at which a row goes; None: never
+    ttl          seconds after its last use at which a row goes, at the latest before a later request is taken in; None:
+                 never
     max_tokens   the most rows kept beside those in use; None: as many as the KV store holds
-    min_overlap  prefixes of fewer tokens are neither used nor kept: they cost less to compute than to look after
+    min_overlap  prefixes of fewer tokens are neither used nor kept: they cost less to compute than to look after. They
+                 are kept where longer ones begin with them
     shifted      which chunks of text are reused at other positions than they were computed at, for approximate results;
                  or the file that `prefold verify --reuse shifted` wrote, which an LLM reads. None: reuse is exact
     """
@@ -116,7 +118,7 @@ class RadixCache:
         else:
             if len(node.slots) > len(node):  # room for tokens that never came
                 self._pool.free(node.trim())
-            node.kept, node.used = True, self._clock()
+            node.kept, node.scant, node.used = True, False, self._clock()
             self._kept[node] = None
             self._count(node, node.computed, 1)
             self._enter(node)
@@ -124,14 +126,12 @@ class RadixCache:
             assert account is not None
             self.accounts.use(account, node.used)
             self._cut_down(account)
-            limit = self.options.max_tokens
-            if limit is not None and self.rows > limit:
-                self.evict(self.rows - limit)
+            self._cut_to_most()
         self.seconds += time.perf_counter() - started
 
     def take(self, path: list[Node]) -> None:
-        """Takes out of the cache those of the nodes that it holds, for a sequence whose tokens go through them. Where
-        they come to fewer than `min_overlap` rows, these are dropped and will be computed again."""
+        """Takes out of the cache those of the nodes that it holds, for a sequence that waits, whose tokens go through
+        them. Where they come to fewer than `min_overlap` rows, these are scant."""
         overlap = sum(node.computed for node in path)
         if overlap and path[0].account is not None:
             self.accounts.use(path[0].account, self._clock())
@@ -141,10 +141,29 @@ class RadixCache:
             node.kept = False
             del self._kept[node]
             self._count(node, -node.computed, -1)
-            if overlap >= self.options.min_overlap or node.pins:
-                node.uses += 1
-            else:
-                self._pool.free(self._tree.drop(node))
+            node.scant = overlap < self.options.min_overlap and not node.pins
+            node.uses += not node.scant
+
+    def scant(self, path: Sequence[Node]) -> list[Node]:
+        """Returns the nodes of a path whose rows `use` gives up. Where others share enough of it, there are none."""
+        found = [node for node in path if node.scant and not node.pins]
+        return found if found and sum(node.computed for node in path) < self.options.min_overlap else []
+
+    def use(self, path: Sequence[Node]) -> list[Node]:
+        """Lets a sequence begin to use the rows of its path. Those that are scant are given up, to be computed again;
+        returns their nodes.
+
+        Nothing is lost by a sequence that ends while it waits. Where rows are given up, kept ones may lie below them:
+        these are evicted if everybody ends before the rows above are there again (see `keep`).
+        """
+        given_up = self.scant(path)
+        for node in given_up:
+            self._pool.free(self._tree.drop(node))
+        for node in path:
+            if node.scant:
+                node.scant = False
+                node.uses += node not in given_up
+        return given_up
 
     def touch(self, node: Node) -> None:
         """Books that rows were copied from the nodes down to this one, for a sequence that does not go through them."""
@@ -245,6 +264,7 @@ class RadixCache:
             for node in path[:1]:
                 assert node.account is not None
                 self._cut_down(node.account)
+            self._cut_to_most()
         return path[-1].stop if path else 0
 
     def forget_all(self) -> None:
@@ -266,6 +286,12 @@ class RadixCache:
         """Evicts what an account has above the most that it may have."""
         while account.max_rows is not None and account.rows > account.max_rows:
             self._forget_of(account, account.rows - account.max_rows)
+
+    def _cut_to_most(self) -> None:
+        """Evicts what there is above `max_tokens`."""
+        limit = self.options.max_tokens
+        if limit is not None and self.rows > limit:
+            self.evict(self.rows - limit)
 
     def _account_of(self, namespace: Hashable) -> Account:
         if len(self.accounts) > self._most_accounts:

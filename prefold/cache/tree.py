@@ -35,9 +35,10 @@ class Node:
     namespace  of a root: what was given to `insert`
     account    the RadixCache's, of the tenant whose namespace it is
 
-    kept, pins, used, uses, priority and place belong to the RadixCache:
+    kept, scant, pins, used, uses, priority and place belong to the RadixCache:
 
     kept      whether the cache holds the node: it is computed, and no sequence uses it
+    scant     whether sequences that wait found it kept, and too few rows to use; they give these up when they begin
     pins      how often it was pinned; while it is, it is never evicted
     used      when a sequence used it last, by the cache's clock
     uses      how often it was found in the cache
@@ -57,6 +58,7 @@ class Node:
         "pins",
         "place",
         "priority",
+        "scant",
         "slots",
         "start",
         "tokens",
@@ -77,6 +79,7 @@ class Node:
         self.lost = False
         self.namespace: Hashable = None
         self.kept = False
+        self.scant = False
         self.pins = 0
         self.used = 0.0
         self.uses = 0
@@ -158,7 +161,7 @@ class Node:
         upper = type(self)(self.parent, self.tokens[:size], self.start)
         upper.slots, self.slots = self.slots[:size], self.slots[size:]
         upper.computed, self.computed = min(self.computed, size), max(0, self.computed - size)
-        for name in ("users", "lost", "kept", "pins", "used", "uses", "priority"):
+        for name in ("users", "lost", "kept", "scant", "pins", "used", "uses", "priority"):
             setattr(upper, name, getattr(self, name))
         self.parent.children[int(upper.tokens[0])] = upper
         self.parent, self.tokens, self.start = upper, self.tokens[size:], self.start + size

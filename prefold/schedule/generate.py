@@ -115,6 +115,8 @@ class GenerateScheduler(Sequences[Running]):
                 remedy="give a larger kv_memory, or ask for fewer tokens",
                 code="kv_memory",
             )
+        if not self._requests:
+            self._forget_routes()
         namespace = self.namespace_of(namespace, Exits(route=route))
         self._has_routes |= route is not None
 
@@ -131,6 +133,11 @@ class GenerateScheduler(Sequences[Running]):
         super().clear()
         self._ending.clear()
         self._begun.clear()
+        self._forget_routes()
+
+    def _forget_routes(self) -> None:
+        self._has_routes = False
+        self._last_steps.clear()
 
     def _admitted(self) -> Iterable[Running]:
         return (*self.running, *self._ending)
@@ -174,6 +181,9 @@ class GenerateScheduler(Sequences[Running]):
         self._begun.append(step)
         if self._has_routes:
             self._last_steps[step.message.route] = next(self._numbers)
+            if len(self._last_steps) > 2 * self.max_running:  # clients may think of ever new ones
+                running = {sequence.route for sequence in self.running}
+                self._last_steps = {route: last for route, last in self._last_steps.items() if route in running}
         stats = self.stats
         stats.running_peak = max(stats.running_peak, len(self.running))
         held = self.pool.used_slots - (self.cache.rows if self.cache else 0)
@@ -282,10 +292,12 @@ class GenerateScheduler(Sequences[Running]):
         where it has to wait."""
         path = sequence.leaf.path()
         while True:
-            fresh = {node: len(node) - len(node.slots) for node in path if len(node.slots) < len(node)}
+            scant = [] if self.cache is None else self.cache.scant(path)
+            there = {node: 0 if node in scant else len(node.slots) for node in path}
+            fresh = {node: len(node) - count for node, count in there.items() if count < len(node)}
             rows = sum(fresh.values())
             # Neighbours, so that what only this sequence sees is read as one run, however often its prompt was split.
-            slots = self._slots(rows + self._tail_rows(sequence))
+            slots = self._slots(rows + self._tail_rows(sequence), path)
             if slots is not None:
                 break
             if self._make_way(sequence):
@@ -329,10 +341,17 @@ class GenerateScheduler(Sequences[Running]):
                 pending += len(sequence.tail)
         return pending
 
-    def _slots(self, count: int) -> np.ndarray | None:
-        short = count - self.pool.free_slots
-        if short > 0 and self.cache is not None and short <= self.cache.rows:  # else all would go in vain
-            self.cache.evict(short)
+    def _slots(self, count: int, path: Sequence[Node] = ()) -> np.ndarray | None:
+        """Returns so many slots, for which kept rows are evicted, and scant ones of a path given up that begins to be
+        used; None where that would not do, and then nothing is done."""
+        if self.cache is not None:
+            given_up = sum(len(node.slots) for node in self.cache.scant(path))
+            short = count - self.pool.free_slots - given_up
+            if short > self.cache.rows:
+                return None
+            self.cache.use(path)
+            if short > 0:
+                self.cache.evict(short)
         return self.pool.allocate(count)
 
     def _fail(self, sequence: Running) -> tuple[Hashable, InputError]:

@@ -68,6 +68,8 @@ class Sequences(Generic[S]):
         made  the tokens of each sample, by its number
         make  returns the sequence of a sample, given its number, the node that ends with the prompt, and its tokens
         """
+        if self.cache is not None:
+            self.cache.expire()  # nobody may have come for long
         leaf = self.tree.insert(namespace, tokens)
         path = leaf.path()
         if self.cache is not None:

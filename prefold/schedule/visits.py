@@ -323,6 +323,8 @@ class VisitScheduler(Sequences[Routed]):
             if not self._make_way(sequence):
                 return False
             self._promised = None
+        if self.cache is not None and self.cache.use(sequence.leaf.path()):
+            self._promised = None  # those who run with it may need what was given up
         sequence.run()
         self._find(sequence, len(sequence.prefixes))
         there = sequence.cached_tokens

@@ -24,6 +24,7 @@ class Cached:
         self.now += 1
         leaf = self.tree.insert((), np.array(tokens, np.int32))
         self.cache.take(leaf.path())
+        self.cache.use(leaf.path())
         for node in leaf.path():
             node.users += 1
             node.priority = max(node.priority, priority)
@@ -115,6 +116,17 @@ def test_pins():
     assert c.pool.used_slots == 0
 
 
+def test_what_was_pinned_counts_as_kept_afterwards():
+    c = Cached(max_tokens=4)
+    c.use(1, 2, 3)
+    c.cache.pin((), np.array([1, 2, 3]))
+    c.use(4, 5, 6)
+    assert c.pool.used_slots == 6
+    c.cache.unpin((), np.array([1, 2, 3]))
+    c.cache.check()
+    assert c.cache.rows == c.pool.used_slots == 4
+
+
 def test_options_are_checked():
     with pytest.raises(InputError, match="policy"):
         CacheOptions(policy="fifo")
@@ -122,18 +134,21 @@ def test_options_are_checked():
         CacheOptions(ttl=-1)
 
 
-def test_what_lies_below_rows_that_are_gone_goes_too():
+@pytest.mark.parametrize("begins", [False, True])
+def test_what_lies_below_rows_that_are_gone_goes_too(begins):
     c = Cached(min_overlap=3)
     c.use(1, 2, 3, 4)
-    leaf = c.tree.insert((), np.array([1, 2, 5], np.int32))  # comes, and is cancelled before it runs
+    leaf = c.tree.insert((), np.array([1, 2, 5], np.int32))  # comes, and is cancelled before its rows are there
     c.cache.take(leaf.path())
+    if begins:
+        assert [node.tokens.tolist() for node in c.cache.use(leaf.path())] == [[1, 2]]
     for node in leaf.path():
         node.users += 1
     for node in reversed(leaf.path()):
         node.users -= 1
         c.cache.keep(node)
     c.cache.check()
-    assert c.has(1, 2, 3, 4) == 0 and c.pool.used_slots == 0
+    assert c.has(1, 2, 3, 4) == c.pool.used_slots == (0 if begins else 4)
 
 
 def test_rows_below_one_that_is_still_to_be_computed_are_not_pinned():
@@ -142,6 +157,7 @@ def test_rows_below_one_that_is_still_to_be_computed_are_not_pinned():
     c.use(1, 2, 3, 4, 5, 6)
     waiting = c.tree.insert((), np.array([1, 2], np.int32))
     c.cache.take(waiting.path())
+    c.cache.use(waiting.path())
     waiting.users += 1
     tokens = np.array([1, 2, 3, 4, 5, 6])
     assert c.cache.pin((), tokens) == 0

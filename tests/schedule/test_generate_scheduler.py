@@ -214,6 +214,62 @@ def test_what_is_kept_and_not_reused_leaves_no_trace():
     assert all(len(runs) == 1 for *_, runs in seen["off"][-3:])  # a sequence that generates alone reads one run
 
 
+def test_who_leaves_before_it_runs_takes_nothing_along():
+    """Prompts that begin with the same few tokens, too few to use, are kept side by side below them."""
+    scheduler = scheduler_of(slots=400, cache=CacheOptions())
+    for key in range(4):
+        scheduler.submit(key, np.array([1, *range(10 + 50 * key, 50 + 50 * key)], np.int32), limit=1)
+        run_to_end(scheduler)
+    kept = scheduler.cache.rows
+    assert kept == 1 + 4 * 40
+    scheduler.submit("left", np.array([1, 5, 6], np.int32), limit=1)
+    scheduler.check()
+    scheduler.cancel("left")
+    scheduler.check()
+    assert scheduler.cache.rows == kept
+
+
+def test_a_long_prompt_uses_what_was_too_little_for_one_that_waits_too():
+    scheduler = scheduler_of(slots=400, cache=CacheOptions())
+    prompt = np.array([1, *range(10, 50)], np.int32)
+    scheduler.submit("first", prompt, limit=1)
+    run_to_end(scheduler)
+    before = scheduler.stats.prefill_rows
+    scheduler.submit("short", np.array([1, 5], np.int32), limit=1)
+    scheduler.submit("long", prompt, limit=1)
+    run_to_end(scheduler)
+    assert scheduler.stats.prefill_rows - before == 2 + 1  # both rows of the short one, the last of the long one again
+    scheduler.check()
+
+
+def test_what_waited_for_its_time_to_live_is_gone_for_who_comes_then():
+    now = [0.0]
+    scheduler = scheduler_of(cache=CacheOptions(min_overlap=0, ttl=60), clock=lambda: now[0])
+    prompt = np.arange(50, dtype=np.int32)
+    for key in range(2):
+        now[0] += 36_000
+        before = scheduler.stats.prefill_rows
+        scheduler.submit(key, prompt, limit=1)
+        run_to_end(scheduler)
+        assert scheduler.stats.prefill_rows - before == 50
+
+
+def test_routes_that_nobody_runs_are_forgotten():
+    scheduler = scheduler_of(running=4)
+    for key in range(40):
+        scheduler.submit(key, np.array([1, 2, 3], np.int32), limit=3, route=(0, key))
+    most = 0
+
+    def see(step):
+        nonlocal most
+        most = max(most, len(scheduler._last_steps))
+
+    run_to_end(scheduler, on_step=see)
+    assert most <= 9
+    scheduler.submit("plain", np.array([1, 2, 3], np.int32), limit=3)
+    assert not scheduler._last_steps and not scheduler._has_routes
+
+
 def test_namespaces_share_nothing():
     scheduler = scheduler_of(slots=100)
     prompt = np.array([0, 1, 2], np.int32)
