@@ -93,7 +93,7 @@ class LiveWindow:
         self._sums: dict[Node, _Sum] = {}
         self._waiting: OrderedDict[Hashable, Waiting] = OrderedDict()
         # The buckets of each queue, the one of most tokens at the head, as (-tokens, place, node, is_whole). An entry
-        # whose bucket has changed is passed over; a change enters the bucket once more.
+        # whose bucket has changed is passed over; a change enters the bucket once more. Where most are such, they go.
         self._queues: dict[Hashable, list[tuple[int, int, Node, bool]]] = {}
         self._places = itertools.count()
 
@@ -266,23 +266,28 @@ class LiveWindow:
 
     def _bucket(self, node: Node, is_whole: bool) -> Bucket | None:
         """Returns the bucket at a node; None where it is no bucket."""
-        total = self._sums.get(node)
-        if total is None or any(self._has_enough(above) for above in node.path()[:-1]):
-            return None
-        if self._has_enough(node) != is_whole or not (is_whole or total.ending):
+        size = self._size(node, is_whole)
+        if size is None:
             return None
         end = node
         while is_whole and len(end.children) == 1 and not self._sums[end].ending:
             (end,) = end.children.values()
         path = end.path()
-        if is_whole:
-            requests, tokens = total.requests, total.tokens
-        else:
-            requests, tokens = len(total.ending), len(total.ending) * node.stop
         above = path[0].parent
         assert above is not None
         prefix = path[0].tokens if len(path) == 1 else np.concatenate([one.tokens for one in path])
-        return Bucket(above.namespace, prefix, requests, tokens, node, is_whole)
+        return Bucket(above.namespace, prefix, *size, node, is_whole)
+
+    def _size(self, node: Node, is_whole: bool) -> tuple[int, int] | None:
+        """Returns the requests and tokens of the bucket at a node; None where it is no bucket."""
+        total = self._sums.get(node)
+        if total is None or any(self._has_enough(above) for above in node.path()[:-1]):
+            return None
+        if self._has_enough(node) != is_whole or not (is_whole or total.ending):
+            return None
+        if is_whole:
+            return total.requests, total.tokens
+        return len(total.ending), len(total.ending) * node.stop
 
     def _buckets_below(self, node: Node) -> Iterator[tuple[Node, bool]]:
         unseen = [node]
@@ -314,6 +319,14 @@ class LiveWindow:
         for queue in self._homes(bucket.namespace, bucket.prefix) or (None,):
             heap = self._queues.setdefault(queue, [])
             heapq.heappush(heap, (-bucket.tokens, next(self._places), node, is_whole))
+            if len(heap) > 2 * len(self._waiting) + 64:
+                heap[:] = {entry[2:]: entry for entry in heap if self._is_size(entry)}.values()
+                heapq.heapify(heap)
+
+    def _is_size(self, entry: tuple[int, int, Node, bool]) -> bool:
+        tokens, _, node, is_whole = entry
+        size = self._size(node, is_whole)
+        return size is not None and size[1] == -tokens
 
     def _requests_below(self, node: Node) -> Iterator[Waiting]:
         unseen = [node]

@@ -130,6 +130,19 @@ def test_small_buckets_wait_until_pressed():
         window.put(1, np.arange(3), now=8.0)
 
 
+def test_what_has_left_is_forgotten_however_many_come():
+    window = LiveWindow(max_tokens=10**6, grown_tokens=0)
+    rng = np.random.default_rng(0)
+    for number in range(1000):
+        window.put(number, np.concatenate(([number % 7] * 20, rng.integers(10, 1000, 20))), now=0.0)
+        if len(window) > 20:
+            window.discard(next(window.waiting()).key)
+        if number % 100 == 0:
+            window.check()
+    window.check()
+    assert sum(map(len, window._queues.values())) <= 2 * 21 + 64
+
+
 def test_a_bucket_that_has_changed_is_not_taken():
     window = LiveWindow(max_tokens=1000)
     window.put(0, np.arange(10), now=0.0)
