@@ -36,11 +36,11 @@ def decode_options(data: bytes) -> tuple[Sampling | None, int]:
     priority, asked = values.get("priority", 0), values.get("sampling")
     if asked is None:
         return None, priority
-    for name in ("stop", "stop_ids"):
-        if name in asked:
-            asked[name] = tuple(asked[name])
-    if "logit_bias" in asked:
-        asked["logit_bias"] = tuple((token, bias) for token, bias in asked["logit_bias"])
     if "grammar" in asked:
         asked["grammar"] = Grammar(*asked["grammar"])
-    return Sampling(**asked), priority
+    return Sampling(**{name: _tuples(value) for name, value in asked.items()}), priority
+
+
+def _tuples(value: Any) -> Any:
+    """Returns a value with tuples in place of the lists that JSON has made of them."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -30,6 +30,8 @@ samplings = st.builds(
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
     grammar=st.none() | grammars,
+    exit_visits=st.lists(counts, max_size=2).map(tuple),
+    route=st.none() | st.lists(counts, min_size=1, max_size=3).map(tuple),
 )
 requests = st.builds(
     Request,
