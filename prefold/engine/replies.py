@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -118,7 +119,7 @@ def send(out: Mapping[Reply, Sequence[Any]]) -> None:
         by_loop.setdefault(reply.loop, []).append((reply, events))
     now = time.perf_counter()
     for loop, mail in by_loop.items():
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # its loop is closed, and nobody reads there any more
             loop.call_soon_threadsafe(_hand_out, mail, now)
 
 

@@ -382,7 +382,8 @@ class Service:
         if "generator" in self.engine.__dict__:
             unbegun = self._unbegun
             if unbegun:
-                keys = [one.key for one in self.engine.generator.scheduler.running if one.key in unbegun]
+                running = list(self.engine.generator.scheduler.running)  # another thread may make a step just now
+                keys = [one.key for one in running if one.key in unbegun]
                 popped = [unbegun.pop(key, None) for key in dict.fromkeys(keys)]  # others are forgetting theirs
                 _note_begun([reply for reply in popped if reply is not None])
         out, self._out = self._out, {}

@@ -288,6 +288,25 @@ def test_who_asks_while_a_fault_is_looked_for_neither_waits_nor_changes_who_is_a
     generator.scheduler.check()
 
 
+def test_a_step_of_another_thread_between_two_looks_does_not_end_the_service():
+    """A caller of LLM.generate ends a request while the service notes which of its own have begun."""
+    engine = two_texts(FakeWorker(random.Random(0), 1, 0.0))
+    service = Service(engine)
+    service.close()  # this thread does its work
+    engine.generator.step()
+    looks = []
+
+    class Racing(dict):
+        def __contains__(self, key):
+            looks.append(key)
+            engine.generator.scheduler.running.clear()
+            return False
+
+    service._unbegun = Racing({0: None})
+    service._deliver()
+    assert looks == [0, 1]
+
+
 class Measuring(Worker):
     """Every token is 0; notes how large messages are."""
 
