@@ -136,7 +136,7 @@ class Engine:
                 return
             left = ProbeWindows(windows, readout, self.generator.scheduler.pool.num_slots)
             while not left.has_ended:
-                yield from self._run_probes(left.probes(), readout, how)
+                yield from self._run_probes(left.probes(), readout, how, put_off=left.put_off)
                 if stopping():
                     return
                 yield from run_stream(self.worker, left.others(), readout, **how)
@@ -172,14 +172,26 @@ class Engine:
             yield from self._run_probes(last_rows(windows, readout), readout, how, shares=sharing == "full")
 
     def _run_probes(
-        self, windows: Probes, readout: Readout, how: dict[str, Any], *, shares: bool = True
+        self,
+        windows: Probes,
+        readout: Readout,
+        how: dict[str, Any],
+        *,
+        shares: bool = True,
+        put_off: Callable[[Window, int], None] | None = None,
     ) -> Iterator[tuple[bytes, Result | InputError]]:
-        """Runs windows in the slots of the KV store, in one loop with what is generated."""
+        """Runs windows in the slots of the KV store, in one loop with what is generated.
+
+        put_off  takes a request that the store has no room for, since what is pinned stays; None: it has an error
+        """
         asked: dict[str, Any] = {"stopping": how["stopping"], "readout": readout, "sharing": shares}
         probes = serve(self.generator, windows, is_again=lambda tag: bool(tag[0].twins[tag[1]]), **asked)
         with closing(probes) as answers:
             for (window, number), result in answers:
                 assert isinstance(result, Result | InputError)
+                if put_off is not None and isinstance(result, InputError) and result.code == "kv_memory":
+                    put_off(window, number)
+                    continue
                 if not window.twins[number]:
                     self.meter.add(requests=1)
                 yield window.tags[number], result

@@ -28,10 +28,11 @@ class ProbeWindows:
         self._windows, self._readout, self._slots = iter(windows), readout, slots
         self._next: Window | None = None  # was taken, and is of the other kind
         self._was_parted = False  # whether some of the window that was taken last went to the slots
+        self._put_off: dict[Window, list[int]] = {}  # with the places of the requests that the slots had no room for
 
     def probes(self) -> Probes:
         """Yields the requests of each window, tagged (window, place in it), and None for None, until others come."""
-        while not self.has_ended:
+        while not (self.has_ended or self._put_off):
             window = self._take()
             if window is None:
                 if not self.has_ended:
@@ -47,13 +48,20 @@ class ProbeWindows:
                 yield _tagged(window.take(np.flatnonzero(fits)))
             return
 
+    def put_off(self, window: Window, number: int) -> None:
+        """Takes back a request of a window for which the slots have no room after all: it is one of the others."""
+        self._put_off.setdefault(window, []).append(number)
+
     def others(self) -> Iterator[Window]:
         """Yields the others, one after the other, until there is none."""
         while (window := self._take()) is not None:
             if self._fits(window).any():
                 self._next = window
-                return
+                break
             yield window
+        put_off, self._put_off = self._put_off, {}
+        for window, numbers in put_off.items():
+            yield window.take(np.array(sorted(numbers)))
 
     def _take(self) -> Window | None:
         window, self._next = self._next, None

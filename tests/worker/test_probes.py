@@ -124,3 +124,21 @@ def test_a_window_behind_one_that_was_parted_does_not_go_on_from_a_prompt_that_w
     )
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one.values, other.values, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prompt_that_has_no_room_beside_what_is_pinned_is_read_in_the_stream(tmp_path):
+    folder = str(tiny_checkpoint(tmp_path, "llama"))
+    plain = LLM(folder, **PLACE)
+    cached = LLM(folder, **PLACE, cache=CACHE, cache_prefill=True, kv_memory=1 << 15)
+    slots = cached.engine.generator.scheduler.pool.num_slots
+    assert slots > 12
+    held = [*range(100, 100 + slots - 6)]
+    run(cached, [as_request(held)], Readout("last"), sharing="full", rows=100)
+    assert cached.pin(held) == len(held)
+    requests = [as_request(tokens) for tokens in ([1, 2], [*range(3, 11)], [20, 21], [*range(3, 12)])]
+    found, expected = (
+        run(llm, requests, Readout("last"), sharing="full", rows=100, window=11) for llm in (cached, plain)
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.values, other.values, rtol=1e-4, atol=1e-4)
+    assert cached.stats.requests == 5
