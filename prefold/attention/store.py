@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import gpu, slot_torch
 from .heads import Heads
-from .packed import PackedLayout, PackedPlane
+from .packed import PAGE, PackedLayout, PackedPlane
 from .slot_plan import KeyRuns, SlotPlan, plan_slots
 
 __all__ = ["KVStore"]
@@ -123,9 +123,12 @@ class KVStore:
             )
 
 
-def _zeros(*shape: int) -> Tensor:
-    """Returns zeros, uint8, of which a page takes memory when it is first written (torch would write them all now)."""
-    return torch.from_numpy(np.zeros(shape, np.uint8))
+def _zeros(planes: int, size: int) -> Tensor:
+    """Returns zeros, uint8 [planes, size], from the beginning of a page on, so that no vector that a kernel reads lies
+    in two cache lines. A page takes memory when it is first written (torch would write them all now)."""
+    memory = np.zeros(planes * size + PAGE, np.uint8)
+    first = -memory.ctypes.data % PAGE
+    return torch.from_numpy(memory[first : first + planes * size].reshape(planes, size))
 
 
 def _check_slots(slots: Tensor, count: int) -> None:
