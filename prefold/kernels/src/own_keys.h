@@ -12,6 +12,7 @@
 namespace prefold {
 
 constexpr int kOwnPairs = 32;  // of a chunk
+constexpr int64_t kLine = 64;  // bytes that memory gives at once
 
 // Lane i of the result is x[i] + x[i ^ DISTANCE], or with y in place of x in the lanes that have the bit DISTANCE.
 template <int DISTANCE>
@@ -50,7 +51,9 @@ class OwnKeys {
     begin(query, sums);
     if (run_ != run_stop_) {
       load_query(query);
-      while (next_chunk()) {
+      find_chunk(next_);
+      while (next_.pairs) {
+        take_chunk();
         score();
         soften();
         if (packed_.any_unsafe && has_unsafe()) {
@@ -85,30 +88,53 @@ class OwnKeys {
     }
   }
 
-  // The next pairs of the query's runs; bit i of visible_ says whether it sees key i of them.
-  bool next_chunk() {
-    pairs_ = 0;
-    visible_ = 0;
-    while (pairs_ < kOwnPairs && run_ != run_stop_) {
+  // Pairs of slots; bit i of `visible` says whether the query sees key i of them.
+  struct Chunk {
+    int pairs;
+    uint64_t visible;
+    int32_t pair[kOwnPairs];
+  };
+
+  // The next pairs of the query's runs; none at their end.
+  void find_chunk(Chunk& chunk) {
+    chunk.pairs = 0;
+    chunk.visible = 0;
+    while (chunk.pairs < kOwnPairs && run_ != run_stop_) {
       const int first = run_->first + used_;
-      const int take = std::min(2 * (kOwnPairs - pairs_) - (first & 1), run_->count - used_);
+      const int take = std::min(2 * (kOwnPairs - chunk.pairs) - (first & 1), run_->count - used_);
       const int pairs = (first + take + 1) / 2 - first / 2;
-      for (int i = 0; i < pairs; ++i) pair_[pairs_ + i] = first / 2 + i;
-      visible_ |= (~uint64_t{0} >> (64 - take)) << (2 * pairs_ + (first & 1));
-      pairs_ += pairs;
+      for (int i = 0; i < pairs; ++i) chunk.pair[chunk.pairs + i] = first / 2 + i;
+      chunk.visible |= (~uint64_t{0} >> (64 - take)) << (2 * chunk.pairs + (first & 1));
+      chunk.pairs += pairs;
       used_ += take;
       if (used_ == run_->count) ++run_, used_ = 0;
     }
-    if (pairs_ == 0) return false;
+  }
+
+  // Goes on to the chunk that was found, and finds the one behind it, whose keys are fetched while this one's values
+  // are added up: the memory's own foresight ends with a page and with a run.
+  void take_chunk() {
     const Stored* keys = packed_.key_pairs(tile_.kv_head);
     const Stored* values = packed_.value_pairs(tile_.kv_head);
+    pairs_ = next_.pairs;
+    visible_ = next_.visible;
     for (int j = 0; j < pairs_; ++j) {
+      pair_[j] = next_.pair[j];
       key_at_[j] = keys + pair_[j] * packed_.pair_size;
       value_at_[j] = values + pair_[j] * packed_.pair_size;
     }
     // A register block of scores takes whole numbers of keys.
     for (int j = pairs_; j % (kKeys / 2) != 0; ++j) key_at_[j] = key_at_[pairs_ - 1];
-    return true;
+    find_chunk(next_);
+    for (int j = 0; j < next_.pairs; ++j) next_key_at_[j] = keys + next_.pair[j] * packed_.pair_size;
+    for (int j = next_.pairs; j < pairs_; ++j) next_key_at_[j] = key_at_[j];
+  }
+
+  PREFOLD_INLINE void fetch(const Stored* pair) const {
+    const char* at = reinterpret_cast<const char*>(pair);
+    for (int64_t i = 0; i < packed_.pair_size * static_cast<int64_t>(sizeof(Stored)); i += kLine) {
+      __builtin_prefetch(at + i);
+    }
   }
 
   // scores_[head][key] = q . k
@@ -118,6 +144,7 @@ class OwnKeys {
 
   // The scores of as many keys as a part has lanes; blocks past the last key are left out.
   PREFOLD_APART void score_part(int key) {
+    for (int j = key / 2; j < std::min(key / 2 + kPartLanes / 2, pairs_); ++j) fetch(value_at_[j]);
     constexpr int kBlocks = kPartLanes / kKeys;
     Part<float> block[kBlocks][H] = {};
 #pragma GCC unroll 4
@@ -220,6 +247,7 @@ class OwnKeys {
     }
     const Stored* p = probabilities_;
     for (int j = 0; j < pairs_; ++j) {
+      if (first == 0) fetch(next_key_at_[j]);
       const Stored* v = value_at_[j] + first * kPartLanes;
 #pragma GCC unroll 2
       for (int half = 0; half < 2 / kWidth; ++half, v += packed_.dim, ++p) {
@@ -283,10 +311,11 @@ class OwnKeys {
   const int steps_, dim_parts_;
   const OwnRun *run_, *run_stop_;
   int used_;  // keys of the current run
+  Chunk next_;
   int pairs_;
   uint64_t visible_;
   int32_t pair_[kOwnPairs];
-  const Stored *key_at_[kOwnPairs + kLanes], *value_at_[kOwnPairs];
+  const Stored *key_at_[kOwnPairs + kLanes], *value_at_[kOwnPairs], *next_key_at_[kOwnPairs];
   float max_[H], sum_[H], rescale_[H];
   float scores_[H * 2 * kOwnPairs];
   Stored probabilities_[H * 2 * kOwnPairs / kWidth];
