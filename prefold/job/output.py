@@ -17,6 +17,7 @@ from typing import Any, Protocol, TextIO
 
 from ..errors import JobError
 from ..files import writing
+from ..records.identity import as_noted
 from ..records.recordset import RecordSet
 from .columns import TableForm
 from .finish import finish_for
@@ -188,8 +189,11 @@ class FileOutput:
         if self.journal.job is not None:
             size = self.lines_path.stat().st_size if self.lines_path.exists() else 0
             made = self._finish is not None and self.path.exists()
-            if options.grown is not None and self.journal.job["input"] != self._job["input"]:
-                options.grown(self.journal.job["input"])
+            before = self.journal.job.get("input")
+            if before and self._job.get("input"):  # a server's batch whose input is gone has none
+                self._job["input"] = as_noted(self._job["input"], before)
+            if options.grown is not None and before != self._job["input"]:
+                options.grown(before)
                 self.journal.job["input"] = self._job["input"]
                 self._grew = True
             self.journal.resume(self._job, size, options.limit, made=made)

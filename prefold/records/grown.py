@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 from ..errors import JobError
+from .identity import as_noted, content_of, file_identity
 from .record import Source
-from .source import file_identity, is_gzip
+from .source import is_gzip
 
 __all__ = ["check_grown"]
 
@@ -20,10 +22,12 @@ def check_grown(source: Source, before: dict[str, Any]) -> None:
     """
     if not source.paths:
         raise JobError("nobody can tell whether standard input has only grown; give --grown with files")
-    then, now = (identity.get("files", [identity]) for identity in (before, source.identity))
+    then, now = (identity.get("files", [identity]) for identity in (before, as_noted(source.identity, before)))
     for place, old in enumerate(then):
         if place < len(now) and now[place] == old:
             continue
+        if place < len(now) and content_of(now[place]) == content_of(old):
+            raise _modified(source.paths[place], old, now[place])
         if place == len(then) - 1 and place < len(now) and source.format != "parquet":
             _check_longer(source.paths[place], old, now[place])
             continue
@@ -34,6 +38,16 @@ def _other(name: Path | str) -> JobError:
     return JobError(
         f"{name} does not begin with what it was when the job was run, so --grown cannot go on with it; "
         "--overwrite starts the job again, -o NAME writes to another file"
+    )
+
+
+def _modified(path: Path, old: dict[str, Any], now: dict[str, Any]) -> JobError:
+    return JobError(
+        f"{path} was modified since the job was run (it was of {old['modified']}, now it is of {now['modified']}). "
+        "Its size and the blocks of it that are digested are what they were, but it may be another between them, so "
+        "--grown cannot go on with it; where you know that it is not, give it its time again "
+        f"(touch -d {old['modified']} {shlex.quote(str(path))}), else --overwrite starts the job again, -o NAME writes "
+        "to another file"
     )
 
 

@@ -11,25 +11,19 @@ import gzip
 import io
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ..errors import JobError
-from ..files import sampled_digest
+from .identity import input_identity
 from .parquet import ParquetSource
 from .record import FORMATS, Source
 from .stdin import open_stdin, standard_input
 from .textual import LineSource, TableOptions, delimiter_of, file_errors
 
-__all__ = ["SUFFIXES", "file_identity", "is_gzip", "open_source"]
+__all__ = ["SUFFIXES", "is_gzip", "open_source"]
 
 SUFFIXES = {".ndjson": "jsonl", ".json": "jsonl"} | {f".{format}": format for format in FORMATS}
-# The digest of a file is made of all of it up to so many bytes; of a larger file, of so many blocks of so many bytes,
-# evenly spread, and of when it was last modified, as an edit may lie between the blocks. All of a file of 100 GB would
-# take minutes before anything is done, also for a try with --limit.
-_WHOLE_DIGEST = 256 << 20
-_DIGEST_BLOCKS = 512
 _BUFFER = 1 << 16
 
 
@@ -60,7 +54,7 @@ def open_source(
         raise JobError(f"the input {name} is not a file; give a file, a folder, a pattern, or - for standard input")
     format = format or _format_of(path)
     delimiter_of(format, options.delimiter)
-    identity = _identity(path)
+    identity = input_identity(path)
     if format == "parquet":
         source: Source = ParquetSource(name, path, identity)
         source.paths = (path,)
@@ -124,20 +118,3 @@ def is_gzip(path: Path) -> bool:
     """Returns whether a file begins as gzip files do."""
     with path.open("rb") as file:
         return file.read(2) == b"\x1f\x8b"
-
-
-def file_identity(path: Path, size: int | None = None) -> dict[str, Any]:
-    """Returns what tells a file, or its first `size` bytes, from another by its content: {"bytes": size, "digest":
-    BLAKE2b in hex}."""
-    size = path.stat().st_size if size is None else size
-    return {"bytes": size, "digest": sampled_digest(path, size, _DIGEST_BLOCKS, _WHOLE_DIGEST)}
-
-
-def _identity(path: Path) -> dict[str, Any]:
-    """Returns what tells an input from another: its content, and of a file too large to be digested as a whole when it
-    was last modified, {"modified": the time as a text}."""
-    facts = path.stat()
-    found = file_identity(path, facts.st_size)
-    if facts.st_size > _WHOLE_DIGEST:
-        found["modified"] = datetime.fromtimestamp(facts.st_mtime, UTC).isoformat()
-    return found

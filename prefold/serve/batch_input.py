@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import JobError
+from ..records.identity import file_identity
 from ..records.record import Source
-from ..records.source import file_identity, is_gzip
+from ..records.source import is_gzip
 from ..records.textual import LineSource, TableOptions
 
 __all__ = ["open_input"]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +20,14 @@ import numpy as np
 import pytest
 
 from prefold.errors import CheckpointError, JobError, UnsupportedModelError
+from prefold.job.journal import journal_path
 from prefold.job.output import OutputOptions, StreamOutput, open_output
 from prefold.job.run import Interrupted, Job, run_job
 from prefold.records.batch import OpenAIBatch
 from prefold.records.fields import Template
 from prefold.records.files import open_sources
 from prefold.records.grown import check_grown
+from prefold.records.identity import file_identity
 from prefold.records.source import open_source
 from prefold.records.tables import Columns, TableAdapter
 from prefold.report.progress import Progress
@@ -538,8 +543,8 @@ def test_what_an_input_gets_while_it_is_read_belongs_to_the_next_run(tmp_path, z
 
 
 def test_a_large_input_that_was_edited_between_the_blocks_of_its_digest(tmp_path, monkeypatch):
-    monkeypatch.setattr("prefold.records.source._WHOLE_DIGEST", 1 << 17)
-    monkeypatch.setattr("prefold.records.source._DIGEST_BLOCKS", 2)
+    monkeypatch.setattr("prefold.records.identity._WHOLE_DIGEST", 1 << 17)
+    monkeypatch.setattr("prefold.records.identity._DIGEST_BLOCKS", 2)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     padding = b" " * (1 << 16) + b"\n"
     write_records(source, 10)
@@ -559,6 +564,64 @@ def test_a_large_input_that_was_edited_between_the_blocks_of_its_digest(tmp_path
     with source.open("ab") as file:
         file.write(lines[9])
     assert run_job(grown_job(source, out), Progress()).records == 10
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """All files are too large to be digested as a whole."""
+    monkeypatch.setattr("prefold.records.identity._WHOLE_DIGEST", 0)
+    monkeypatch.setattr("prefold.files._BLOCK", 16)
+
+
+def forget_time(monkeypatch, source, out):
+    """Runs a job as earlier versions did, which noted no time."""
+    with monkeypatch.context() as patched:
+        patched.setattr("prefold.records.source.input_identity", file_identity)
+        run_job(grown_job(source, out), Progress())
+
+
+def test_a_journal_that_notes_no_time_is_of_the_same_large_input(tmp_path, large, monkeypatch):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.csv"
+    write_records(source, 9)
+    forget_time(monkeypatch, source, out)
+    fingerprint = {"task": "embed", "input": open_source(str(source)).identity}
+    assert "modified" in fingerprint["input"]
+    for grown in (None, partial(check_grown, open_source(str(source)))):
+        output = open_output(OutputOptions(out, grown=grown), fingerprint)
+        assert output.ended  # and is not taken for one that has grown
+        output.close()
+    source.write_bytes(source.read_bytes().replace(b"common", b"Common", 1))
+    fingerprint["input"] = open_source(str(source)).identity
+    with pytest.raises(JobError, match=r"input\.digest: "):
+        open_output(OutputOptions(out), fingerprint)
+
+
+def test_a_large_input_goes_on_from_a_journal_that_notes_no_time(tmp_path, large, monkeypatch):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 30)
+    lines = source.read_bytes().splitlines(keepends=True)
+    source.write_bytes(b"".join(lines[:10]))
+    forget_time(monkeypatch, source, out)
+    source.write_bytes(b"".join(lines))
+    assert run_job(grown_job(source, out), Progress()).resumed == 10
+    check_complete(source, out)
+    assert "modified" in read_lines(journal_path(out))[-3]["input"]  # behind it are one commit, and the end
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_large_input_that_was_only_touched_is_told_so(tmp_path, large, count):
+    names = [str(tmp_path / f"in {i}.jsonl") for i in range(count)]
+    for name in names:
+        write_records(Path(name), 5)
+    before, old = open_sources(names).identity, os.stat(names[0])
+    os.utime(names[0], ns=(0, 1_700_000_000_123_456_000))
+    with pytest.raises(JobError, match="was modified since the job was run") as refused:
+        check_grown(open_sources(names), before)
+    assert "does not begin" not in str(refused.value)
+    remedy = shlex.split(re.search(r"\((touch .*)\), else", str(refused.value))[1])
+    assert remedy[-1] == names[0]
+    os.utime(names[0], (old.st_atime, datetime.fromisoformat(remedy[2]).timestamp()))
+    check_grown(open_sources(names), before)
 
 
 def test_an_input_that_is_another_has_not_grown(tmp_path):
