@@ -12,8 +12,11 @@ from ..files import sampled_digest
 __all__ = ["folder_digest", "model_identity"]
 
 _BLOCKS, _WHOLE = 64, 4 << 20  # 4 MiB of a file are read, also where it lies on a network's disk
-# The files of a folder that say what its model does: its own, those of sentence-transformers' modules, chat templates.
-_PATTERNS = ("*", "*/config.json", "additional_chat_templates/*.jinja")
+# The files of a folder that say what its model does: its own and those of sentence-transformers' modules, and further
+# chat templates. The former count by their bare names, as they always did, so that a job which was begun by an earlier
+# version can be resumed; the latter by their names in the folder, as a template may have any name.
+_BARE = ("*", "*/config.json")
+_PLACED = ("additional_chat_templates/*.jinja",)
 
 
 def model_identity(checkpoint: Any) -> dict[str, Any]:
@@ -27,15 +30,15 @@ def model_identity(checkpoint: Any) -> dict[str, Any]:
 
 
 def folder_digest(path: Path) -> str:
-    """Returns a digest of a checkpoint's files: of their names in the folder and sizes, of the contents of small files,
-    and of blocks of the weights all over each file, so that another training of the same model is another one."""
-    files = {path.name: path}
+    """Returns a digest of a checkpoint's files: of their names and sizes, of the contents of small files, and of blocks
+    of the weights all over each file, so that another training of the same model is another one."""
+    files = {path: path.name}
     if path.is_dir():
-        found = (file for pattern in _PATTERNS for file in path.glob(pattern) if file.is_file())
-        files = {file.relative_to(path).as_posix(): file for file in found}
+        files = {file: file.name for pattern in _BARE for file in path.glob(pattern)}
+        files |= {file: file.relative_to(path).as_posix() for pattern in _PLACED for file in path.glob(pattern)}
     digest = hashlib.blake2b(digest_size=8)
-    for name, file in sorted(files.items()):
-        digest.update(f"{name} {file.stat().st_size}\n".encode())
+    for file in sorted(file for file in files if file.is_file()):
+        digest.update(f"{files[file]} {file.stat().st_size}\n".encode())
         if file.suffix in (".json", ".jinja"):
             digest.update(file.read_bytes())
         elif file.suffix in (".safetensors", ".gguf"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -44,3 +46,13 @@ def test_another_text_of_any_chat_template_is_another_model(tmp_path):
     renamed = folder_digest(tmp_path)
     (path.parent / "rag.jinja").rename(tmp_path / "rag.jinja")
     assert folder_digest(tmp_path) != renamed != before
+
+
+def test_the_digest_that_journals_have_is_that_of_bare_names_in_the_order_of_paths(tmp_path):
+    content = hashlib.blake2b(digest_size=8)
+    for name in ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense.json", "config.json", "tokenizer.json"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{{{name}}}")
+        content.update(f"{path.name} {path.stat().st_size}\n{{{name}}}".encode())
+    assert folder_digest(tmp_path) == content.hexdigest()
