@@ -41,3 +41,12 @@ def test_settings_that_are_given_hold_where_there_is_an_environment_already(setu
     assert setup(TORCH="torch==1 --index-url x") == []
     assert setup(EXTRAS="ray") == ["-e .[ray]"]
     assert setup(TORCH="torch==1 --index-url x") != []  # what was installed last need not be that any more
+
+
+def test_a_call_without_settings_takes_what_there_is(setup, tmp_path):
+    assert setup(TORCH="torch==1", EXTRAS="ray") == ["torch==1", "-e .[ray]"]
+    for _ in range(2):  # as scripts/test and scripts/demo call it
+        assert setup() == []
+        assert setup(TORCH="torch==1", EXTRAS="ray") == []
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'another'\n")
+    assert setup() == ["-e .[dev]"]
