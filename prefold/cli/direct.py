@@ -38,7 +38,7 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
     for option in job_options_of(o)[:1]:
         raise click.UsageError(f"{option} is for jobs; give an input file, or leave it out")
     if task != "generate":
-        refuse_conversation_options(o)
+        refuse_conversation_options(o, "give a file of them with --messages COLUMN, or leave it out")
     from ..records.lines import dumps
     from ..tasks.run import calibrated, finish_items, run_works
 

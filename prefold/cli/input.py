@@ -158,7 +158,7 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
     if o.get("prompt") and o.get("messages"):
         raise click.UsageError("--prompt and --messages exclude each other")
     if task != "generate" and not o.get("messages"):
-        refuse_conversation_options(o)
+        refuse_conversation_options(o, "add --messages COLUMN")
     columns: dict[str, Any] = {
         name: Template(read_argument(o[name]), f"--{name}")
         for name in ("prompt", "query", "document", "continuation")

@@ -65,7 +65,8 @@ def run_command(
     if o["report"] and not was_ended:
         report(summary, task, input, o)
     elif o["report"] and not o["quiet"]:
-        say(f"  report    not written, as nothing was computed; {o['report']} stays what it is")
+        state = "{} stays what it is" if Path(o["report"]).exists() else "there is no {}"
+        say(f"  report    not written, as nothing was computed; {state.format(o['report'])}")
     if summary.errors:
         sys.exit(FAILED_RECORDS)
 

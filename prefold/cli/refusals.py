@@ -37,8 +37,11 @@ def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def refuse_conversation_options(o: dict[str, Any]) -> None:
-    """Raises UsageError where an option was given that says how conversations are written, though there are none."""
+def refuse_conversation_options(o: dict[str, Any], remedy: str) -> None:
+    """Raises UsageError where an option was given that says how conversations are written, though there are none.
+
+    remedy  in words how there would be some, for the error
+    """
     for name in _CONVERSATION:
         if o.get(name) not in (None, False):
-            raise click.UsageError(f"--{name.replace('_', '-')} is for conversations; add --messages COLUMN")
+            raise click.UsageError(f"--{name.replace('_', '-')} is for conversations; {remedy}")

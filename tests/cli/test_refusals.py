@@ -55,11 +55,17 @@ def test_an_option_with_the_name_of_another_is_heeded(prefold, table):
 
 
 @pytest.mark.parametrize("command", ["embed", "score"])
-@pytest.mark.parametrize("arguments", [["in.jsonl", "--prompt", "text"], ["a text"]])
-def test_options_of_conversations_without_one(prefold, table, command, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["in.jsonl", "--prompt", "text"], "add --messages COLUMN"),
+        (["a text"], "give a file of them with --messages COLUMN, or leave it out"),  # it has no columns
+    ],
+)
+def test_options_of_conversations_without_one(prefold, table, command, arguments, remedy):
     for option in (("--system", "s"), ("--chat-template-kwargs", "{}"), ("--escape-special",)):
         done = prefold(command, *arguments, *option)
-        assert done.exit_code == 2 and f"{option[0]} is for conversations; add --messages" in done.stderr
+        assert done.exit_code == 2 and f"{option[0]} is for conversations; {remedy}" in done.stderr
 
 
 def test_a_text_with_an_image_is_not_scored_as_a_whole(prefold, table):
