@@ -3,6 +3,7 @@
 What is kept of a response is its body, and beside it:
 
 _own          the items of its own input; what was said before is in those that it goes on from
+_input        instead of _own, where the one that it goes on from was deleted meanwhile: the items of the whole input
 _is_followed  True where another goes on from it
 _is_deleted   True where it was deleted after that: it is kept for the other only
 """
@@ -64,7 +65,7 @@ async def create(site: Site, request: Request, tenant: Tenant) -> Response:
 
         async def kept(response: Body | None) -> None:
             if keep and response is not None:
-                await asyncio.to_thread(_keep, site, tenant, response, own, ids_before)
+                await asyncio.to_thread(_keep, site.store, tenant, response, own, items_before, ids_before)
 
         if not stream:
             results = await unless_gone(request, asking.desk.answer(order, asking.num_bytes))
@@ -99,7 +100,7 @@ def _conversation(store: Store, tenant: Tenant, last: Body) -> tuple[list[Body],
     """Returns the items of a conversation, of which each response holds its own, and the ids of its responses. Raises
     Refusal (404) where one of them is gone."""
     found = [last]
-    # Those of earlier versions hold all of it, as `_input`.
+    # Those that hold all of it as `_input` go on from none that has to be there; so do those of earlier versions.
     while (previous := found[-1]["previous_response_id"]) is not None and "_input" not in found[-1]:
         body = store.get("response", tenant.name or "", previous)
         if body is None:
@@ -110,14 +111,32 @@ def _conversation(store: Store, tenant: Tenant, last: Body) -> tuple[list[Body],
     return items, [one["id"] for one in found]
 
 
-def _keep(site: Site, tenant: Tenant, response: Body, own: list[Body], before: list[str]) -> None:
-    """Keeps a response with its own input, and with it those that it goes on from."""
-    assert site.store is not None
+def _keep(
+    store: Store | None, tenant: Tenant, response: Body, own: list[Body], items_before: list[Body], before: list[str]
+) -> None:
+    """Keeps a response with its own input, and with it those that it goes on from. Where the last of them was deleted
+    while this one was being made, the whole input is kept with this one.
+
+    items_before, before  as `_before` returns them
+    """
+    assert store is not None
     drop_at = time.time() + KEPT_SECONDS
-    site.store.keep_until("response", before, drop_at)
+    store.keep_until("response", before, drop_at)
+    said: Body = {"_own": own}
     for previous in before[:1]:
-        site.store.change("response", previous, {"_is_followed": True})
-    site.store.add("response", tenant.name or "", response | {"_own": own}, drop_at=drop_at)
+        found = store.change("response", previous, {"_is_followed": True})
+        # One that is said to be deleted may be gone in a moment: `_delete` has not seen that it is followed.
+        if found is None or found.get("_is_deleted"):
+            said = {"_input": [*items_before, *own]}
+    store.add("response", tenant.name or "", response | said, drop_at=drop_at)
+
+
+def _delete(store: Store, tenant: Tenant, id: str) -> None:
+    """Forgets a response, or hides it where others go on from it."""
+    # It is hidden first, so that `_keep` of another thread sees at any time whether it can rely on it.
+    found = store.change("response", id, {"_is_deleted": True})
+    if found is not None and not found.get("_is_followed"):
+        store.delete("response", tenant.name or "", id)
 
 
 async def _one(site: Site, tenant: Tenant, id: Any, param: str = "id") -> Body:
@@ -144,10 +163,7 @@ async def delete(site: Site, request: Request, tenant: Tenant) -> Response:
     """Forgets a kept response. Of one that others go on from, these keep its items."""
     found = await _one(site, tenant, request.path_params["id"])
     assert site.store is not None
-    if found.get("_is_followed"):
-        await asyncio.to_thread(site.store.change, "response", found["id"], {"_is_deleted": True})
-    else:
-        await asyncio.to_thread(site.store.delete, "response", tenant.name or "", found["id"])
+    await asyncio.to_thread(_delete, site.store, tenant, found["id"])
     return json_response({"id": found["id"], "object": "response", "deleted": True})
 
 

@@ -8,6 +8,8 @@ import openai
 import pytest
 from serving import serving
 
+from prefold.serve import responses as module
+
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
@@ -104,7 +106,8 @@ def test_function_calls(bare, stream):
         {"role": "user", "content": "look"}, call.model_dump(),
         {"type": "function_call_output", "call_id": call.call_id, "output": "yes"},
     ]  # fmt: skip
-    assert bare.responses.create(model="tiny", input=items, tools=[TOOL], max_output_tokens=3).status == "incomplete"
+    found = bare.responses.create(model="tiny", input=items, tools=[TOOL], max_output_tokens=3, **GREEDY)
+    assert found.status == "incomplete"
 
 
 def test_a_schema(bare):
@@ -197,3 +200,31 @@ def test_a_conversation_is_kept_once(kept, client, llm):
     drop_at = "SELECT drop_at FROM objects WHERE id = ?"
     first, last = (store._db.execute(drop_at, (id,)).fetchone()[0] for id in (made_first, previous))
     assert first == last
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("when", ["gone", "going"])
+def test_a_conversation_outlives_a_deletion_during_its_next_turn(kept, client, monkeypatch, stream, when):
+    """The deletion comes while the second response is being made, or is half done when that is kept."""
+    store = kept.site.store
+    first = client.responses.create(model="tiny", input="yes", max_output_tokens=2, **GREEDY)
+    keep, delete = module._keep, store.delete
+
+    def late(*arguments):
+        if when == "gone":
+            client.responses.delete(first.id)
+            keep(*arguments)
+        else:
+            monkeypatch.setattr(store, "delete", lambda *which: keep(*arguments) or delete(*which))
+            client.responses.delete(first.id)
+            monkeypatch.setattr(store, "delete", delete)
+
+    monkeypatch.setattr(module, "_keep", late)
+    asked = {"model": "tiny", "max_output_tokens": 2} | GREEDY
+    second = client.responses.create(input="no", previous_response_id=first.id, stream=stream, **asked)
+    second = list(second)[-1].response if stream else second
+    monkeypatch.setattr(module, "_keep", keep)
+    third = client.responses.create(input="the", previous_response_id=second.id, **asked)
+    said = [item.content[0].text for item in client.responses.input_items.list(third.id, order="asc")]
+    assert said == ["yes", first.output_text, "no", second.output_text, "the"]
+    assert store.get("response", "", first.id) is None
