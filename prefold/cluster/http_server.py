@@ -29,7 +29,11 @@ _ATTEMPTS = 5  # of a request that times out, or whose connection is torn, or th
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
 _FIRST_CAP = 8  # requests in flight to begin with
 _LOOK = 10.0  # seconds that a connection, and what it says of itself, may take
-_REFUSALS = {401: "the key was refused", 403: "the key was refused", 404: "there is no such model or path"}
+_REFUSALS = {
+    401: f"the key was refused ({API_KEY} holds it)",
+    403: "the server refuses to answer",  # a key that may not, or a name that the server does not know itself by
+    404: "there is no such model or path",
+}
 
 
 class ServerDown(Exception):
@@ -173,7 +177,7 @@ async def _first_answer(client: httpx.AsyncClient, patience: float) -> httpx.Res
         try:
             found = await client.get("/v1/models", timeout=_LOOK)
             if found.status_code in (401, 403):
-                raise ServerDown(f"{_REFUSALS[found.status_code]}; {API_KEY} holds it")
+                raise ServerDown(f"{_REFUSALS[found.status_code]}: {_said(found)}")
             if found.status_code < 500 and found.status_code != 429:
                 return found
             reason = f"it answers {found.status_code}"

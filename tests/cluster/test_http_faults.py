@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -14,12 +15,13 @@ import pytest
 from prefold.cluster import http_replicas
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.http_replicas import HttpReplicas
+from prefold.cluster.http_server import ServerDown, meet
 from prefold.cluster.replicas import RESTARTS
 from prefold.errors import FleetError, InputError
 from prefold.stream import Spool
 from prefold.types import Readout, Request, Sampling
 
-from .servers import serving
+from .servers import _Handler, serving
 
 
 def requests_of(texts, **sampling) -> Spool:
@@ -52,6 +54,15 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_said(monkeypatch, key)
     with pytest.raises(InputError, match="holds letters that no key has") as found:
         HttpReplicas(["http://localhost:1"], "m", None)
     assert key.strip() not in str(found.value)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_what_a_server_says_of_a_refusal_is_told(monkeypatch, status):
+    said = {"error": {"message": "this server is not 'gpu-a:8000'; start it with --allowed-host"}}
+    monkeypatch.setattr(_Handler, "do_GET", lambda handler: handler._send(status, {}, said))
+    with serving(ids=False) as server, pytest.raises(ServerDown, match="this server is not 'gpu-a:8000'") as refused:
+        asyncio.run(meet(server.url, "m", most=1, patience=0.0, timeout=5.0))
+    assert ("the key was refused" in str(refused.value)) is (status == 401)
 
 
 def test_a_server_that_cannot_be_met_for_another_reason_is_lost(monkeypatch):
