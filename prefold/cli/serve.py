@@ -61,13 +61,16 @@ def option(name: str, *more: str, **settings: Any) -> Any:
     help="A name that requests may ask for; the first stands in responses. May be repeated.",
 )
 @option("api_keys", metavar="FILE", help="Who may ask: keys and their tenants, in TOML. Read again on SIGHUP.")
-@click.option("--insecure", is_flag=True, help="Listen on an address that others reach, without keys.")
+@click.option(
+    "--insecure", is_flag=True, help="Listen on an address that others reach, without keys, and be asked by any name."
+)
 @click.option(
     "--allowed-host",
     "allowed_hosts",
     multiple=True,
     metavar="NAME",
-    help="Without keys: a name by which the server may be asked, and whose pages may ask it. May be repeated.",
+    help="Without keys: a name by which the server may be asked, and whose pages may ask it. With --insecure: by no"
+    " other than these and the machine's own. May be repeated.",
 )
 @option("data_dir", metavar="FOLDER", help="Where files, batches and stored responses are kept; none without it.")
 @option("max_file_bytes", type=Bytes(), help="Size of a file that is uploaded.")

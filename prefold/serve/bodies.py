@@ -24,8 +24,6 @@ class Bodies:
 
     def __init__(self, options: ServeOptions):
         self._options = options
-        # Of several tenants none takes all of it.
-        self._most_of_one = options.max_receiving_bytes // (1 if options.api_keys is None else 2)
         self._sizes: Counter[str | None] = Counter()  # bytes by tenant
         self.num_bytes = 0
 
@@ -77,7 +75,7 @@ class Bodies:
     def _take(self, tenant: Tenant, count: int) -> None:
         if (
             self.num_bytes + count > self._options.max_receiving_bytes
-            or self._sizes[tenant.name] + count > self._most_of_one
+            or self._sizes[tenant.name] + count > self._options.most_of_one_tenant
         ):
             message, remedy = "the bodies of too many requests are being received", "send the request again"
             headers = {"retry-after": "1"} | _CLOSING

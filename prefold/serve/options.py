@@ -22,11 +22,12 @@ class ServeOptions:
     data_dir              a folder for files, batches and stored responses; None: these are not served
     max_file_bytes        of a file that is uploaded
     allowed_hosts         without keys: names, beside those of this machine, by which the server may be asked, and whose
-                          pages may ask it
+                          pages may ask it; an address that other machines reach may be asked by any name where there
+                          are none
     insecure              allow an address that other machines reach, without keys
     drain_seconds         after SIGTERM: how long requests that run may go on
     max_body_bytes        of one request
-    max_receiving_bytes   of all bodies that have not come wholly; of one tenant's the half
+    max_receiving_bytes   of all bodies that have not come wholly; of one tenant's the half (`most_of_one_tenant`)
     body_seconds          in which a request's body must have come
     header_seconds        in which a request's headers must have come
     max_header_bytes      of one request
@@ -74,10 +75,28 @@ class ServeOptions:
     escape_special: bool = False
     send_seconds: float = 60.0
 
-    def check_address(self) -> None:
-        """Raises JobError where other machines could reach the server and nobody asked for that."""
-        if self.host not in LOOPBACK and self.api_keys is None and not self.insecure:
+    @property
+    def is_local(self) -> bool:
+        """Returns whether only this machine reaches the address."""
+        return self.host in LOOPBACK
+
+    @property
+    def most_of_one_tenant(self) -> int:
+        """Returns how many bytes of one tenant's bodies may be received at once: of several tenants none takes all."""
+        return self.max_receiving_bytes // (1 if self.api_keys is None else 2)
+
+    def check(self) -> None:
+        """Raises JobError where other machines could reach the server and nobody asked for that, and where a body that
+        is allowed could never be received."""
+        if not self.is_local and self.api_keys is None and not self.insecure:
             raise JobError(
                 f"{self.host} can be reached by other machines, and there are no keys; give --api-keys FILE, or"
                 " --insecure to let everybody in"
+            )
+        if self.max_body_bytes > self.most_of_one_tenant:
+            times, whose = (1, "") if self.api_keys is None else (2, " of one tenant")
+            raise JobError(
+                f"--max-body-bytes allows a body of {self.max_body_bytes} bytes, --max-receiving-bytes only"
+                f" {self.most_of_one_tenant}{whose} at once; give --max-receiving-bytes"
+                f" {times * self.max_body_bytes} or more, or a smaller --max-body-bytes"
             )

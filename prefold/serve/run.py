@@ -30,7 +30,7 @@ CLOSE_SECONDS = 5  # in which connections must take the rest of what they are se
 
 def run(load: Callable[[], Any], options: ServeOptions) -> None:
     """Serves until the process is told to end; see `prefold.serve.serve`."""
-    options.check_address()
+    options.check()
     logging.basicConfig(format="prefold: %(message)s", level=logging.WARNING)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # whoever sends no HTTP must not fill the log
     sys.setswitchinterval(1e-3)  # a step plans in Python, and a request should not wait 5 ms for its turn

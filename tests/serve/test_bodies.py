@@ -8,6 +8,7 @@ import httpx
 import pytest
 from serving import Raw, serving, until
 
+from prefold.errors import JobError
 from prefold.serve.bodies import Bodies
 from prefold.serve.http import Refusal
 from prefold.serve.keys import Tenant
@@ -48,6 +49,15 @@ def test_what_is_being_received_is_bounded(keys):
         assert len(await reading) == 40 and not bodies.num_bytes and not bodies._sizes
 
     asyncio.run(run())
+
+
+def test_a_body_that_is_allowed_can_be_received():
+    ServeOptions(max_body_bytes=1 << 30).check()
+    for keys, least in ((None, 101), ("keys.toml", 202)):
+        options = {"max_body_bytes": 101, "api_keys": keys}
+        with pytest.raises(JobError, match=f"--max-body-bytes .* give --max-receiving-bytes {least} or more"):
+            ServeOptions(**options, max_receiving_bytes=least - 1).check()
+        ServeOptions(**options, max_receiving_bytes=least).check()
 
 
 def test_an_answer_that_is_being_sent_holds_the_server_open(llm, tmp_path):

@@ -41,6 +41,7 @@ def is_answered(headers, **options):
         (HERE | {"origin": "http://192.168.0.7"}, False),
         (HERE | {"origin": "https://evil.example"}, False),
         (HERE | {"origin": "null"}, False),
+        ({"host": "localhost.:8000", "origin": "http://localhost."}, True),
     ],
 )
 def test_names_and_origins(headers, expected):
@@ -52,6 +53,24 @@ def test_names_that_were_allowed():
     for name in ("serve.example", "inner.example:80"):
         assert is_answered({"host": name, "origin": f"http://{name}"}, **allowed)
     assert not is_answered({"host": "other.example"}, **allowed)
+
+
+@pytest.mark.parametrize("name", ["gpu-a:8000", "prefold_backend", "host.docker.internal:8000", "gpu-a.example.org."])
+def test_a_server_that_others_reach_is_asked_by_names_it_does_not_know(name):
+    opened = {"host": "0.0.0.0", "insecure": True}
+    assert is_answered({"host": name}, **opened)
+    assert is_answered({"host": name, "origin": f"http://{name}"}, **opened)
+    for origin in ("http://evil.example", "null", "file://"):
+        assert not is_answered({"host": name, "origin": origin}, **opened)
+    assert not is_answered({"host": name}, **opened, allowed_hosts=("serve.example",))
+    assert is_answered({"host": name}, **opened, allowed_hosts=("serve.example", name.partition(":")[0]))
+
+
+@pytest.mark.parametrize("origin", ["null", "file://"])
+def test_a_page_without_a_name_is_not_told_of_names(origin):
+    with pytest.raises(Refusal, match="not as a file") as refused:
+        Hosts(ServeOptions()).check([(b"host", b"localhost"), (b"origin", origin.encode())])
+    assert "--allowed-host" not in str(refused.value)
 
 
 def test_a_server(server, llm, tmp_path):

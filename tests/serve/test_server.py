@@ -241,8 +241,8 @@ def until_some(find):
 
 def test_addresses(tmp_path):
     with pytest.raises(JobError, match="insecure"):
-        ServeOptions(host="0.0.0.0").check_address()
-    ServeOptions(host="0.0.0.0", insecure=True).check_address()
+        ServeOptions(host="0.0.0.0").check()
+    ServeOptions(host="0.0.0.0", insecure=True).check()
     taken = bind(ServeOptions(port=0))
     with pytest.raises(JobError, match="--port"):
         bind(ServeOptions(port=taken.getsockname()[1]))
