@@ -146,9 +146,12 @@ class Engine:
     def reads_in_slots(self, readout: Readout, num_targets: Iterable[int]) -> bool:
         """Returns whether requests that come one by one are read in the slots of the KV store, beside texts that are
         generated. num_targets: as of `can_probe`."""
-        where_rows_leave = self._visits is not None
-        is_wanted = where_rows_leave or (self.options.cache_prefill and self.sharing == "full")
-        return is_wanted and can_probe(readout, num_targets)
+        return self.may_read_in_slots and can_probe(readout, num_targets)
+
+    @property
+    def may_read_in_slots(self) -> bool:
+        """Returns whether any requests are read so (see `reads_in_slots`): else no number needs the KV store."""
+        return self._visits is not None or (self.options.cache_prefill and self.sharing == "full")
 
     @property
     def rows_leave(self) -> bool:

@@ -208,7 +208,8 @@ class Desk:
         """Gives (task, a Work of each item, replies) of an order that the engine works for within the context, and
         counts it where the context ends well. There is a reply for each text to generate, or one for all numbers."""
         started, loop = time.perf_counter(), asyncio.get_running_loop()
-        with self.room.preparing(num_bytes, order.owner, samples=num_samples(order.items)) as prepared:
+        samples = num_samples(order.items) if order.task == "generate" else 1  # numbers are read together
+        with self.room.preparing(num_bytes, order.owner, samples=samples) as prepared:
             is_short = self._is_soon_ready(order, num_bytes)
             task, works = self._prepare(order) if is_short else await self._prepared(order)
             is_text = task.readout.kind == "tokens"
@@ -235,8 +236,10 @@ class Desk:
 
     def _is_soon_ready(self, order: TaskOrder, num_bytes: int) -> bool:
         """Returns whether a request is soon ready for the engine: requests are soon made of its items, no images might
-        have to be fetched, and the engine has generated before."""
-        is_known = self.service.has_generator and self.llm.engine.images is None and order.tokens is None
+        have to be fetched, and the generator is there, where it takes one: to make it takes long."""
+        engine = self.llm.engine
+        has_all = self.service.has_generator or (order.task != "generate" and not engine.may_read_in_slots)
+        is_known = has_all and engine.images is None and order.tokens is None
         return is_known and are_soon_ready(order.items, num_bytes)
 
     def _generate(self, works: Sequence[Work], replies: Sequence[Reply], text: bool, share: bool) -> None:

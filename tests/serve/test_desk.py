@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from prefold.errors import InputError
 from prefold.schedule.generate_step import NOBODY
+from prefold.serve import asking
 from prefold.serve import desk as module
 from prefold.serve.app import make_app
 from prefold.serve.desk import Desk
@@ -85,6 +86,23 @@ def test_the_first_request_does_not_wait_in_the_event_loop_for_the_store(llm, wh
         monkeypatch.setattr(type(llm.engine.service), "has_generator", False)
         assert client.post("/v1/completions", json=SHORT).status_code == 200
     assert where["prepare"] == [True]
+
+
+def test_numbers_that_are_read_in_a_stream_do_not_wait_for_the_store(llm, where, monkeypatch):
+    with serving(llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        monkeypatch.setattr(type(llm.engine.service), "has_generator", False)
+        assert client.post("/v1/embeddings", json={"input": "yes"}).status_code == 200
+        monkeypatch.setattr(type(llm.engine), "may_read_in_slots", True)
+        assert client.post("/v1/embeddings", json={"input": "yes"}).status_code == 200
+    assert where["prepare"] == [False, True]
+
+
+@pytest.mark.parametrize(("count", "watched"), [(1, 0), (30, 1)])
+def test_a_short_response_is_written_without_watching_its_client(server, monkeypatch, count, watched):
+    seen, watch = [], asking.unless_gone
+    monkeypatch.setattr(asking, "unless_gone", lambda request, work: seen.append(work) or watch(request, work))
+    found = httpx.post(f"{server.url}/v1/embeddings", json={"input": ["yes"] * count}, timeout=60)
+    assert found.status_code == 200 and len(seen) == watched
 
 
 def test_what_needs_no_engine_is_refused_where_too_much_is_being_prepared(llm):

@@ -12,6 +12,7 @@ from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.serve import limits
+from prefold.serve.desk import Desk
 
 TEXTS = ["yes no", "the", "no the yes"]
 CHAT = [{"role": "user", "content": "is it the one? yes or no"}]
@@ -134,7 +135,7 @@ def test_info_and_errors(server, post):
     assert post("/predict", inputs="a").status_code in (413, 422)  # the model has no classification head
 
 
-def test_classifier(tmp_path):
+def test_classifier(tmp_path, monkeypatch):
     labels = {0: "bad", 1: "good", 2: "odd"}
     folder = tiny_checkpoint(tmp_path, "qwen3", head="classifier", num_labels=3, id2label=labels,
                              label2id={v: k for k, v in labels.items()})  # fmt: skip
@@ -145,7 +146,11 @@ def test_classifier(tmp_path):
         assert found[0]["label"] == expected.label
         scores = {one["label"]: one["score"] for one in found}
         assert scores == pytest.approx(dict(expected.probabilities), abs=1e-6)
+        waiting, prepare = [], Desk._prepare
+        noted = lambda self, order: waiting.append(self.room.waiting[0]) or prepare(self, order)  # noqa: E731
+        monkeypatch.setattr(Desk, "_prepare", noted)
         many = httpx.post(f"{server.url}/predict", json={"inputs": [["the yes"], ["no"]]}).json()
+        assert waiting == [1]  # one request, however many texts it has
         assert many[0][0]["score"] == pytest.approx(found[0]["score"], abs=1e-6) and len(many) == 2
         assert httpx.post(f"{server.url}/predict", json={"inputs": ["a", "b"]}).status_code == 422  # a pair
         assert httpx.get(f"{server.url}/info").json()["model_type"]["classifier"]["id2label"]["2"] == "odd"
