@@ -17,10 +17,10 @@ MEMORY = 64 << 20
 
 
 class Shelf:
-    """A Shelf holds files as long as somebody has them: in memory where there is room, else on disk. Any thread may use
-    it.
+    """A Shelf holds files as long as somebody has them: in memory where there is room, else on disk, and in memory
+    again where the disk takes no more. Any thread may use it.
 
-    memory     bytes of files that are held in memory
+    memory     bytes of files that are held in memory as long as there is a disk to hold more
     directory  where the temporary folder is made, once there is something to write; None: the system's default
     """
 
@@ -33,11 +33,20 @@ class Shelf:
         self._lock = threading.RLock()
 
     def put(self, data: bytes) -> Shelved:
-        """Returns a file with this content. Raises OSError where there is room for it neither in memory nor on disk."""
+        """Returns a file with this content."""
         with self._lock:
             if self._held + len(data) <= self._memory:
                 self._held += len(data)
                 return Shelved(self, data)
+        try:
+            return self._on_disk(data)
+        except OSError:  # a full disk, or a folder that is not to be written to, is the fault of no request
+            with self._lock:
+                self._held += len(data)
+            return Shelved(self, data)
+
+    def _on_disk(self, data: bytes) -> Shelved:
+        with self._lock:
             if self._folder is None:
                 self._folder = SpoolFolder(self._directory)
                 weakref.finalize(self, self._folder.close)

@@ -101,7 +101,7 @@ class Loading:
         return image
 
     def put_away(self, shelf: Shelf) -> None:
-        """Puts the content of its file on a shelf, where it has one. Raises OSError as `Shelf.put` does."""
+        """Puts the content of its file on a shelf, where it has one."""
         if isinstance(self.value, bytes):
             self.value = shelf.put(self.value)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 from pathlib import Path
-
-import pytest
 
 from prefold.stream.shelf import Shelf
 
@@ -33,7 +32,22 @@ def test_what_does_not_fit_is_on_disk(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_cannot_be_written(tmp_path):
-    shelf = Shelf(memory=0, directory=tmp_path / "none")
-    with pytest.raises(OSError, match="none"):
-        shelf.put(b"1")
+def test_what_the_disk_does_not_take_stays_in_memory(tmp_path, monkeypatch):
+    shelf = Shelf(memory=2, directory=tmp_path / "none")
+    one = shelf.put(b"123")
+    assert one.read() == b"123" and not list(tmp_path.iterdir())
+    (tmp_path / "none").mkdir()
+
+    def fill(path, data):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", fill)
+        two = shelf.put(b"45")
+    assert two.read() == b"45" and not files_in(tmp_path / "none"), "there is nothing left of it on the disk"
+    three = shelf.put(b"6")
+    assert three.read() == b"6" and len(files_in(tmp_path / "none")) == 1, "there is room on the disk again"
+    del one, two
+    four = shelf.put(b"78")
+    assert four.read() == b"78" and len(files_in(tmp_path / "none")) == 1, "there is room in memory again"
