@@ -258,20 +258,17 @@ class Service:
             self.generator.cancel()  # those that came to an end while the last step was being made
 
     def serve_live(self, until: float = math.inf, *, waits: Callable[[], bool] = lambda: False) -> None:
-        """Works for live requests as long as there are any, or `waits` says so; and at most until that
-        time.perf_counter(). Whoever ends the waiting wakes this thread."""
+        """Works for live requests as long as there are any, at most until that time.perf_counter(), and as long as
+        `waits` says so. Whoever ends the waiting wakes this thread."""
         self._deliver()
         while not self._inbox.is_closed:
             self._take_in()
             pause = self._pause
-            if time.perf_counter() > until:
+            has_live = self._has_live
+            if (time.perf_counter() > until or not (pause or has_live)) and not waits():
                 return
-            if not (pause or self._has_live):
-                if not waits():
-                    return
-                self._take_in(self._next_within(LOOK_SECONDS))
-            elif pause:
-                self._take_in(self._next_within(pause))
+            if pause or not has_live:
+                self._take_in(self._next_within(pause or LOOK_SECONDS))
             else:
                 self._advance()
             self._deliver()

@@ -238,7 +238,7 @@ class _BatchNumbers(Background):
         self._began, self._is_in_step = time.perf_counter(), True
 
     def _wait_for_lines(self) -> None:
-        """Serves live requests until what the steps before have given is written."""
+        """Serves live requests until what the steps before have given is written, and then as `_give_way` does."""
         self._is_in_step = False
-        self._service.serve_live(waits=lambda: not (self._has_left or self.came.empty()))
+        self._service.serve_live(self._due_at, waits=lambda: not (self._has_left or self.came.empty()))
         self._began, self._is_in_step = time.perf_counter(), True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
@@ -10,9 +11,15 @@ import pytest
 from batching import LONG, batch_of, completion, ended, lines_of
 from serving import until
 
+from prefold.engine.replies import Reply
 from prefold.job.flow import Flow
+from prefold.schedule.fair import FairAdmission
 from prefold.schedule.steps import SlotStep, StreamStep
 from prefold.serve import batches, lane
+from prefold.stream import Spool
+from prefold.types import Owner, Readout, Request
+
+LAST = Readout("last")
 
 
 @pytest.mark.parametrize("kind", ["completions", "embeddings"])
@@ -100,6 +107,44 @@ def test_a_live_request_comes_in_the_middle_of_a_step_of_a_batch(client, llm, mo
     found = lines_of(client, done.output_file_id)
     vectors = [found[str(i)]["response"]["body"]["data"][0]["embedding"] for i in range(200)]
     assert np.allclose(vectors, llm.embed([line["body"]["input"] for line in lines]), atol=1e-5)
+
+
+def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm, monkeypatch):
+    """Also where a step of it begins, which waits for the lines of the one before."""
+    service, worker = llm.engine.service, llm.engine.worker
+    begin, steps, results = worker.start, [], []
+    pace = lane.Pace(FairAdmission(), batch_share=0.5)
+    monkeypatch.setattr(pace, "stream_rows", lambda most, **how: 3)
+    live = [Request(np.array([1, i // 64, i % 64, i % 7], np.int32)) for i in range(4000)]
+    spool = Spool()
+    for i in range(4):
+        spool.add(Request(np.array([200, 201 + i, 210], np.int32)), bytes([i]))
+    read = lane.Lane(service, Owner("batch", True), pace).run
+
+    def run():
+        results.extend(read(spool.windows(max_tokens=1 << 20, share=True), LAST, stopping=lambda: False))
+
+    batch = threading.Thread(target=run)
+
+    def start(message, *more):
+        steps.append("batch" if message.tokens[0] >= 200 else "live")
+        if len(steps) == 2:
+            batch.start()
+            until(lambda: service._beside)
+        return begin(message, *more)
+
+    monkeypatch.setattr(type(llm.engine), "max_batch_rows", 32)
+    monkeypatch.setattr(worker, "start", start)
+
+    async def ask():
+        reply = Reply(asyncio.get_running_loop(), 1)
+        service.read(reply, live, LAST)
+        return await reply.answer()
+
+    assert len(asyncio.run(ask())) == 4000
+    batch.join()
+    assert len(results) == 4 and steps.count("batch") > 1
+    assert "live" in steps[steps.index("batch") :], steps
 
 
 def test_a_batch_that_is_cancelled_ends_in_the_middle_of_a_step(client, llm, monkeypatch):
