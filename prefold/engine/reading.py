@@ -113,7 +113,8 @@ def read_next(
     if not parts:
         return
     reading = parts[0].reading
-    is_alone = all(part.reading is reading for part in parts)
+    # What was taken while others waited is read to its end: it is no more than what they would wait for in any case.
+    is_alone = all(part.reading is reading for part in parts) and not turns.has_others(reading)
 
     def stopping() -> bool:
         return is_alone and (turns.has_others(reading) or is_due()) and not parts[0].left

@@ -26,7 +26,7 @@ class Turns:
         self.share_of: Callable[[Hashable], Share] = lambda tenant: Share()
         self._waiting: dict[Owner, OrderedDict[Reading, deque[Part]]] = {}  # the owner's next reading is the first
         self._given: dict[Owner, float] = {}
-        self._now = 0.0  # what the owner that was next last had been given
+        self._now = [0.0, 0.0]  # what the owner of each class that was next last had been given
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -48,26 +48,30 @@ class Turns:
             self._waiting[owner] = OrderedDict()
             if len(self._given) > IDLE_OWNERS + 2 * len(self._waiting):
                 self._given = {
-                    one: given for one, given in self._given.items() if given > self._now or one in self._waiting
+                    one: given
+                    for one, given in self._given.items()
+                    if given > self._now[one.is_batch] or one in self._waiting
                 }
             # Who was away has no claim on what it did not use.
-            self._given[owner] = max(self._given.get(owner, 0.0), self._now)
+            self._given[owner] = max(self._given.get(owner, 0.0), self._now[owner.is_batch])
         self._waiting[owner].setdefault(reading, deque()).extend(parts)
 
     def give_back(self, parts: Sequence[Part]) -> None:
         """Takes parts back that were taken from a reading while it was alone, and not read: they are its next."""
         for part in reversed(parts):
             owner = part.reading.reply.owner
-            # What it was given of them stays: those who came since begin where it was before the last of them.
-            self._given.setdefault(owner, self._now)
+            # What it was given of them stays: those who came since begin where it was before the last of them. Nobody
+            # else waited when they were taken, who would begin further back.
+            self._given.setdefault(owner, self._now[owner.is_batch])
             line = self._waiting.setdefault(owner, OrderedDict())
             line.setdefault(part.reading, deque()).appendleft(part)
 
     def take(self, rows: int) -> list[Part]:
         """Takes out those that are next and read the same as the first of them, until they have so many rows: one at
-        least, and more where nobody else waits."""
+        least, and more where nobody else waits. Where somebody does, another part of the same reading must fit."""
         lines = self._waiting
-        if len(lines) == 1 and len(next(iter(lines.values()))) == 1:
+        is_alone = len(lines) == 1 and len(next(iter(lines.values()))) == 1
+        if is_alone:
             rows *= ALONE
         found: list[Part] = []
         readout: Readout | None = None
@@ -86,14 +90,15 @@ class Turns:
             elif readout is None or reading.readout == readout:
                 readout = reading.readout
                 found.append(part := line[reading].popleft())
+                rows -= part.rows
                 if line[reading]:
                     line.move_to_end(reading)
-                    left[owner].append(reading)
+                    # Parts are nearly a take: one that does not fit would be as much again for others to wait for.
+                    if is_alone or line[reading][0].rows <= rows:
+                        left[owner].append(reading)
                 else:
                     del line[reading]
-                rows -= part.rows
-                if not is_batch:
-                    self._now = max(self._now, given)
+                self._now[is_batch] = max(self._now[is_batch], given)
                 given += part.rows / self.share_of(owner.tenant).weight
                 self._given[owner] = given
                 heapq.heapreplace(heap, (is_batch, given, next(numbers), owner))
