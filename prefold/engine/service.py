@@ -40,7 +40,7 @@ __all__ = ["Background", "Service"]
 LOOK_SECONDS = 1.0
 # What no request alone can be at fault for.
 WHOLE = (RankError, OutOfMemoryError)
-# After so many steps that failed one after the other all that run is ended.
+# After so many steps that failed one after the other, and for nobody who could be found, all that run is ended.
 MOST_IN_VAIN = 3
 
 
@@ -78,7 +78,7 @@ class Service:
         self._out: dict[Reply, list[Any]] = {}
         self._lock = threading.Lock()  # of making the generator
         self._is_stepping = False
-        self._in_vain = 0  # steps that failed since one did not
+        self._in_vain = 0  # steps that failed since one did not, or somebody was found at fault
         self._inbox = ServiceInbox()
         self.close = weakref.finalize(self, self._inbox.close)
         self.close.atexit = False
@@ -322,6 +322,8 @@ class Service:
             self._in_vain += 1
             is_lost = self._in_vain > MOST_IN_VAIN  # no step fails but the one for all of them
             faults = dict.fromkeys(generator.open_keys, error) if is_lost else find_fault(generator, error)
+            if faults:  # they end here: the next step may fail for others that came during the search
+                self._in_vain = 0
             by_key = {key: reply for reply in self.replies for key in reply.keys}
             for key, failure in faults.items():
                 if key in by_key:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 from serving import Raw, serving, until
 
-from prefold.errors import JobError
+from prefold.engine import service
+from prefold.errors import InputError, JobError
 from prefold.serve.keys import Keys
 from prefold.serve.options import ServeOptions
 from prefold.serve.run import bind
-from prefold.types import Owner
+from prefold.types import Owner, Request, Sampling
 
 LONG = {"prompt": "the yes no", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
 
@@ -314,6 +316,32 @@ def test_a_step_that_fails_once(llm, poisoned):
             assert found.json().get("choices") == expected.get("choices")
         poisoned += [MemoryError()] * 2
         assert client.post("/v1/embeddings", json={"input": "a"}).status_code in (200, 503)
+
+
+def test_requests_at_fault_that_come_one_after_the_other(llm, poisoned, monkeypatch):
+    """Each comes while another is searched for, so that many steps fail in a row; who is not at fault goes on."""
+    (good,) = (one.text for one in llm.generate(["yes"], max_tokens=60, ignore_eos=True))
+    at_fault = Request(llm.tokenizer.encode("Q"), sampling=Sampling(max_tokens=2))
+    ended, real = [], service.find_fault
+
+    def search(generator, error):
+        found = real(generator, error)
+        if len(ended) < 6:
+            generator.add(at_fault, llm.tokenizer, ended.append)
+        return found
+
+    monkeypatch.setattr(service, "find_fault", search)
+    with serving(llm) as server:
+        body = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+
+        def ask(prompt):
+            return httpx.post(f"{server.url}/v1/completions", json=body | {"prompt": prompt}, timeout=60)
+
+        with ThreadPoolExecutor(2) as pool:
+            right, wrong = pool.map(ask, ["yes", "Q"])
+        assert (right.status_code, wrong.status_code) == (200, 500)
+        assert right.json()["choices"][0]["text"] == good
+    assert len(ended) >= 6 and all(isinstance(one, InputError) for one in ended)
 
 
 def test_one_request_that_steps_fail_for(llm, poisoned):
