@@ -326,7 +326,7 @@ def nothing_shared(arguments: argparse.Namespace) -> dict[str, Any]:
     in turns. Then it measures what looking after a cache takes when it is full.
 
     All have room for few rows, so that the cache is full, and gives rows back, when the time begins to count. They are
-    in this process and have one model: two processes of one command differ by up to 4 % as long as they live, since
+    in this process and have one model: two processes of one command differ by up to 6 % as long as they live, since
     their memory lies elsewhere. The two servers without a cache show how far chance goes.
     """
     from serving import serving

@@ -156,6 +156,15 @@ def test_bytes_per_slot_are_those_of_the_store(backend):
 needs_kernels = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_vector_of_a_plane_lies_in_two_cache_lines(dtype):
+    planes = KVStore(3, Heads(2, 2, 40, dtype), 1001)._packed
+    assert len(planes) == 3
+    for plane in planes:
+        assert plane._keys.data_ptr() % 64 == plane._values.data_ptr() % 64 == 0
+
+
 def seen_in_lists(plan: SlotPlan, num_slots: int) -> np.ndarray:
     """Tile lists and own lists written out: bool [queries, slots]; a slot listed twice for a query fails."""
     tiles = plan.lists
