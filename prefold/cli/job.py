@@ -204,7 +204,8 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
         lines.append(f"  lines     {lost}; the errors say where")
     if stats.tokens:
         outputs = " and what was generated" if stats.generation and stats.generation.generated_tokens else ""
-        lines.append(f"  tokens    {stats.tokens:,} in {stats.requests:,} prompts{outputs}")
+        of = f", of the {summary.computed:,} records of this run" if summary.resumed else ""
+        lines.append(f"  tokens    {stats.tokens:,} in {stats.requests:,} prompts{outputs}{of}")
         rows = f"  rows      {stats.rows_computed:,} computed ({stats.saved:.1%} saved), sharing {summary.sharing}"
         if stats.unique_tokens:  # servers and vLLM do not count them
             rows += f"; {stats.unique_tokens:,} unique tokens"
@@ -222,7 +223,7 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
             parts += f", {compiling:.1f} s compiling kernels for the GPU (they are kept)"
         lines.append(
             f"  seconds   {format_seconds(summary.seconds)}, {parts}; "
-            f"{(summary.records - summary.resumed) / max(computing, 1e-9):,.1f} records/s, "
+            f"{summary.computed / max(computing, 1e-9):,.1f} records/s, "
             f"{stats.rows_computed / max(computing, 1e-9):,.0f} rows/s"
         )
         if summary.replicas:
@@ -292,8 +293,14 @@ def report(summary: Any, task: str | None, input: Input, o: dict[str, Any]) -> N
     stats, source, checkpoint, tokenizer = summary.stats, input.source, input.checkpoint, input.tokenizer
     generation = stats.generation
     generated = [] if generation is None else [("tokens generated", f"{generation.generated_tokens:,}")]
+    this_run, when = [], time.strftime("finished %Y-%m-%d %H:%M")
+    if summary.resumed:
+        this_run = [("of them in this run", f"{summary.computed:,}")]
+        when += f"; resumed: {summary.resumed:,} records were written before this run"
+        when += ", and their tokens, rows and seconds are not counted on this page"
     cards = [
         ("records", f"{summary.records:,}"),
+        *this_run,
         ("tokens asked for", f"{stats.tokens:,}"),
         ("rows computed", f"{stats.rows_computed:,}"),
         ("of the tokens saved", f"{stats.saved:.1%}"),
@@ -313,7 +320,7 @@ def report(summary: Any, task: str | None, input: Input, o: dict[str, Any]) -> N
     )  # fmt: skip
     page = Report(
         title=f"{task or 'batch'}: {Path(source.name).name} with {checkpoint.name}",
-        when=time.strftime("finished %Y-%m-%d %H:%M"),
+        when=when,
         tokens=stats.tokens,
         rows=stats.rows_computed,
         seconds=stats.seconds.get("model", 0.0),

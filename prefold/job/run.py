@@ -57,6 +57,11 @@ class Summary:
     lost_lines: int = 0  # lines of the input that became no records, because of a broken quote (see Source)
 
     @property
+    def computed(self) -> int:
+        """Returns how many records got their line in this run."""
+        return self.records - self.resumed
+
+    @property
     def excess(self) -> int:
         """Returns how many rows were computed again, within the streams that were run."""
         return max(0, self.stats.rows_computed - self.stats.unique_tokens)

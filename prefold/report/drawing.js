@@ -198,7 +198,7 @@ function drawSteps(bins) {
   if (running) charts.splice(0, 0, ["sequences running", bin => bin[5] / bin[2], "var(--done)"]);
   const image = svg("svg", { width, height: charts.length * (high + gap) + 18 });
   charts.forEach(([name, value, colour], i) => {
-    const y0 = i * (high + gap) + 18, most = Math.max(...bins.map(value), 1e-9);
+    const y0 = i * (high + gap) + 18, most = Math.max(...bins.map(value)) || 1;
     image.append(svg("text", { x: left, y: y0 - 5 }, name));
     for (const share of [0, .5, 1]) {
       const y = y0 + high * (1 - share);

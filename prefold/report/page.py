@@ -114,7 +114,7 @@ class Report:
         if not len(bins):
             return ""
         num, seconds = int(bins[:, 2].sum()), bins[:, 1].sum()
-        text = f"{num:,} steps, {seconds:,.1f} s in the model."
+        text = f"{num:,} step{'' if num == 1 else 's'}, {seconds:,.1f} s in the model."
         return text + (" Bars are averages over neighbouring steps." if num > len(bins) else "")
 
 

@@ -215,6 +215,18 @@ def test_the_report_is_written(prefold, tmp_path):
     assert not (tmp_path / "new.html").exists()
 
 
+def test_what_is_said_of_a_resumed_job_is_of_this_run(prefold, tmp_path):
+    write(tmp_path / "in.jsonl", [{"text": f"d {i}"} for i in range(9)])
+    assert prefold("embed", "in.jsonl", "-o", "out.csv", "--limit", 6).exit_code == 0
+    done = prefold("embed", "in.jsonl", "-o", "out.csv", "--report", "page.html")
+    assert "9 records written to out.csv, 6 of them before" in done.stderr
+    assert "in 3 prompts, of the 3 records of this run" in done.stderr
+    data = json.loads(re.search(r'application/json">(.*?)</script>', (tmp_path / "page.html").read_text(), re.S)[1])
+    assert data["cards"][:2] == [["records", "9"], ["of them in this run", "3"]]
+    assert "resumed: 6 records were written before this run" in data["when"] and "not counted" in data["when"]
+    assert "1 step," in data["stepsText"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
