@@ -103,6 +103,7 @@ def option(name: str, *more: str, **settings: Any) -> Any:
 @option("max_grammar_bytes", type=Bytes(), help="Size of a schema, regular expression or grammar.")
 @click.option("--allow-chat-template", is_flag=True, help="Requests may bring a chat template of their own.")
 @click.option("--escape-special", is_flag=True, help="Special tokens in what messages hold stay text.")
+@click.option("--access-log", is_flag=True, help="Log a line about each request: never prompts, answers or keys.")
 @click.option(
     "--adapter",
     metavar="NAME=FOLDER",

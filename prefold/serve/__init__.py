@@ -7,6 +7,7 @@ asking    what faces do alike; openai, anthropic, cohere, tei, responses: which 
 events    answers in events
 batches   which batches there are, and who works for them; batch: one batch's way to its output;
           lane: its engine, and narrow: the line of it that steps fail for
+access    a line of the log about each request
 app       puts the faces together with health, keys and metrics
 run       binds, loads, serves, drains
 

@@ -27,6 +27,7 @@ from ..tasks import Work
 from ..tasks.images import within
 from ..tasks.run import finish_items
 from ..types import Owner, Request
+from .access import note
 from .keys import Keys
 from .limits import check_item, check_samples
 from .metrics import Metrics
@@ -219,6 +220,7 @@ class Desk:
                 replies = [Reply(loop, *each) for each in zip(sizes, repeat(order.owner), counts)]
             else:
                 replies = [Reply(loop, sum(sizes) if order.tokens is None else order.tokens, order.owner)]
+            note(prompt=sum(sizes))
             with self.room.computing(replies):
                 prepared()
                 try:

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ..types import GenerationStats
+from .access import note
 
 if TYPE_CHECKING:
     from .site import Site
@@ -80,6 +81,7 @@ class Metrics:
 
     def prompt(self, tenant: str | None, result: Mapping[str, Any]) -> None:
         """Counts the tokens of a prompt that was continued, by the result of its item."""
+        note(completion=result["num_generated"])
         self.prefix_queries.labels(tenant or "").inc(result["num_tokens"])
         self.prefix_hits.labels(tenant or "").inc(result["cached_tokens"])
         self.approximate.labels(tenant or "").inc(result.get("approximate_tokens", 0))

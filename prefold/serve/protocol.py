@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -17,8 +18,11 @@ _LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n
 _SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-def protocol_with(options: ServeOptions) -> type[asyncio.Protocol]:
-    """Returns the protocol of a server with these options."""
+def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> type[asyncio.Protocol]:
+    """Returns the protocol of a server with these options.
+
+    refused  called with the status of each answer that the protocol gives itself
+    """
 
     class LimitedProtocol(HttpToolsProtocol):
         """Closes connections that are too many, those whose headers or trailers are too slow or too large, those that
@@ -129,6 +133,11 @@ def protocol_with(options: ServeOptions) -> type[asyncio.Protocol]:
                 # No second answer to a request, and none within another.
                 if cycle is None or not cycle.response_started or (cycle.response_complete and not cycle.more_body):
                     self.transport.write(answer)
+                    refused(int(answer[9:12]))
                 self.transport.close()
+
+        def send_400_response(self, msg: str) -> None:
+            super().send_400_response(msg)
+            refused(400)
 
     return LimitedProtocol

@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 
 from ..errors import JobError
+from .access import AccessLog, log_refusal
 from .app import make_app
 from .http import Refusal
 from .options import ServeOptions
@@ -25,13 +26,17 @@ from .site import Site
 
 __all__ = ["Server", "bind", "run"]
 
+_log = logging.getLogger("prefold.serve")
 CLOSE_SECONDS = 5  # in which connections must take the rest of what they are sent, after draining
 
 
 def run(load: Callable[[], Any], options: ServeOptions) -> None:
     """Serves until the process is told to end; see `prefold.serve.serve`."""
     options.check()
-    logging.basicConfig(format="prefold: %(message)s", level=logging.WARNING)
+    stamp = "" if sys.stderr is not None and sys.stderr.isatty() else "%(asctime)s "
+    logging.basicConfig(format=f"{stamp}prefold: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S%z", level=logging.WARNING)
+    for name in ("prefold.serve", "prefold.access"):
+        logging.getLogger(name).setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # whoever sends no HTTP must not fill the log
     sys.setswitchinterval(1e-3)  # a step plans in Python, and a request should not wait 5 ms for its turn
     site = Site(options)
@@ -73,9 +78,10 @@ class Server(uvicorn.Server):
         self.error: BaseException | None = None
         self.bound_at = host, port = bound.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        app, logs = make_app(site), site.options.access_log
         config = uvicorn.Config(
-            make_app(site),
-            http=protocol_with(site.options),
+            AccessLog(app) if logs else app,
+            http=protocol_with(site.options, log_refusal if logs else lambda status: None),
             loop="uvloop" if sys.platform != "win32" else "asyncio",
             ws="none",
             log_config=None,
@@ -91,8 +97,8 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def say(self, line: str) -> None:
-        """Tells a person, on standard error."""
-        print(f"prefold: {line}", file=sys.stderr, flush=True)
+        """Tells a person, in the log."""
+        _log.info(line)
 
     def load(self, load: Callable[[], Any]) -> None:
         """Loads the model; where that fails, the server ends."""
@@ -150,6 +156,8 @@ class Server(uvicorn.Server):
             self.say(f"draining: {self.site.busy} requests, {self.site.options.drain_seconds:g} s at most")
         while self.site.busy and time.monotonic() < until:
             await asyncio.sleep(0.05)
+        left = f"{self.site.busy} requests are given up" if self.site.busy else "all requests have been answered"
+        self.say(f"the server ends; {left}")
         if self.site.desk is not None:
             message, remedy = "the server is being shut down", "send the request to another"
             self.site.desk.give_up(Refusal(503, message, remedy=remedy, code="unavailable"))

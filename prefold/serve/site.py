@@ -151,6 +151,7 @@ class Face:
                         message, remedy = "the key is missing or unknown", "send Authorization: Bearer KEY"
                         headers = {"www-authenticate": "Bearer"}
                         raise Refusal(401, message, remedy=remedy, code="invalid_api_key", headers=headers)
+                    request.scope["tenant"] = tenant.name  # for the access log
                     if admin and not tenant.admin:
                         message, remedy = "this is for admins", "use the key of an admin"
                         raise Refusal(403, message, remedy=remedy, code="forbidden")

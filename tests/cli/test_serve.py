@@ -52,7 +52,12 @@ def test_a_server_from_beginning_to_end(tmp_path):
         asking.join()
         assert texts[0].endswith("data: [DONE]\n\n") and "error" not in texts[0]
         assert process.wait(20) == 0
-        assert "Traceback" not in process.stderr.read()
+        said = process.stderr.read()
+        assert "Traceback" not in said
+        stamped = re.compile(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} prefold: (.*)")
+        told = [stamped.fullmatch(line)[1] for line in said.splitlines()]
+        assert [line.split(" ")[0] for line in told] == ["ready", "draining:", "the"]
+        assert told[-1] == "the server ends; all requests have been answered"
     finally:
         process.kill()
         process.stderr.close()
