@@ -87,7 +87,7 @@ _PARAMETERS: dict[Any, Schema] = {
     "seed": _of("integer", "Makes samples come out the same again."),
     "presence_penalty": _of("number"),
     "frequency_penalty": _of("number"),
-    "repetition_penalty": _of("number", exclusiveMinimum=0),
+    "repetition_penalty": _of("number", minimum=1e-30, maximum=1e30),
     "logit_bias": _of("object", "{token id: what is added to its logit}."),
     "min_tokens": _of("integer", minimum=0),
     "max_tokens": _of("integer", minimum=1),

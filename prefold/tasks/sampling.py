@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["format_grammar", "grammar_from", "sampling_from"]
 
 NAMES = [field.name for field in fields(Sampling)]
+# Logits are divided or multiplied by a repetition penalty, in float32, which must neither take it for 0 nor overflow.
+LEAST_PENALTY = 1e-30
 GRAMMARS = ("json_schema", "json", "regex", "choice", "lark")
 # None is a value of these fields. For all others it means that the default holds.
 NULLABLE = ("max_tokens", "seed", "logprobs", "grammar", "exit_threshold", "max_visits", "exit_change", "route")
@@ -244,7 +246,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "top_k": _top_k,
     "top_p": partial(_number, least=0, most=1),
     "min_p": partial(_number, least=0, most=1),
-    "repetition_penalty": partial(_number, least=0, above=True),
+    "repetition_penalty": partial(_number, least=LEAST_PENALTY, most=1 / LEAST_PENALTY),
     "presence_penalty": partial(_number, least=-2, most=2),
     "frequency_penalty": partial(_number, least=-2, most=2),
     "seed": partial(_whole, least=-(2**63), below=2**64),

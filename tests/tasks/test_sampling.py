@@ -93,7 +93,7 @@ def test_other_ways_to_write_them():
         ("top_k", [-2]),
         ("top_p", [-0.1, 1.1]),
         ("min_p", [-0.1, 1.1]),
-        ("repetition_penalty", [0, -1, float("inf")]),
+        ("repetition_penalty", [0, -1, 1e-46, 1e300, float("inf")]),
         ("presence_penalty", [2.1, -2.1]),
         ("frequency_penalty", [2.1, -2.1]),
         ("seed", [2**64, -(2**63) - 1]),
@@ -112,6 +112,13 @@ def test_other_ways_to_write_them():
 def test_out_of_range(name, values):
     for value in values:
         refused(name, "out_of_range", **{name: value})
+
+
+def test_the_least_repetition_penalty_is_named():
+    """float32 takes smaller ones for 0, which would end an answer before its first token."""
+    with pytest.raises(InputError) as caught:
+        made(repetition_penalty=1e-46)
+    assert "from 1e-30" in caught.value.remedy and made(repetition_penalty=1e-30).repetition_penalty == 1e-30
 
 
 @pytest.mark.parametrize(
