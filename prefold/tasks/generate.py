@@ -119,7 +119,8 @@ class GenerateTask:
 
         def make() -> Work:
             made = self._fit(before, get(), field, sampling.max_tokens if asked else None, cut)
-            request = replace(made, sampling=sampling, **beside)
+            drawn = sampling if asked else self._within_context(sampling, made.tokens.size)
+            request = replace(made, sampling=drawn, **beside)
             note: dict[str, Any] = {"tokens": request.tokens.size}
             return Work([request], note | notes_of(seen))
 
@@ -237,6 +238,14 @@ class GenerateTask:
                 check_cut(ids, kept, field)
                 ids = kept
         return self.inputs.request(np.concatenate((before, ids)), field)
+
+    def _within_context(self, sampling: Sampling, size: int) -> Sampling:
+        """Returns the sampling of a prompt of so many tokens that asks for no max_tokens: with fewer than the default
+        where the context ends."""
+        if self.context is None or sampling.max_tokens is None or size + sampling.max_tokens <= self.context:
+            return sampling
+        room = self.context - size
+        return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
 
     def _cut(
         self, item: GenerateItem, batch: TextBatch, before: int, seen: list[Picture], salt: str, room: int

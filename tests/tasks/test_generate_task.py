@@ -152,6 +152,14 @@ def test_adapter_salt_and_priority():
         assert caught.value.field == field
 
 
+def test_the_default_of_max_tokens_is_cut_where_the_context_ends():
+    assert request(task(), [5] * 256).sampling.max_tokens == 256
+    for made in (task(), task(min_tokens=200)):
+        sampling = request(made, [5] * 412).sampling
+        assert sampling.max_tokens == 100 and sampling.min_tokens <= 100
+    assert request(task(), {"prompt": [5] * 412, "sampling": {"max_tokens": 90}}).sampling.max_tokens == 90
+
+
 def test_prompts_that_leave_no_room():
     assert len(request(task(), [5] * 511).tokens) == 511  # the default of 256 gives way
     with pytest.raises(InputError, match=r"512 tokens; with a token to generate it is more than .* context of 512"):
