@@ -68,7 +68,7 @@ def load_fleet(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -
 
     in_vllm = o.get("backend") == "vllm"
     if o.get("url"):
-        replicas = _servers(o, tokenizer)
+        replicas = _servers(o, checkpoint, tokenizer, notify)
     elif o.get("ray") is not None:
         replicas = _on_ray(o, notify)
     else:
@@ -138,10 +138,10 @@ def _vllm_options(o: Options) -> dict[str, Any]:
     return {"engine": engine, "caching": o["sharing"] != "off"}
 
 
-def _servers(o: Options, tokenizer: Any) -> Any:
+def _servers(o: Options, checkpoint: Any, tokenizer: Any, notify: Callable[[str], None]) -> Any:
     from ..cluster.http_replicas import HttpReplicas
-    from ..cluster.remote_model import is_of_bytes
+    from ..cluster.remote_model import context_of, is_of_bytes
 
-    takes_ids = not is_of_bytes(tokenizer)
-    most = {} if o.get("max_running") is None else {"most": o["max_running"]}
-    return HttpReplicas(o["url"], o["model"], tokenizer, takes_ids=takes_ids, patience=o["patience"], **most)
+    how = {} if o.get("max_running") is None else {"most": o["max_running"]}
+    how |= {"takes_ids": not is_of_bytes(tokenizer), "context": context_of(checkpoint), "patience": o["patience"]}
+    return HttpReplicas(o["url"], o["model"], tokenizer, notify=notify, **how)

@@ -13,20 +13,20 @@ from ..errors import InputError
 from ..prefix import MEDIA_BASE
 from ..types import Exits, Generated, GenerationStats, Readout, Request, Result, Sampling, Stats
 
-__all__ = ["MESSAGES", "RowError", "embedding_bodies", "embeddings_of", "generated_of", "generation_body",
-           "generation_stats", "logprob_bodies", "logprobs_of", "model_names"]  # fmt: skip
+__all__ = ["MESSAGES", "NOT_OPENAIS", "RowError", "contexts_of", "embedding_bodies", "embeddings_of", "generated_of",
+           "generation_body", "generation_stats", "logprob_bodies", "logprobs_of"]  # fmt: skip
 
 # What a text begins with that stands for a conversation: the rest of it is JSON {"messages": ...}. The chat template of
 # a model that is known by its server only writes such texts.
 MESSAGES = "\x00messages\x00"
 _NOT_KNOWN = -1  # the id of a generated token that the server does not name
 
-# How fields of Sampling are called in a body. The first are OpenAI's own; servers such as vLLM know the others too.
-_NAMES = {
-    "top_p": "top_p", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty", "seed": "seed",
-    "n": "n", "min_tokens": "min_tokens", "top_k": "top_k", "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty", "ignore_eos": "ignore_eos",
-}  # fmt: skip
+# Fields of Sampling that bodies have by the same name. The first are always sent, since a server such as vLLM takes
+# what a body leaves out from the checkpoint's generation_config.json. OpenAI has no name for NOT_OPENAIS; most other
+# servers know them. The last are sent where they are not the default.
+_ALWAYS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+NOT_OPENAIS = ("top_k", "min_p", "repetition_penalty")
+_WHERE_SET = ("seed", "n", "min_tokens", "ignore_eos")
 _DEFAULTS = {f.name: f.default for f in fields(Sampling)}
 
 
@@ -39,8 +39,8 @@ class RowError(InputError):
         self.status = status
 
     @property
-    def is_about_ids(self) -> bool:
-        """Returns whether the server may have refused token ids as such."""
+    def is_about_form(self) -> bool:
+        """Returns whether the server may have refused how it was asked: token ids as such, or a field."""
         return self.status in (400, 422)
 
     def __reduce__(self) -> Any:
@@ -48,19 +48,30 @@ class RowError(InputError):
 
 
 def generation_body(
-    request: Request, model: str, text_of: Callable[[np.ndarray], str] | None, with_text: bool
+    request: Request,
+    model: str,
+    text_of: Callable[[np.ndarray], str] | None,
+    with_text: bool,
+    *,
+    context: int | None = None,
+    knows_all: bool = True,
 ) -> tuple[str, dict[str, Any]]:
-    """Returns (path, body) of a request to be continued. Raises InputError for what no server can be asked for.
+    """Returns (path, body) of a request to be continued. Raises InputError for what no server can be asked for, and for
+    a prompt without max_tokens where it is not known how many tokens fit behind it.
 
-    text_of: makes text of token ids; None: they are sent as they are.
+    text_of    makes text of token ids; None: they are sent as they are
+    context    of the model, in tokens such as the request's; None: not known, or the request's tokens are others
+    knows_all  whether the server knows NOT_OPENAIS; if not, they are sent only where they are not the default
     """
     sampling = request.sampling or Sampling()
     _check(sampling, with_text)
     _check_ids(request)
-    body: dict[str, Any] = {"model": request.adapter or model, "temperature": sampling.temperature}
-    body |= {
-        name: getattr(sampling, field) for field, name in _NAMES.items() if getattr(sampling, field) != _DEFAULTS[field]
-    }
+    always = (*_ALWAYS, *NOT_OPENAIS) if knows_all else _ALWAYS
+    values = {name: getattr(sampling, name) for name in (*_ALWAYS, *NOT_OPENAIS, *_WHERE_SET)}
+    body: dict[str, Any] = {"model": request.adapter or model}
+    body |= {name: value for name, value in values.items() if name in always or value != _DEFAULTS[name]}
+    if body.get("top_k") == 0:
+        body["top_k"] = -1  # which means all tokens everywhere; some servers refuse 0
     if sampling.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     if sampling.stop:
@@ -72,10 +83,25 @@ def generation_body(
     if sampling.grammar is not None:
         body["response_format"] = _response_format(sampling)
     text = None if text_of is None else text_of(request.tokens)
-    limit = {} if sampling.max_tokens is None else {"max_tokens": sampling.max_tokens}
     if text is not None and text.startswith(MESSAGES):
+        # Without a limit a conversation is answered until the context is full.
+        limit = {} if sampling.max_tokens is None else {"max_tokens": sampling.max_tokens}
         return "/v1/chat/completions", body | limit | _conversation(text)
-    return "/v1/completions", body | limit | {"prompt": request.tokens.tolist() if text is None else text}
+    body["max_tokens"] = _room(request, context) if sampling.max_tokens is None else sampling.max_tokens
+    return "/v1/completions", body | {"prompt": request.tokens.tolist() if text is None else text}
+
+
+def _room(request: Request, context: int | None) -> int:
+    """Returns how many tokens fit behind a prompt: the server's own limit, where none is sent, is 16. Raises
+    InputError."""
+    if context is None:
+        message = "how many tokens fit behind the prompt is not known here, and a server would stop after 16"
+        remedy = "give max_tokens (--max-tokens), or the model's tokenizer (--tokenizer) beside its config.json"
+        raise InputError(message, field="max_tokens", remedy=remedy, code="missing_option")
+    if len(request.tokens) >= context:
+        message = f"the prompt has {len(request.tokens)} tokens, the context of the server's model {context}"
+        raise InputError(message, field="prompt", remedy="shorten it", code="too_long")
+    return context - len(request.tokens)
 
 
 def _conversation(text: str) -> dict[str, Any]:
@@ -243,9 +269,15 @@ def generation_stats(said: Any) -> Stats:
     return Stats(tokens=prompt + made, rows_computed=prompt - cached + made, requests=1, steps=1, generation=generation)
 
 
-def model_names(said: Any) -> list[str]:
-    """Returns the names in the answer of /v1/models, none where a server does not have it."""
+def contexts_of(said: Any) -> dict[str, int | None]:
+    """Returns {name: tokens of its context, None where it is not said} of the models in the answer of /v1/models; none
+    where a server does not have it."""
     try:
-        return [str(one["id"]) for one in said.json()["data"]] if said.status_code < 300 else []
-    except (ValueError, KeyError, TypeError):
-        return []
+        models = said.json()["data"] if said.status_code < 300 else []
+        return {str(one["id"]): _whole(one.get("max_model_len")) for one in models}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None

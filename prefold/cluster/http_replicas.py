@@ -19,6 +19,7 @@ from ..stream import Window
 from ..text import Tokenizer
 from ..types import Request, Stats
 from .http_bodies import (
+    NOT_OPENAIS,
     RowError,
     embedding_bodies,
     embeddings_of,
@@ -28,7 +29,7 @@ from .http_bodies import (
     logprob_bodies,
     logprobs_of,
 )
-from .http_server import API_KEY, RemoteServer, ServerDown, check_key, check_url, meet, reading
+from .http_server import API_KEY, FirstAnswer, RemoteServer, ServerDown, check_key, check_url, meet, reading
 from .replicas import (
     RESTARTS,
     ReplicaEvent,
@@ -56,9 +57,11 @@ class HttpReplicas(Replicas):
     model       its name there
     tokenizer   turns token ids into text for a server that takes no ids
     takes_ids   whether the token ids of requests are those of the model
+    context     of the model as its files say, in tokens; None: not known. A server may say a smaller one
     most        requests in flight at a server
     patience    seconds for which a server that cannot be reached is asked again, and a request that fails is sent again
     timeout     seconds that an answer may take, of a server that makes progress; None: ten times the patience
+    notify      called with what a person should know of a server
 
     A key is taken from the environment variable PREFOLD_API_KEY, and sent as a bearer token. A server makes progress
     when it answers, and while what it counts of tokens at /metrics changes; one that is given up again and again, and
@@ -72,16 +75,19 @@ class HttpReplicas(Replicas):
         tokenizer: Tokenizer | None,
         *,
         takes_ids: bool = True,
+        context: int | None = None,
         most: int = 256,
         patience: float = 300.0,
         timeout: float | None = None,
+        notify: Callable[[str], None] = lambda line: None,
     ):
         for url in urls:
             check_url(url)
         check_key()
         self.names = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.model, self._tokenizer, self._takes_ids = model, tokenizer, takes_ids
-        self._most, self._patience = most, patience
+        self._context, self._most, self._patience = context, most, patience
+        self._notify, self._first = notify, FirstAnswer(notify)
         self._timeout = _LONGEST_ANSWER * patience if timeout is None else timeout
         self._servers: dict[str, RemoteServer] = {}
         self._restarts = dict.fromkeys(self.names, RESTARTS)
@@ -144,8 +150,11 @@ class HttpReplicas(Replicas):
 
     async def _open(self, name: str) -> None:
         """Meets a server, and gives it work until it is given up."""
-        server = await meet(name, self.model, most=self._most, patience=self._patience, timeout=self._timeout)
+        how = {"patience": self._patience, "timeout": self._timeout}
+        server = await meet(name, self.model, most=self._most, first=self._first, **how)
         server.takes_ids = None if self._takes_ids else False
+        contexts = [context for context in (self._context, server.context) if context is not None]
+        server.context = min(contexts, default=None) if self._takes_ids else None
         self._servers[name] = server
         at_once = min(self._most, 32) * _BATCH
         facts = ReplicaFacts(
@@ -249,8 +258,8 @@ class HttpReplicas(Replicas):
                 server.takes_ids = True
             return found
         except InputError as error:
-            is_about_ids = isinstance(error, RowError) and error.is_about_ids
-            if has_text and text_of is None and server.takes_ids is not True and is_about_ids:
+            is_about_form = isinstance(error, RowError) and error.is_about_form
+            if has_text and text_of is None and server.takes_ids is not True and is_about_form:
                 # As text, then, where that is what was wrong.
                 found = await self._ask_each(server, call, requests, self._text_of(server))
                 if server.takes_ids is None and not all(isinstance(answer, RowError) for answer in found[0]):
@@ -277,7 +286,7 @@ class HttpReplicas(Replicas):
         self, server: RemoteServer, call: RunCall, requests: list[Request], text_of: Callable[[Any], str] | None
     ) -> tuple[list[Any], Stats]:
         if call.readout.kind == "tokens":
-            said = await server.post([generation_body(requests[0], self.model, text_of, call.text)])
+            said = await self._generate(server, call, requests[0], text_of)
             with reading(server.url):
                 return [generated_of(said)], generation_stats(said)
         if call.readout.kind in _LOGPROBS:
@@ -292,6 +301,28 @@ class HttpReplicas(Replicas):
         stats = Stats(tokens=tokens, rows_computed=tokens, requests=len(requests), steps=1)
         with reading(server.url):
             return embeddings_of(said, len(requests)), stats
+
+    async def _generate(
+        self, server: RemoteServer, call: RunCall, request: Request, text_of: Callable[[Any], str] | None
+    ) -> Any:
+        """Returns what a server says of a request to be continued. Where it refuses a sampling option that OpenAI does
+        not have, and takes the request without those that change nothing, they are not sent to it again."""
+
+        async def post(knows_all: bool) -> Any:
+            how = {"context": server.context, "knows_all": knows_all}
+            return await server.post([generation_body(request, self.model, text_of, call.text, **how)])
+
+        knows_all = server.knows_all
+        try:
+            return await post(knows_all)
+        except RowError as error:
+            if not (knows_all and error.is_about_form and any(name in str(error) for name in NOT_OPENAIS)):
+                raise
+        said = await post(False)
+        if server.knows_all:
+            server.knows_all = False
+            self._notify(f"{server.url} knows no {', '.join(NOT_OPENAIS)}; they are sent only where they are asked for")
+        return said
 
     def _text_of(self, server: RemoteServer) -> Callable[[Any], str]:
         """Returns what makes text of token ids."""

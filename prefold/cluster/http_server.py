@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 from ..errors import InputError, JobError, MissingExtraError
 from ..types import Request
-from .http_bodies import RowError, model_names
+from .http_bodies import RowError, contexts_of
 from .replicas import RunCall
 
-__all__ = ["API_KEY", "RemoteServer", "ServerDown", "check_key", "check_url", "meet", "reading"]
+__all__ = ["API_KEY", "FirstAnswer", "RemoteServer", "ServerDown", "check_key", "check_url", "meet", "reading"]
 
 try:
     import httpx
@@ -29,6 +29,7 @@ _ATTEMPTS = 5  # of a request that times out, or whose connection is torn, or th
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
 _FIRST_CAP = 8  # requests in flight to begin with
 _LOOK = 10.0  # seconds that a connection, and what it says of itself, may take
+_UNANSWERED = 15.0  # seconds for which servers are asked of which none has ever answered
 _REFUSALS = {
     401: f"the key was refused ({API_KEY} holds it)",
     403: "the server refuses to answer",  # a key that may not, or a name that the server does not know itself by
@@ -67,17 +68,21 @@ def check_key() -> None:
 class RemoteServer:
     """A server, what it has to do, and how much it can take.
 
+    context    of its model, in tokens; None: it does not say
     most       requests in flight, at most
     patience   seconds for which a request is sent again where it fails
     cap        requests in flight: one more after as many successes, half after it said that it is overloaded
     takes_ids  whether it takes token ids; None: it was not asked yet
+    knows_all  whether it takes sampling options that OpenAI has no name for, as far as is known
     """
 
     url: str
     client: httpx.AsyncClient
+    context: int | None = None
     most: int = 256
     patience: float = 300.0
     takes_ids: bool | None = None
+    knows_all: bool = True
     cap: float = 0.0
     in_flight: int = 0
     paused_until: float = 0.0
@@ -104,7 +109,7 @@ class RemoteServer:
             try:
                 said = await self.client.post(path, json=body)
             except httpx.TransportError as error:
-                attempts, last = attempts + 1, f"{type(error).__name__}: {error}"
+                attempts, last = attempts + 1, _why(error)
                 is_down = isinstance(error, httpx.ConnectError) and attempts == _ATTEMPTS
                 if is_down:
                     raise ServerDown(f"it cannot be reached ({last})") from None
@@ -148,9 +153,20 @@ class RemoteServer:
         return [line for line in lines if "token" in line.partition("{")[0].partition(" ")[0]]
 
 
-async def meet(url: str, model: str, *, most: int, patience: float, timeout: float) -> RemoteServer:
-    """Returns a server that has the model; asks again for a while where it cannot be reached. timeout: seconds that an
-    answer may take.
+@dataclass
+class FirstAnswer:
+    """Whether any server of a job has ever answered, and what is called with what a person should know of those that do
+    not."""
+
+    notify: Callable[[str], None] = lambda line: None
+    has_come: bool = False
+
+
+async def meet(
+    url: str, model: str, *, most: int, patience: float, timeout: float, first: FirstAnswer | None = None
+) -> RemoteServer:
+    """Returns a server that has the model; asks again for `patience` seconds where it cannot be reached, fewer where no
+    server of the job has ever answered. timeout: seconds that an answer may take.
 
     Raises ServerDown, with the reason, where that does not help.
     """
@@ -162,31 +178,48 @@ async def meet(url: str, model: str, *, most: int, patience: float, timeout: flo
         limits=httpx.Limits(max_connections=None),
     )
     try:
-        named = model_names(await _first_answer(client, patience))
-        if named and model not in named:
-            raise ServerDown(f"it has no model {model!r}; those it has: {', '.join(named)}")
+        contexts = contexts_of(await _first_answer(client, url, patience, first or FirstAnswer()))
+        if contexts and model not in contexts:
+            raise ServerDown(f"it has no model {model!r}; those it has: {', '.join(contexts)}")
     except BaseException:
         await client.aclose()
         raise
-    return RemoteServer(url, client, most, patience)
+    return RemoteServer(url, client, contexts.get(model), most, patience)
 
 
-async def _first_answer(client: httpx.AsyncClient, patience: float) -> httpx.Response:
-    deadline, pause = time.monotonic() + patience, _FIRST_PAUSE
+async def _first_answer(client: httpx.AsyncClient, url: str, patience: float, first: FirstAnswer) -> httpx.Response:
+    started, pause, is_told = time.monotonic(), _FIRST_PAUSE, False
     while True:
         try:
             found = await client.get("/v1/models", timeout=_LOOK)
+            first.has_come = True
             if found.status_code in (401, 403):
                 raise ServerDown(f"{_REFUSALS[found.status_code]}: {_said(found)}")
             if found.status_code < 500 and found.status_code != 429:
                 return found
             reason = f"it answers {found.status_code}"
         except httpx.HTTPError as error:
-            reason = f"it cannot be reached ({type(error).__name__}: {error})"
-        if time.monotonic() > deadline:
+            reason = f"it cannot be reached ({_why(error)})"
+        longest = patience if first.has_come else min(patience, _UNANSWERED)
+        left = longest - (time.monotonic() - started)
+        if left < 0:
             raise ServerDown(reason)
+        if not is_told:
+            first.notify(f"{url}: {reason}; it is asked again for {longest:.0f} s")
+            is_told = True
         await asyncio.sleep(_jittered(pause))
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _why(error: Exception) -> str:
+    """Returns in words why a server was not reached: what the system says, such as "connection refused", is at the
+    bottom of what the client makes of it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
+            return os.strerror(cause.errno).lower()
+        cause = cause.__cause__ or cause.__context__
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 @contextmanager
@@ -205,7 +238,7 @@ def _said(said: httpx.Response) -> str:
     try:
         found = said.json()
         error = found.get("error", found)
-        text = error.get("message") if isinstance(error, dict) else error
+        text = error.get("message", found) if isinstance(error, dict) else error
     except (ValueError, AttributeError):
         text = said.text
     return " ".join(str(text).split())[:300]

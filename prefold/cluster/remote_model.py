@@ -10,10 +10,10 @@ from ..checkpoint import Checkpoint, resolve
 from ..text import Tokenizer, tokenizer_or_none
 from .http_bodies import MESSAGES
 
-__all__ = ["is_of_bytes", "remote_model"]
+__all__ = ["context_of", "is_of_bytes", "remote_model"]
 
 # What the tasks ask of a model's config. Whether a prompt is too long, the server decides.
-_ANY = {
+_ANY: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 1 << 20, "num_hidden_layers": 1,
     "num_attention_heads": 1, "head_dim": 64, "intermediate_size": 1, "vocab_size": 1 << 24,
     "max_position_embeddings": (1 << 31) - 1, "rms_norm_eps": 1e-6,
@@ -40,6 +40,12 @@ def remote_model(
     own = tokenizer_or_none(found)
     known = {name: found.config[name] for name in ("max_position_embeddings",) if found.config.get(name)}
     return _checkpoint(f"{model} {over}", found.path, known), own or _bytes()
+
+
+def context_of(checkpoint: Checkpoint) -> int | None:
+    """Returns the tokens of the context of a remote model's checkpoint, None where its files do not say."""
+    found: int = checkpoint.config["max_position_embeddings"]
+    return None if found == _ANY["max_position_embeddings"] else found
 
 
 def is_of_bytes(tokenizer: Tokenizer) -> bool:

@@ -20,11 +20,11 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, *, ids=True, key=None, fault=None, models=("m",), decode=None, tei=False, seconds=0.0,
-                 metrics=None):  # fmt: skip
+                 metrics=None, context=None):  # fmt: skip
         super().__init__(("127.0.0.1", 0), _Handler)
         self.ids, self.key, self.fault, self.models, self.tei = ids, key, fault, models, tei
         self.decode = decode or (lambda ids: bytes(ids).decode())
-        self.seconds, self.metrics = seconds, metrics
+        self.seconds, self.metrics, self.context = seconds, metrics, context
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.times: list[float] = []
         self.now = self.most = 0
@@ -103,7 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.path == "/v1/models" and self._may():
-            self._send(200, {}, {"data": [{"id": name} for name in self.server.models]})
+            context = {} if self.server.context is None else {"max_model_len": self.server.context}
+            self._send(200, {}, {"data": [{"id": name} | context for name in self.server.models]})
         elif self.path == "/metrics":
             found = self.server.metrics
             self._write(404, {}, b"") if found is None else self._write(200, {}, found().encode())

@@ -117,6 +117,55 @@ def test_token_ids_go_where_they_are_taken(table, ids):
     assert sent.count(str) <= 1 if ids else list in sent[:9] and sent.count(list) < 20
 
 
+@pytest.fixture
+def chats(tmp_path, monkeypatch):
+    """Two lines of a batch without max_tokens, and a tokenizer's folder that says a context of 512."""
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(tmp_path / "named")
+    (tmp_path / "named" / "config.json").write_text('{"model_type": "new", "max_position_embeddings": 512}')
+    with open("chats.jsonl", "w") as file:
+        for i in range(2):
+            body = {"messages": [{"role": "user", "content": f"question {i}"}], "temperature": 0}
+            line = {"custom_id": str(i), "method": "POST", "url": "/v1/chat/completions", "body": body}
+            file.write(json.dumps(line) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("context", [None, 64])
+def test_a_chat_without_max_tokens_is_answered_until_the_context_is_full(chats, context):
+    """The server's context, where it says a smaller one."""
+    with serving(decode=lambda ids: "x" * len(ids), context=context) as server:
+        arguments = ["run", "chats.jsonl", "-o", "out.jsonl", "-m", "m", "--tokenizer", "named", "--url", server.url]
+        done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.stderr
+    assert len(server.requests) == 2
+    for _, body in server.requests:
+        assert body["max_tokens"] == (context or 512) - len(body["prompt"])
+
+
+def test_a_prompt_without_max_tokens_is_refused_where_the_context_is_not_known(table):
+    with serving(ids=False) as server:
+        run("--raw", "--url", server.url, "--max-tokens", 0)
+    assert not server.requests
+    assert all(line["error"]["field"] == "max_tokens" for i, line in output().items() if i != 3)
+
+
+def test_a_server_that_knows_openais_options_only_is_asked_for_those(table):
+    def fault(path, body, number):
+        extra = [name for name in ("top_k", "min_p", "repetition_penalty") if name in body]
+        message = f"Unrecognized request argument supplied: {extra[0]}" if extra else ""
+        return (400, {}, {"error": {"message": message}}) if extra else None
+
+    with serving(ids=False, fault=fault) as server:
+        said = run("--raw", "--url", server.url)
+        refused = sum("top_k" in body for _, body in server.requests)
+        assert_answered(output())
+        run("--raw", "--url", server.url, "--overwrite", "--top-k", 20, "--temperature", 1)
+    assert refused < 20 and said.count("knows no top_k") == 1
+    messages = [line["error"]["message"] for i, line in output().items() if i != 3]
+    assert all("argument supplied: top_k" in message for message in messages), "what is asked for is not left out"
+
+
 @pytest.mark.parametrize("tei", [False, True])
 def test_embeddings(table, tei):
     with serving(ids=False, tei=tei) as server:
@@ -223,7 +272,8 @@ def test_bad_options(table):
     said = run("--url", "http://me:word@localhost:1", code=1)
     assert "PREFOLD_API_KEY" in said and "word" not in said
     assert "--pooling cannot be asked" in run("--url", "http://localhost:1", "--pooling", "mean", task="embed", code=2)
-    assert "cannot be reached" in run("--url", "http://127.0.0.1:9", "--patience", "1", code=1)
+    said = run("--url", "http://127.0.0.1:9", "--patience", "1", code=1)
+    assert "http://127.0.0.1:9: it cannot be reached (connection refused); it is asked again for 1 s" in said
     with serving() as server:
         said = run("--overwrite", "--url", server.url, "--labels", "a,b", task="classify", code=1)
     assert "log-probabilities need token ids" in said

@@ -22,6 +22,36 @@ def test_a_conversation_is_a_chat_and_nothing_else_of_a_body():
     assert path == "/v1/chat/completions" and body["model"] == "m" and body["messages"][0]["content"] == "a"
 
 
+def body_at(size, context, **sampling):
+    request = Request(np.full(size, 5, np.int32), sampling=Sampling(**sampling))
+    return generation_body(request, "m", None, True, context=context)[1]
+
+
+def test_a_server_is_never_left_to_its_own_max_tokens():
+    """Theirs is 16."""
+    assert body_at(30, 512)["max_tokens"] == 482
+    assert body_at(30, None, max_tokens=7)["max_tokens"] == 7
+    with pytest.raises(InputError, match="not known here") as found:
+        body_at(30, None)
+    assert found.value.field == "max_tokens" and "--max-tokens" in found.value.remedy
+    with pytest.raises(InputError, match="512 tokens, the context of the server's model 512"):
+        body_at(512, 512)
+    _, body = body_of(MESSAGES + json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    assert "max_tokens" not in body, "a conversation is answered until the context is full"
+
+
+def test_sampling_options_are_sent_though_they_change_nothing():
+    """Servers take those that are left out from the checkpoint's generation_config.json."""
+    request = Request(np.array([5], np.int32), sampling=Sampling(max_tokens=3))
+    _, body = generation_body(request, "m", None, True)
+    sent = {"model": "m", "prompt": [5], "max_tokens": 3, "temperature": 0.0, "top_p": 1.0, "presence_penalty": 0.0,
+            "frequency_penalty": 0.0}  # fmt: skip
+    assert body == sent | {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert generation_body(request, "m", None, True, knows_all=False)[1] == sent
+    request = Request(np.array([5], np.int32), sampling=Sampling(max_tokens=3, top_k=20))
+    assert generation_body(request, "m", None, True, knows_all=False)[1] == sent | {"top_k": 20}
+
+
 @pytest.mark.parametrize("rest", [" x", "[1]", "{}", '{"messages": [], "model": "other"}', "[" * 100_000])
 def test_a_prompt_that_only_begins_as_a_conversation_is_refused(rest):
     with pytest.raises(InputError, match="and is none") as found:

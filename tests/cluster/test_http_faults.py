@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from prefold.cluster import http_replicas
+from prefold.cluster import http_replicas, http_server
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.http_replicas import HttpReplicas
 from prefold.cluster.http_server import ServerDown, meet
-from prefold.cluster.replicas import RESTARTS
+from prefold.cluster.replicas import RESTARTS, ReplicaLost, ReplicaReady
 from prefold.errors import FleetError, InputError
 from prefold.stream import Spool
 from prefold.types import Readout, Request, Sampling
@@ -65,6 +65,29 @@ def test_what_a_server_says_of_a_refusal_is_told(monkeypatch, status):
     assert ("the key was refused" in str(refused.value)) is (status == 401)
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_a_server_that_never_answered_is_asked_for_as_long_as_patience_only_beside_one_that_has(monkeypatch, other):
+    monkeypatch.setattr(http_server, "_UNANSWERED", 0.5)
+    dead, notes = "http://127.0.0.1:9", []
+    with serving(ids=False) as server:
+        urls = [dead, server.url] if other else [dead]
+        replicas = HttpReplicas(urls, "m", None, patience=60, notify=notes.append)
+        with closing(Fleet(replicas)) as fleet:
+            ends = time.monotonic() + 20
+            events = []
+            while time.monotonic() < ends and not any(isinstance(event, ReplicaLost) for _, event in events):
+                events += [event for event in [fleet.next_event(0.1)] if event]
+                if other and notes and any(isinstance(event, ReplicaReady) for _, event in events):
+                    ends = min(ends, time.monotonic() + 1.5)
+    lost = [(name, event) for name, event in events if isinstance(event, ReplicaLost)]
+    assert len(notes) == 1 and notes[0].startswith(f"{dead}: it cannot be reached (connection refused); it is asked")
+    if other:
+        assert not lost
+    else:
+        ((name, event),) = lost
+        assert name == dead and event.reason == "it cannot be reached (connection refused)" and not event.returns
+
+
 def test_a_server_that_cannot_be_met_for_another_reason_is_lost(monkeypatch):
     async def meet(*_, **__):
         raise OSError("no file descriptors")
@@ -81,10 +104,10 @@ def test_a_server_that_cannot_be_met_for_another_reason_is_lost(monkeypatch):
 def test_a_request_that_cannot_be_asked_is_an_error_of_its_record(monkeypatch):
     body = http_replicas.generation_body
 
-    def failing(request, *rest):
+    def failing(request, *rest, **how):
         if len(request.tokens) == 3:
             raise OverflowError("nobody thought of that")
-        return body(request, *rest)
+        return body(request, *rest, **how)
 
     monkeypatch.setattr(http_replicas, "generation_body", failing)
     texts = ["one", "four", "\x00messages\x00 x"]
