@@ -10,8 +10,17 @@ from typing import Any
 
 import click
 
-from .options import NUMERIC_TASKS as TASKS
-from .options import column_options, limit_options, machine_options, media_options, model_options, task_options
+from .options import (
+    NUMERIC_TASKS,
+    TASKS,
+    column_options,
+    limit_options,
+    machine_options,
+    media_options,
+    model_options,
+    task_options,
+    text_options,
+)
 
 __all__ = ["bench"]
 
@@ -24,7 +33,8 @@ MODES = ("full", "mlp", "off")
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Runs of each mode.")
 @model_options
 @column_options(*TASKS)
-@task_options(*TASKS)
+@task_options(*NUMERIC_TASKS)
+@text_options
 @limit_options
 @media_options
 @machine_options
@@ -33,29 +43,34 @@ MODES = ("full", "mlp", "off")
 def bench(**o: Any) -> None:
     """Time sharing full, mlp and off on INPUT (100 records, or --limit of them), or on the demo's data.
 
-    Tokenising and loading are left out; the modes take turns, and the median of --repeat runs counts.
+    Tokenising and loading are left out; the modes take turns, and the median of --repeat runs counts. Text is not
+    generated with mlp.
 
     \b
     prefold bench pairs.jsonl --task rerank --limit 200
     """
-    tasks, prepared, name, model = _prepare(o)
+    tasks, prepared, name, left_out, model = _prepare(o)
     from .build import load_llm
 
     llm = load_llm({**o, "sharing": "full"}, *model, media=tasks.media)
     found = measure(llm.engine, tasks, prepared, o["repeat"], o["window"])
     dtype = str(llm.dtype).removeprefix("torch.")
+    prompts, repeated = _repeated(prepared)
     if o["as_json"]:
-        head = {"input": name, "model": o["model"], "dtype": dtype, "machine": _machine()}
+        head = {"input": name, "left_out": left_out, "prompts": prompts, "repeated_prompts": repeated}
+        head |= {"model": o["model"], "dtype": dtype, "machine": _machine()}
         click.echo(json.dumps(head | {"modes": found}))
         return
-    click.echo(f"{name}, {o['model']}, {dtype}, {llm.engine.max_batch_rows} rows a step, median of {o['repeat']}")
+    click.echo(f"{name}; {left_out:,} records left out as unusable")
+    click.echo(f"{prompts:,} prompts, {repeated:,} of which repeat an earlier one")
+    click.echo(f"{o['model']}, {dtype}, {llm.engine.max_batch_rows} rows a step, median of {o['repeat']}")
     click.echo("; ".join(f"{key} {value}" for key, value in _machine().items()) + "\n")
     for line in table(found):
         click.echo(line)
 
 
-def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, tuple[Any, Any]]:
-    """Returns (tasks, works by task, a name for them, (checkpoint, tokenizer))."""
+def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, int, tuple[Any, Any]]:
+    """Returns (tasks, works by task, a name for them, records that are unusable, (checkpoint, tokenizer))."""
     from .build import LazyTasks, open_model
     from .demo import demo_items
     from .input import draw, open_input
@@ -63,12 +78,23 @@ def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, tuple[A
     if not o["input"]:
         model = open_model(o)
         tasks = LazyTasks(("rerank",), o, *model)
-        return tasks, {"rerank": tasks["rerank"].prepare(demo_items())}, "reranking the demo's passages", model
+        return tasks, {"rerank": tasks["rerank"].prepare(demo_items())}, "reranking the demo's passages", 0, model
     input = open_input(o["task"], o["input"], o)
     limit = o["limit"] or 100
     sample = draw(input, islice(input.source.records(input.adapter.columns), limit), limit)
     name = f"{o['task'] or 'batch lines'} of {input.source.name}, the first {limit} records"
-    return input.tasks, sample.works, name, (input.checkpoint, input.tokenizer)
+    return input.tasks, sample.works, name, sample.left_out, (input.checkpoint, input.tokenizer)
+
+
+def _repeated(prepared: dict[str, list[Any]]) -> tuple[int, int]:
+    """Returns (prompts, how many of them are equal to an earlier one)."""
+    prompts = [
+        (task, request.adapter, request.tokens.tobytes())
+        for task, works in prepared.items()
+        for work in works
+        for request in work.requests
+    ]
+    return len(prompts), len(prompts) - len(set(prompts))
 
 
 def measure(
@@ -80,13 +106,14 @@ def measure(
     """
     from ..tasks.run import checked, run_works
 
-    found: dict[str, dict[str, Any]] = {mode: {"seconds": []} for mode in MODES}
+    modes = [mode for mode in MODES if mode != "mlp" or "generate" not in prepared]
+    found: dict[str, dict[str, Any]] = {mode: {"seconds": []} for mode in modes}
     for turn in range(-1, repeat):  # the first turn warms up and is not counted
-        for mode in MODES:
+        for mode in modes:
             engine.reset_stats()
             started = time.perf_counter()
             for task, works in prepared.items():
-                checked(run_works(engine, tasks[task], works, window=window, sharing=mode))
+                checked(run_works(engine, tasks[task], works, window=window, sharing=mode, seed=0))
             seconds = time.perf_counter() - started
             if turn >= 0:
                 found[mode]["seconds"].append(seconds)

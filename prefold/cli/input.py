@@ -85,8 +85,7 @@ class Sample:
 def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> Sample:
     """Returns about `count` records drawn from all over `rows`.
 
-    Raises JobError for records that ask for text, as the commands that draw records compare numbers, and where none of
-    the records is usable.
+    Raises JobError where none of the records is usable.
     """
     from ..job.verify import sample_items
 
@@ -94,11 +93,6 @@ def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> Sample
     by_task: dict[str, list[Any]] = {}
     for task, item in drawn:
         by_task.setdefault(task, []).append(item)
-    if "generate" in by_task:
-        raise JobError(
-            f"{input.source.name} asks for generated text, and this command compares numbers only; "
-            "leave such records out"
-        )
     sample, wrong = Sample({}, {}, left_out), []
     for task, items in by_task.items():
         pairs = list(zip(items, input.tasks[task].prepare(items), strict=True))
@@ -210,7 +204,9 @@ def _kept(task: str, o: Options, have: list[str] | None) -> dict[str, Any]:
     for part in parts:
         name, equals, column = part.partition("=")
         if part == "*":
-            keep |= {kept_name(task, column): column for column in have or ()}
+            # A column "id" that is the id is in each line already.
+            columns = [column for column in have or () if not column == "id" == o.get("id_column")]
+            keep |= {kept_name(task, column): column for column in columns}
         elif part:
             keep[name.strip()] = (column if equals else part).strip()
     return {"keep": keep, "keep_all": "*" in parts and have is None}

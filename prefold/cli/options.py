@@ -12,7 +12,6 @@ from .kinds import Blocks, Bytes, Device, Threshold
 
 __all__ = ["DEFAULT_MODEL", "NUMERIC_TASKS", "TASKS", "column_options", "engine_options", "generation_options"]
 __all__ += [
-    "chat_option",
     "job_options",
     "limit_options",
     "machine_options",
@@ -21,6 +20,7 @@ __all__ += [
     "options_for",
     "output_options",
     "task_options",
+    "text_options",
     "threshold_option",
 ]
 
@@ -176,6 +176,12 @@ chat_option = click.option(
     "--chat/--raw", default=None,
     help="Put prompts into the model's chat template, or not.  [default: if it has one]",
 )  # fmt: skip
+# What commands that compare runs need to generate text.
+text_options = _all(
+    chat_option,
+    _of("generate", "max_tokens", "--max-tokens", type=click.IntRange(0), metavar="N"),
+    _of("generate", "ignore_eos", "--ignore-eos", is_flag=True),
+)
 # How conversations are written, for tasks that read them as for the one that continues them.
 _CONVERSATION = (
     _of("generate", "system", "--system", metavar="TEXT"),

@@ -13,13 +13,13 @@ import click
 from .options import (
     NUMERIC_TASKS,
     TASKS,
-    chat_option,
     column_options,
     engine_options,
     limit_options,
     media_options,
     model_options,
     task_options,
+    text_options,
 )
 from .reuse import refuse_reuse_options, reuse_options, verify_reuse
 
@@ -47,7 +47,7 @@ __all__ = ["verify"]
 @model_options
 @column_options(*TASKS)
 @task_options(*NUMERIC_TASKS)
-@chat_option
+@text_options
 @limit_options
 @media_options
 @engine_options
@@ -58,7 +58,7 @@ def verify(**o: Any) -> None:  # fmt: skip
 
     Three comparisons: sharing alone (the given --sharing against off, same dtype), precision alone
     (the given --dtype against float32, both off), and the two together. In float32 there is only the
-    first.
+    first. Of --task generate the texts are compared: how many changed, and at which token first.
 
     With --reuse shifted the prompts of --task generate are run one after the other, with exact rows and with chunks of
     text reused at other positions (see docs/serving.md), and what likely first tokens changed by is compared with the
@@ -73,14 +73,14 @@ def verify(**o: Any) -> None:  # fmt: skip
 
     if o["reuse"] is None:
         refuse_reuse_options(o)
-        if o["task"] == "generate":
-            raise click.UsageError("numbers are compared, and --task generate gives texts; with --reuse shifted it can")
     input = open_input(o["task"], o["input"], o)
     rows = islice(input.source.records(input.adapter.columns), o["limit"])
     if o["reuse"] is not None:
         verify_reuse(o, input, rows)
         return
     sample = draw(input, rows, o["sample"], o["seed"])
+    if "generate" in sample.works and o["tolerance"] is not None:
+        raise click.UsageError("--tolerance bounds numbers, and texts have none; leave it out")
     count = sum(map(len, sample.works.values()))
     found = _compare(sample, input, o)
     if o["as_json"]:
@@ -90,7 +90,7 @@ def verify(**o: Any) -> None:  # fmt: skip
         click.echo(f"{count:,} items of {input.source.name}, {left_out}; {o['model']}\n")
         for line in _lines(found):
             click.echo(line)
-    moved = [f["values"] for f in found if f["comparison"].startswith("sharing")]
+    moved = [f["values"] for f in found if "values" in f and f["comparison"].startswith("sharing")]
     # What is no number is not within the tolerance, and compares as neither more nor less.
     beyond = [by for by in moved if not by <= o["tolerance"]] if o["tolerance"] is not None else []
     if beyond:
@@ -103,7 +103,7 @@ def _compare(sample: Any, input: Any, o: dict[str, Any]) -> list[dict[str, Any]]
     """Returns a dict for each comparison and task: its name, the task, and the numbers of a Difference."""
     from dataclasses import asdict
 
-    from ..job.verify import compare
+    from ..job.verify import compare, compare_texts
 
     sharing = "full" if o["sharing"] == "auto" else o["sharing"]
     llm, dtype = _llm(o, input)
@@ -119,7 +119,10 @@ def _compare(sample: Any, input: Any, o: dict[str, Any]) -> list[dict[str, Any]]
     found = []
     for name, a, b in pairs:
         for task, items in sample.items.items():
-            difference = compare(items, sample.works[task], a[task], b[task])
+            if task == "generate":
+                difference: Any = compare_texts(a[task], b[task])
+            else:
+                difference = compare(items, sample.works[task], a[task], b[task])
             found.append({"comparison": name, "task": task, **asdict(difference)})
     return found
 
@@ -136,7 +139,8 @@ def _run(engine: Any, tasks: Any, works: dict[str, list[Any]], o: dict[str, Any]
     from ..job.verify import Run
     from ..tasks.run import calibrated, checked, run_works
 
-    how: dict[str, Any] = {"window": o["window"], "sharing": sharing}
+    # Batch lines may sample: with one seed for all runs only what the runs compute differs.
+    how: dict[str, Any] = {"window": o["window"], "sharing": sharing, "seed": 0}
     made = {name: calibrated(engine, tasks[name], **how) for name in works}
     return {name: Run(made[name], checked(run_works(engine, made[name], works[name], **how))) for name in works}
 
@@ -145,6 +149,12 @@ def _lines(found: list[dict[str, Any]]) -> list[str]:
     lines = []
     for f in found:
         lines.append(click.style(f"{f['task']}: {f['comparison']}", bold=True))
+        if f["task"] == "generate":
+            lines.append(f"  texts               {len(f['first_changed']):,} of {f['texts']:,} changed")
+            if first := sorted(f["first_changed"]):
+                where = f"{first[0]:,} at the earliest, {first[len(first) // 2]:,} in the middle"
+                lines.append(f"  first other token   number {where} of these texts")
+            continue
         largest = f"{f['values']:.3g} in what the model gave, {f['results']:.3g} in the results"
         lines.append(f"  largest difference  {largest}")
         if f["groups"]:

@@ -31,21 +31,23 @@ class TableForm:
     head    columns that come first, and exist even in a table without lines
     made    columns that a task makes; the values of other columns are the user's. None: the task makes all
     types   {column: Arrow type} of the columns that a Parquet input gives
+    empty   columns that a CSV table without lines has behind these, as one with lines would
     """
 
     head: tuple[str, ...] = ("record",)
     made: Collection[str] | None = None
     types: Mapping[str, Any] = field(default_factory=dict)
+    empty: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, adapter: RecordAdapter, source: Source) -> TableForm:
+    def of(cls, adapter: RecordAdapter, source: Source, empty: tuple[str, ...] = ()) -> TableForm:
         """Returns the form of a job's output, in which columns that repeat columns of the input have their types."""
         if not isinstance(adapter, TableAdapter):
             return cls(head=())
         kept = adapter.columns_used.repeated()
         found = {name: type_at(source.types, path) for name, path in kept.items()}
         types = {name: type for name, type in found.items() if type is not None}
-        return cls(("record", *kept), reserved_names(adapter.task), types)
+        return cls(("record", *kept), reserved_names(adapter.task), types, empty)
 
     def is_made(self, name: str) -> bool:
         """Returns whether a task makes the column of this name."""

@@ -98,9 +98,8 @@ def _write_jsonl(opened: Any, lines: _OutputLines, path: Path, form: TableForm) 
 
 
 def _write_csv(opened: Any, delimiter: str, lines: _OutputLines, path: Path, form: TableForm) -> list[str]:
-    columns = list(form.head)
-    for line in lines:
-        columns += [name for name in json.loads(line) if name not in columns]
+    names = {name: None for line in lines for name in json.loads(line)} or form.empty
+    columns = list(dict.fromkeys((*form.head, *names)))
     columns.sort(key="error".__eq__)  # the column of errors is the last one
     with opened(path, "wb") as raw, TextIOWrapper(raw, encoding="utf-8", newline="") as file:
         table = csv.DictWriter(_UnixLines(file), columns, delimiter=delimiter, lineterminator="\r\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,8 @@ import numpy as np
 from ..errors import InputError
 from ..records.adapter import RecordAdapter
 from ..records.record import Record
-from ..types import Result
 
-__all__ = ["NEIGHBOURS", "Difference", "Run", "compare", "sample_items"]
+__all__ = ["NEIGHBOURS", "Difference", "Run", "TextDifference", "compare", "compare_texts", "sample_items"]
 
 NEIGHBOURS = 64
 _BLOCK = 8
@@ -68,7 +68,7 @@ class Run:
     """Holds what a run gave: the task, which may have been calibrated for this run, and the results of each work."""
 
     task: Any
-    results: Sequence[list[Result] | None]
+    results: Sequence[list[Any] | None]
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,26 @@ def compare(items: Sequence[Any], works: Sequence[Any], a: Run, b: Run) -> Diffe
         swapped, all_pairs, orders = swapped + discordant, all_pairs + _pairs(len(x)), orders + (discordant > 0)
     greedy, tokens = sum(int(f.sum()) for f in flips), sum(f.size for f in flips)
     return Difference(len(kept), values, results, len(ranked), first, orders, swapped, all_pairs, greedy, tokens)
+
+
+@dataclass(frozen=True)
+class TextDifference:
+    """Says how far the texts of two runs are apart.
+
+    texts          how many were compared
+    first_changed  of each text that changed the number, from 1, of the first token that is another one
+    """
+
+    texts: int
+    first_changed: list[int]
+
+
+def compare_texts(a: Run, b: Run) -> TextDifference:
+    """Returns the TextDifference of two runs that generated text."""
+    one, other = ([text.tokens for work in run.results for texts in work or [] for text in texts] for run in (a, b))
+    pairs = [zip_longest(*pair) for pair in zip(one, other, strict=True)]
+    first = [next((i for i, (x, y) in enumerate(pair, 1) if x != y), 0) for pair in pairs]
+    return TextDifference(len(pairs), [number for number in first if number])
 
 
 def _largest(differences: Iterable[np.ndarray]) -> float:

@@ -199,7 +199,8 @@ class TableAdapter:
                 raise InputError(message, field=columns.id, remedy=remedy, code="wrong_type")
             meta["id"] = check_utf8(value, columns.id) if isinstance(value, str) else value
         if columns.keep or columns.keep_all:
-            kept = {self.kept_name(name): plain(data[name]) for name in (data if columns.keep_all else ())}
+            every = data if columns.keep_all else ()
+            kept = {self.kept_name(name): plain(data[name]) for name in every if not name == "id" == columns.id}
             meta["keep"] = kept | {name: plain(lookup(data, path)) for name, path in columns.keep.items()}
         return meta
 

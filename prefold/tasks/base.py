@@ -50,9 +50,11 @@ class Task(Protocol):
     name       the word for the task: "embed", "rerank", "classify", "score", "generate"
     readout    what the engine reads for every request
     item_type  the dataclass of an item; `prepare` also takes mappings with its fields
+    columns    the names that an answer to an item of one text has at least
     """
 
     name: str
+    columns: tuple[str, ...]
     readout: Readout
     item_type: type
 

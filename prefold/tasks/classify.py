@@ -58,6 +58,7 @@ class ClassifyTask:
     """
 
     name = "classify"
+    columns = ("label", "probabilities", "logprobs", "num_tokens")
     item_type = ClassifyItem
 
     def __init__(
@@ -238,6 +239,7 @@ class ClassifyHeadTask:
     """
 
     name = "classify"
+    columns = ("label", "probabilities", "logits", "num_tokens")
     item_type = ClassifyItem
 
     def __init__(self, inputs: Inputs, labels: Sequence[str], *, multi_label: bool = False, truncate: Truncate = False):

@@ -46,6 +46,7 @@ class EmbedTask:
     """
 
     name = "embed"
+    columns = ("embedding", "num_tokens")
     item_type = EmbedItem
 
     def __init__(

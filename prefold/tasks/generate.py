@@ -97,6 +97,11 @@ class GenerateTask:
         self.truncate = truncate
         self.readout = Readout("tokens")
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        answer = ("text", "finish_reason") if self.sampling.n == 1 else ("choices",)
+        return *answer, "num_tokens", "num_generated", "cached_tokens"
+
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
         return prepare_each(self.inputs.tokenizer, items, self._plan)
 

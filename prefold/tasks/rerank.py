@@ -63,6 +63,7 @@ class RerankTask:
     """
 
     name = "rerank"
+    columns = ("score", "num_tokens")
     item_type = RerankItem
 
     def __init__(

@@ -61,6 +61,7 @@ class ScoreTask:
     """
 
     name = "score"
+    columns = ("logprob", "logprobs", "greedy", "num_tokens")
     item_type = ScoreItem
 
     def __init__(self, inputs: Inputs, *, prefix_token: int | None = None, truncate: Truncate = False):

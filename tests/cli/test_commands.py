@@ -187,6 +187,39 @@ def test_bench_times_the_three_ways(prefold, tmp_path):
     assert "rows/s" in text and "1.00x" in text and "the first 5 records" in text
 
 
+def test_bench_says_what_it_left_out_and_what_repeats(prefold, tmp_path):
+    texts = ["the same start", "x" * 5000, "the same start", "another", "the same start"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    said = prefold("bench", "in.jsonl", "--task", "embed", "--repeat", "1").stdout
+    assert "the first 100 records; 1 records left out" in said and "4 prompts, 2 of which repeat an earlier" in said
+    found = json.loads(prefold("bench", "in.jsonl", "--task", "embed", "--repeat", "1", "--json").stdout)
+    assert (found["left_out"], found["prompts"], found["repeated_prompts"]) == (1, 4, 2)
+
+
+def test_texts_are_timed_and_compared(prefold, tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"prompt": "the same start {i}"}}\n' for i in range(9)))
+    options = ("in.jsonl", "--task", "generate", "--raw", "--max-tokens", "12", "--ignore-eos")
+    found = json.loads(prefold("bench", *options, "--repeat", "1", "--dtype", "float32", "--json").stdout)["modes"]
+    assert list(found) == ["full", "off"] and found["full"]["rows"] < found["off"]["rows"]
+    exact = json.loads(prefold("verify", *options, "--dtype", "float32", "--json").stdout)
+    assert [(f["texts"], f["first_changed"]) for f in exact] == [(9, [])]
+    drift = json.loads(prefold("verify", *options, "--dtype", "bfloat16", "--json").stdout)
+    assert [f["comparison"].split(" ")[0] for f in drift] == ["sharing", "precision", "both"]
+    assert all(f["texts"] == 9 and all(1 <= n <= 12 for n in f["first_changed"]) for f in drift)
+    assert "of 9 changed" in prefold("verify", *options, "--dtype", "float32").stdout
+
+
+def test_where_texts_part():
+    from prefold.job.verify import Run, TextDifference, compare_texts
+    from prefold.types import Generated
+
+    def run(*texts):
+        return Run(None, [[[Generated(tokens, None, "stop") for tokens in texts]], None])
+
+    one, other = run((1, 2, 3), (1, 2), (4,), (5, 6)), run((1, 2, 3), (1, 2, 9), (3,), (5, 7))
+    assert compare_texts(one, other) == TextDifference(4, [3, 1, 2])
+
+
 def test_models_lists_what_runs(prefold):
     done = prefold("models")
     assert done.exit_code == 0

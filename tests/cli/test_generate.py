@@ -210,8 +210,8 @@ def test_a_job_is_told_by_every_option_that_changes_a_result():
         (["generate", "x", "--max-tokens", "600"], 1, "max_tokens 600"),
         (["generate", "in.jsonl", "--adapter", "a=.", "--adapter", "b=."], 1, "--adapter-column"),
         (["generate", "in.jsonl", "--prompt", "nothing", "-o", "o.jsonl"], 3, "30 records failed"),
-        (["verify", "batch.jsonl"], 1, "generated text"),
-        (["bench", "batch.jsonl"], 1, "generated text"),
+        (["verify", "batch.jsonl", "--tolerance", "1"], 2, "--tolerance bounds numbers"),
+        (["bench", "in.jsonl", "--task", "embed", "--max-tokens", "3"], 2, "--max-tokens is for generate"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(prefold, tmp_path, table, arguments, code, says):

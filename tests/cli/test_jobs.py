@@ -432,4 +432,35 @@ def test_an_input_without_records_is_said_to_have_none(prefold, tmp_path):
     (tmp_path / "in.csv").write_text("text,k\n")
     done = prefold("embed", "in.csv", "--keep", "k", "-o", "out.csv")
     assert done.exit_code == 0 and "the input holds no records" in done.stderr and "nothing left" not in done.stderr
-    assert (tmp_path / "out.csv").read_text() == "record,k\n"
+    assert (tmp_path / "out.csv").read_text() == "record,k,embedding,num_tokens\n"
+
+
+def test_an_id_column_of_that_name_is_kept_once(prefold, tmp_path, lines):
+    (tmp_path / "in.csv").write_text("text,id,k\na,7,x\n")
+    write(tmp_path / "in.jsonl", [{"text": "a", "id": 7, "k": "x"}])
+    for name in ("in.csv", "in.jsonl"):
+        assert prefold("embed", name, "--keep", "*", "--id", "id", "-o", "out.jsonl", "--overwrite").exit_code == 0
+        assert list(lines("out.jsonl")[0]) == ["record", "id", "text", "k", "embedding", "num_tokens"]
+        assert prefold("embed", name, "--keep", "*", "--id", "k", "-o", "out.jsonl", "--overwrite").exit_code == 0
+        assert list(lines("out.jsonl")[0])[:5] == ["record", "id", "text", "input_id", "k"]
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("embed", []),
+        ("classify", ["--labels", "yes,no"]),
+        ("rerank", []),
+        ("score", ["--prompt", "text", "--continuation", "query"]),
+        ("generate", ["--raw", "--max-tokens", "2", "--ignore-eos"]),
+        ("generate", ["--raw", "--max-tokens", "2", "--ignore-eos", "--n", "2"]),
+    ],
+)
+def test_a_csv_without_rows_makes_the_header_of_one_with_rows(prefold, tmp_path, task, options):
+    header = "text,query,document,k\n"
+    (tmp_path / "none.csv").write_text(header)
+    (tmp_path / "some.csv").write_text(f"{header}a text,a query,a document,1\n")
+    for name in ("none", "some"):
+        done = prefold(task, f"{name}.csv", *options, "--id", "k", "--keep", "t=text", "-o", f"{name}.out.csv")
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "none.out.csv").read_text() == (tmp_path / "some.out.csv").read_text().splitlines(True)[0]

@@ -142,7 +142,6 @@ def test_other_dtypes_and_settings_are_refused(model, file, tmp_path):
     ("arguments", "code", "says"),
     [
         (VERIFY, 2, "needs a bound"),
-        (("verify", "in.jsonl", "--task", "generate"), 2, "with --reuse shifted it can"),
         ((*NUMBERS, "-o", "x"), 2, "--output is for --reuse"),
         (("verify", "in.jsonl", "--task", "embed", "--cache-reuse-window", "9"), 2, "--cache-reuse-window is for"),
         ((*NUMBERS, "--reuse", "shifted", "--tolerance", "1"), 1, "numbers"),
