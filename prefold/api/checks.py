@@ -8,6 +8,8 @@ from ..errors import InputError
 
 __all__ = ["check_names", "required"]
 
+# {parameter of another API: what to do in its place}
+_REMEDIES = {"max_chunks_per_doc": "give max_tokens_per_doc", "rank_fields": "give the text of each document alone"}
 _IGNORED = {"user", "model", "priority", "request_id"}
 
 
@@ -18,7 +20,8 @@ def check_names(body: dict[str, Any], known: set[str]) -> None:
             remedy = "leave it out, and give --truncate to cut what is too long"
             raise InputError(f"{key!r} cannot be set per request", field=key, remedy=remedy, code="unsupported")
         if key not in known | _IGNORED | {"truncate_prompt_tokens"}:
-            raise InputError(f"unknown parameter {key!r}", field=key, remedy="leave it out", code="unsupported")
+            remedy = _REMEDIES.get(key, "leave it out")
+            raise InputError(f"unknown parameter {key!r}", field=key, remedy=remedy, code="unsupported")
 
 
 def required(body: dict[str, Any], *names: str) -> Any:

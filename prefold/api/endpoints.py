@@ -55,8 +55,8 @@ _SAMPLING = {"stop_ids": "stop_token_ids", "salt": "cache_salt"}
 _PAIR = {"query": "text_1", "document": "text_2", "documents": "text_2"}
 KINDS = {
     "embeddings": RequestKind("embed", read_embeddings, embeddings_body, EMBEDDINGS_NAMES, {"text": "input"}),
-    "rerank": RequestKind("rerank", read_rerank, rerank_body, RERANK_NAMES),
-    "score": RequestKind("rerank", read_score, score_body, SCORE_NAMES, _PAIR),
+    "rerank": RequestKind("rerank", read_rerank, rerank_body, RERANK_NAMES, id="rerank-"),
+    "score": RequestKind("rerank", read_score, score_body, SCORE_NAMES, _PAIR, "score-"),
     "chat": RequestKind(
         "generate", read_chat, chat_body, CHAT_NAMES, _SAMPLING | {"logprobs": "top_logprobs"}, "chatcmpl-"
     ),
@@ -97,12 +97,13 @@ def response_body(kind: str, meta: Meta, results: Results, *, model: str, id: st
     found = KINDS[kind]
     if found.whole:
         return found.make(meta | {"id": id}, results) | {"model": model}
-    if found.id is not None:
-        head = {"id": found.id + id, "created": int(time.time()), "model": model}
-        return head | found.make(meta, results) | {"usage": usage_of(results)}
-    tokens = sum(result["num_tokens"] for result in results)
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return found.make(meta, results) | {"model": model, "usage": usage}
+    head = {} if found.id is None else {"id": found.id + id, "created": int(time.time())}
+    if found.task == "generate":
+        usage = usage_of(results)
+    else:
+        tokens = sum(result["num_tokens"] for result in results)
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return head | found.make(meta, results) | {"model": model, "usage": usage}
 
 
 def openai_error(status: int, message: str, code: str, param: str | None) -> tuple[int, Body]:

@@ -12,8 +12,9 @@ from .checks import check_names, required
 
 __all__ = ["RERANK_NAMES", "SCORE_NAMES", "read_rerank", "read_score", "rerank_body", "score_body"]
 
-RERANK_NAMES = {"query", "documents", "top_n", "return_documents", "instruction"}
-SCORE_NAMES = {"text_1", "text_2", "queries", "documents", "instruction"}
+RERANK_NAMES = {"query", "documents", "top_n", "return_documents", "max_tokens_per_doc", "instruction"}
+_FIRST, _SECOND = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
+SCORE_NAMES = {*_FIRST, *_SECOND, "instruction"}
 
 
 def read_rerank(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -24,7 +25,7 @@ def read_rerank(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list
     check_names(body, RERANK_NAMES)
     item = {name: body[name] for name in RERANK_NAMES & set(body)}
     item |= {"query": required(body, "query"), "documents": required(body, "documents")}
-    item["return_documents"] = flag(body, "return_documents")
+    item["return_documents"] = flag(body, "return_documents", True)
     if isinstance(item["query"], list):
         raise InputError("'query' is a list", field="query", remedy="give one text", code="wrong_type")
     return [item], {}
@@ -45,7 +46,7 @@ def read_score(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[
     defaults: of sampling; they are not used, since nothing is sampled here. Raises InputError.
     """
     check_names(body, SCORE_NAMES)
-    first, second = required(body, "text_1", "queries"), required(body, "text_2", "documents")
+    first, second = required(body, *_FIRST), required(body, *_SECOND)
     for texts, name in ((first, "text_1"), (second, "text_2")):
         if texts == []:
             raise InputError(f"{name!r} is empty", field=name, remedy="give at least one text", code="empty")

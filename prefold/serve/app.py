@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,6 +26,12 @@ from .site import Site
 __all__ = ["make_app"]
 
 LAG_SECONDS = 0.5  # between two looks at the event loop
+# (face, the paths of its API): what is not served, or not in that way, is refused in its form; else in OpenAI's.
+_PATHS = (
+    (cohere.COHERE, re.compile(r"/v2/|/v1/(embed|chat|tokenize|detokenize|classify|summarize|generate)(-jobs)?$")),
+    (anthropic.ANTHROPIC, re.compile(r"/v1/(messages|complete)(/|$)")),
+    (tei.TEI, re.compile(r"/(embed\w*|predict|similarity|decode)$")),
+)
 
 
 class Direct:
@@ -83,7 +90,8 @@ def make_app(site: Site) -> Direct:
             remedy = "see docs/serving.md for the paths"
             refusal = Refusal(error.status_code, f"there is no {path!r:.200}", remedy=remedy, code="not_found")
         refusal.headers.update(error.headers or {})
-        return OPENAI.refuse(site, refusal)
+        face = next((face for face, known in _PATHS if known.match(path)), OPENAI)
+        return face.refuse(site, refusal)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -23,7 +23,8 @@ from ..engine.samples import TextPiece
 from ..errors import InputError
 from ..schedule.fair import FairAdmission
 from ..schedule.generate_step import NOBODY
-from ..tasks import Work
+from ..tasks import GenerateTask, Work
+from ..tasks.facts import inputs_of
 from ..tasks.images import within
 from ..tasks.run import finish_items
 from ..types import Owner, Request
@@ -53,6 +54,7 @@ class TaskOrder:
     share      whether prompts may be shared with others', now or later
     owner      for whom it is
     tokens     as which its prompts count, where they begin alike; None: as many as they have together
+    computes   whether the engine is to compute it; else only its prompts are wanted
     """
 
     task: str
@@ -62,6 +64,7 @@ class TaskOrder:
     share: bool = True
     owner: Owner = NOBODY
     tokens: int | None = None
+    computes: bool = True
 
 
 class Desk:
@@ -107,7 +110,7 @@ class Desk:
     async def requests(self, order: TaskOrder, num_bytes: int) -> list[Request]:
         """Returns the requests that an order makes; computes nothing. Raises InputError or Refusal."""
         with self.room.preparing(num_bytes, order.owner, computes=False):
-            _, works = await self._prepared(order)
+            _, works = await self._prepared(replace(order, computes=False))
         return [request for work in works for request in work.requests]
 
     async def tokens(self, order: TaskOrder, num_bytes: int) -> list[list[int]]:
@@ -167,10 +170,26 @@ class Desk:
                         self._metrics.prompt(order.owner.tenant, raised(result))
                         yield number, result
 
-    def task(self, name: str, options: Mapping[str, Any], tenant: Hashable = None, namespace: str = "") -> Any:
+    def task(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        tenant: Hashable = None,
+        namespace: str = "",
+        *,
+        computes: bool = True,
+    ) -> Any:
         """Returns a task within the server's limits. Its requests read no file of this machine, but those that the
-        tenant has uploaded, and their images are in the namespace."""
-        task = self.llm.task(name, **(self._of_texts if name == "generate" else {}), **options)
+        tenant has uploaded, and their images are in the namespace.
+
+        computes  whether the engine is to compute the requests. Else a model without logits takes conversations, too
+        """
+        bounds = self._of_texts if name == "generate" else {}
+        if name == "generate" and not computes and not self.llm.config.lm_head:
+            given = {**bounds, **options}
+            inputs = inputs_of(self.llm.config, self.llm.tokenizer, given.pop("max_length", None))
+            return GenerateTask(inputs, **given)
+        task = self.llm.task(name, **bounds, **options)
         images = getattr(task.inputs, "images", None)
         if images is None:
             return task
@@ -188,7 +207,7 @@ class Desk:
         check_samples(order.items, self.options.max_texts)
         for item in order.items:
             self.check(item)
-        task = self.task(order.task, order.options, order.owner.tenant, order.namespace)
+        task = self.task(order.task, order.options, order.owner.tenant, order.namespace, computes=order.computes)
         works: list[Work] = [raised(work) for work in task.prepare(order.items)]
         if not any(work.requests for work in works):  # nobody would ever answer
             raise InputError("the request holds no text", remedy="give at least one", code="empty")

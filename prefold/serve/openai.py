@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -113,24 +114,36 @@ async def tokenize(site: Site, request: Request, tenant: Tenant) -> Response:
     if "inputs" in asking.body:
         request.scope["face"] = tei.TEI
         return await tei.tokenize(asking)
-    kind, special = ("chat" if "messages" in asking.body else "completion"), asking.body.get("add_special_tokens")
-    with_texts = flag(asking.body, "return_token_strs")
-    body = {k: v for k, v in asking.body.items() if k not in TOKENIZE_NAMES}
-    llm = asking.desk.llm
-    if kind == "completion" and special is False:
-        prompt = valid_text(need(body, "prompt"), "prompt")
-        body["prompt"] = await asking.without_engine(lambda: tei.located(llm, prompt, "prompt")[0])
-    items, _ = KINDS[kind].read({**body, "max_tokens": 1}, {})
-    if len(items) > 1:
-        message, remedy = f"'prompt' holds {len(items)} prompts", "give one, or texts in inputs"
-        raise InputError(message, field="prompt", remedy=remedy, code="too_many")
-    order = asking.order("generate", items)
-    (ids,) = await unless_gone(request, asking.desk.tokens(order, asking.num_bytes))
-    strings = None
-    if with_texts:
-        strings = await asking.without_engine(lambda: llm.tokenizer.decode_batch([[i] for i in ids]))
+    is_chat, llm = "messages" in asking.body, asking.desk.llm
+    with_names, special = flag(asking.body, "return_token_strs"), flag(asking.body, "add_special_tokens", not is_chat)
+    options, _, body = read_options("generate", {k: v for k, v in asking.body.items() if k not in TOKENIZE_NAMES})
+    items, _ = KINDS["chat" if is_chat else "completion"].read({**body, "max_tokens": 1}, {})
+    if not is_chat:
+        prompt = valid_text(body["prompt"], "prompt")
+        ids = await asking.without_engine(lambda: prompt_ids(llm, prompt, special, options))
+    elif special:
+        message, remedy = "'add_special_tokens' is true", "leave it out, as the chat template has its own"
+        raise InputError(message, field="add_special_tokens", remedy=remedy, code="unsupported")
+    else:
+        order = asking.order("generate", items, options)
+        (ids,) = await unless_gone(request, asking.desk.tokens(order, asking.num_bytes))
+    names = await asking.without_engine(lambda: llm.tokenizer.token_names(ids)) if with_names else None
     found = {"count": len(ids), "max_model_len": llm.config.max_positions, "tokens": ids}
-    return json_response(found | {"token_strs": strings})
+    return json_response(found | {"token_strs": names})
+
+
+def prompt_ids(llm: Any, prompt: str, special: bool, options: Mapping[str, Any]) -> list[int]:
+    """Returns the tokens of a prompt. Raises InputError for too many.
+
+    special  whether to add what the tokenizer puts around a text
+    options  of the task that truncate_prompt_tokens asks for: the last tokens are kept, and the special ones
+    """
+    ids, _ = tei.located(llm, prompt, "prompt")
+    around = (llm.tokenizer.prefix_ids.tolist(), llm.tokenizer.suffix_ids.tolist()) if special else ([], [])
+    if options:
+        most = options.get("max_length", llm.config.max_positions) - sum(map(len, around))
+        ids = ids[max(0, len(ids) - most) :]
+    return [*around[0], *ids, *around[1]]
 
 
 async def detokenize(site: Site, request: Request, tenant: Tenant) -> Response:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..errors import InputError, PrefoldError, RankError
+from ..errors import InputError, PrefoldError, RankError, UnsupportedModelError
 from .batches import Batches
 from .bodies import Bodies
 from .desk import Desk
@@ -184,8 +184,9 @@ def as_refusal(error: Exception) -> Refusal:
         return Refusal(503, "memory is too small for the request", remedy="send less at once", code="out_of_memory")
     if isinstance(error, RankError):
         return Refusal(503, "a rank of the model is gone", remedy="ask another server", code="unavailable")
-    if isinstance(error, PrefoldError):  # such as a task that the model cannot do
-        return Refusal(400, str(error), code="unsupported")
+    if isinstance(error, PrefoldError):
+        code = "unsupported_model" if isinstance(error, UnsupportedModelError) else "unsupported"
+        return Refusal(400, str(error), code=code)
     return Refusal(500, "the server failed", remedy="see its log", code="internal_error")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 from .. import __version__
 from ..api.asked import checked, flag, need
 from ..api.tei import TEI_NAMES, read_embed, read_predict, read_rerank, read_similarity, tei_error
-from ..errors import InputError
+from ..errors import InputError, UnsupportedModelError
 from ..text.valid import valid_text
 from .asking import Asking, answer_asked, handle_of
 from .http import json_response, unless_gone
@@ -24,15 +24,16 @@ from .site import Face, Site
 __all__ = ["TEI", "rerank", "routes", "tokenize"]
 
 TEI = Face("tei", tei_error)
+T = TypeVar("T")
 
 
 def routes(site: Site) -> list[BaseRoute]:
     """Returns the paths of this face that no other has."""
     paths = {
-        "/embed": handle_of(lambda body, desk: read_embed(body)),
+        "/embed": handle_of(lambda body, desk: vectors_of(read_embed(body), desk.llm)),
         "/embed_all": embed_all,
-        "/predict": handle_of(lambda body, desk: read_predict(body)),
-        "/similarity": handle_of(lambda body, desk: read_similarity(body)),
+        "/predict": handle_of(lambda body, desk: labels_of(read_predict(body), desk.llm)),
+        "/similarity": handle_of(lambda body, desk: vectors_of(read_similarity(body), desk.llm)),
         "/decode": decode,
         "/": by_body,
     }
@@ -42,16 +43,33 @@ def routes(site: Site) -> list[BaseRoute]:
     return [*found, Route("/info", TEI.endpoint(site, info), methods=["GET"])]
 
 
+def vectors_of(asked: T, llm: Any) -> T:
+    """Returns what asks for vectors. Raises UnsupportedModelError for a model that by TEI's rule makes none."""
+    if llm.config.num_labels is not None:
+        raise UnsupportedModelError("the model has a classification head and is no embedding model; use /predict")
+    return asked
+
+
+def labels_of(asked: T, llm: Any) -> T:
+    """Returns what asks for labels. Raises UnsupportedModelError for a model without a classification head."""
+    if llm.config.num_labels is None:
+        message = "the model has no classification head, and so no labels; serve one ...ForSequenceClassification"
+        raise UnsupportedModelError(message)
+    return asked
+
+
 async def by_body(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers a request to the server's address itself, as its body and the model ask."""
     asking = await Asking.of(site, request, tenant)
     body = asking.body
     if "texts" in body:
         return await answer_asked(asking, read_rerank(body))
+    llm = asking.desk.llm
     if isinstance(body.get("inputs"), dict):
-        return await answer_asked(asking, read_similarity(body))
-    predicts = asking.desk.llm.config.num_labels is not None
-    return await answer_asked(asking, read_predict(body) if predicts else read_embed(body))
+        return await answer_asked(asking, vectors_of(read_similarity(body), llm))
+    if llm.config.num_labels is not None or "parameters" in body:  # huggingface_hub's text_classification sends them
+        return await answer_asked(asking, labels_of(read_predict(body), llm))
+    return await answer_asked(asking, read_embed(body))
 
 
 async def rerank(asking: Asking) -> Response:
@@ -66,7 +84,7 @@ async def embed_all(site: Site, request: Request, tenant: Tenant) -> Response:
     row a token, as all prefixes share theirs.
     """
     asking = await Asking.of(site, request, tenant)
-    body = checked(asking.body, *TEI_NAMES["embed_all"])
+    body = checked(vectors_of(asking.body, asking.desk.llm), *TEI_NAMES["embed_all"])
     asked = read_embed({**body, "normalize": False})
     try:
         order = asking.order("embed", asked.items, asked.options)
@@ -87,10 +105,13 @@ async def tokenize(asking: Asking) -> Response:
     """Answers /tokenize with `inputs`: the tokens of each text, with their place in it."""
     body = checked(asking.body, *TEI_NAMES["tokenize"])
     inputs, special = need(body, "inputs"), flag(body, "add_special_tokens", True)
-    texts = [inputs] if isinstance(inputs, str) else inputs
+    texts, llm, name = [inputs] if isinstance(inputs, str) else inputs, asking.desk.llm, body.get("prompt_name")
     if not isinstance(texts, list):
         raise InputError("'inputs' is no text", field="inputs", remedy="give a text, or a list", code="wrong_type")
-    return await asking.without_engine(lambda: json_response(tokenized(asking.desk.llm, texts, special)))
+    if name is not None:
+        before = llm.task("embed", prompt_name=name).before
+        texts = [before + valid_text(text, "inputs") for text in texts]
+    return await asking.without_engine(lambda: json_response(tokenized(llm, texts, special)))
 
 
 def tokenized(llm: Any, texts: list[Any], special: bool) -> list[list[dict[str, Any]]]:
@@ -159,8 +180,9 @@ async def info(site: Site, request: Request, tenant: Tenant) -> Response:
         ids = {"id2label": names, "label2id": {label: int(i) for i, label in names.items()}}
         kind = {"reranker" if llm.config.num_labels == 1 else "classifier": ids}
     return json_response({
-        "model_id": site.names[0], "model_sha": None, "model_dtype": str(llm.dtype).removeprefix("torch."),
-        "model_type": kind, "max_concurrent_requests": site.options.max_waiting_requests,
+        "model_id": site.names[0], "served_model_name": site.names[0], "model_sha": None,
+        "model_dtype": str(llm.dtype).removeprefix("torch."), "model_type": kind,
+        "max_concurrent_requests": site.options.max_waiting_requests,
         "max_input_length": llm.config.max_positions, "max_batch_tokens": llm.engine.max_batch_rows,
         "max_batch_requests": None, "max_client_batch_size": site.options.max_texts, "auto_truncate": False,
         "tokenization_workers": 4, "version": __version__, "sha": None, "docker_label": None,

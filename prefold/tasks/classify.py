@@ -7,7 +7,7 @@ tokens are scored whole), or reads the classification head of the checkpoint.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -19,8 +19,9 @@ from ..options import Truncate
 from ..text import FewShotPrompt, Filled
 from ..text.prompts import CONTENT_FREE
 from ..text.tokenizer import valid_text
-from ..types import Readout, Result
+from ..types import Readout, Request, Result
 from .base import Inputs, Text, TextBatch, Work, as_item
+from .cut import level
 from .images import Picture, check_cut
 from .notes import notes_of, with_notes
 from .score import PairOfIds, add_joint, add_pair, leading_ids
@@ -34,7 +35,7 @@ Normalization = Literal["tokens", "bytes"] | None
 class ClassifyItem:
     """A ClassifyItem is one text to classify.
 
-    text     a text or token ids
+    text     a text or token ids; for a classification head also a pair of texts, of which both are read
     adapter  the LoRA adapter; None: the task's
     """
 
@@ -258,7 +259,10 @@ class ClassifyHeadTask:
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(ClassifyItem, item if isinstance(item, (ClassifyItem, Mapping)) else ClassifyItem(item))
         seen: list[Picture] = []
-        maker = self.inputs.plan_whole(item.text, "text", batch, seen, truncate=self.truncate)
+        if isinstance(item.text, (tuple, list)) and [*map(type, item.text)] == [str, str]:
+            maker = self._plan_pair(item.text, batch)
+        else:
+            maker = self.inputs.plan_whole(item.text, "text", batch, seen, truncate=self.truncate)
 
         def make() -> Work:
             request = maker()
@@ -266,9 +270,36 @@ class ClassifyHeadTask:
 
         return make
 
+    def _plan_pair(self, pair: Sequence[str], batch: TextBatch) -> Callable[[], Request]:
+        """Returns a function that makes the request of two texts with the special tokens of a pair, once the batch is
+        encoded. Truncation cuts the longer text first."""
+        tokenizer = self.inputs.tokenizer
+        left = self.truncate == "left" or (
+            self.truncate is True and tokenizer is not None and tokenizer.truncation_side == "left"
+        )
+        texts = (self.inputs.bounded(valid_text(one, "text"), "text", self.truncate, left=left) for one in pair)
+        gets = [batch.add(text) for text in texts]
+        assert tokenizer is not None  # else no text could be added
+        before, between, after = tokenizer.pair_ids()
+
+        def make() -> Request:
+            first, second = (get() for get in gets)
+            around = before.size + between.size + after.size
+            over = self.inputs.over(around + first.size + second.size)
+            keep = first.size + second.size - over
+            if over and self.truncate and keep > 0:
+                sizes = level([first.size, second.size], keep)
+                first, second = (
+                    ids[ids.size - size :] if left else ids[:size]
+                    for ids, size in zip((first, second), sizes, strict=True)
+                )
+            return self.inputs.request(np.concatenate((before, first, between, second, after)), "text")
+
+        return make
+
     def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
         logits = np.asarray(results[0].values, dtype=np.float64)
-        probabilities = 1 / (1 + np.exp(-np.clip(logits, -700, 700))) if self.multi_label else softmax(logits)
+        probabilities = sigmoids(logits) if self.multi_label else softmax(logits)
         line = {
             "label": self.labels[int(np.argmax(logits))],
             "probabilities": dict(zip(self.labels, probabilities.tolist(), strict=True)),
@@ -276,6 +307,12 @@ class ClassifyHeadTask:
             "num_tokens": note["tokens"],
         }
         return with_notes(line, note)
+
+
+def sigmoids(logits: np.ndarray) -> np.ndarray:
+    """Returns the sigmoid of each value, without overflow."""
+    found: np.ndarray = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
+    return found
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import TypeVar
 from ..text import Tokenizer
 from ..text.filled import Filled
 
-__all__ = ["columns_of", "cut_columns"]
+__all__ = ["columns_of", "cut_columns", "level", "part_of"]
 
 T = TypeVar("T")
 TRIES = 16
@@ -47,8 +47,8 @@ def cut_columns(
     total = sum(len(each) for each in spans)
 
     def cut(keep: int) -> T:
-        counts = _level([len(each) for each in spans], keep)
-        return make([_part(*one, left) for one in zip(columns, spans, counts, strict=True)])
+        counts = level([len(each) for each in spans], keep)
+        return make([part_of(*one, left) for one in zip(columns, spans, counts, strict=True)])
 
     best: T | None = None
     low, high = 0, total  # `low` tokens are known to fit (or low is 0), and `high` tokens are known not to
@@ -69,7 +69,7 @@ def cut_columns(
     return best
 
 
-def _level(sizes: Sequence[int], keep: int) -> list[int]:
+def level(sizes: Sequence[int], keep: int) -> list[int]:
     """Returns how many tokens to keep of each column, `keep` in all, so that the largest columns are cut to one
     size."""
     low, high = 0, max(sizes)
@@ -84,7 +84,7 @@ def _level(sizes: Sequence[int], keep: int) -> list[int]:
     return counts
 
 
-def _part(text: str, spans: Sequence[tuple[int, int]], count: int, left: bool) -> str:
+def part_of(text: str, spans: Sequence[tuple[int, int]], count: int, left: bool) -> str:
     """Returns the first `count` tokens of a text, or with `left` the last ones. spans: where each token begins and
     ends."""
     if count >= len(spans):

@@ -16,6 +16,7 @@ from ..text.prompts import fields_of, fill
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
 from .base import TRUNCATE, Inputs, Text, TextBatch, Work, as_item, check_count
+from .cut import part_of
 from .embed import is_list_of_texts
 from .images import Picture, check_cut
 from .notes import notes_of, with_notes
@@ -30,13 +31,14 @@ __all__ = ["RerankItem", "RerankTask", "sigmoid", "word_id"]
 class RerankItem:
     """A RerankItem is a query with one document, or with several to be ranked.
 
-    query             a text or token ids
-    document          one text or token ids; or else
-    documents         a list of them; {"text": ...} is taken for a text
-    instruction       what is wanted of a document, None for the task's
-    top_n             list only so many documents, the best
-    return_documents  whether to give the documents back in the result
-    adapter           the LoRA adapter; None: the task's
+    query               a text or token ids
+    document            one text or token ids; or else
+    documents           a list of them; {"text": ...} is taken for a text
+    instruction         what is wanted of a document, None for the task's
+    top_n               list only so many documents, the best
+    return_documents    whether to give the documents back in the result
+    max_tokens_per_doc  read only so many tokens of each document, its first; None: all
+    adapter             the LoRA adapter; None: the task's
     """
 
     query: Any
@@ -45,6 +47,7 @@ class RerankItem:
     instruction: str | None = None
     top_n: int | None = None
     return_documents: bool = False
+    max_tokens_per_doc: int | None = None
     adapter: str | None = None
 
 
@@ -118,10 +121,12 @@ class RerankTask:
             message = "the checkpoint reads query and document as they are, without an instruction"
             raise InputError(message, field="instruction", remedy="leave it out, or give a template")
         top_n = None if item.top_n is None else check_count(item.top_n, "top_n")
+        most = None if item.max_tokens_per_doc is None else check_count(item.max_tokens_per_doc, "max_tokens_per_doc")
         documents, names = _documents(item)
         makers = []
         for value, name in zip(documents, names, strict=True):
             document = self.inputs.text(_text_of(value), name, seen)
+            document = document if most is None else self._first(document, most, name)
             document = self.inputs.bounded(document, name, self.truncate, left=self.truncate == "left")
             fields = {"instruction": instruction, "query": query, "document": document}
             get = self._add_body(batch, fields)
@@ -146,6 +151,16 @@ class RerankTask:
         return Work(
             requests, {"tokens": sum(request.tokens.size for request in requests), "list": True, "top_n": top_n}
         )
+
+    def _first(self, document: Text, most: int, name: str) -> Text:
+        """Returns the first `most` tokens of a document."""
+        if not isinstance(document, str):
+            check_cut(document, document[:most], name)
+            return document[:most]
+        tokenizer = self.inputs.tokenizer
+        assert tokenizer is not None
+        document = tokenizer.part(document, most)
+        return part_of(document, tokenizer.spans(document), most, False)
 
     def _request(self, get: Any, fields: Mapping[str, Text], name: str) -> Request:
         body = get()

@@ -143,6 +143,10 @@ class Tokenizer:
         none."""
         return self.backend.token_to_id(token)
 
+    def token_names(self, ids: Sequence[int]) -> list[str]:
+        """Returns the exact name of each token in the vocabulary ("Ġthe"), "" for an id that it does not have."""
+        return [self.backend.id_to_token(id) or "" for id in ids]
+
     def render_chat(self, messages: Sequence[Mapping[str, object]], /, **options: object) -> str:
         """Returns the text of a conversation, as `ChatTemplates.render` does. Encode it with special=False: it has
         its own."""

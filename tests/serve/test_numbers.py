@@ -25,11 +25,45 @@ def test_rerank(post, llm, path):
     assert [one["document"]["text"] for one in found] == [DOCUMENTS[i] for i in expected.order[:2]]
 
 
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_an_answer_has_what_vllm_says(post, path):
+    """The fields of vLLM's RerankResponse, which its clients need."""
+    found = post(path, query=QUERY, documents=DOCUMENTS).json()
+    assert found["id"].startswith("rerank-") and found["model"] == "tiny" and found["usage"]["total_tokens"] > 0
+    assert [one["document"]["text"] for one in found["results"]] == [
+        DOCUMENTS[one["index"]] for one in found["results"]
+    ]
+    found = post(path, query=QUERY, documents=DOCUMENTS, return_documents=False).json()
+    assert all("document" not in one for one in found["results"])
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_max_tokens_per_doc(post, llm, path):
+    long = ["yes no the " * 300, "no"]
+    assert post(path, query=QUERY, documents=long).status_code == 400
+    found = post(path, query=QUERY, documents=long, max_tokens_per_doc=5).json()["results"]
+    cut = llm.tokenizer.decode(llm.tokenizer.encode(long[0])[:5])
+    expected = llm.rerank(QUERY, [cut, "no"]).scores
+    assert {one["index"]: one["relevance_score"] for one in found} == pytest.approx(dict(enumerate(expected)), abs=1e-6)
+    wrong = post(path, query=QUERY, documents=long, max_tokens_per_doc=0)
+    assert wrong.status_code == 400 and "max_tokens_per_doc" in wrong.text
+    wrong = post(path, query=QUERY, documents=long, max_chunks_per_doc=10)  # Cohere's v1
+    assert wrong.status_code == 400 and "'max_chunks_per_doc'" in wrong.text and "max_tokens_per_doc" in wrong.text
+
+
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
 def test_score(post, llm, path):
     expected = llm.rerank(QUERY, DOCUMENTS).scores
     found = post(path, text_1=QUERY, text_2=DOCUMENTS).json()["data"]
     assert [one["score"] for one in found] == pytest.approx(list(expected), abs=1e-6)
+
+
+@pytest.mark.parametrize(("first", "second"), [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
+def test_score_by_vllms_other_names(post, llm, first, second):
+    found = post("/score", **{first: QUERY, second: DOCUMENTS}).json()
+    expected = llm.rerank(QUERY, DOCUMENTS).scores
+    assert [one["score"] for one in found["data"]] == pytest.approx(list(expected), abs=1e-6)
+    assert found["id"].startswith("score-") and found["created"] > 1e9 and found["object"] == "list"
 
 
 def test_no_texts_are_an_error(post):

@@ -22,8 +22,8 @@ OPENAI_TYPES = {
     429: "rate_limit_error", 500: "server_error", 503: "server_error",
 }  # fmt: skip
 ANTHROPIC_TYPES = OPENAI_TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
-TEI = {400: (422, "tokenizer"), 401: (401, "validation"), 404: (404, "validation"), 413: (413, "validation"),
-       429: (429, "overloaded"), 500: (424, "backend"), 503: (503, "unhealthy")}  # fmt: skip
+TEI = {400: (400, "Validation"), 401: (401, "Validation"), 404: (404, "Validation"), 413: (413, "Validation"),
+       429: (429, "Overloaded"), 500: (424, "Backend"), 503: (503, "Unhealthy")}  # fmt: skip
 
 
 def check(face: str, status: int, found: httpx.Response, word: str = "") -> None:

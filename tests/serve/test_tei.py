@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import httpx
@@ -29,7 +30,7 @@ def test_embed(post, llm):
     one = post("/embed", inputs="the", normalize=False, dimensions=7).json()
     np.testing.assert_allclose(one, [llm.embed("the", normalize=False, dimensions=7)], atol=1e-5)
     long = "the yes no " * 300
-    assert post("/embed", inputs=long).status_code == 413
+    assert post("/embed", inputs=long).status_code == 422
     expected = llm.embed(long, truncate="left")
     found = post("/embed", inputs=long, truncate=True, truncation_direction="Left").json()
     np.testing.assert_allclose(found[0], expected, atol=1e-6)
@@ -68,8 +69,11 @@ def test_tokens(post, llm):
     assert "".join(one["text"] for one in found[:3]) == text[: found[2]["stop"]]
     assert post("/decode", ids=ids).json() == [text]
     assert post("/decode", ids=[ids, ids[:1]]).json() == [text, llm.tokenizer.decode(ids[:1])]
+    assert post("/tokenize", inputs=text, prompt_name=None).json() == [found]
     found = post("/tokenize", prompt=text, return_token_strs=True).json()  # vLLM's
     assert (found["tokens"], found["count"], found["max_model_len"]) == (ids, len(ids), 512)
+    assert found["token_strs"] == ["yes", ",", "Ġthe", "Ġ", "n", "Ã", "¶"]
+    assert post("/tokenize", prompt=text, truncate_prompt_tokens=3).json()["tokens"] == ids[-3:]
     assert post("/detokenize", tokens=ids).json() == {"prompt": text}
     chat = post("/tokenize", messages=CHAT).json()["tokens"]
     assert chat == llm.tokenizer.encode(llm.tokenizer.render_chat(CHAT, add_generation_prompt=True), False).tolist()
@@ -112,27 +116,110 @@ def test_too_many_tokens_are_refused(server, post, monkeypatch):
         ("/detokenize", {"tokens": [5] * 600}),
     ):
         found = post(path, **body)
-        assert found.status_code in (400, 413) and "holds more than 512 tokens" in found.text, (path, found.text)
+        assert found.status_code in (400, 422) and "holds more than 512 tokens" in found.text, (path, found.text)
     for path, name, one in (("/tokenize", "inputs", "a"), ("/decode", "ids", [5])):
         found = post(path, **{name: [one] * 4097})
-        assert found.status_code == 413 and "send at most 4096 at once" in found.text, found.text
+        assert found.status_code == 422 and "send at most 4096 at once" in found.text, found.text
 
 
 def test_info_and_errors(server, post):
     info = httpx.get(f"{server.url}/info").json()
+    assert info["served_model_name"] == "tiny"
     assert info["model_type"] == {"embedding": {"pooling": "last_token"}} and info["max_input_length"] == 512
     for body, status, kind in (
-        ({"inputs": []}, 400, "empty"),
-        ({"inputs": ""}, 400, "empty"),
-        ({"inputs": "a" * 3000}, 413, "validation"),
-        ({"inputs": {"a": 1}}, 422, "tokenizer"),
-        ({"inputs": "a", "truncate": 5}, 422, "tokenizer"),
+        ({"inputs": []}, 400, "Empty"),
+        ({"inputs": ""}, 400, "Empty"),
+        ({"inputs": "a" * 3000}, 422, "Validation"),
+        ({"inputs": {"a": 1}}, 422, "Validation"),
+        ({"inputs": "a", "truncate": 5}, 422, "Validation"),
+        ({"inputs": "a", "dimensions": 100000}, 422, "Validation"),
+        ({"inputs": "a", "prompt_name": "none"}, 422, "Validation"),
+        ({"input": "a"}, 422, "Validation"),
     ):
         found = post("/embed", **body)
         assert (found.status_code, found.json()["error_type"]) == (status, kind), (body, found.text)
     found = post("/rerank", query="a", texts=[])
-    assert (found.status_code, found.json()["error_type"]) == (400, "empty")
-    assert post("/predict", inputs="a").status_code in (413, 422)  # the model has no classification head
+    assert (found.status_code, found.json()["error_type"]) == (400, "Empty")
+    for path, body in (("/predict", {"inputs": "a"}), ("/", {"inputs": "a", "parameters": {"top_k": 2}})):
+        found = post(path, **body)
+        assert (found.status_code, found.json()["error_type"]) == (424, "Backend")
+        assert "no classification head" in found.json()["error"]
+    assert httpx.get(f"{server.url}/embed").json()["error_type"] == "Validation"
+    too_large = {"inputs": "a" * (server.site.options.max_body_bytes + 1)}
+    assert post("/embed", **too_large).status_code == 413
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory):
+    """A server of a model without a head, which has a prompt, and whose texts end with a special token."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("embedder"), "qwen3", head="bare")
+    (folder / "config_sentence_transformers.json").write_text('{"prompts": {"query": "yes: "}}')
+    modules = [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "1_Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}},
+                 {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with serving(LLM(str(folder), dtype="float32")) as made:
+        yield made
+
+
+def test_what_an_embedder_answers(embedder):
+    llm = embedder.site.desk.llm
+    ask = lambda path, **body: httpx.post(embedder.url + path, json=body)  # noqa: E731
+    found = ask("/rerank", query="a", texts=["b"])
+    assert (found.status_code, found.json()["error_type"]) == (424, "Backend"), found.text
+    # The tokenizer needs no logits.
+    ids = llm.tokenizer.encode("no the").tolist()
+    assert ask("/tokenize", prompt="no the").json()["tokens"] == ids
+    assert ask("/tokenize", prompt="no the", add_special_tokens=False).json()["tokens"] == ids[:-1]
+    assert ask("/tokenize", prompt="no the", truncate_prompt_tokens=2).json()["tokens"] == ids[-2:]
+    assert ask("/tokenize", prompt="yes " * 600, truncate_prompt_tokens=-1).json()["count"] == 512
+    chat = llm.tokenizer.encode(llm.tokenizer.render_chat(CHAT, add_generation_prompt=True), False).tolist()
+    assert ask("/tokenize", messages=CHAT).json()["tokens"] == chat
+    assert ask("/tokenize", messages=CHAT, truncate_prompt_tokens=5).json()["tokens"] == chat[-5:]
+    assert ask("/v1/chat/completions", messages=CHAT).status_code == 400
+    # The checkpoint's prompts are those of /embed.
+    (found,) = ask("/tokenize", inputs="no", prompt_name="query").json()
+    assert [one["id"] for one in found] == llm.tokenizer.encode("yes: no").tolist()
+    assert [one["text"] for one in found][:2] == ["yes", ":"]
+    found = ask("/tokenize", inputs="no", prompt_name="none")
+    assert found.status_code == 422 and "none" in found.json()["error"]
+
+
+def test_a_classifier_reads_pairs(tmp_path):
+    llm = LLM(str(tiny_checkpoint(tmp_path, "qwen3", head="classifier", num_labels=3)), dtype="float32")
+    with serving(llm) as server:
+        ask = lambda path, **body: httpx.post(server.url + path, json=body)  # noqa: E731
+        ids = lambda text: llm.tokenizer.encode(text, False).tolist()  # noqa: E731
+        expected = dict(llm.classify(ids("the yes") + ids("no")).probabilities)
+        scores = lambda found: {one["label"]: one["score"] for one in found}  # noqa: E731
+        assert scores(ask("/predict", inputs=["the yes", "no"]).json()) == pytest.approx(expected, abs=1e-6)
+        many = ask("/predict", inputs=[["the yes", "no"], ["no"]]).json()
+        assert scores(many[0]) == pytest.approx(expected, abs=1e-6) and len(many) == 2
+        assert scores(many[1]) == pytest.approx(dict(llm.classify("no").probabilities), abs=1e-6)
+        assert scores(ask("/predict", inputs=["no"]).json()) == pytest.approx(scores(many[1]), abs=1e-6)
+        for inputs in (["a", "b", "c"], [["a", "b", "c"]], [["a"], "b"], [[]], 5):
+            found = ask("/predict", inputs=inputs)
+            assert (found.status_code, found.json()["error_type"]) == (422, "Validation"), inputs
+        # The longer of two texts is cut.
+        long = ["yes no " * 300, "no"]
+        assert ask("/predict", inputs=long).status_code == 422
+        whole = ids(long[0])[: 512 - len(ids("no"))] + ids("no")
+        found = ask("/predict", inputs=long, truncate=True).json()
+        assert scores(found) == pytest.approx(dict(llm.classify(whole).probabilities), abs=1e-6)
+        for path, body in (("/embed", {"inputs": "a"}), ("/embed_all", {"inputs": "a"}),
+                           ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
+                           ("/rerank", {"query": "a", "texts": ["b"]})):  # fmt: skip
+            found = ask(path, **body)
+            assert (found.status_code, found.json()["error_type"]) == (424, "Backend"), found.text
 
 
 def test_classifier(tmp_path, monkeypatch):
@@ -152,7 +239,6 @@ def test_classifier(tmp_path, monkeypatch):
         many = httpx.post(f"{server.url}/predict", json={"inputs": [["the yes"], ["no"]]}).json()
         assert waiting == [1]  # one request, however many texts it has
         assert many[0][0]["score"] == pytest.approx(found[0]["score"], abs=1e-6) and len(many) == 2
-        assert httpx.post(f"{server.url}/predict", json={"inputs": ["a", "b"]}).status_code == 422  # a pair
         assert httpx.get(f"{server.url}/info").json()["model_type"]["classifier"]["id2label"]["2"] == "odd"
         found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
         assert found.status_code == 400 and "classification head" in found.json()["error"]["message"]

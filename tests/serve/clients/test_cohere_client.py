@@ -20,6 +20,14 @@ def test_rerank(server, llm):
         assert [one.relevance_score for one in found.results] == pytest.approx(scores, abs=1e-6)
 
 
+def test_max_tokens_per_doc(server, llm):
+    long = ["yes no the " * 300, "no"]
+    client = cohere.ClientV2("key", base_url=server.url)
+    found = client.rerank(model="tiny", query="is it", documents=long, max_tokens_per_doc=5)
+    expected = llm.rerank("is it", [llm.tokenizer.decode(llm.tokenizer.encode(long[0])[:5]), "no"])
+    assert [one.index for one in found.results] == list(expected.order) and found.id
+
+
 def test_embed(server, llm):
     expected = llm.embed(TEXTS)
     client = cohere.ClientV2("key", base_url=server.url)
@@ -46,5 +54,8 @@ def test_errors(server):
     with pytest.raises(cohere.NotFoundError) as caught:
         client.rerank(model="none", query="is it", documents=TEXTS)
     assert "not served" in caught.value.body["message"]
+    with pytest.raises(cohere.NotFoundError) as caught:
+        client.chat(model="tiny", messages=[{"role": "user", "content": "a"}])
+    assert "/v2/chat" in caught.value.body["message"]
     with pytest.raises(cohere.BadRequestError, match="int8"):
         client.embed(model="tiny", texts=TEXTS, input_type="search_document", embedding_types=["int8"])

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from huggingface_hub import InferenceClient
+from huggingface_hub.errors import HfHubHTTPError
 from serving import serving
 from tiny import tiny_checkpoint
 
@@ -40,6 +41,22 @@ def test_text_classification(tmp_path):
     llm = LLM(str(tiny_checkpoint(tmp_path, "qwen3", head="classifier", num_labels=3, **names)), dtype="float32")
     expected = llm.classify("the yes").probabilities
     with serving(llm) as server:
-        found = InferenceClient(server.url).text_classification("the yes", top_k=2)
+        client = InferenceClient(server.url)
+        found = client.text_classification("the yes", top_k=2)
+        logits = client.text_classification("the yes", function_to_apply="none")
+        sigmoids = client.text_classification("the yes", function_to_apply="sigmoid")
     assert [one.label for one in found] == sorted(expected, key=expected.__getitem__)[::-1][:2]
     assert [one.score for one in found] == pytest.approx([expected[one.label] for one in found], abs=1e-6)
+    assert [one.label for one in logits] == sorted(expected, key=expected.__getitem__)[::-1]
+    raw = np.array([one.score for one in logits])
+    assert (np.exp(raw) / np.exp(raw).sum()).tolist() == pytest.approx(sorted(expected.values())[::-1], abs=1e-5)
+    assert [one.score for one in sigmoids] == pytest.approx((1 / (1 + np.exp(-raw))).tolist(), abs=1e-6)
+
+
+def test_what_the_model_cannot_answer_says_so(server):
+    client = InferenceClient(server.url)
+    with pytest.raises(HfHubHTTPError, match="no classification head") as caught:
+        client.text_classification("good")
+    assert caught.value.response.status_code == 424
+    with pytest.raises(Exception, match="max_new_tokens"):
+        client.text_generation("good", max_new_tokens=5)
