@@ -78,12 +78,16 @@ def simulate(**o: Any) -> None:
 
     _check_given(o["what"], o["replicas"])
     outcomes = _CASES.get(o["what"], _own)(o)
-    found = []
+    found, is_published = [], o["what"] == "published"
     for outcome in outcomes:
         if not found and not o["as_json"]:
-            click.echo(show.header())
+            others = "" if is_published else " (--model and --machine name others)"
+            click.echo(f"{show.machine_line(outcome)}{others}\n\n{show.header(published=is_published)}")
         found.append(outcome)
-        click.echo(json.dumps(show.as_json(outcome)) if o["as_json"] else show.line(outcome))
+        line = json.dumps(show.as_json(outcome)) if o["as_json"] else show.line(outcome, published=is_published)
+        click.echo(line)
+    if not o["as_json"]:
+        click.echo("\n" + show.LEGEND)
     if o["plot"]:
         show.plot(found, o["plot"])
 

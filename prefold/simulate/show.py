@@ -10,37 +10,56 @@ from ..errors import MissingExtraError
 from .cases import Outcome
 from .fleet import IDLE_CAUSES
 
-__all__ = ["as_json", "header", "line", "plot"]
+__all__ = ["LEGEND", "as_json", "header", "line", "machine_line", "plot"]
 
 _NAME = 48  # width of a system's name
 _COLUMNS = (
-    ("replicas", 9), ("seconds", 10), ("published", 10), ("$/Mtok", 9), ("first", 7), ("in-step", 8), ("again", 7),
-    ("tier", 6), ("vLLM", 7), ("published", 10), ("use", 7), *((cause, 8) for cause in IDLE_CAUSES),
+    ("requests", 11), ("tokens", 15), ("replicas", 9), ("seconds", 10), ("published", 10), ("$/Mtok", 9), ("first", 7),
+    ("in-step", 8), ("again", 7), ("vLLM", 7), ("published", 10), ("use", 7), *((cause, 8) for cause in IDLE_CAUSES),
 )  # fmt: skip
+LEGEND = """\
+tokens: of prompts and outputs. $/Mtok: dollars for a million of them.
+first, in-step, again: part of the prompts' tokens that is there at a request's first admission, that another request
+  of the same step computes, and that is there after a preemption. vLLM: the hit rate that vLLM would print.
+use: part of the replicas' time at work. Idle: load, until the model is there; input, none has come; border, waiting for
+  other replicas; tail, when all is given out. docs/simulate.md says more."""
 
 
-def header() -> str:
-    """Returns the head of the table: seconds, cost, the four hit counters and what vLLM would count, use and idle time
-    as shares of all replicas' time."""
-    return f"{'system':<{_NAME}}" + "".join(f"{name:>{width}}" for name, width in _COLUMNS)
+def machine_line(outcome: Outcome) -> str:
+    """Returns what is simulated on what, in words."""
+    machine, model = outcome.setup.machine, outcome.setup.model
+    rates = f"{machine.flops / 1e12:,.3g} TFLOP/s, {machine.bandwidth / 1e9:,.4g} GB/s"
+    overhead = f"{machine.overhead * 1e3:,.3g} ms beside each step"
+    return f"{model.name} on {machine.name}: {rates}, {overhead}, ${machine.dollars_per_hour:g} an hour"
 
 
-def line(outcome: Outcome) -> str:
-    """Returns one line of the table."""
+def _columns(published: bool) -> tuple[tuple[str, int], ...]:
+    return tuple(column for column in _COLUMNS if published or column[0] != "published")
+
+
+def header(*, published: bool = False) -> str:
+    """Returns the head of the table. published: whether it has columns for what was published."""
+    return f"{'system':<{_NAME}}" + "".join(f"{name:>{width}}" for name, width in _columns(published))
+
+
+def line(outcome: Outcome, *, published: bool = False) -> str:
+    """Returns one line of the table, with the columns that `header` names."""
     run = outcome.run
     rates = run.hits.rates()
     seconds, rate = outcome.expected or (None, None)
     cells = [
+        f"{run.requests:,}",
+        f"{run.prompt_tokens + run.output_tokens:,}",
         f"{run.replicas:,}",
         f"{run.seconds:,.1f}",
-        "" if seconds is None else f"{seconds:,.0f}",
+        *(["" if seconds is None else f"{seconds:,.0f}"] if published else []),
         f"{run.dollars_per_million(outcome.setup.machine.dollars_per_hour):.4f}",
-        *(f"{rates[name]:.1%}" for name in ("first_admission", "in_step", "recompute", "tier", "vllm")),
-        "" if rate is None else f"{rate:.1%}",
+        *(f"{rates[name]:.1%}" for name in ("first_admission", "in_step", "recompute", "vllm")),
+        *(["" if rate is None else f"{rate:.1%}"] if published else []),
         f"{1 - run.idle_share():.1%}",
         *(f"{run.idle_share(cause):.1%}" for cause in IDLE_CAUSES),
     ]
-    widths = [width for _, width in _COLUMNS]
+    widths = [width for _, width in _columns(published)]
     row = f"{outcome.name:<{_NAME}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
     return "\n".join([row, *(f"    {what:<40}{number:>14,.6g}" for what, number in outcome.facts.items())])
 

@@ -28,6 +28,14 @@ def test_an_option_that_a_case_does_not_take_is_refused(given, said):
     assert done.exit_code == 2 and said in done.stderr
 
 
+def test_what_was_simulated_is_said():
+    options = ("--prompts", "20", "--prefixes", "2", "--replicas", "2", "--machine", "H100")
+    said = CliRunner().invoke(main, ["simulate", "repetition", *options], catch_exceptions=False).stdout.splitlines()
+    assert said[0].startswith("Qwen3-8B on H100: 620 TFLOP/s, 2,900 GB/s, 4 ms") and "--model and --machine" in said[0]
+    assert "published" not in said[2] and said[3].split()[3:6] == ["20", "12,800", "2"]
+    assert all(name in "".join(said[4:]) for name in ("in-step", "again", "$/Mtok", "border", "tail"))
+
+
 @pytest.mark.parametrize("feeder", ["segments", "static", "stream"])
 def test_a_trace_of_nothing_takes_no_time(tmp_path, feeder):
     (tmp_path / "empty.jsonl").write_text("")

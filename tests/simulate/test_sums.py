@@ -50,14 +50,18 @@ def test_the_table_shows_each_number_in_its_column():
     outcome = Outcome(
         "one", Setup(replace(MACHINE, dollars_per_hour=1.8), MODEL), run_of(), (48.0, 0.5), {"a fact": 7.0}
     )
-    shown, fact = line(outcome).splitlines()
-    names, cells = header().split()[1:], shown.split()[1:]
-    assert list(zip(names, cells, strict=True)) == [
+    shown, fact = line(outcome, published=True).splitlines()
+    names, cells = header(published=True).split()[1:], shown.split()[1:]
+    every = list(zip(names, cells, strict=True))
+    assert every == [
+        ("requests", "4"), ("tokens", "4,000"),
         ("replicas", "4"), ("seconds", "50.0"), ("published", "48"), ("$/Mtok", "25.0000"), ("first", "40.0%"),
-        ("in-step", "10.0%"), ("again", "5.0%"), ("tier", "2.0%"), ("vLLM", "40.0%"), ("published", "50.0%"),
+        ("in-step", "10.0%"), ("again", "5.0%"), ("vLLM", "40.0%"), ("published", "50.0%"),
         ("use", "60.0%"), ("load", "20.0%"), ("input", "10.0%"), ("border", "7.0%"), ("tail", "3.0%"),
     ]  # fmt: skip
     assert fact.split() == ["a", "fact", "7"]
+    plain = zip(header().split()[1:], line(outcome).splitlines()[0].split()[1:], strict=True)
+    assert list(plain) == [column for column in every if column[0] != "published"]
     found = as_json(outcome)
     assert found["dollars_per_million_tokens"] == pytest.approx(25.0) and found["use"] == pytest.approx(0.6)
     assert found["seconds_to_answer"] == {"p50": 20.0, "p95": 30.0, "p99": 30.0} and found["a fact"] == 7.0
