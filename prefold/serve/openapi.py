@@ -114,7 +114,7 @@ def _operation(path: str, method: str, endpoint: Any) -> dict[str, Any]:
     said = (_SAID.get(path) or inspect.getdoc(handle) or "Answers.") if kind is None else SUMMARIES[kind]
     name = re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
     operation: dict[str, Any] = {
-        "tags": [face],
+        "tags": ["server" if admin or path == "/version" else face],
         "operationId": name,
         "summary": " ".join(said.split("\n\n")[0].split()),
     }

@@ -42,6 +42,10 @@ def test_every_path_is_described_once(server):
         for method in route.methods - {"HEAD"}
     }
     assert said == there and len(said) > 35
+    tags = {path: {tag for way in one.values() for tag in way["tags"]} for path, one in found["paths"].items()}
+    ours = {"/health", "/ping", "/version", "/metrics", "/page/data", "/cache"}
+    ours |= {"/cache/pin", "/cache/unpin", "/cache/clear"}
+    assert {path for path in tags if tags[path] == {"server"}} == ours
     operations = [one for path in found["paths"].values() for one in path.values()]
     assert len({one["operationId"] for one in operations}) == len(operations)
     assert [one["operationId"] for one in operations if one["summary"] in ("", "Answers.")] == []
