@@ -7,6 +7,7 @@ from typing import Any
 from .anthropic import MESSAGE_NAMES
 from .cohere import COHERE_EMBED_NAMES
 from .endpoints import KINDS
+from .pooling import CLASSIFY_NAMES, POOLING_NAMES
 from .tei import TEI_NAMES
 from .tokens import DETOKENIZE_NAMES, TOKENIZE_NAMES
 
@@ -29,15 +30,17 @@ _OTHERS = {f"tei_{kind}": names for kind, names in TEI_NAMES.items()} | {
     "message": MESSAGE_NAMES, "message_tokens": MESSAGE_NAMES, "cohere_embed": COHERE_EMBED_NAMES,
     "tokenize_prompt": (*KINDS["completion"].names, *TOKENIZE_NAMES),
     "tokenize_chat": (*KINDS["chat"].names, *TOKENIZE_NAMES), "detokenize": DETOKENIZE_NAMES,
+    "classify": CLASSIFY_NAMES, "pooling": POOLING_NAMES,
 }  # fmt: skip
 BODIES = (*KINDS, *_OTHERS)
+_LIKE_KINDS = {"tokenize_prompt", "tokenize_chat", "classify", "pooling"}  # they have the settings of requests
 _REQUIRED = {
     "message": ["messages", "max_tokens"], "message_tokens": ["messages"], "cohere_embed": ["texts"],
     "tokenize_prompt": ["prompt"], "tokenize_chat": ["messages"], "detokenize": ["tokens"],
     "tei_rerank": ["query", "texts"], "tei_decode": ["ids"],
     **{f"tei_{kind}": ["inputs"] for kind in ("embed", "embed_all", "predict", "similarity", "tokenize")},
     "embeddings": ["input"], "rerank": ["query", "documents"], "chat": ["messages"], "completion": ["prompt"],
-    "response": ["input"],
+    "response": ["input"], "classify": ["input"], "pooling": ["input"],
 }  # fmt: skip
 
 
@@ -77,6 +80,10 @@ _PARAMETERS: dict[Any, Schema] = {
     "messages": _OBJECTS | {"description": "The conversation: role and content of each message."},
     "prompt": _PROMPT,
     ("embeddings", "input"): _PROMPT,
+    ("classify", "input"): _PROMPT,
+    ("pooling", "input"): _PROMPT,
+    "use_activation": _of("boolean", "false: logits, or vectors that are not scaled."),
+    "task": _of("string", "What the model does: embed, or classify where it has a classification head."),
     ("response", "input"): {"anyOf": [{"type": "string"}, _OBJECTS], "description": "A text, or items."},
     "instructions": _of("string", "What stands before the input, as a system message."),
     "temperature": _of("number", "0: always the most likely token.", minimum=0),
@@ -183,10 +190,8 @@ def body_schema(kind: str) -> Schema:
     names: Any = KINDS[kind].names if kind in KINDS else _OTHERS[kind]
     names = sorted(names, key=lambda name: (name not in _REQUIRED.get(kind, []), name))
     properties = {name: _of_field(kind, name) for name in names}
-    if kind in KINDS or kind.startswith("tokenize_"):
-        properties |= _SHARED
-    if kind in KINDS:
-        properties |= _SETTINGS | (_STREAM if kind in STREAMED else {})
+    if kind in KINDS or kind in _LIKE_KINDS:
+        properties |= _SHARED | _SETTINGS | (_STREAM if kind in STREAMED else {})
     found: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
     return found | ({"required": _REQUIRED[kind]} if kind in _REQUIRED else {})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,12 @@ from ..api import ENDPOINTS, KINDS, openai_error, response_body
 from ..api.asked import checked, flag, need
 from ..api.chunks import Chunks, read_stream
 from ..api.options import read_options
+from ..api.pooling import read_classify, read_pooling
 from ..api.tokens import DETOKENIZE_NAMES, TOKENIZE_NAMES
 from ..errors import InputError
 from ..text.valid import valid_text
 from . import tei
-from .asking import Asking, Handle
+from .asking import Asking, Handle, answer_asked
 from .events import in_events, unnamed
 from .http import Refusal, json_response, unless_gone
 from .keys import Tenant
@@ -39,7 +41,8 @@ def routes(site: Site) -> list[BaseRoute]:
     for path, kind in ENDPOINTS.items():
         handle = rerank if path == "/rerank" else handler(kind)
         found.append(Route(path, OPENAI.endpoint(site, handle), methods=["POST"]))
-    for path, own in {"/tokenize": tokenize, "/detokenize": detokenize}.items():
+    paths = {"/tokenize": tokenize, "/detokenize": detokenize, "/classify": classify, "/pooling": pooling}
+    for path, own in paths.items():
         found.append(Route(path, OPENAI.endpoint(site, own), methods=["POST"]))
     return found
 
@@ -106,6 +109,23 @@ def entries(site: Site, request: Request) -> list[dict[str, Any]]:
         for names, parent in ((site.names, None), (llm.engine.adapters, site.names[0]))
         for name in names
     ]
+
+
+async def classify(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers vLLM's /classify: the labels of a classification head."""
+    asking = await Asking.of(site, request, tenant)
+    options, _, body = read_options("classify", asking.body)
+    asked = tei.labels_of(read_classify(body, asking.model, new_id()), asking.desk.llm)
+    return await answer_asked(asking, replace(asked, options=options))
+
+
+async def pooling(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers vLLM's /pooling: vectors, or what a classification head gives."""
+    asking = await Asking.of(site, request, tenant)
+    task = "embed" if asking.desk.llm.config.num_labels is None else "classify"
+    options, _, body = read_options(task, asking.body)
+    asked = read_pooling(body, asking.model, new_id(), task)
+    return await answer_asked(asking, replace(asked, options={**asked.options, **options}))
 
 
 async def tokenize(site: Site, request: Request, tenant: Tenant) -> Response:

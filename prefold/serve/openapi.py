@@ -52,7 +52,7 @@ _TAKES = {
     "/embed_all": ("tei_embed_all",), "/predict": ("tei_predict",), "/similarity": ("tei_similarity",),
     "/decode": ("tei_decode",), "/": ("tei_embed", "tei_predict", "tei_similarity", "tei_rerank"),
     "/rerank": ("rerank", "tei_rerank"), "/tokenize": ("tokenize_prompt", "tokenize_chat", "tei_tokenize"),
-    "/detokenize": ("detokenize",),
+    "/detokenize": ("detokenize",), "/classify": ("classify",), "/pooling": ("pooling",),
 }  # fmt: skip
 _PAGED = {"/v1/files": ("after", "limit", "order", "purpose"), "/v1/batches": ("after", "limit", "order")}
 # {path: what its handler, which is made of a reader, does not say itself}

@@ -1,7 +1,8 @@
-"""TEI's paths, over a real socket."""
+"""TEI's paths, and vLLM's of the same tasks, over a real socket."""
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 
@@ -242,3 +243,39 @@ def test_classifier(tmp_path, monkeypatch):
         assert httpx.get(f"{server.url}/info").json()["model_type"]["classifier"]["id2label"]["2"] == "odd"
         found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
         assert found.status_code == 400 and "classification head" in found.json()["error"]["message"]
+
+
+def test_vllms_classify_and_pooling(tmp_path, server, llm):
+    made = LLM(str(tiny_checkpoint(tmp_path, "qwen3", head="classifier", num_labels=3)), dtype="float32")
+    with serving(made, served_names=("tiny",)) as classifier:
+        ask = lambda path, **body: httpx.post(classifier.url + path, json=body)  # noqa: E731
+        found = ask("/classify", input=TEXTS, model="tiny").json()
+        assert set(found) == {"id", "object", "created", "model", "data", "usage"} and found["object"] == "list"
+        assert found["usage"]["prompt_tokens"] == sum(len(made.tokenizer.encode(text)) for text in TEXTS)
+        pooled = ask("/pooling", input=TEXTS).json()["data"]
+        for i, (text, one) in enumerate(zip(TEXTS, found["data"], strict=True)):
+            expected = made.classify(text)
+            assert (one["index"], one["label"], one["num_classes"]) == (i, expected.label, 3)
+            assert one["probs"] == pytest.approx([*expected.probabilities.values()], abs=1e-6)
+            assert (pooled[i]["index"], pooled[i]["object"]) == (i, "pooling")
+            assert pooled[i]["data"] == pytest.approx(one["probs"], abs=1e-6)
+        logits = np.array(ask("/classify", input=TEXTS[0], use_activation=False).json()["data"][0]["probs"])
+        assert (np.exp(logits) / np.exp(logits).sum()).tolist() == pytest.approx(found["data"][0]["probs"], abs=1e-5)
+        long = "the yes no " * 300
+        assert ask("/classify", input=long).status_code == 400
+        assert ask("/classify", input=long, truncate_prompt_tokens=7).json()["usage"]["prompt_tokens"] == 7
+        for body, name in (
+            ({"dimensions": 5}, "dimensions"),
+            ({"task": "embed"}, "task"),
+            ({"messages": []}, "messages"),
+        ):
+            assert ask("/pooling", input="a", **body).json()["error"]["param"] == name
+    ask = lambda path, **body: httpx.post(server.url + path, json=body)  # noqa: E731
+    found = ask("/pooling", input=TEXTS, dimensions=7).json()["data"]
+    np.testing.assert_allclose([one["data"] for one in found], llm.embed(TEXTS, dimensions=7), atol=1e-6)
+    (found,) = ask("/pooling", input="the", encoding_format="base64", use_activation=False).json()["data"]
+    values = np.frombuffer(base64.b64decode(found["data"]), "<f4")
+    np.testing.assert_allclose(values, llm.embed("the", normalize=False), rtol=1e-4, atol=1e-4)
+    found = ask("/classify", input="the")
+    assert found.status_code == 400 and "no classification head" in found.json()["error"]["message"]
+    assert ask("/pooling", input="the", task="token_embed").json()["error"]["param"] == "task"
