@@ -23,7 +23,8 @@ def test_inference_client(server, llm):
     vectors = llm.embed(["is it", *TEXTS])
     found = client.sentence_similarity("is it", TEXTS)
     assert found == pytest.approx((vectors[1:] @ vectors[0]).tolist(), abs=1e-5)
-    assert client.get_endpoint_info()["served_model_name"] == "tiny" and client.health_check()
+    endpoint = InferenceClient(server.url, provider="hf-inference")
+    assert endpoint.get_endpoint_info()["served_model_name"] == "tiny" and endpoint.health_check()
     expected = llm.chat(CHAT, max_tokens=8)
     found = client.chat_completion(CHAT, max_tokens=8, temperature=0)
     assert found.choices[0].message.content == expected.text
