@@ -152,9 +152,10 @@ def _items(value: Any) -> Iterator[Any] | None:
 
 
 def _escaped(text: str) -> int:
-    """Returns at least how many letters a text within a list has: each of them may be escaped."""
+    """Returns at least how many letters a text within a list has: each of them may be escaped. A long text may be in
+    many places, so its letters are not looked at."""
     if text.isascii():
-        return len(text) * (2 if text.isprintable() else 6)
+        return len(text) * (2 if len(text) <= PAUSE and text.isprintable() else 6)
     return len(text) * 12
 
 

@@ -25,7 +25,7 @@ def test_visibility_is_the_definition():
             assert visible[i, j] == seen
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 @pytest.mark.parametrize("compiled", [True, False])
 def test_random_tries(compiled, data):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from counts import lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nests import chains, nest_of, random_nest, with_spans
@@ -45,7 +45,7 @@ def seen_in_blocks(plan: RowPlan) -> np.ndarray:
 
 
 @needs_kernels
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_tiles_are_the_visible_pairs(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
@@ -62,7 +62,7 @@ def test_tiles_are_the_visible_pairs(data):
     np.testing.assert_array_equal(seen_in_tiles(plan), wanted)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_blocks_hold_the_visible_pairs_and_no_useless_key(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
@@ -81,14 +81,12 @@ def test_blocks_hold_the_visible_pairs_and_no_useless_key(data):
 
 
 @needs_kernels
-def test_long_prompts_need_little_memory_and_time():
+def test_long_prompts_need_little_memory():
     nest = chains([100_000])
-    started = time.process_time()
     plan = plan_rows(nest.end, np.arange(100_000))
-    seconds = time.process_time() - started
     assert len(plan.lists.runs) <= 100_000 / 16
     assert len(plan.lists.masked) <= 100_000
-    assert seconds < 0.5
+    assert lines_run(lambda: plan_rows(nest.end, np.arange(100_000))) < 1000
     step = plan_rows(nest.end[:32_000], np.arange(31_488, 32_000))
     assert len(step.lists.runs) + len(step.lists.masked) <= 32 * 10
 

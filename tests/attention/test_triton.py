@@ -14,7 +14,7 @@ from tritons import on_triton  # noqa: F401 (a fixture)
 from prefold.attention import Heads, KeyRuns, KVStore, gpu, plan_slots
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.fixture(autouse=True)

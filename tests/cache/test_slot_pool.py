@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy as np
 import pytest
+from counts import lines_run, most_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,27 +72,25 @@ def test_refuses_what_is_not_in_use():
 
 
 def test_a_long_free_run_costs_what_a_short_one_does():
-    def seconds(slots: int) -> float:
+    def allocate(slots: int) -> tuple[int, int]:
         pool = SlotPool(slots)
-        started = time.process_time()
-        for _ in range(500):
-            pool.free(pool.allocate(16))
-        return time.process_time() - started
+        call = lambda: [pool.free(pool.allocate(16)) for _ in range(50)]  # noqa: E731
+        return lines_run(call), most_bytes(call)
 
-    assert min(seconds(10_000_000) for _ in range(3)) < 3 * min(seconds(1000) for _ in range(3))
+    (many, bytes_of_many), (few, _) = allocate(10_000_000), allocate(1000)
+    assert many < 2 * few and bytes_of_many < 1 << 16
 
 
 def test_many_free_runs_cost_what_few_do():
-    def seconds(slots: int) -> float:
+    def allocate(slots: int) -> tuple[int, int]:
         pool = SlotPool(slots)
         pool.free(pool.allocate(slots)[::4])
         pool.allocate(5)  # of five runs, as no run has two slots
-        started = time.process_time()
-        for _ in range(500):
-            pool.free(np.concatenate((pool.allocate(3), pool.allocate(2))))
-        return time.process_time() - started
+        call = lambda: [pool.free(np.concatenate((pool.allocate(3), pool.allocate(2)))) for _ in range(50)]  # noqa: E731
+        return lines_run(call), most_bytes(call)
 
-    assert min(seconds(200_000) for _ in range(3)) < 3 * min(seconds(20_000) for _ in range(3))
+    (many, bytes_of_many), (few, _) = allocate(200_000), allocate(20_000)
+    assert many < 1.5 * few and bytes_of_many < 1 << 17
 
 
 @pytest.mark.parametrize(("free", "count", "runs"), [(1, 1, 1), (1, 2, 2), (3, 3, 1), (3, 5, 2), (7, 7, 1)])

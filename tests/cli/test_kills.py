@@ -84,7 +84,7 @@ class Killed:
 
     def close(self):
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.wait(60)
         self.process.stdout.close()
 
     def run(self, name, seconds=None):
@@ -196,8 +196,8 @@ def killed(model, tmp_path, environment):
 
 def test_a_few_kills(killed):
     for name in ("plain.jsonl", "table.csv", "samples.parquet"):
-        killed.torment(name, 2)
-    assert killed.kills >= 6
+        killed.torment(name, 1)
+    assert killed.kills >= 3
 
 
 @pytest.mark.slow

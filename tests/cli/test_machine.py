@@ -160,7 +160,7 @@ def test_a_signal_outside_of_a_job_removes_temporary_folders(tmp_path, environme
     assert process.stdout.readline() == "ready\n" and len(list(tmp_path.iterdir())) == 1
     time.sleep(0.05)
     process.send_signal(getattr(signal, name))
-    assert process.wait(30) == 128 + getattr(signal, name)
+    assert process.wait(60) == 128 + getattr(signal, name)
     process.stdout.close()
     assert not list(tmp_path.iterdir())
 

@@ -51,7 +51,7 @@ def test_a_server_from_beginning_to_end(tmp_path):
         process.send_signal(signal.SIGTERM)
         asking.join()
         assert texts[0].endswith("data: [DONE]\n\n") and "error" not in texts[0]
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         said = process.stderr.read()
         assert "Traceback" not in said
         stamped = re.compile(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} prefold: (.*)")

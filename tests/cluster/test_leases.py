@@ -106,7 +106,7 @@ class FakeFleet:
             self.step()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data())
 def test_every_request_is_answered_exactly_once(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))

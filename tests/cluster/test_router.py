@@ -86,7 +86,7 @@ class Replica:
         self.report()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from([0, 3, 1 << 16]))
 def test_the_picture_is_that_of_the_caches(seed, faults, max_pending):
     rng = np.random.default_rng(seed)

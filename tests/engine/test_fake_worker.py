@@ -280,7 +280,7 @@ def test_who_asks_while_a_fault_is_looked_for_neither_waits_nor_changes_who_is_a
     with generator.undisturbed():
         asked = threading.Thread(target=lambda: service.generator, daemon=True)
         asked.start()
-        asked.join(1)
+        asked.join(60)
         waited = asked.is_alive()
     asked.join()
     service.close()

@@ -154,7 +154,7 @@ def test_contexts_grow_while_the_tower_runs():
 def test_steps_beside_the_reading_of_an_image_are_not_taken_for_steps_alone():
     desk, _, table, _ = desk_of()
     read = threading.Event()
-    queue, one = ImageQueue(desk), take(table, "one", load=lambda: read.wait(20) and np.zeros((1, 3, 2, 2), np.float32))
+    queue, one = ImageQueue(desk), take(table, "one", load=lambda: read.wait(60) and np.zeros((1, 3, 2, 2), np.float32))
     assert queue.seconds_after(8, 0.01) == 0.01 and not desk.is_busy
     desk.want(queue, [one])
     queue.encode(0.01, idle=False)  # which begins to read it
@@ -343,7 +343,7 @@ def test_others_go_on_while_a_file_is_read():
     may_end = threading.Event()
 
     def load():
-        assert may_end.wait(20)
+        assert may_end.wait(60)
         return np.zeros((1, 3, 2, 2), np.float32)
 
     desk.want("me", [one := take(table, "one", load=load)])

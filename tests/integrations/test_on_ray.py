@@ -59,7 +59,7 @@ def run(monkeypatch, replicas, items):
             await asyncio.sleep(number * 0.0005)
             return await front.run_one("generate", {"max_tokens": 16}, item)
 
-        return await asyncio.wait_for(asyncio.gather(*(one(*pair) for pair in enumerate(items))), 20)
+        return await asyncio.wait_for(asyncio.gather(*(one(*pair) for pair in enumerate(items))), 60)
 
     return asyncio.run(go())
 

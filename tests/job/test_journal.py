@@ -83,7 +83,7 @@ def test_errors_are_counted_over_runs(tmp_path):
     assert open_file(path).errors == 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     cuts=st.lists(st.integers(1, 5), min_size=1, max_size=6),
     lost=st.integers(0, 400),
@@ -311,7 +311,7 @@ def damaged_journal(tmp_path, change, keep_order=False):
     return sorted(records_of(path))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(flips=st.lists(st.tuples(st.floats(0, 1), st.integers(1, 255)), min_size=1, max_size=3), keep=st.booleans())
 def test_flipped_bits_in_a_journal_never_give_a_record_a_second_line(tmp_path_factory, flips, keep):
     def flip(data):

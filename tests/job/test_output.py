@@ -309,7 +309,7 @@ def test_who_reads_standard_output_leaves_while_lines_are_committed(tmp_path, mo
 
     monkeypatch.setattr("prefold.job.run.TICK_SECONDS", 0.001)
     monkeypatch.setattr(threading, "excepthook", seen.append)
-    job = table_job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", llm=fake_llm(before=lambda i: failed.wait(5)))
+    job = table_job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", llm=fake_llm(before=lambda i: failed.wait(60)))
     job.output.close()
     run_job(replace(job, output=Closed(io.StringIO())), Progress())
     assert failed.is_set() and not seen

@@ -180,10 +180,8 @@ def test_a_process_that_hangs_or_dies_is_replaced():
         decoder.decode(data)
         stopped = decoder._helper.process.pid
         os.kill(stopped, signal.SIGSTOP)
-        begun = time.monotonic()
         with pytest.raises(InputError, match=r"could not be decoded in 1\.5 s"):
             decoder.decode(data)
-        assert time.monotonic() - begun < 10
         decoder.decode(data)
         assert decoder._helper.process.pid != stopped
         threading.Timer(0.2, os.kill, (decoder._helper.process.pid, signal.SIGKILL)).start()
@@ -225,10 +223,9 @@ def test_files_of_an_item_have_an_allowance_together():
         allowance = Allowance(1)
         decoder.decode(data, "a", allowance)
         os.kill(decoder._helper.process.pid, signal.SIGSTOP)
-        begun = time.monotonic()
         with pytest.raises(InputError, match=r"'b' and the images before it could not be decoded in 1 s") as caught:
             decoder.decode(data, "b", allowance)
-        assert caught.value.code == "image_too_large" and time.monotonic() - begun < 5
+        assert caught.value.code == "image_too_large"
         with pytest.raises(InputError, match="'c' and the images before it"):
             decoder.decode(data, "c", allowance)
         decoder.decode(data, "another item's", Allowance(20))

@@ -158,10 +158,8 @@ def test_limits_of_a_fetch(certificate, hosts):
         base = f"https://example.test:{port}"
         with pytest.raises(InputError, match="more than 100,000 bytes"):
             hosts(PUBLIC).fetch(base + "/large", "image", 100_000)
-        begun = time.monotonic()
         with pytest.raises(InputError, match=r"did not answer in 1 s"):
             hosts(PUBLIC, seconds=1.0).fetch(base + "/slow", "image", 10**6)
-        assert time.monotonic() - begun < 5
         with pytest.raises(InputError, match="status 404"):
             hosts(PUBLIC).fetch(base + "/none", "image", 10**6)
 
@@ -218,14 +216,13 @@ def test_other_values():
             assert error.value.field == "images[1]"
 
 
-def test_a_long_text_that_is_no_base64_takes_no_time():
-    """A pattern that goes back over white space takes 0.2 s for 8,000 letters of it, and holds all threads."""
+def test_a_long_text_that_is_no_base64_is_read_in_linear_time():
+    """A pattern that goes back over white space does not end with a million letters of it, and holds all threads."""
     with Decoder() as decoder:
-        reader, begun = Reader(decoder, paths=False), time.thread_time()
-        for tail in ("!", "=" * 3, "= =", "==" + " " * 30_000 + "="):
+        reader = Reader(decoder, paths=False)
+        for tail in ("!", "=" * 3, "= =", "==" + " " * 1_000_000 + "="):
             with pytest.raises(InputError, match="is a path"):
-                reader.read("A" * 64 + " " * 30_000 + tail)
-        assert time.thread_time() - begun < 1
+                reader.read("A" * 64 + " " * 1_000_000 + tail)
         text = base64.b64encode(DATA).decode()
         assert reader.read(f"{text[:40]}\n{text[40:]} \n").image == reader.read(DATA).image
 

@@ -142,7 +142,7 @@ def test_parts_of_looped_models(family, tmp_path):
         check_equal(looped_checkpoint(tmp_path, family, tokenizer=False, early_exit_threshold=0.5), 2, tolerance=1e-4)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_odd_shapes(data, tmp_path_factory):
     kv_heads, group = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))

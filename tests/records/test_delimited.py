@@ -6,7 +6,7 @@ import csv
 import io
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefold.errors import JobError
@@ -120,7 +120,7 @@ def test_memory_is_bounded_whatever_the_quotes():
 cells = st.text(st.sampled_from('ab0 ,;"\n\té\r'), max_size=12)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(st.integers(2, 4).flatmap(lambda n: st.lists(st.lists(cells, min_size=n, max_size=n), min_size=1, max_size=8)))
 def test_what_a_writer_wrote_is_read_back(rows):
     buffer = io.StringIO()
@@ -128,7 +128,7 @@ def test_what_a_writer_wrote_is_read_back(rows):
     assert [row.cells for row in read(buffer.getvalue(), max_cell_lines=0)] == rows
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(st.lists(st.text(st.sampled_from('a0,"é\r'), max_size=8), max_size=30), st.sampled_from([0, 2, 1000]))
 def test_any_lines_end_and_none_is_forgotten(lines, most):
     text = "".join(line + "\n" for line in ["a,b", *lines])

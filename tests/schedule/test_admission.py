@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 
 import numpy as np
 import pytest
+from counts import lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +39,7 @@ def one_step(scheduler):
     return [done.key for done in scheduler.commit(step, [1] * len(step.takers), [False] * len(step.takers))]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**32 - 1),
     count=st.integers(1, 20),
@@ -110,7 +110,7 @@ def test_everybody_ends_with_what_they_make_alone(
     assert scheduler.pool.used_slots == (scheduler.cache.rows if scheduler.cache else 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**32 - 1),
     weights=st.lists(st.integers(1, 4), min_size=2, max_size=4),
@@ -263,13 +263,12 @@ def test_who_has_fewer_rows_to_compute_is_preferred_but_not_for_ever():
     assert len([key for key in order if key != "first"]) == MOST_PASSED
 
 
-@pytest.mark.parametrize("tenants", [1, 5000])
+@pytest.mark.parametrize("tenants", [1, 1000])
 def test_many_who_wait_cost_little(tenants):
-    def seconds(policy):
+    def drive(policy):
         scheduler = GenerateScheduler(SlotPool(20_000), max_batch_rows=256, max_running=256)
         scheduler.admit_by(policy)
-        started = time.process_time()
-        for number in range(5000):
+        for number in range(1000):
             tokens = prompt(number // 256, number % 256)
             scheduler.submit(number, tokens, limit=1, owner=Owner(number % tenants))
         while scheduler.has_work:
@@ -277,12 +276,5 @@ def test_many_who_wait_cost_little(tenants):
             step = scheduler.plan()
             scheduler.begin(step)
             scheduler.commit(step, [0] * len(step.takers), [False] * len(step.takers))
-        return time.process_time() - started
 
-    # The least of several, in turn: other work on the machine makes single ones longer.
-    fair = in_order = float("inf")
-    for _ in range(8):
-        fair, in_order = min(fair, seconds(FairAdmission())), min(in_order, seconds(InOrder()))
-        if fair < 2 * in_order:
-            return
-    raise AssertionError(f"{fair:.2f} s of processor time, in order {in_order:.2f} s")
+    assert lines_run(lambda: drive(FairAdmission())) < 2 * lines_run(lambda: drive(InOrder()))

@@ -64,7 +64,7 @@ class Trace:
             self.sums[done] = rows[read]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 999),
     sharing=st.sampled_from(["full", "mlp", "off"]),
@@ -140,7 +140,7 @@ def rows_read(window, read: str) -> set[int]:
     return rows
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(jobs, st.integers(1, 40), st.sampled_from(["last", "first", "mean", "head", "logits", "logprobs"]))
 def test_the_most_that_may_be_is_carried(job, max_tokens, read):
     for window in windows_of(job, max_tokens):

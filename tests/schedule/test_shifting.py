@@ -16,7 +16,7 @@ from prefold.schedule.fair import FairAdmission
 from prefold.schedule.shifted import Moved, ShiftingScheduler
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6))
 def test_random_traces(seed):
     trace = Trace(seed)

@@ -66,7 +66,7 @@ def whole(tokens: list[int]) -> None:
 # ------------------------------------------------------------------------------------------------------- the ids
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 10**6))
 def test_ids_say_where_spans_are(seed):
     tokens = random_prompt(random.Random(seed), [])
@@ -89,7 +89,7 @@ def seen_by(path: tuple[int, ...], tokens: list[int]) -> set[tuple[int, ...]]:
     return {tuple(tokens[: i + 1]) for i in range(stop)}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 10**6))
 @pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
 def test_steps_of_a_stream_end_between_spans(sharing, seed):
@@ -260,7 +260,7 @@ class Trace:
         self.scheduler.check()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 10**6))
 def test_random_traces_over_slots(seed):
     trace = Trace(seed)
@@ -329,7 +329,6 @@ def test_others_go_on_while_a_tower_runs():
 
 @example(7)
 @given(st.integers(1, 7))
-@settings(deadline=None)
 def test_eviction_takes_the_rest_of_a_span(rows):
     scheduler = GenerateScheduler(
         SlotPool(60), max_batch_rows=30, max_running=4, cache=CacheOptions(min_overlap=0),

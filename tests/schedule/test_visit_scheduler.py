@@ -96,14 +96,14 @@ def run_trace(trace, on_end=check_alone) -> VisitScheduler:
     return scheduler
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traces())
 def test_traces(trace):
     run_trace(trace)
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(traces())
 def test_many_traces(trace):
     run_trace(trace)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 from batching import client_of
 from serving import serving
@@ -9,6 +10,9 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
+
+# By itself httpx waits 5 s for an answer, which a busy machine may need.
+httpx._config.DEFAULT_TIMEOUT_CONFIG.__init__(timeout=60)
 
 TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
 

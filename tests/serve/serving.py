@@ -32,11 +32,11 @@ def serving(llm: Any, **options: Any) -> Iterator[Server]:
         yield server
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive(), "the server did not end"
 
 
-def until(done: Any, seconds: float = 20) -> None:
+def until(done: Any, seconds: float = 60) -> None:
     """Waits until something is so."""
     end = time.monotonic() + seconds
     while not done():
@@ -49,7 +49,7 @@ class Raw:
 
     def __init__(self, server: Server):
         host, port = server.bound_at
-        self.socket = socket.create_connection((host, port), timeout=20)
+        self.socket = socket.create_connection((host, port), timeout=60)
 
     def send(self, path: str, body: Any, *, method: str = "POST", headers: str = "", whole: bool = True) -> Raw:
         """Sends a request. whole: all of its body, else the half."""

@@ -21,7 +21,7 @@ def client(llm, tmp_path_factory):
     made = LLM(str(llm.folder), dtype="float32", kv_memory=1 << 23, cache=CacheOptions(shifted=shifted))
     with (
         serving(made, data_dir=str(tmp_path_factory.mktemp("data"))) as server,
-        httpx.Client(base_url=server.url, timeout=30) as client,
+        httpx.Client(base_url=server.url, timeout=60) as client,
     ):
         client.post("/v1/completions", json={"prompt": "a" + FIRST, "max_tokens": 1}).raise_for_status()
         yield client

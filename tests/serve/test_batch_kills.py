@@ -88,7 +88,7 @@ class Tormented:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self.maker.stdin.close()
-        self.maker.wait(30)
+        self.maker.wait(60)
         self.maker.stdout.close()
 
 
@@ -132,7 +132,7 @@ class Live:
 
     def close(self):
         self._is_over.set()
-        self._thread.join(20)
+        self._thread.join(60)
 
 
 def torment(server, kills, seed, lines=LINES, start_batch=None, mean_life=0.5):
@@ -148,7 +148,7 @@ def torment(server, kills, seed, lines=LINES, start_batch=None, mean_life=0.5):
     for _ in range(kills):
         server.start()
         late = time.monotonic() + float(rng.exponential(mean_life))
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
             for id in batches:
                 found = client.batches.retrieve(id)
                 assert id not in ended or (found.status, found.output_file_id) == ended[id]

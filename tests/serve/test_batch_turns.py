@@ -174,6 +174,6 @@ def test_a_step_of_a_batch_begins_when_the_lines_of_the_last_are_written(client,
 def test_a_batch_begins_at_once(client, monkeypatch):
     monkeypatch.setattr(batches, "LOOK_SECONDS", 30.0)
     time.sleep(0.5)  # until the looks that have begun are over
-    assert ended(client, batch_of(client, [completion(1)]), 10).status == "completed"
+    assert ended(client, batch_of(client, [completion(1)]), 20).status == "completed"
     monkeypatch.undo()
-    assert ended(client, batch_of(client, [completion(1)]), 10).status == "completed"
+    assert ended(client, batch_of(client, [completion(1)]), 20).status == "completed"

@@ -16,7 +16,7 @@ def ask(llm, tmp_path):
     llm.cache.clear()
     with (
         serving(llm, api_keys=str(tmp_path / "keys.toml")) as server,
-        httpx.Client(base_url=server.url, timeout=30) as client,
+        httpx.Client(base_url=server.url, timeout=60) as client,
     ):
 
         def ask(key, path, **body):

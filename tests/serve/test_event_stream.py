@@ -38,7 +38,7 @@ def test_a_client_that_takes_nothing_ends_the_stream(has_events):
 
     async def run():
         made = EventStream(events(), Silent(), ServeOptions(send_seconds=0.05, ping_seconds=0.02))
-        await asyncio.wait_for(made({}, None, send), 5)
+        await asyncio.wait_for(made({}, None, send), 60)
 
     asyncio.run(run())
     assert closed
@@ -61,7 +61,7 @@ def test_events_of_several_replies_come_as_they_are_made_and_an_error_ends_them(
                 found.append((number, event.text if isinstance(event, TextPiece) else event))
         return found
 
-    found = asyncio.run(asyncio.wait_for(run(), 5))
+    found = asyncio.run(asyncio.wait_for(run(), 60))
     assert found == [(1, "b"), (0, "a"), (1, ["answer"]), (0, "c")]
 
 

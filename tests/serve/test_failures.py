@@ -42,24 +42,24 @@ def test_a_rank_that_is_gone(llm, broken, path):
     body = BODY if path == "/v1/completions" else {"input": "yes"}
     with serving(llm) as server:
         broken.append(RankError("rank 1 has died"))
-        assert httpx.post(server.url + path, json=body, timeout=20).status_code == 503
+        assert httpx.post(server.url + path, json=body, timeout=60).status_code == 503
         assert (status := health(server))[0] == 503 and "rank" in status[1]
         server.site.desk.service.failed_at -= 1000
         assert health(server)[0] == 503  # it does not come back
         broken.clear()
-        assert httpx.post(server.url + path, json=body, timeout=20).status_code == 200
+        assert httpx.post(server.url + path, json=body, timeout=60).status_code == 200
         assert health(server) == (200, "")
 
 
 def test_memory_that_is_too_small(llm, broken):
     with serving(llm) as server:
         broken.append(OutOfMemoryError("not even one row fits"))
-        assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=20).status_code == 503
+        assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).status_code == 503
         assert (status := health(server))[0] == 503 and "memory" in status[1]
         server.site.desk.service.failed_at -= 1000  # nobody asks a server that fails: it must be tried again
         assert health(server)[0] == 200
         broken.clear()
-        assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=20).status_code == 200
+        assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).status_code == 200
     assert not llm.engine.generator.has_work
 
 
@@ -93,9 +93,9 @@ def test_an_error_of_the_thread_itself_is_told_and_does_not_end_it(llm, monkeypa
         service = server.site.desk.service
         with monkeypatch.context() as patch:
             patch.setattr(service, "_advance", Mock(side_effect=KeyError("a defect")))
-            assert httpx.post(server.url + path, json=body, timeout=20).status_code == 500
+            assert httpx.post(server.url + path, json=body, timeout=60).status_code == 500
             assert health(server)[0] == 503
-        assert httpx.post(server.url + path, json=body, timeout=20).status_code == 200
+        assert httpx.post(server.url + path, json=body, timeout=60).status_code == 200
         assert health(server) == (200, "") and not service.replies
 
 
@@ -108,5 +108,5 @@ def test_a_cancellation_between_two_looks_does_not_end_the_thread(llm, monkeypat
 
     with serving(llm) as server:
         monkeypatch.setattr(server.site.desk.service, "_unbegun", Racing())
-        assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=20).status_code == 200
+        assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).status_code == 200
         assert health(server) == (200, "")

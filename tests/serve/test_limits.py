@@ -15,13 +15,13 @@ GRAMMAR = {"prompt": "yes", "max_tokens": 2, "guided_regex": "(yes|no)" * 100}
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}", ["default"]])
 def test_a_chat_template_of_a_request(llm, path, template):
     with serving(llm) as server:
-        found = httpx.post(server.url + path, json=OWN | {"chat_template": template}, timeout=20)
+        found = httpx.post(server.url + path, json=OWN | {"chat_template": template}, timeout=60)
         assert found.status_code == 400 and found.json()["error"]["param"] == "chat_template", found.text
     if isinstance(template, str):
         with serving(llm, allow_chat_template=True) as server:
-            assert httpx.post(server.url + path, json=OWN, timeout=20).status_code == 200
+            assert httpx.post(server.url + path, json=OWN, timeout=60).status_code == 200
             if path == "/cache/pin":  # the model is other tests' too
-                assert httpx.post(f"{server.url}/cache/unpin", json=OWN, timeout=20).status_code == 200
+                assert httpx.post(f"{server.url}/cache/unpin", json=OWN, timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("body, param", [(OWN, "chat_template"), (GRAMMAR, "guided_regex")])

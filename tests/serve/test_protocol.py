@@ -21,7 +21,7 @@ def locked(llm, tmp_path_factory):
         yield made
 
 
-def ends(server, raw, data, seconds=8.0):
+def ends(server, raw, data, seconds=60.0):
     """Sends the same bytes again and again; returns whether the server has ended the connection by then."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.server_state.connections:
@@ -77,7 +77,7 @@ def test_a_body_that_comes_behind_its_answer_leaves_the_connection_open(locked):
 def impatient(llm, tmp_path_factory):
     """A server whose clients must take what they are sent, and a file of 30 MB in it."""
     folder = tmp_path_factory.mktemp("data")
-    with serving(llm, data_dir=str(folder), send_seconds=0.5) as server:
+    with serving(llm, data_dir=str(folder), send_seconds=2.0) as server:
         with client_of(server) as client:
             made = client.files.create(file=("a", b"0123456789" * 3_000_000), purpose="batch")
         yield server, f"/v1/files/{made.id}/content"
@@ -87,14 +87,14 @@ def test_a_client_that_does_not_take_its_answer_is_left(impatient):
     server, path = impatient
     raw = Raw(server).send(path, b"", method="GET")
     raw.read_until(b"\r\n\r\n")
-    until(lambda: not server.server_state.connections, 15)
+    until(lambda: not server.server_state.connections)
     raw.close()
 
 
 def test_a_client_that_takes_it_slowly_gets_all(impatient):
     server, path = impatient
     raw = Raw(server).send(path, b"", method="GET", headers="connection: close\r\n")
-    got, end = 0, time.monotonic() + 3
+    got, end = 0, time.monotonic() + 4
     while part := raw.socket.recv(1 << 18):
         got += len(part)
         if time.monotonic() < end:

@@ -97,7 +97,7 @@ def broken(llm, monkeypatch):
 @pytest.mark.parametrize("face", ASKED)
 def test_a_step_that_fails(llm, broken, face):
     path, body = ASKED[face]
-    with serving(llm) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+    with serving(llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         broken.append(0)
         check(face, 500, client.post(path, json=body | ({} if face != "openai" else {"prompt": "no one"})), "log")
         broken.clear()
@@ -118,7 +118,7 @@ def test_a_stream_that_fails_ends_with_an_error(llm, broken, face):
     with serving(llm) as server:
         length = httpx.post(f"{server.url}/tokenize", json=prompt).json()["count"]
         broken.append(length + 2)
-        lines = httpx.post(server.url + path, json=body | {"stream": True, "temperature": 0}, timeout=30).text
+        lines = httpx.post(server.url + path, json=body | {"stream": True, "temperature": 0}, timeout=60).text
         broken.clear()
         events = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: {")]
         assert len(events) > 1, lines

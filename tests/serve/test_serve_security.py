@@ -61,7 +61,7 @@ def test_every_path_asks_for_a_key_and_some_for_an_admins(locked):
 
 
 def test_what_others_keep_is_not_there(locked):
-    with httpx.Client(base_url=locked.url, timeout=20) as client:
+    with httpx.Client(base_url=locked.url, timeout=60) as client:
         kept = client.post("/v1/responses", json={"input": "yes", "max_output_tokens": 1}, headers=ADMIN).json()["id"]
         upload = {"file": ("a.jsonl", b"{}"), "purpose": (None, "batch")}
         file = client.post("/v1/files", files=upload, headers=ADMIN).json()["id"]
@@ -105,7 +105,7 @@ def test_neither_keys_nor_prompts_are_logged(locked, llm, monkeypatch, caplog, c
     def fails(message, prepared=None):
         raise RuntimeError("the step failed")
 
-    with httpx.Client(base_url=locked.url, timeout=20) as client, caplog.at_level(0):
+    with httpx.Client(base_url=locked.url, timeout=60) as client, caplog.at_level(0):
         for path, body in (
             ("/v1/completions", {"prompt": secret, "max_tokens": 2}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": secret}], "max_tokens": 2}),

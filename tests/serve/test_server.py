@@ -22,7 +22,7 @@ LONG = {"prompt": "the yes no", "max_tokens": 480, "ignore_eos": True, "temperat
 
 
 def test_health_and_draining(llm):
-    with serving(None, drain_seconds=20) as server, httpx.Client(base_url=server.url, timeout=20) as client:
+    with serving(None, drain_seconds=20) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         assert (client.get("/health").status_code, client.get("/health").json()) == (503, {"status": "loading"})
         refused = client.post("/v1/completions", json=LONG)
         assert refused.status_code == 503 and refused.headers["retry-after"]
@@ -30,7 +30,7 @@ def test_health_and_draining(llm):
         assert client.get("/health").status_code == 200
         answers = []
         asking = threading.Thread(target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=LONG,
-                                                                           timeout=30)))  # fmt: skip
+                                                                           timeout=60)))  # fmt: skip
         asking.start()
         until(lambda: server.site.desk.room.running)
         server._loop.call_soon_threadsafe(server._begin_to_drain)
@@ -307,7 +307,7 @@ def poisoned(llm, monkeypatch):
 
 
 def test_a_step_that_fails_once(llm, poisoned):
-    with serving(llm) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+    with serving(llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         for path, body in (("/v1/completions", LONG | {"max_tokens": 9}), ("/v1/embeddings", {"input": ["a", "b"]})):
             expected = client.post(path, json=body).json()
             poisoned.append(RuntimeError("the worker failed"))

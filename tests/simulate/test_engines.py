@@ -43,7 +43,7 @@ def random_requests(rng: np.random.Generator, count: int) -> list[SimRequest]:
     return found
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1))
 def test_books_balance_and_every_request_ends(seed):
     rng = np.random.default_rng(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefold.stream import Spool
@@ -60,7 +60,6 @@ def test_what_is_the_default_takes_no_bytes():
     assert encode_options(Sampling(max_tokens=5), 2) == b'{"priority":2,"sampling":{"max_tokens":5}}'
 
 
-@settings(deadline=None)
 @given(st.lists(requests, max_size=20), st.sampled_from([1, 1 << 20]), st.integers(1, 30), st.booleans())
 def test_every_request_comes_back_as_it_was(job, memory_bytes, max_tokens, share):
     with Spool(memory_bytes=memory_bytes) as spool:

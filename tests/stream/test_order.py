@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefold.stream import Spool
@@ -43,7 +43,6 @@ def shared(a, b) -> int:
     return next((i for i, (x, y) in enumerate(zip(a[2], b[2], strict=False)) if x != y), min(len(a[2]), len(b[2])))
 
 
-@settings(deadline=None)
 @given(JOBS, MEMORY, st.booleans(), st.data())
 def test_the_order_is_that_of_adapter_salt_and_tokens(job, memory_bytes, generate, data):
     salts = [salt if generate else "" for _, _, salt in job]
@@ -67,7 +66,6 @@ def test_the_order_is_that_of_adapter_salt_and_tokens(job, memory_bytes, generat
                 assert order.common(a, b) == shared(keys[places[a]], keys[places[b]])
 
 
-@settings(deadline=None)
 @given(JOBS, MEMORY, st.data())
 def test_windows_of_ranges_make_up_the_stream(job, memory_bytes, data):
     with fill(job, memory_bytes) as spool:

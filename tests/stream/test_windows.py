@@ -34,7 +34,7 @@ def common(a: list[int], b: list[int]) -> int:
     return n
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(jobs, st.integers(1, 40))
 def test_what_a_window_has_in_common_with_the_one_before(job, max_tokens):
     last: list[int] = []
@@ -45,14 +45,12 @@ def test_what_a_window_has_in_common_with_the_one_before(job, max_tokens):
         last = sequences[-1]
 
 
-@settings(deadline=None)
 @given(jobs, st.integers(1, 40))
 def test_nothing_is_in_common_in_order_of_arrival(job, max_tokens):
     for window in windows_of(job, max_tokens=max_tokens, share=False):
         assert window.common == 0 and not window.is_sorted
 
 
-@settings(deadline=None)
 @given(jobs, st.integers(1, 40), st.booleans())
 def test_windows_are_full_and_not_too_full(job, max_tokens, share):
     windows = windows_of(job, max_tokens=max_tokens, share=share)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 
 import pytest
 
@@ -76,10 +75,9 @@ def test_a_number_that_python_does_not_write(templates):
 @pytest.mark.parametrize("call", ["spin()", "die()"])
 def test_the_process_ends_where_the_sandbox_does_not_stop_a_template(holed, call):
     assert holed.render([USER], template="{{ 'a' }}", apart=True) == "a"
-    process, started = holed._apart._helper.process, time.monotonic()
+    process = holed._apart._helper.process
     with pytest.raises(InputError, match=r"stopped: it ran for more than 0\.2 s, or ended its process") as caught:
         holed.render([USER], template="{{ " + call + " }}", template_seconds=0.2, apart=True)
-    assert time.monotonic() - started < 10
     assert caught.value.code == "template_limit" and process.poll() is not None
     assert holed.render([USER], template="{{ 'b' }}", apart=True) == "b"
 

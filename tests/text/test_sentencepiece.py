@@ -82,7 +82,7 @@ def tokenizer():
 ALPHABET = st.sampled_from([*"there ab\n\t<>/x04é😀▁", "  ", "<b>", "aa", "\n\n", "<0x41>"])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(ALPHABET, max_size=30).map("".join))
 def test_as_by_hand(tokenizer, text):
     pieces = pieces_of()

@@ -58,7 +58,7 @@ def test_a_folder_equals_auto_tokenizer(tmp_path, backends, kind):
     assert ours.bos_id == theirs.bos_token_id
     assert ours.pad_id == theirs.pad_token_id
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
     @given(ANY_TEXT)
     def check(text):
         assert ours.encode(text).tolist() == theirs(text)["input_ids"]
@@ -169,7 +169,7 @@ def test_gguf_metadata_give_the_tokenizer_they_were_made_from(backends, kind):
     assert (ours.bos_id, ours.eos_id, ours.pad_id) == (1, 2, None)
     assert ours.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(ANY_TEXT)
     def check(text):
         assert ours.encode(text).tolist() == theirs(text)["input_ids"]

@@ -66,7 +66,7 @@ def test_values_and_rows_of_the_modes(models):
         torch.testing.assert_close(values[sharing], values["off"], rtol=0, atol=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_random_tries_and_masks(models, data):
     """Any trie, any targets: gradients of full and mlp are those of off."""

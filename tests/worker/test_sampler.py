@@ -112,7 +112,7 @@ def test_kept_is_what_the_filters_leave_one_after_the_other(options):
         np.testing.assert_allclose(left / left.sum(), expected[ids], rtol=1e-4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.sampled_from([-math.inf, 0.0, 0.5, 0.5, 1.0, 7.0]) | st.floats(-5, 5, width=32), min_size=1),
     st.integers(0, 12),
