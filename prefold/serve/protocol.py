@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .options import ServeOptions
@@ -16,6 +17,11 @@ TAKEN_BYTES = 1 << 14  # that a client takes within `send_seconds`, where so muc
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\nretry-after: 1\r\n\r\n"
 _LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_WRONG = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class _Refused(Exception):
+    """The head of a request is refused; its argument is the answer."""
 
 
 def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> type[asyncio.Protocol]:
@@ -25,8 +31,9 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
     """
 
     class LimitedProtocol(HttpToolsProtocol):
-        """Closes connections that are too many, those whose headers or trailers are too slow or too large, those that
-        go on sending what no answer waits for, and those that do not take what they are sent."""
+        """Closes connections that are too many, those whose headers or trailers are too slow or too large, or leave
+        open where a body ends, those that go on sending what no answer waits for, and those that do not take what they
+        are sent."""
 
         _beside_bytes = 0  # that came since the last byte of a body: headers, trailers, and what parts chunks
         _in_trailers = False
@@ -44,11 +51,52 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
         def data_received(self, data: bytes) -> None:
             self._beside_bytes += len(data)
             if not self.transport.is_closing():
-                super().data_received(data)
+                self._unset_keepalive_if_required()
+                self._parse(data)
             if self._beside_bytes > options.max_header_bytes:
                 self._refuse(_LARGE)
             elif self._is_answered and self.timeout_keep_alive_task is None:
                 self._wait_for_request()  # these bytes have ended uvicorn's own waiting
+
+        def _parse(self, data: bytes) -> None:
+            """Parses what came. A request that offers another protocol is parsed again without the offer, which nobody
+            takes here (RFC 9110, 7.8): the parser takes what follows it for that protocol, and not for its body."""
+            left = data
+            while left:
+                try:
+                    self.parser.feed_data(left)
+                    return
+                except httptools.HttpParserUpgrade as offer:
+                    headers = b"".join(b"%b: %b\r\n" % one for one in self.headers if one[0] != b"upgrade")
+                    version = self.parser.get_http_version().encode()
+                    head = b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, headers)
+                    left = head + left[offer.args[0] :]
+                    self.parser = httptools.HttpRequestParser(self)
+                except httptools.HttpParserError as error:
+                    refused = error.__context__
+                    self._refuse(refused.args[0] if isinstance(refused, _Refused) else _WRONG)
+                    return
+
+        @property
+        def _is_offer(self) -> bool:
+            """Returns whether the request will be parsed again."""
+            return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
+
+        def _check_head(self) -> None:
+            """Raises _Refused for a head that is too large, and for one that a proxy before the server might read in
+            another way: it would see other requests on the connection."""
+            if (
+                len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+                > options.max_header_bytes
+            ):
+                raise _Refused(_LARGE)
+            codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+            if codings and (
+                [one.strip().lower() for one in codings] != [b"chunked"] or self.parser.get_http_version() != "1.1"
+            ):
+                raise _Refused(_WRONG)
+            if self.parser.get_method() == b"CONNECT":
+                raise _Refused(_WRONG)
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
@@ -56,6 +104,9 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
             self._wait_for_request()
 
         def on_headers_complete(self) -> None:
+            if self._is_offer:
+                return
+            self._check_head()
             self._stop_waiting()
             self._in_trailers, self._beside_bytes = True, 0
             super().on_headers_complete()
@@ -69,6 +120,8 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
             super().on_body(body)
 
         def on_message_complete(self) -> None:
+            if self._is_offer:
+                return
             self._beside_bytes = 0
             super().on_message_complete()
             if self._is_answered:  # before its body had come

@@ -73,6 +73,64 @@ def test_a_body_that_comes_behind_its_answer_leaves_the_connection_open(locked):
     raw.close()
 
 
+def answer_to(server, data):
+    """Returns the status line and what follows of the answer to some bytes, once the server has closed."""
+    raw = Raw(server)
+    raw.socket.sendall(data)
+    got = raw.read_all()
+    raw.close()
+    return got
+
+
+@pytest.mark.parametrize("header", [b"x: " + b"a" * 5000 + b"\r\n", b"x: a\r\n" * 700])
+def test_headers_that_come_at_once_are_bounded(locked, header):
+    """Also where a request before them has been answered."""
+    health = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+    assert answer_to(locked, health + header + b"\r\n").startswith(b"HTTP/1.1 431 ")
+    raw = Raw(locked)
+    raw.socket.sendall(health + b"\r\n")
+    assert raw.read_until(b"}").startswith(b"HTTP/1.1 200 ")
+    raw.socket.sendall(health + header + b"\r\n")
+    assert raw.read_all().startswith(b"HTTP/1.1 431 ")
+    raw.close()
+
+
+BODY = b'{"prompt": "yes", "max_tokens": 1}'
+CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (HEAD + b"transfer-encoding: Chunked\r\n", 200),
+        (HEAD + b"transfer-encoding: identity, chunked\r\n", 400),
+        (HEAD + b"transfer-encoding: identity\r\ntransfer-encoding: chunked\r\n", 400),
+        (HEAD.replace(b"1.1", b"1.0") + b"transfer-encoding: chunked\r\n", 400),
+    ],
+)
+def test_where_a_body_ends_is_not_open_to_doubt(server, head, status):
+    got = answer_to(server, head + b"connection: close\r\n\r\n" + CHUNKS)
+    assert got.startswith(b"HTTP/1.1 %d " % status) and got.count(b"HTTP/1.1") == 1, got
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("length", [b"content-length: %d\r\n" % len(BODY), b"transfer-encoding: chunked\r\n"])
+def test_an_offer_of_another_protocol_is_ignored(server, length, parts):
+    """Java's client makes it with every first request. What follows on the connection is read as ever."""
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
+    data = HEAD + offer + length + b"\r\n" + (BODY if length[:1] == b"c" else CHUNKS)
+    data += HEAD + offer + b"connection: close\r\ncontent-length: 2\r\n\r\n{}"
+    raw = Raw(server)
+    size = -(-len(data) // parts)
+    for at in range(0, len(data), size):
+        raw.socket.sendall(data[at : at + size])
+        time.sleep(0.1)
+    got = raw.read_all()
+    raw.close()
+    assert [one[:3] for one in got.split(b"HTTP/1.1 ")[1:]] == [b"200", b"400"], got
+    assert b'"text_completion"' in got and b"prompt is missing" in got
+
+
 @pytest.fixture(scope="module")
 def impatient(llm, tmp_path_factory):
     """A server whose clients must take what they are sent, and a file of 30 MB in it."""
