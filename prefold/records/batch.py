@@ -107,7 +107,7 @@ class OpenAIBatch:
             raise InputError(message, field="url", remedy=remedy, code="mismatched_url")
         kind = ENDPOINTS[url]
         parsed.task = KINDS[kind].task
-        parsed.items, meta = KINDS[kind].read(body, self.sampling)
+        parsed.items, meta = self.items(kind, body)
         parsed.meta |= {"kind": kind, **meta}
         model = body.get("model")
         if not isinstance(model, str | None):
@@ -123,6 +123,10 @@ class OpenAIBatch:
         elif model is not None and model != self.served:
             known = model in self.other_models or len(self.other_models) < _OTHER_MODELS
             self.other_models[model if known else "others"] += 1
+
+    def items(self, kind: str, body: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the task's items that a body asks for, and what the response needs. Raises InputError."""
+        return KINDS[kind].read(body, self.sampling)
 
     def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
         model = meta.get("model", self.served)

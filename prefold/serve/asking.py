@@ -13,10 +13,11 @@ from ..errors import InputError
 from .desk import Desk, TaskOrder
 from .http import json_response, unless_gone
 from .keys import Tenant
+from .limits import check_samples, check_texts
 from .short import are_soon_written
 from .site import Site
 
-__all__ = ["Asking", "Handle", "answer_asked", "check_texts", "handle_of"]
+__all__ = ["Asking", "Handle", "answer_asked", "handle_of"]
 
 T = TypeVar("T")
 Handle = Callable[[Site, Request, Tenant], Awaitable[Response]]
@@ -45,6 +46,7 @@ class Asking:
     def order(self, task: str, items: Any, options: Any = (), *, share: bool = True) -> TaskOrder:
         """Returns what is asked of a task, for this tenant and this model."""
         check_texts(self.body, self.site.options.max_texts)
+        check_samples(items, self.site.options.max_texts)
         if self.adapter is not None:
             items = [item | {"adapter": self.adapter} for item in items]
         namespace = self.site.keys.namespace(self.tenant)
@@ -62,15 +64,6 @@ class Asking:
             return function()
         found: T = await unless_gone(self.request, self.desk.in_pool(function))
         return found
-
-
-def check_texts(body: dict[str, Any], most: int) -> None:
-    """Raises InputError for a request with more than `most` texts."""
-    for name, value in body.items():
-        value = value.get("sentences") if name == "inputs" and isinstance(value, dict) else value
-        if isinstance(value, list) and len(value) > most and not all(isinstance(one, int) for one in value):
-            message, remedy = f"{name!r} holds {len(value)} texts", f"send at most {most} at once"
-            raise InputError(message, field=name, remedy=remedy, code="too_many")
 
 
 async def answer_asked(asking: Asking, asked: Asked) -> Response:

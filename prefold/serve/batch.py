@@ -42,6 +42,7 @@ from .batch_input import open_input
 from .desk import Desk, apart
 from .keys import Keys, Tenant
 from .lane import Lane
+from .limits import check_samples, check_texts
 from .store import Body, Store
 
 __all__ = ["LOOK_SECONDS", "BatchWork", "OpenBatch"]
@@ -112,9 +113,11 @@ class BatchWork:
 
     def _adapter(self, body: Body) -> OpenAIBatch:
         adapters = self._desk.llm.engine.adapters
-        return OpenAIBatch(
+        found = _Lines(
             self._names[0], seed=body["id"], adapters=adapters, names=(*self._names, "dummy"), endpoint=body["endpoint"]
         )
+        found.max_texts = self._desk.options.max_texts
+        return found
 
     def validate(self, one: OpenBatch) -> Body | None:
         """Counts a batch's lines, and refuses it where none of them can be answered; returns what it is then, which is
@@ -283,6 +286,18 @@ class BatchWork:
         body = self._store.get("batch", None, one.id)
         assert body is not None
         return body
+
+
+class _Lines(OpenAIBatch):
+    """Adapts lines, of which each is bounded as a request is."""
+
+    max_texts: int
+
+    def items(self, kind: str, body: Body) -> tuple[list[Any], Body]:
+        check_texts(body, self.max_texts)
+        items, meta = super().items(kind, body)
+        check_samples(items, self.max_texts)
+        return items, meta
 
 
 class _Tasks(Mapping[str, Any]):

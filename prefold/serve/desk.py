@@ -30,7 +30,7 @@ from ..tasks.run import finish_items
 from ..types import Owner, Request
 from .access import note
 from .keys import Keys
-from .limits import check_item, check_samples
+from .limits import check_item
 from .metrics import Metrics
 from .options import ServeOptions
 from .room import Room
@@ -204,7 +204,6 @@ class Desk:
         check_item(item, self.options, self.llm.tokenizer)
 
     def _prepare(self, order: TaskOrder) -> tuple[Any, list[Work]]:
-        check_samples(order.items, self.options.max_texts)
         for item in order.items:
             self.check(item)
         task = self.task(order.task, order.options, order.owner.tenant, order.namespace, computes=order.computes)

@@ -87,6 +87,11 @@ class Keys:
         return list({tenant.name: tenant for _, tenant in self._tenants.values()}.values())
 
     @property
+    def num_tenants(self) -> int:
+        """Returns how many tenants keys stand for; 0 where there are no keys."""
+        return len(self._limits)
+
+    @property
     def names(self) -> Mapping[str, str | None]:
         """Returns {namespace: name of its tenant}."""
         return self._names

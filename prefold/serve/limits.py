@@ -12,7 +12,7 @@ from .http import json_of
 from .options import ServeOptions
 from .short import num_samples
 
-__all__ = ["check_item", "check_samples", "most_tokens", "too_many_tokens"]
+__all__ = ["check_item", "check_samples", "check_texts", "most_tokens", "too_many_tokens"]
 
 # Those of a request for nothing but tokens, or their text, where the model takes no more of them in one prompt.
 MOST_TOKENS = 1 << 18
@@ -27,6 +27,15 @@ def check_item(item: Any, options: ServeOptions, tokenizer: Tokenizer | None) ->
         _check_stops((item.get("sampling") or {}).get("stop"))
         if not options.allow_chat_template:
             _check_template(item.get("chat_template"), tokenizer)
+
+
+def check_texts(body: Mapping[str, Any], most: int) -> None:
+    """Raises InputError for a request with more than `most` texts."""
+    for name, value in body.items():
+        value = value.get("sentences") if name == "inputs" and isinstance(value, dict) else value
+        if isinstance(value, list) and len(value) > most and not all(isinstance(one, int) for one in value):
+            message, remedy = f"{name!r} holds {len(value)} texts", f"send at most {most} at once"
+            raise InputError(message, field=name, remedy=remedy, code="too_many")
 
 
 def check_samples(items: Sequence[Any], most: int) -> None:

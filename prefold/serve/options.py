@@ -32,7 +32,8 @@ class ServeOptions:
     header_seconds        in which a request's headers must have come
     max_header_bytes      of one request
     max_connections       at once
-    max_texts             texts, documents or prompts of one request, and samples of all its prompts together
+    max_texts             texts, documents or prompts of one request, or of a batch's line, and samples of all its
+                          prompts together
     max_n                 samples of a prompt
     max_grammar_bytes     of a schema, regular expression or grammar: so that none takes long to compile
     max_logprobs          most likely tokens that are listed

@@ -59,29 +59,42 @@ class Room:
         waiting = [(reply.owner, reply.samples, reply.tokens) for reply in self.replies if reply.begun_at is None]
         return waiting + list(self._preparing.values())
 
-    def check(self, owner: Owner, *, computes: bool = True) -> None:
-        """Raises Refusal (429) where too many wait for one more of this owner's to be taken.
+    def check(self, owner: Owner, samples: int = 1, *, computes: bool = True) -> None:
+        """Raises Refusal (429) where too many wait for a request of this owner's to be taken.
 
+        A tenant's requests may be half of those that wait where there are several tenants, and as many as its fair part
+        is they may be whatever others have waiting. Those of batches are not in the way of interactive ones. A request
+        that alone is larger than a limit counts as the limit, and is taken where nothing else is in its way.
+
+        samples   as how many it counts
         computes  whether it will wait for the engine; else only those are in its way that are being prepared
         """
         waiting = self._waiting() if computes else list(self._preparing.values())
-        limits, options = self._keys.limits_of(owner.tenant), self._options
-        is_limited = limits.max_waiting_requests is not None or limits.max_waiting_tokens is not None
-        mine = [one for one in waiting if one[0].tenant == owner.tenant] if is_limited else []
-        for found, who, most_requests, most_tokens in (
-            (waiting, "", options.max_waiting_requests, options.max_waiting_tokens),
-            (mine, " of yours", limits.max_waiting_requests, limits.max_waiting_tokens),
+        ahead = [one for one in waiting if owner.is_batch or not one[0].is_batch]
+        mine = [one for one in waiting if one[0].tenant == owner.tenant]
+        tenants = len({one[0].tenant for one in ahead} | {owner.tenant})
+        limits, options, is_shared = self._keys.limits_of(owner.tenant), self._options, self._keys.num_tenants > 1
+        for what, place, more, most, own_most in (
+            ("requests", 1, samples, options.max_waiting_requests, limits.max_waiting_requests),
+            ("tokens", 2, 1, options.max_waiting_tokens, limits.max_waiting_tokens),
         ):
-            requests, tokens = sum(count for _, count, _ in found), sum(size for _, _, size in found)
-            for count, most, what in ((requests, most_requests, "requests"), (tokens, most_tokens, "tokens")):
-                if most is not None and count >= most:
-                    raise Refusal(
-                        429,
-                        f"{count} {what}{who} are waiting",
-                        remedy="send the request again after the seconds in Retry-After",
-                        code="rate_limit_exceeded",
-                        headers={"retry-after": str(self.seconds_for(requests, tokens))},
-                    )
+            count, own_count = sum(one[place] for one in ahead), sum(one[place] for one in mine)
+            part = max(1, most // 2) if is_shared else most
+            size = min(more, part)
+            is_fair = own_count + size <= min(part, most // tenants)
+            if own_most is not None and own_count + min(more, own_most) > own_most:
+                self._refuse(mine, f"{own_count} {what} of yours are waiting, and {own_most} may", more)
+            if not is_fair and count + size > most:
+                self._refuse(ahead, f"{count} {what} are waiting, and {most} may", more)
+            if not is_fair and own_count + size > part:
+                self._refuse(mine, f"{own_count} {what} of yours are waiting, and {part} may", more)
+
+    def _refuse(self, waiting: list[tuple[Owner, int, int]], message: str, more: int) -> None:
+        """Raises Refusal (429). waiting: those that are in the way; more: as how many the request counts."""
+        message += f"; this request counts as {more}" if more > 1 else ""
+        seconds = self.seconds_for(sum(count for _, count, _ in waiting), sum(tokens for _, _, tokens in waiting))
+        remedy, headers = "send the request again after the seconds in Retry-After", {"retry-after": str(seconds)}
+        raise Refusal(429, message, remedy=remedy, code="rate_limit_exceeded", headers=headers)
 
     @contextmanager
     def preparing(
@@ -89,7 +102,7 @@ class Room:
     ) -> Iterator[Callable[[], object]]:
         """Counts a request of so many bytes while it is prepared: within the context, or until what is given is called.
         Raises Refusal (429) where too many wait (see `check`)."""
-        self.check(owner, computes=computes)
+        self.check(owner, samples, computes=computes)
         key = object()
         self._preparing[key] = owner, samples, num_bytes // BYTES_A_TOKEN
         try:

@@ -41,6 +41,25 @@ def test_a_line_of_a_batch(llm, tmp_path, body, param):
 
 
 @pytest.mark.parametrize(
+    "url, body, param",
+    [
+        ("/v1/embeddings", {"input": ["yes"] * 17}, "input"),
+        ("/v1/completions", {"prompt": ["yes"] * 6, "n": 3, "max_tokens": 1}, "n"),
+    ],
+)
+def test_a_line_of_a_batch_with_too_many_texts(llm, tmp_path, url, body, param):
+    good = {"/v1/embeddings": {"input": ["yes"] * 16}, "/v1/completions": {"prompt": ["yes"] * 8, "n": 2}}[url]
+    lines = [{"custom_id": name, "method": "POST", "url": url, "body": one} for name, one in (("a", body), ("b", good))]
+    lines[1]["body"] = good | ({"max_tokens": 1} if "prompt" in good else {})
+    with serving(llm, data_dir=str(tmp_path), max_texts=16) as server, client_of(server) as client:
+        done = ended(client, batch_of(client, lines, url))
+        assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
+        (bad,) = lines_of(client, done.error_file_id).values()
+        error = bad["response"]["body"]["error"]
+        assert (bad["custom_id"], error["code"], error["param"]) == ("a", "too_many", param)
+
+
+@pytest.mark.parametrize(
     "path, body",
     [
         ("/predict", {"inputs": "yes", "parameters": {"function_to_apply": "none"}}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from prefold.engine.replies import Reply
@@ -10,6 +11,7 @@ from prefold.serve.http import Refusal
 from prefold.serve.keys import Keys
 from prefold.serve.options import ServeOptions
 from prefold.serve.room import Room
+from prefold.types import Owner
 
 
 class Clock:
@@ -38,15 +40,67 @@ def answer(room, clock, *, samples=1, seconds=1.0):
 
 
 def test_samples_are_counted(room):
-    with room.computing([Reply(None, 10, NOBODY, 7)]):
-        assert room.waiting == (7, 10)
-        with room.preparing(40, NOBODY, samples=5) as prepared:
-            assert room.waiting == (12, 20)
-            with pytest.raises(Refusal, match="12 requests are waiting"):
+    with room.computing([Reply(None, 10, NOBODY, 5)]):
+        assert room.waiting == (5, 10)
+        with room.preparing(40, NOBODY, samples=3) as prepared:
+            assert room.waiting == (8, 20)
+            with pytest.raises(Refusal, match="8 requests are waiting, and 8 may"):
                 room.check(NOBODY)
             prepared()
         room.check(NOBODY)
+        with pytest.raises(Refusal, match="5 requests are waiting, and 8 may; this request counts as 4"):
+            room.check(NOBODY, 4)
     assert room.waiting == (0, 0)
+
+
+@pytest.fixture
+def shared(tmp_path, clock):
+    """A room of 12 for tenants a to c; c may have 2."""
+    path = tmp_path / "keys.toml"
+    tables = (f'[[key]]\nkey = "{name}"\ntenant = "{name}"\n' for name in "abc")
+    path.write_text("".join(tables) + "max_waiting_requests = 2\n")
+    return Room(ServeOptions(max_waiting_requests=12, api_keys=str(path)), Keys(str(path)), clock)
+
+
+def filled(room, owner, samples=1):
+    """Returns how many requests of an owner are taken, one after the other; they stay."""
+    for count in range(100):
+        try:
+            room.check(owner, samples)
+        except Refusal:
+            return count
+        room.replies.add(Reply(None, 1, owner, samples))
+    raise AssertionError("there is no end")
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4096])
+def test_a_tenant_leaves_the_others_their_parts(shared, samples):
+    """Whether it comes with many requests, or with one of many samples."""
+    assert filled(shared, Owner("a"), samples) == max(1, 6 // samples)
+    assert filled(shared, Owner("b")) == 6
+    assert filled(shared, Owner("c")) == 2
+
+
+def test_a_request_that_is_larger_than_a_limit_is_taken_alone(shared):
+    assert filled(shared, Owner("c"), 5) == 1
+    assert filled(shared, Owner("c")) == 0
+
+
+def test_what_waits_of_batches_is_not_in_the_way_of_interactive_requests(shared):
+    assert filled(shared, Owner("a", is_batch=True), 4096) == 1
+    assert filled(shared, Owner("b", is_batch=True), 4096) == 1
+    assert filled(shared, Owner("c")) == 2
+    shared.replies = {Reply(None, 1, Owner(name, is_batch=True), 500) for name in "bc"}
+    assert filled(shared, Owner("a")) == 6
+
+
+def test_samples_that_are_too_many_are_never_counted(server, monkeypatch):
+    seen, check = [], Room.check
+    monkeypatch.setattr(Room, "check", lambda self, *args, **how: seen.append(args) or check(self, *args, **how))
+    body = {"prompt": "yes " * 2000, "n": 10**9}  # long enough to be prepared in a thread
+    found = httpx.post(server.url + "/v1/completions", json=body, timeout=20)
+    assert found.status_code == 400 and found.json()["error"]["code"] == "too_many", found.text
+    assert seen and all(len(args) == 1 for args in seen)
 
 
 def test_a_pause_before_does_not_lengthen_the_time_to_wait(room, clock):
