@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import InputError
 
-__all__ = ["Asked", "checked", "choice", "flag", "need"]
+__all__ = ["Asked", "checked", "choice", "flag", "metadata_of", "need"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,21 @@ def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
         message = f"{name!r} is {value!r:.100}"
         raise InputError(message, field=name, remedy="give true or false", code="wrong_type")
     return default if value is None else value
+
+
+def metadata_of(body: Mapping[str, Any]) -> dict[str, str] | None:
+    """Returns the texts that a client gives something that is kept for it. Raises InputError beyond OpenAI's bounds."""
+    found = body.get("metadata")
+    if found is None:
+        return None
+    if (
+        not isinstance(found, dict)
+        or len(found) > 16
+        or any(len(name) > 64 or not isinstance(text, str) or len(text) > 512 for name, text in found.items())
+    ):
+        message = "'metadata' is no object of at most 16 texts, of 512 letters each, with names of at most 64"
+        raise InputError(message, field="metadata", remedy="give such an object", code="wrong_type")
+    return found
 
 
 def choice(body: Mapping[str, Any], name: str, known: Sequence[str], default: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError
+from .asked import metadata_of
 from .completions import chat_body, read_chat, usage_of
 from .tools import GrowingText
 
@@ -92,9 +93,7 @@ def read_responses(body: Body, defaults: Mapping[str, Any]) -> tuple[list[Body],
         raise InputError(message, field="include", remedy=remedy, code="unsupported")
     if include or body.get("top_logprobs"):
         chat |= {"logprobs": True, "top_logprobs": body.get("top_logprobs") or 0}
-    metadata = body.get("metadata")
-    if not isinstance(metadata, dict | None):
-        raise InputError("'metadata' is no object", field="metadata", remedy="give an object", code="wrong_type")
+    metadata = metadata_of(body)
     try:
         items, meta = read_chat(chat, defaults)
     except InputError as wrong:

@@ -66,6 +66,7 @@ class OpenBatch:
 
     file      that holds its lines
     is_taken  whether a thread works for it, or it is not stored yet
+    is_full   whether its lines are more than its tenant may store
     retry_at  when it may be run again, in time.monotonic()
     output    of the job that runs
     """
@@ -76,6 +77,7 @@ class OpenBatch:
     expires_at: float
     file: str
     is_taken: bool = False
+    is_full: bool = False
     retry_at: float = 0.0
     failures: int = 0
     output: Any = None
@@ -90,6 +92,8 @@ class OpenBatch:
         """Returns how it must end now, though lines are left; None: it goes on."""
         if self.status == "cancelling":
             return "cancelled"
+        if self.is_full:
+            return "failed"
         return "expired" if time.time() >= self.expires_at else None
 
 
@@ -203,10 +207,18 @@ class BatchWork:
                     lane = Lane(self._desk.service, Owner(one.tenant or None, is_batch=True), self._desk.pace)
                     job = Job(source, adapter, tasks, lambda: lane, output, window=WINDOW_TOKENS, seed=seed)
                     stopping = lambda: self._is_stopping() or one.ending is not None  # noqa: E731
-                    if self._committing(output, lambda: run_beside(job, stopping)):
+                    left = self._store.left(one.tenant)
+
+                    def look() -> None:
+                        output.commit(due_only=True)
+                        one.is_full = path.exists() and path.stat().st_size > left
+
+                    if self._beside(look, lambda: run_beside(job, stopping)):
                         ending = "completed"
                     elif (ending := one.ending) is None:
                         return None, None
+                    elif one.is_full:
+                        why = "there is no more room for what its tenant stores: delete files"
                 if ending != "completed":
                     self._store.change("batch", one.id, {"_ending": ending, "_why": why})
                     if source is not None:
@@ -219,14 +231,15 @@ class BatchWork:
             output.close()
             self._store.change("batch", one.id, {"request_counts": {"total": total, **counts}})
 
-    def _committing(self, output: Any, run: Callable[[], bool]) -> bool:
-        """Returns what `run` returns; meanwhile lines reach the disk within a second or so of their making."""
+    def _beside(self, look: Callable[[], None], run: Callable[[], bool]) -> bool:
+        """Returns what `run` returns; `look` is called meanwhile, so that lines reach the disk within a second or so of
+        their making."""
         ended = threading.Event()
 
         def tick() -> None:
             while not ended.wait(LOOK_SECONDS):
                 try:
-                    output.commit(due_only=True)
+                    look()
                 except JobError:
                     return  # the next line that is written raises it
 

@@ -17,6 +17,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ..api import ENDPOINTS
+from ..api.asked import metadata_of
 from ..errors import InputError
 from .asking import Handle
 from .batches import Batches
@@ -30,8 +31,10 @@ __all__ = ["PURPOSES", "routes"]
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _FIELDS = {"input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after"}
+FORM_BYTES = 1 << 16  # that the form around a file takes
 PURPOSES = ("batch", "vision", "user_data")
-MOST_A_PAGE = 10_000
+# {kind of objects: (as many as are listed where a request does not say, at most)}, as OpenAI has it.
+_LISTED = {"file": (10_000, 10_000), "batch": (20, 100)}
 
 
 def routes(site: Site) -> list[BaseRoute]:
@@ -71,7 +74,8 @@ async def upload(site: Site, request: Request, tenant: Tenant) -> Response:
         remedy = "send multipart/form-data with the fields file and purpose"
         raise Refusal(400, "the body is no form", remedy=remedy, code="invalid_form")
     try:
-        form = await MultiPartParser(request.headers, _limited(site, request), max_files=1, max_fields=8).parse()
+        parts = _limited(site, request, store, _owner(tenant))
+        form = await MultiPartParser(request.headers, parts, max_files=1, max_fields=8).parse()
     except MultiPartException as error:
         raise Refusal(400, f"the form cannot be read: {error.message}", code="invalid_form") from None
     except (KeyError, ValueError, UnicodeDecodeError) as error:  # such as no boundary, or a charset that is none
@@ -109,28 +113,37 @@ def _keep(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: in
     return body
 
 
-async def _limited(site: Site, request: Request) -> AsyncIterator[bytes]:
-    """Yields the parts of a body. Raises Refusal for one that is too large or stops coming, ClientGone."""
+async def _limited(site: Site, request: Request, store: Store, owner: str) -> AsyncIterator[bytes]:
+    """Yields the parts of a body. Raises Refusal for one that is too large or stops coming, or where the owner stores
+    too much, ClientGone."""
     size, most = 0, site.options.max_file_bytes
+    left, receiving = await asyncio.to_thread(store.left, owner), store.receiving
     parts = request.stream()
-    while True:
-        try:
-            async with asyncio.timeout(site.options.body_seconds):
-                part = await anext(parts)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            message = f"nothing came for {site.options.body_seconds:g} seconds"
-            headers = {"connection": "close"}
-            raise Refusal(408, message, remedy="send it faster", code="timeout", headers=headers) from None
-        except ClientDisconnect:
-            raise ClientGone from None
-        size += len(part)
-        if size > most + (1 << 16):  # the form takes some bytes itself
-            message, remedy = f"the file is larger than {most} bytes", "split it (--max-file-bytes)"
-            headers = {"connection": "close"}
-            raise Refusal(413, message, remedy=remedy, code="body_too_large", headers=headers)
-        yield part
+    closing = {"connection": "close"}
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(site.options.body_seconds):
+                    part = await anext(parts)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                message = f"nothing came for {site.options.body_seconds:g} seconds"
+                raise Refusal(408, message, remedy="send it faster", code="timeout", headers=closing) from None
+            except ClientDisconnect:
+                raise ClientGone from None
+            size += len(part)
+            receiving[owner] += len(part)
+            if size > most + FORM_BYTES:
+                message, remedy = f"the file is larger than {most} bytes", "split it (--max-file-bytes)"
+                raise Refusal(413, message, remedy=remedy, code="body_too_large", headers=closing)
+            if receiving[owner] > left + FORM_BYTES:
+                full = store.full(receiving[owner] - left)
+                full.headers |= closing
+                raise full
+            yield part
+    finally:
+        receiving[owner] -= size
 
 
 class _closing:
@@ -147,7 +160,7 @@ class _closing:
 
 async def list_files(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers with a page of the tenant's files."""
-    return await _page(site, request, tenant, "file", 10_000, {"purpose"})
+    return await _page(site, request, tenant, "file", {"purpose"})
 
 
 async def retrieve_file(site: Site, request: Request, tenant: Tenant) -> Response:
@@ -189,12 +202,7 @@ async def create_batch(site: Site, request: Request, tenant: Tenant) -> Response
     if not found or found["purpose"] != "batch":
         message, remedy = f"there is no file {file!r:.100} for a batch", 'upload it with purpose "batch"'
         raise Refusal(404, message, param="input_file_id", remedy=remedy, code="not_found")
-    metadata = body.get("metadata")
-    if metadata is not None and not (
-        isinstance(metadata, dict) and len(metadata) <= 16 and all(isinstance(text, str) for text in metadata.values())
-    ):
-        message, remedy = "'metadata' is no object of at most 16 texts", "give such an object"
-        raise InputError(message, field="metadata", remedy=remedy, code="wrong_type")
+    metadata = metadata_of(body)
     now = int(time.time())
     made: Body = {"id": f"batch_{new_id()}", "object": "batch", "endpoint": endpoint, "errors": None}
     made |= {"input_file_id": file, "completion_window": body.get("completion_window", "24h"), "status": "validating"}
@@ -211,7 +219,7 @@ async def create_batch(site: Site, request: Request, tenant: Tenant) -> Response
 
 async def list_batches(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers with a page of the tenant's batches, the newest first."""
-    return await _page(site, request, tenant, "batch", 20, set())
+    return await _page(site, request, tenant, "batch", set())
 
 
 async def retrieve_batch(site: Site, request: Request, tenant: Tenant) -> Response:
@@ -260,15 +268,16 @@ async def _one(site: Site, request: Request, tenant: Tenant, kind: str) -> Body:
     return body
 
 
-async def _page(site: Site, request: Request, tenant: Tenant, kind: str, limit: int, filters: set[str]) -> Response:
+async def _page(site: Site, request: Request, tenant: Tenant, kind: str, filters: set[str]) -> Response:
     """Answers with some of the tenant's objects, as the query asks."""
     store, batches = _stores(site)
     query = dict(request.query_params)
     for name in query.keys() - {"after", "limit", "order"} - filters:
         raise InputError(f"unknown parameter {name!r}", field=name, remedy="leave it out", code="unsupported")
-    asked = query.get("limit", str(limit))
-    if not asked.isdecimal() or len(asked) > 9 or not 1 <= int(asked) <= MOST_A_PAGE:
-        message, remedy = f"'limit' is {asked!r:.100}", f"give a number from 1 to {MOST_A_PAGE}"
+    usual, most = _LISTED[kind]
+    asked = query.get("limit", str(usual))
+    if not asked.isdecimal() or len(asked) > 9 or not 1 <= int(asked) <= most:
+        message, remedy = f"'limit' is {asked!r:.100}", f"give a number from 1 to {most}"
         raise InputError(message, field="limit", remedy=remedy, code="wrong_type")
     if query.get("order", "desc") not in ("asc", "desc"):
         raise InputError(f"'order' is {query['order']!r:.100}", field="order", remedy="give asc or desc")

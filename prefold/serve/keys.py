@@ -23,10 +23,13 @@ class Limits(Share):
 
     max_waiting_requests  that wait to be computed; further ones are refused with 429
     max_waiting_tokens    tokens of their prompts
+    max_stored_bytes      of its files, batches and responses together; further ones are refused with 413. None: the
+                          half of the disk
     """
 
     max_waiting_requests: int | None = None
     max_waiting_tokens: int | None = None
+    max_stored_bytes: int | None = None
 
 
 UNLIMITED = Limits()
@@ -112,6 +115,10 @@ class Keys:
     def limits_of(self, name: Hashable) -> Limits:
         """Returns how much a tenant may have at once."""
         return self._limits.get(name, UNLIMITED)  # type: ignore[call-overload]
+
+    def most_stored(self, owner: str) -> int | None:
+        """Returns how many bytes may be stored for an owner of the store; None: nobody has said it."""
+        return self.limits_of(owner or None).max_stored_bytes
 
     def share_of(self, name: Hashable) -> Share:
         """Returns how much of the engine a tenant gets."""

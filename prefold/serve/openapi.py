@@ -39,7 +39,11 @@ _BATCH = {
         "input_file_id": {"type": "string"},
         "endpoint": {"type": "string", "enum": list(ENDPOINTS)},
         "completion_window": {"type": "string", "pattern": "^[1-9][0-9]*[smhd]$", "default": "24h"},
-        "metadata": {"type": "object", "additionalProperties": {"type": "string"}},
+        "metadata": {
+            "type": "object",
+            "maxProperties": 16,
+            "additionalProperties": {"type": "string", "maxLength": 512},
+        },
         "output_expires_after": {"type": "object"},
     },
     "required": ["input_file_id", "endpoint"],

@@ -57,6 +57,12 @@ async def create(site: Site, request: Request, tenant: Tenant) -> Response:
         stream, _, body = read_stream(asking.body)
         options, share, body = read_options("generate", body)
         keep, previous = _is_kept(site, body), body.pop("previous_response_id", None)
+        if (
+            keep
+            and site.store is not None
+            and (left := await asyncio.to_thread(site.store.left, tenant.name or "")) <= 0
+        ):
+            raise site.store.full(-left)
         (items_before, ids_before), own = await _before(site, tenant, previous), input_items(body.get("input"))
         body["input"] = [*items_before, *own]
         items, meta = read_responses(body, {})

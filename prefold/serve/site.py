@@ -45,7 +45,7 @@ class Site:
         self.desk: Desk | None = None
         self.open = 0  # requests whose answers have not been sent wholly
         self.bodies = Bodies(options)
-        self.store = None if options.data_dir is None else Store(Path(options.data_dir))
+        self.store = None if options.data_dir is None else Store(Path(options.data_dir), self.keys.most_stored)
         self.batches = None if self.store is None else Batches(self.store, self.metrics.log)
 
     def ready(self, llm: Any) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,24 @@ CREATE INDEX IF NOT EXISTS by_kind ON objects (kind, tenant, number);
 CREATE INDEX IF NOT EXISTS by_end ON objects (drop_at) WHERE drop_at IS NOT NULL;
 CREATE TABLE IF NOT EXISTS probe (number INTEGER PRIMARY KEY, content BLOB);
 """
+# What each tenant stores is counted while the database is open: its objects, and the contents of its files.
+_SIZE = "length(CAST({0}.body AS BLOB)) + CASE {0}.kind WHEN 'file' THEN json_extract({0}.body, '$.bytes') ELSE 0 END"
+_NEW, _OLD = _SIZE.format("new"), _SIZE.format("old")
+_STORED = f"""
+PRAGMA temp_store = MEMORY;
+CREATE TEMP TABLE stored (tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL);
+INSERT INTO stored SELECT tenant, {_SIZE.format("objects")} FROM objects WHERE true
+    ON CONFLICT (tenant) DO UPDATE SET bytes = bytes + excluded.bytes;
+CREATE TEMP TRIGGER added AFTER INSERT ON objects BEGIN
+    INSERT INTO stored VALUES (new.tenant, {_NEW}) ON CONFLICT (tenant) DO UPDATE SET bytes = bytes + excluded.bytes;
+END;
+CREATE TEMP TRIGGER changed AFTER UPDATE OF body ON objects BEGIN
+    UPDATE stored SET bytes = bytes + {_NEW} - ({_OLD}) WHERE tenant = new.tenant;
+END;
+CREATE TEMP TRIGGER dropped AFTER DELETE ON objects BEGIN
+    UPDATE stored SET bytes = bytes - ({_OLD}) WHERE tenant = old.tenant;
+END;
+"""
 PROBE_BYTES = 1 << 16
 Body = dict[str, Any]
 
@@ -41,14 +61,20 @@ class Store:
 
     Methods may be called from any thread, and raise Refusal (503) where the disk or the database fails.
 
-    troubles  what fails at present, {where: what and why}; `probe` looks whether it still does
+    troubles   what fails at present, {where: what and why}; `probe` looks whether it still does
+    receiving  {tenant: bytes of its files that are coming}, which the event loop counts
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, most_of: Callable[[str], int | None] = lambda tenant: None):
         """Opens the folder, and makes it where there is none. Raises JobError where another server has it, or it cannot
-        be written."""
+        be written.
+
+        most_of  returns how many bytes a tenant may store; None: the half of the disk
+        """
+        self._most_of = most_of
         self.folder, self.files, self.batches = folder, folder / "files", folder / "batches"
         self.troubles: dict[str, str] = {}
+        self.receiving: Counter[str] = Counter()
         self._lock = threading.RLock()
         try:
             for each in (self.files, self.batches):
@@ -59,7 +85,8 @@ class Store:
             )
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
-            self._db.executescript(_TABLES)
+            self._db.executescript(_TABLES + _STORED)
+            self._half = shutil.disk_usage(folder).total // 2
         except (OSError, sqlite3.Error) as error:
             raise JobError(f"the folder {folder} cannot be used: {error}; give another --data-dir") from None
         self._sweep()
@@ -78,10 +105,13 @@ class Store:
 
         drop_at  when it is to be forgotten, in time.time() (see `ended`); None: never
         """
-        self.add_all([(kind, tenant, body, drop_at)])
+        self.add_all([(kind, tenant, body, drop_at)], is_bounded=True)
 
-    def add_all(self, objects: Iterable[tuple[str, str, Body, float | None]]) -> None:
-        """Keeps objects (kind, tenant, body, drop_at), all of them or, where that fails, none."""
+    def add_all(self, objects: Iterable[tuple[str, str, Body, float | None]], *, is_bounded: bool = False) -> None:
+        """Keeps objects (kind, tenant, body, drop_at), all of them or, where that fails, none.
+
+        is_bounded  whether Refusal (413) is raised where their tenant would store more than it may
+        """
         with self._changing() as db:
             for kind, tenant, body, drop_at in objects:
                 db.execute(
@@ -89,6 +119,22 @@ class Store:
                     " ON CONFLICT (id) DO UPDATE SET body = excluded.body",
                     (body["id"], kind, tenant, json.dumps(body), drop_at),
                 )
+                if is_bounded and (left := self.left(tenant)) < 0:
+                    raise self.full(-left)
+
+    def left(self, tenant: str) -> int:
+        """Returns how many bytes a tenant may still store; less than 0 where it stores more than it may."""
+        with self._reading() as db:
+            row = db.execute("SELECT bytes FROM stored WHERE tenant = ?", (tenant,)).fetchone()
+        most = self._most_of(tenant)
+        return (self._half if most is None else most) - (row[0] if row else 0)
+
+    @staticmethod
+    def full(more: int) -> Refusal:
+        """Returns the Refusal for a tenant that would store so many bytes more than it may."""
+        message = f"what you store here would be {more} bytes more than it may be"
+        remedy = "delete files that you need no more, or ask for a larger max_stored_bytes"
+        return Refusal(413, message, remedy=remedy, code="storage_quota")
 
     def get(self, kind: str, tenant: str | None, id: str) -> Body | None:
         """Returns the object; None where there is none of this kind and tenant. tenant None: of any."""
@@ -156,11 +202,11 @@ class Store:
         with self._reading() as db:
             return db.execute("SELECT kind, tenant, id FROM objects WHERE drop_at <= ?", (now,)).fetchall()
 
-    def all(self, kind: str) -> list[tuple[str, Body]]:
-        """Returns (tenant, object) of all objects of a kind, the oldest first."""
+    def all(self, kind: str) -> Iterator[tuple[str, Body]]:
+        """Yields (tenant, object) of all objects of a kind, the oldest first; one at a time is in memory."""
         with self._reading() as db:
-            rows = db.execute("SELECT tenant, body FROM objects WHERE kind = ? ORDER BY number", (kind,)).fetchall()
-        return [(tenant, json.loads(body)) for tenant, body in rows]
+            rows = db.execute("SELECT tenant, body FROM objects WHERE kind = ? ORDER BY number", (kind,))
+            yield from ((tenant, json.loads(body)) for tenant, body in rows)
 
     # ------------------------------------------------------------------------------------------------ contents
 
