@@ -1,6 +1,7 @@
 """Serves a model over HTTP: the faces of OpenAI, vLLM and others, answered by one engine.
 
 desk      Desk: bodies become items of tasks, tasks' requests go to the thread, results become responses
+turns     threads for which tenants take turns
 room      who is let in; short: what the event loop does itself; limits: what a request may not bring
 http      notices clients that leave, writes events; bodies: reads them within limits; hosts: refuses foreign pages
 asking    what faces do alike; openai, anthropic, cohere, tei, responses: which URL is answered how

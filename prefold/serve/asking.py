@@ -62,7 +62,7 @@ class Asking:
         """Returns what `function` returns, which writes a response of results. Raises ClientGone."""
         if are_soon_written(results):  # before a client that leaves could be noticed
             return function()
-        found: T = await unless_gone(self.request, self.desk.in_pool(function))
+        found: T = await unless_gone(self.request, self.desk.in_pool(self.tenant.owner, function))
         return found
 
 

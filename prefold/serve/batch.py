@@ -88,6 +88,11 @@ class OpenBatch:
         return cls(body["id"], tenant, body["status"], body["expires_at"], body["input_file_id"])
 
     @property
+    def is_free(self) -> bool:
+        """Returns whether a thread may work for it now."""
+        return not self.is_taken and time.monotonic() >= self.retry_at
+
+    @property
     def ending(self) -> str | None:
         """Returns how it must end now, though lines are left; None: it goes on."""
         if self.status == "cancelling":
@@ -102,11 +107,20 @@ class BatchWork:
 
     names        those by which lines may ask for the model
     is_stopping  whether the server is told to end
+    gives_way    (batch, lines answered in its turn, all its lines) -> whether its turn is over
     """
 
-    def __init__(self, store: Store, desk: Desk, names: tuple[str, ...], keys: Keys, is_stopping: Callable[[], bool]):
+    def __init__(
+        self,
+        store: Store,
+        desk: Desk,
+        names: tuple[str, ...],
+        keys: Keys,
+        is_stopping: Callable[[], bool],
+        gives_way: Callable[[OpenBatch, int, int], bool],
+    ):
         self._store, self._desk, self._names, self._keys = store, desk, names, keys
-        self._is_stopping = is_stopping
+        self._is_stopping, self._gives_way = is_stopping, gives_way
 
     def _source(self, body: Body) -> Source:
         """Returns the source of a batch's lines. Raises JobError where the file is at fault."""
@@ -160,7 +174,7 @@ class BatchWork:
 
     def finish(self, one: OpenBatch) -> Body | None:
         """Computes what is left of a batch, ends it, and returns what it is then; None where the server is told to
-        end."""
+        end, or the batch's turn is over."""
         body = self._found(one)
         folder = self._store.batches / one.id
         lines, usage = folder / "lines.jsonl", None
@@ -181,8 +195,8 @@ class BatchWork:
         return ended
 
     def _write_lines(self, one: OpenBatch, body: Body, path: Path) -> tuple[str | None, Counter[str] | None]:
-        """Writes the lines of a batch that are missing; returns (how it ends, or None where the server does; the usage
-        of its answers where no line is an error and none was there before, else None)."""
+        """Writes the lines of a batch that are missing; returns (how it ends, or None where it is to go on later; the
+        usage of its answers where no line is an error and none was there before, else None)."""
         source, why = None, body.get("_why", "")
         try:
             source = self._source(body)
@@ -206,7 +220,12 @@ class BatchWork:
                     tasks = _Tasks(self._desk, namespace, one.tenant or None)
                     lane = Lane(self._desk.service, Owner(one.tenant or None, is_batch=True), self._desk.pace)
                     job = Job(source, adapter, tasks, lambda: lane, output, window=WINDOW_TOKENS, seed=seed)
-                    stopping = lambda: self._is_stopping() or one.ending is not None  # noqa: E731
+                    total = body["request_counts"]["total"]
+
+                    def stopping() -> bool:
+                        is_over = self._gives_way(one, output.count - output.resumed, total)
+                        return is_over or self._is_stopping() or one.ending is not None
+
                     left = self._store.left(one.tenant)
 
                     def look() -> None:

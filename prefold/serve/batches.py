@@ -1,7 +1,8 @@
 """Runs batches: files of requests that are answered beside live ones, each line once, whenever the server dies.
 
-Which batches there are is in the store. One runs at a time on the lane of the engine's thread, the oldest first
-(`batch.py` does it); a second thread looks after all others.
+Which batches there are is in the store. One runs at a time on the lane of the engine's thread (`batch.py` does it); a
+second thread looks after all others. Tenants take turns in both, and of a tenant's batches the oldest is first. A large
+batch gives way to another tenant's after a while, and goes on later.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from .store import Body, Store
 __all__ = ["Batches"]
 
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+RUNNING = ("in_progress", "finalizing")
 RETRY_SECONDS = 5.0
+# Lines of a batch that are answered before it gives way to another tenant's, and how often it does so at most.
+LINES_A_TURN, MOST_TURNS = 1024, 8
 
 
 class Batches:
@@ -38,6 +42,7 @@ class Batches:
         self._used: Counter[str] = Counter()  # the files of `_open`: each expired one is looked for again and again
         self._lock = threading.Lock()  # of `_open` and `_used`, and of who works for what
         self._using = threading.Lock()  # of which files are read by batches: none is forgotten while one begins to
+        self._turns: Counter[tuple[str, str]] = Counter()  # {(thread's name, tenant): the number of its last turn}
         self._woken, self._can_run = threading.Event(), threading.Event()
         self._is_stopping = False
         self._threads: list[threading.Thread] = []
@@ -50,7 +55,7 @@ class Batches:
 
     def start(self, desk: Desk, names: tuple[str, ...], keys: Keys) -> None:
         """Begins to work. names: those by which lines may ask for the model."""
-        self._work = BatchWork(self._store, desk, names, keys, lambda: self._is_stopping)
+        self._work = BatchWork(self._store, desk, names, keys, lambda: self._is_stopping, self._gives_way)
         for name, loop in (("prefold-batches", self._run), ("prefold-keeper", self._keep)):
             self._threads.append(threading.Thread(target=loop, name=name, daemon=True))
             self._threads[-1].start()
@@ -134,14 +139,9 @@ class Batches:
     # ---------------------------------------------------------------------------------------------- the threads
 
     def _run(self) -> None:
-        """Runs the oldest batch that can be run, and then the next."""
+        """Runs a batch that can be run, and then the next."""
         while not self._is_stopping:
-            with self._lock:
-                now = time.monotonic()
-                can = (one for one in self._open.values() if one.status in ("in_progress", "finalizing"))
-                found = next((one for one in can if not one.is_taken and now >= one.retry_at), None)
-                if found is not None:
-                    found.is_taken = True
+            found = self._take(lambda one: one.status in RUNNING)
             if found is None:
                 self._can_run.wait(LOOK_SECONDS)
                 self._can_run.clear()
@@ -150,21 +150,42 @@ class Batches:
 
     def _keep(self) -> None:
         """Looks after batches that do not run, and sees whether what failed works again."""
+        found = None
         while not self._is_stopping:
-            self._woken.wait(LOOK_SECONDS)
-            self._woken.clear()
+            if found is None:
+                self._woken.wait(LOOK_SECONDS)
+                self._woken.clear()
             if self._store.troubles:
                 self._store.probe()
             self._drop_ended()
-            with self._lock:
-                now = time.monotonic()
-                can = (one for one in self._open.values() if one.status == "validating" or one.ending is not None)
-                found = [one for one in can if not one.is_taken and now >= one.retry_at]
-                for one in found:
-                    one.is_taken = True
-            for one in found:
-                validate = one.status == "validating" and one.ending is None
-                self._attempt(self._work.validate if validate else self._work.finish, one)
+            found = self._take(lambda one: one.status == "validating" or one.ending is not None)
+            if found is not None:
+                validate = found.status == "validating" and found.ending is None
+                self._attempt(self._work.validate if validate else self._work.finish, found)
+
+    def _take(self, can: Callable[[OpenBatch], bool]) -> OpenBatch | None:
+        """Returns the batch that this thread works for next, of those that can be taken: the oldest of the tenant whose
+        last turn is longest ago."""
+        thread = threading.current_thread().name
+        with self._lock:
+            free = [one for one in self._open.values() if can(one) and one.is_free]
+            if not free:
+                return None
+            found = min(free, key=lambda one: self._turns[thread, one.tenant])
+            self._turns[thread, found.tenant] = 1 + max(self._turns.values(), default=0)
+            found.is_taken = True
+        return found
+
+    def _gives_way(self, one: OpenBatch, answered: int, total: int) -> bool:
+        """Returns whether a batch lets another tenant's be run before it goes on: not often, since it reads its input
+        again then.
+
+        answered, total  its lines that were answered in this turn, and all of them
+        """
+        if answered < max(LINES_A_TURN, total // MOST_TURNS):
+            return False
+        others = (other for other in list(self._open.values()) if other.tenant != one.tenant)
+        return any(other.status in RUNNING and other.is_free for other in others)
 
     def _attempt(self, work: Callable[[OpenBatch], Body | None], one: OpenBatch) -> None:
         """Does something for a batch, and notes what it is then; where that fails, it is done again later."""

@@ -1,7 +1,8 @@
 """Takes items of tasks from requests, and gives back what the tasks make of them.
 
-Tokenising and making responses happen in a pool of threads, computing in the engine's; the event loop only waits, and
-does what is short itself (see `short.py`). Not too many may wait (see `room.py`).
+Tokenising and making responses happen in a pool of threads, in which tenants take turns (see `turns.py`), computing in
+the engine's; the event loop only waits, and does what is short itself (see `short.py`). Not too many may wait (see
+`room.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -34,8 +34,9 @@ from .limits import check_item
 from .metrics import Metrics
 from .options import ServeOptions
 from .room import Room
-from .short import SHORT_BYTES, are_short, are_soon_ready, are_soon_written, has_images, num_samples
+from .short import SHORT_BYTES, are_short, are_soon_ready, are_soon_written, has_images, has_template, num_samples
 from .store import Store
+from .turns import TurnPool
 from .watch import StepWatch
 
 __all__ = ["Desk", "TaskOrder", "apart"]
@@ -80,9 +81,11 @@ class Desk:
         self.pace = Pace(self.admission, step_seconds=seconds, batch_share=options.batch_share)
         self.service.set_pace(self.pace)
         self.room = Room(options, keys)
-        self._pool = ThreadPoolExecutor(4, thread_name_prefix="prefold-prepare")
-        # To decode images takes long, and one waits for the other: what is text alone does not wait for them.
-        self._pool_of_images = ThreadPoolExecutor(2, thread_name_prefix="prefold-images")
+        self._pool = TurnPool(4, "prefold-prepare")
+        # To decode images takes long, and one waits for the other: what is text alone does not wait for them. Nor does
+        # it for chat templates of requests, of which one is rendered at a time.
+        self._pool_of_images = TurnPool(2, "prefold-images")
+        self._pool_of_templates = TurnPool(1, "prefold-prepare-template")
         names = ("max_n", "max_logprobs", "escape_special")
         self._of_texts = {name: getattr(options, name) for name in names}
 
@@ -101,7 +104,7 @@ class Desk:
             left = iter(answers[0])
             results = [[next(left) for _ in work.requests] for work in works]
         finish = partial(finish_items, task, works, results)
-        found = [raised(one) for one in (finish() if are_short(results) else await self.in_pool(finish))]
+        found = [raised(one) for one in (finish() if are_short(results) else await self.in_pool(order.owner, finish))]
         if task.readout.kind == "tokens":
             for result in found:
                 self._metrics.prompt(order.owner.tenant, result)
@@ -123,19 +126,19 @@ class Desk:
         with self.room.preparing(num_bytes, owner, computes=False):
             if num_bytes <= SHORT_BYTES:
                 return function()
-            found: T = await self.in_pool(function)
+            found: T = await self.in_pool(owner, function)
         return found
 
     async def with_engine(self, function: Callable[[], T]) -> T:
         """Returns what `function` returns, called between two steps."""
-        return await self.in_pool(self._between_steps, function)
+        return await self.in_pool(NOBODY, self._between_steps, function)
 
-    async def written(self, results: Sequence[Mapping[str, Any]], function: Callable[[], T]) -> T:
+    async def written(self, owner: Owner, results: Sequence[Mapping[str, Any]], function: Callable[[], T]) -> T:
         """Returns what `function` returns, which writes a response of a task's results: in the pool of threads, but for
         short ones."""
         if are_soon_written(results):
             return function()
-        found: T = await self.in_pool(function)
+        found: T = await self.in_pool(owner, function)
         return found
 
     def _between_steps(self, function: Callable[[], T]) -> T:
@@ -166,7 +169,7 @@ class Desk:
                         yield number, what.sample, what.text, tokens
                     else:
                         finish = partial(finish_items, task, [works[number]], [[what]])
-                        (result,) = finish() if are_short([[what]]) else await self.in_pool(finish)
+                        (result,) = finish() if are_short([[what]]) else await self.in_pool(order.owner, finish)
                         self._metrics.prompt(order.owner.tenant, raised(result))
                         yield number, result
 
@@ -215,10 +218,13 @@ class Desk:
         return task, works
 
     async def _prepared(self, order: TaskOrder) -> tuple[Any, list[Work]]:
-        """Returns what `_prepare` does, called in a pool of threads."""
-        sees = self.llm.engine.images is not None and any(map(has_images, order.items))
-        pool = self._pool_of_images if sees else self._pool
-        return await asyncio.get_running_loop().run_in_executor(pool, self._prepare, order)
+        """Returns what `_prepare` does, called in a pool of threads, when it is the tenant's turn."""
+        pool = self._pool
+        if self.llm.engine.images is not None and any(map(has_images, order.items)):
+            pool = self._pool_of_images
+        elif self.options.allow_chat_template and any(map(has_template, order.items)):
+            pool = self._pool_of_templates
+        return await asyncio.wrap_future(pool.submit(order.owner.tenant, self._prepare, order))
 
     @asynccontextmanager
     async def _entered(
@@ -247,7 +253,7 @@ class Desk:
                     else:
                         every = [one for work in works for one in work.requests]
                         begin = partial(self.service.read, replies[0], every, task.readout)
-                    begin() if is_short else await self.in_pool(begin)
+                    begin() if is_short else await self.in_pool(order.owner, begin)
                     yield task, works, replies
                 finally:
                     for reply in replies:
@@ -275,9 +281,9 @@ class Desk:
             if reply.begun_at is not None:
                 self._metrics.queue.observe(reply.begun_at - started)
 
-    async def in_pool(self, function: Any, *arguments: Any) -> Any:
-        """Returns what a function returns, called in the pool of threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+    async def in_pool(self, owner: Owner, function: Any, *arguments: Any) -> Any:
+        """Returns what a function returns, called in the pool of threads, when it is its owner's turn."""
+        return await asyncio.wrap_future(self._pool.submit(owner.tenant, function, *arguments))
 
     def give_up(self, error: Exception) -> None:
         """Answers all that runs with an error."""
@@ -288,7 +294,7 @@ class Desk:
         """Takes over what the file of keys says now. A store that is made later does so by itself."""
         if self.service.has_generator:
             cache = lambda: self.service.generator.scheduler.cache  # noqa: E731
-            self._pool.submit(self._between_steps, lambda: self.admission.read_shares(cache()))
+            self._pool.submit(None, self._between_steps, lambda: self.admission.read_shares(cache()))
 
     def close(self) -> None:
         """Ends what runs, without an answer."""
@@ -297,8 +303,8 @@ class Desk:
             self.service.cancel(reply)
         if self.service.pace is self.pace:
             self.service.set_pace(None)
-        for pool in (self._pool, self._pool_of_images):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._pool_of_images, self._pool_of_templates):
+            pool.close()
 
 
 def apart(work: Work, namespace: str) -> None:

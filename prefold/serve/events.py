@@ -86,7 +86,7 @@ async def _events(
                     body = _joined(write, made.piece, *event)
                 else:
                     end = partial(_joined, write, made.end, *event)
-                    body = await asking.desk.written([event[1]], end)
+                    body = await asking.desk.written(asking.tenant.owner, [event[1]], end)
                     await ended()
                 if body:
                     yield body

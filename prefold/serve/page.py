@@ -83,7 +83,7 @@ async def data(site: Site, request: Request, tenant: Tenant) -> Response:
     waiting, waiting_tokens = desk.room.waiting
     tokenizer = desk.llm.tokenizer
     decode = None if tokenizer is None else readable(lambda tokens: tokenizer.decode(tokens.tolist()))
-    found: dict[str, Any] = await desk.in_pool(shape.data, decode)
+    found: dict[str, Any] = await desk.in_pool(tenant.owner, shape.data, decode)
     found |= {
         "model": site.names[0],
         "version": __version__,
@@ -100,7 +100,7 @@ async def data(site: Site, request: Request, tenant: Tenant) -> Response:
         "waiting": [waiting, waiting_tokens],
         "running": running,
         "steps": desk.watch.bins(),
-        "batches": [] if site.batches is None else await desk.in_pool(site.batches.open_counts),
+        "batches": [] if site.batches is None else await desk.in_pool(tenant.owner, site.batches.open_counts),
     }
     return json_response(found, headers={"cache-control": "no-store"})
 

@@ -12,7 +12,15 @@ from typing import Any
 from ..tasks.images import chat_of
 from ..types import Generated
 
-__all__ = ["SHORT_BYTES", "are_short", "are_soon_ready", "are_soon_written", "has_images", "num_samples"]
+__all__ = [
+    "SHORT_BYTES",
+    "are_short",
+    "are_soon_ready",
+    "are_soon_written",
+    "has_images",
+    "has_template",
+    "num_samples",
+]
 
 # The bytes of a body, the texts to generate, and the results and tokens of an answer, that are short.
 SHORT_BYTES, SHORT_SAMPLES, SHORT_RESULTS, SHORT_TOKENS = 4096, 16, 16, 1024
@@ -27,7 +35,7 @@ def are_soon_ready(items: Sequence[Any], num_bytes: int) -> bool:
     if num_bytes > SHORT_BYTES or num_samples(items) > SHORT_SAMPLES:
         return False
     found = [item for item in items if isinstance(item, Mapping)]
-    return not any((one.get("sampling") or {}).get("grammar") or one.get("chat_template") is not None for one in found)
+    return not any((one.get("sampling") or {}).get("grammar") or has_template(one) for one in found)
 
 
 def num_samples(items: Sequence[Any]) -> int:
@@ -39,6 +47,11 @@ def num_samples(items: Sequence[Any]) -> int:
 def has_images(item: Any) -> bool:
     """Returns whether images are to be decoded for an item. One may keep others waiting for long."""
     return isinstance(item, Mapping) and (bool(item.get("images")) or chat_of(item.get("messages")) is not None)
+
+
+def has_template(item: Any) -> bool:
+    """Returns whether an item brings a chat template, or names one."""
+    return isinstance(item, Mapping) and item.get("chat_template") is not None
 
 
 def are_short(results: Iterable[Sequence[Any]]) -> bool:
