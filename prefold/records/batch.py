@@ -117,7 +117,7 @@ class OpenAIBatch:
             parsed.meta["model"] = model
             parsed.items = [item | {"adapter": model} for item in parsed.items]
         elif model is not None and self.names is not None and model not in self.names:
-            remedy = f"ask for one of {', '.join((*self.names, *sorted(self.adapters)))}"
+            remedy = f"ask for one of {', '.join((self.served, *sorted(self.adapters)))}"
             message = f"the model {model!r:.100} is not served here"
             raise InputError(message, field="model", remedy=remedy, code="model_not_found")
         elif model is not None and model != self.served:

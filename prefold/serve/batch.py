@@ -105,7 +105,6 @@ class OpenBatch:
 class BatchWork:
     """What is done for batches, one at a time in each thread.
 
-    names        those by which lines may ask for the model
     is_stopping  whether the server is told to end
     gives_way    (batch, lines answered in its turn, all its lines) -> whether its turn is over
     """
@@ -114,12 +113,11 @@ class BatchWork:
         self,
         store: Store,
         desk: Desk,
-        names: tuple[str, ...],
         keys: Keys,
         is_stopping: Callable[[], bool],
         gives_way: Callable[[OpenBatch, int, int], bool],
     ):
-        self._store, self._desk, self._names, self._keys = store, desk, names, keys
+        self._store, self._desk, self._keys = store, desk, keys
         self._is_stopping, self._gives_way = is_stopping, gives_way
 
     def _source(self, body: Body) -> Source:
@@ -132,9 +130,13 @@ class BatchWork:
     def _adapter(self, body: Body) -> OpenAIBatch:
         adapters = self._desk.llm.engine.adapters
         found = _Lines(
-            self._names[0], seed=body["id"], adapters=adapters, names=(*self._names, "dummy"), endpoint=body["endpoint"]
+            self._desk.names[0],
+            seed=body["id"],
+            adapters=adapters,
+            names=self._desk.known_names,
+            endpoint=body["endpoint"],
         )
-        found.max_texts = self._desk.options.max_texts
+        found.desk = self._desk
         return found
 
     def validate(self, one: OpenBatch) -> Body | None:
@@ -323,13 +325,17 @@ class BatchWork:
 class _Lines(OpenAIBatch):
     """Adapts lines, of which each is bounded as a request is."""
 
-    max_texts: int
+    desk: Desk
 
     def items(self, kind: str, body: Body) -> tuple[list[Any], Body]:
-        check_texts(body, self.max_texts)
+        check_texts(body, self.desk.options.max_texts)
         items, meta = super().items(kind, body)
-        check_samples(items, self.max_texts)
+        check_samples(items, self.desk.options.max_texts)
         return items, meta
+
+    def error_line(self, number: int, meta: Body | None, error: InputError) -> Body:
+        message, remedy = self.desk.public(error.message), self.desk.public(error.remedy)
+        return super().error_line(number, meta, InputError(message, field=error.field, remedy=remedy, code=error.code))
 
 
 class _Tasks(Mapping[str, Any]):

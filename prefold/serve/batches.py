@@ -53,9 +53,9 @@ class Batches:
             if folder.name not in self._open:  # it ended, and the server was killed before this
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def start(self, desk: Desk, names: tuple[str, ...], keys: Keys) -> None:
-        """Begins to work. names: those by which lines may ask for the model."""
-        self._work = BatchWork(self._store, desk, names, keys, lambda: self._is_stopping, self._gives_way)
+    def start(self, desk: Desk, keys: Keys) -> None:
+        """Begins to work."""
+        self._work = BatchWork(self._store, desk, keys, lambda: self._is_stopping, self._gives_way)
         for name, loop in (("prefold-batches", self._run), ("prefold-keeper", self._keep)):
             self._threads.append(threading.Thread(target=loop, name=name, daemon=True))
             self._threads[-1].start()

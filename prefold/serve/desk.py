@@ -8,6 +8,7 @@ the engine's; the event loop only waits, and does what is short itself (see `sho
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -15,6 +16,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..engine.pace import Pace
@@ -69,7 +71,13 @@ class TaskOrder:
 
 
 class Desk:
-    """Stands between the faces and the engine of one LLM."""
+    """Stands between the faces and the engine of one LLM.
+
+    names        by which the model is served, the first of which stands in responses. Of a local model's path it is the
+                 last part
+    known_names  by which it may be asked for: also by its path, and as "dummy", which huggingface_hub sends where it
+                 knows only the server's address
+    """
 
     def __init__(self, llm: Any, options: ServeOptions, metrics: Metrics, keys: Keys, store: Store | None = None):
         """store: where clients' files are, which may be images."""
@@ -86,6 +94,17 @@ class Desk:
         # it for chat templates of requests, of which one is rendered at a time.
         self._pool_of_images = TurnPool(2, "prefold-images")
         self._pool_of_templates = TurnPool(1, "prefold-prepare-template")
+        checkpoint = llm.checkpoint
+        folder = Path(checkpoint.name).expanduser()
+        is_local = checkpoint.path is not None and folder.exists()
+        shown = folder.resolve().name if is_local else checkpoint.name
+        self.names = options.served_names or (shown,)
+        self.known_names = (
+            (*options.served_names, "dummy") if options.served_names else (shown, checkpoint.name, "dummy")
+        )
+        paths = {str(checkpoint.path): self.names[0], checkpoint.name if is_local else "": self.names[0]}
+        paths |= {str(options.data_dir): "the data folder"}
+        self._paths = {path: paths[path] for path in sorted(paths, key=len, reverse=True) if os.sep in path}
         names = ("max_n", "max_logprobs", "escape_special")
         self._of_texts = {name: getattr(options, name) for name in names}
 
@@ -201,6 +220,12 @@ class Desk:
         uploaded = None if store is None else lambda id: store.path_of(str(tenant or ""), id)
         found.inputs = replace(task.inputs, images=images.for_strangers(uploaded, namespace))
         return found
+
+    def public(self, text: str) -> str:
+        """Returns a text for clients, with the model's name in place of its path on this machine."""
+        for path, name in self._paths.items():
+            text = text.replace(path, name)
+        return text
 
     def check(self, item: Any) -> None:
         """Raises InputError for an item that strangers may not send."""

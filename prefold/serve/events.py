@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from .asking import Asking
 from .desk import TaskOrder
 from .http import EventStream, json_of, unless_gone
-from .site import as_refusal
+from .site import refusal_of
 
 __all__ = ["Events", "in_events", "named", "unnamed"]
 
@@ -95,9 +95,7 @@ async def _events(
     except Exception as wrong:
         if not started:
             raise
-        refusal = as_refusal(wrong)
-        if refusal.status >= 500 and refusal is not wrong:
-            asking.site.metrics.log(wrong)
-        yield write(made.failed(refusal.status, str(refusal), refusal.code, refusal.param))
+        refusal, message = refusal_of(asking.site, wrong)
+        yield write(made.failed(refusal.status, message, refusal.code, refusal.param))
     if mark:
         yield mark

@@ -105,7 +105,7 @@ def entries(site: Site, request: Request) -> list[dict[str, Any]]:
     llm = site.desk_for(request).llm
     head = {"object": "model", "created": int(time.time()), "owned_by": "prefold"}
     return [
-        {"id": name, **head, "root": llm.checkpoint.name, "parent": parent, "max_model_len": llm.config.max_positions}
+        {"id": name, **head, "root": site.names[0], "parent": parent, "max_model_len": llm.config.max_positions}
         for names, parent in ((site.names, None), (llm.engine.adapters, site.names[0]))
         for name in names
     ]

@@ -22,7 +22,7 @@ from .metrics import Metrics
 from .options import ServeOptions
 from .store import Store
 
-__all__ = ["Face", "Site", "new_id"]
+__all__ = ["Face", "Site", "new_id", "refusal_of"]
 
 # For so long the server is said to fail after a step that failed, unless one does not.
 FAILING_SECONDS = 10.0
@@ -52,7 +52,7 @@ class Site:
         """Begins to answer with this LLM."""
         self.desk = Desk(llm, self.options, self.metrics, self.keys, self.store)
         if self.batches is not None:
-            self.batches.start(self.desk, self.names, self.keys)
+            self.batches.start(self.desk, self.keys)
         if self.state == "loading":
             self.state = "ready"
 
@@ -90,9 +90,9 @@ class Site:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Returns the names by which the model may be asked for, the first of which stands in responses."""
+        """Returns the names by which the model is served, the first of which stands in responses."""
         assert self.desk is not None
-        return self.options.served_names or (self.desk.llm.checkpoint.name,)
+        return self.desk.names
 
     def model_of(self, name: Any) -> tuple[str, str | None]:
         """Returns (model's name in the response, LoRA adapter) for the name that a request gives; None: it gives none.
@@ -106,8 +106,7 @@ class Site:
         adapters = self.desk.llm.engine.adapters
         if name in adapters:
             return name, name
-        # huggingface_hub sends "dummy" where it knows only the server's address.
-        if name is None or name == "dummy" or name in self.names:
+        if name is None or name in self.desk.known_names:
             return self.names[0], None
         remedy = f"ask for one of {', '.join((*self.names, *adapters))}"
         message = f"the model {name!r:.100} is not served here"
@@ -166,12 +165,20 @@ class Face:
         return respond
 
     def refuse(self, site: Site, error: Exception) -> Response:
-        """Returns the response that says what is wrong. Errors that are nobody's fault are written to the log."""
-        refusal = as_refusal(error)
-        if refusal.status >= 500 and not isinstance(error, Refusal):
-            site.metrics.log(error)
-        status, body = self.error(refusal.status, str(refusal), refusal.code, refusal.param)
+        """Returns the response that says what is wrong."""
+        refusal, message = refusal_of(site, error)
+        status, body = self.error(refusal.status, message, refusal.code, refusal.param)
         return json_response(body, status, {**self.headers, **refusal.headers})
+
+
+def refusal_of(site: Site, error: Exception) -> tuple[Refusal, str]:
+    """Returns the Refusal that stands for an error, and its message for clients. Errors that are nobody's fault are
+    written to the log, and those that name a path of this machine."""
+    refusal = as_refusal(error)
+    message = str(refusal) if site.desk is None else site.desk.public(str(refusal))
+    if message != str(refusal) or (refusal.status >= 500 and refusal is not error):
+        site.metrics.log(error)
+    return refusal, message
 
 
 def as_refusal(error: Exception) -> Refusal:

@@ -35,7 +35,8 @@ CREATE INDEX IF NOT EXISTS by_end ON objects (drop_at) WHERE drop_at IS NOT NULL
 CREATE TABLE IF NOT EXISTS probe (number INTEGER PRIMARY KEY, content BLOB);
 """
 # What each tenant stores is counted while the database is open: its objects, and the contents of its files.
-_SIZE = "length(CAST({0}.body AS BLOB)) + CASE {0}.kind WHEN 'file' THEN json_extract({0}.body, '$.bytes') ELSE 0 END"
+_CONTENT = "CASE {0}.kind WHEN 'file' THEN coalesce(json_extract({0}.body, '$.bytes'), 0) ELSE 0 END"
+_SIZE = "length(CAST({0}.body AS BLOB)) + " + _CONTENT
 _NEW, _OLD = _SIZE.format("new"), _SIZE.format("old")
 _STORED = f"""
 PRAGMA temp_store = MEMORY;

@@ -62,12 +62,11 @@ def test_a_line_of_a_batch_with_too_many_texts(llm, tmp_path, url, body, param):
 @pytest.mark.parametrize(
     "path, body",
     [
-        ("/predict", {"inputs": "yes", "parameters": {"function_to_apply": "none"}}),
-        ("/tokenize", {"inputs": "yes", "prompt_name": "query"}),
+        ("/tokenize", {"inputs": "yes", "other": "query"}),
         ("/tokenize", {"prompt": ["yes", "no"]}),
         ("/v1/rerank", {"query": "yes", "documents": ["no"], "return_documents": "false"}),
     ],
 )
 def test_what_is_not_done_is_refused(server, path, body):
     found = httpx.post(server.url + path, json=body)
-    assert found.status_code in (400, 413) and list(body.get("parameters", body))[-1] in found.text, found.text
+    assert found.status_code in (400, 422) and list(body)[-1] in found.text, found.text
