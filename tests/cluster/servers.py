@@ -148,8 +148,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(**options):
-    server = Server(**options)
+def serving(kind=Server, **options):
+    server = kind(**options)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield server
