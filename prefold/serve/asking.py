@@ -15,7 +15,7 @@ from .http import json_response, unless_gone
 from .keys import Tenant
 from .limits import check_samples, check_texts
 from .short import are_soon_written
-from .site import Site
+from .site import Site, new_id
 
 __all__ = ["Asking", "Handle", "answer_asked", "handle_of"]
 
@@ -50,6 +50,8 @@ class Asking:
         if self.adapter is not None:
             items = [item | {"adapter": self.adapter} for item in items]
         namespace = self.site.keys.namespace(self.tenant)
+        if task != "generate" and not share:  # numbers share nothing with others in a namespace of their own
+            namespace += new_id()
         return TaskOrder(task, items, dict(options), namespace, share, self.tenant.owner)
 
     async def without_engine(self, function: Callable[[], T]) -> T:
@@ -66,10 +68,10 @@ class Asking:
         return found
 
 
-async def answer_asked(asking: Asking, asked: Asked) -> Response:
-    """Returns the response to what a body asks of a task."""
+async def answer_asked(asking: Asking, asked: Asked, *, share: bool = True) -> Response:
+    """Returns the response to what a body asks of a task. share: whether prompts may be shared with others'."""
     try:
-        order = asking.order(asked.task, asked.items, asked.options)
+        order = asking.order(asked.task, asked.items, asked.options, share=share)
         results = await unless_gone(asking.request, asking.desk.answer(order, asking.num_bytes))
     except InputError as wrong:
         raise wrong.renamed(asked.name_of(wrong.field)) from None

@@ -114,18 +114,18 @@ def entries(site: Site, request: Request) -> list[dict[str, Any]]:
 async def classify(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers vLLM's /classify: the labels of a classification head."""
     asking = await Asking.of(site, request, tenant)
-    options, _, body = read_options("classify", asking.body)
+    options, share, body = read_options("classify", asking.body)
     asked = tei.labels_of(read_classify(body, asking.model, new_id()), asking.desk.llm)
-    return await answer_asked(asking, replace(asked, options=options))
+    return await answer_asked(asking, replace(asked, options=options), share=share)
 
 
 async def pooling(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers vLLM's /pooling: vectors, or what a classification head gives."""
     asking = await Asking.of(site, request, tenant)
     task = "embed" if asking.desk.llm.config.num_labels is None else "classify"
-    options, _, body = read_options(task, asking.body)
+    options, share, body = read_options(task, asking.body)
     asked = read_pooling(body, asking.model, new_id(), task)
-    return await answer_asked(asking, replace(asked, options={**asked.options, **options}))
+    return await answer_asked(asking, replace(asked, options={**asked.options, **options}), share=share)
 
 
 async def tokenize(site: Site, request: Request, tenant: Tenant) -> Response:

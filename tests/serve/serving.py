@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from prefold.serve.options import ServeOptions
@@ -34,6 +35,29 @@ def serving(llm: Any, **options: Any) -> Iterator[Server]:
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive(), "the server did not end"
+
+
+def dress(folder: Path) -> None:
+    """Gives a tiny checkpoint a prompt, a special token at the end of each text, and a template with a variable."""
+    (folder / "config_sentence_transformers.json").write_text('{"prompts": {"query": "yes: "}}')
+    modules = [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "1_Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}},
+                 {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = (
+        "{{ tone }}{% for tool in tools or [] %}{{ tool }}{% endfor %}" + settings["chat_template"]
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def until(done: Any, seconds: float = 60) -> None:

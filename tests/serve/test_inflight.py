@@ -53,6 +53,20 @@ def test_rows_are_computed_once(llm, kind, spread):
     own.close()
 
 
+def test_cache_prompt_keeps_numbers_apart(llm):
+    own = LLM(
+        str(llm.folder), dtype="float32", kv_memory=1 << 23, cache=CacheOptions(min_overlap=0), cache_prefill=True
+    )
+    rows = [0]
+    with serving(own) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        for asked in ({}, {}, {"cache_prompt": False}, {"cache_prompt": False}):
+            assert client.post("/v1/embeddings", json={"input": SHARED} | asked).status_code == 200
+            rows.append(own.stats.rows_computed)
+    first, again, *apart = np.diff(rows)
+    assert again < first == len(SHARED) and apart == [first, first]
+    own.close()
+
+
 def test_numbers_that_the_store_cannot_hold(llm):
     """They are read in a stream, beside those that are read in the store."""
     small = LLM(str(llm.folder), dtype="float32", kv_memory=100_000, cache_prefill=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import json
 import threading
 
 import httpx
 import numpy as np
 import pytest
-from serving import serving
+from serving import dress, serving
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
@@ -154,20 +153,7 @@ def test_info_and_errors(server, post):
 def embedder(tmp_path_factory):
     """A server of a model without a head, which has a prompt, and whose texts end with a special token."""
     folder = tiny_checkpoint(tmp_path_factory.mktemp("embedder"), "qwen3", head="bare")
-    (folder / "config_sentence_transformers.json").write_text('{"prompts": {"query": "yes: "}}')
-    modules = [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "1_Pooling"}]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["post_processor"] = {
-        "type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}},
-        {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}},
-                 {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {"<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}},
-    }  # fmt: skip
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    dress(folder)
     with serving(LLM(str(folder), dtype="float32")) as made:
         yield made
 
