@@ -106,7 +106,7 @@ class EmbedTask:
         prompts, name = self.settings.prompts, name or self.settings.default_prompt_name
         if name is not None and name not in prompts:
             known = ", ".join(prompts) or "none"
-            message = f"'prompt_name' is {name!r}, and the checkpoint has no such prompt"
+            message = f"prompt_name: the checkpoint has no prompt {name!r}"
             raise InputError(
                 message, field="prompt_name", remedy=f"name one that it has ({known}), or give prompt or instruction"
             )
