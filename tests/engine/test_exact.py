@@ -93,7 +93,7 @@ def test_scores_at_every_cut(model, sharing):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_budget_there_is(tmp_path, family, sharing):
     folder = tiny_checkpoint(tmp_path, family, num_hidden_layers=2)
-    llm, token_lists = LLM(str(folder), dtype="float32", device="cpu"), prompts(7, count=8)
+    llm, token_lists = LLM(str(folder), dtype="float32", device="cpu"), prompts(7, count=5)
     hidden, _, tolerance = oracle(folder, token_lists)
     for rows in range(1, sum(map(len, token_lists)) + 1):
         results = run(llm, [as_request(t) for t in token_lists], Readout("last"), sharing=sharing, rows=rows)

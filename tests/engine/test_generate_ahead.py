@@ -75,7 +75,7 @@ def submit(generator, prompt: np.ndarray, asked, on_done) -> int:
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("first", range(0, 120, 30))
+@pytest.mark.parametrize("first", range(0, 60, 30))
 def test_traces(llm, first, ahead):
     for seed in range(first, first + 30):
         run_trace(llm, random.Random(seed), ahead)

@@ -147,7 +147,9 @@ class Uneven(Machine):
     """A machine that reads the weights in the time of 13 rows, and whose steps take up to a half longer: in small steps
     it does not show what a row costs."""
 
-    draw = np.random.default_rng(0)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.draw = np.random.default_rng(0)
 
     def seconds_of(self, rows):
         return max(0.0105, 0.0065 + 0.0003 * rows) * (1 + 0.5 * self.draw.random())
