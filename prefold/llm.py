@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Never, Unpack
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from .media.fetch import MediaHosts
 from .media.reading import Reader
 from .model import config_from, load_adapter, load_model, load_tower
 from .model.parallel import ALONE
+from .options import check_options
 from .tasks.facts import generation_settings
 from .tasks.images import image_inputs
 from .text import Tokenizer, tokenizer_or_none
@@ -121,9 +123,11 @@ class LLM(NumericTasks, Texts):
         load_format: Literal["auto", "dummy"] = "auto",
         revision: str | None = None,
         seed: int = 0,
+        **unknown: Never,
     ):
         super().__init__()
         check_process()
+        check_options("LLM", unknown, [*signature(type(self)).parameters][:-1])
         if sharing != "auto" and sharing not in SHARING_MODES:
             raise InputError(f"sharing is {sharing!r}", field="sharing", remedy=f"use auto, {', '.join(SHARING_MODES)}")
         if sharing_threshold != "auto":

@@ -9,7 +9,7 @@ for an option that only Python has). Neither torch nor NumPy is imported here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
@@ -27,6 +27,7 @@ __all__ = [
     "RerankOptions",
     "ScoreOptions",
     "TaskOptions",
+    "check_options",
     "cli_names",
     "doc_of",
     "journal_names",
@@ -322,14 +323,18 @@ def options_of(task: str, given: Mapping[str, Any]) -> TaskOptions:
     """Returns the options of a task. Raises InputError for an unknown task or option, and for bad values."""
     if task not in OPTIONS:
         raise InputError(f"there is no task {task!r}", field="task", remedy=f"the tasks are {', '.join(OPTIONS)}")
-    known = [*cli_names(task)]
+    check_options(task, given, [*cli_names(task)])
+    return OPTIONS[task](**given)
+
+
+def check_options(owner: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raises InputError for an option that is not known, naming the one whose name is nearest. owner: what has them."""
     for name in given:
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             remedy = f"{hint}it has: {', '.join(known)}"
-            raise InputError(f"{task} has no option {name!r}", field=name, remedy=remedy, code="unknown_option")
-    return OPTIONS[task](**given)
+            raise InputError(f"{owner} has no option {name!r}", field=name, remedy=remedy, code="unknown_option")
 
 
 def doc_of(task: str, name: str) -> str:

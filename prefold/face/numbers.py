@@ -101,6 +101,10 @@ class NumericTasks(TaskRunner):
         the Ranking, and its score is NaN.
         """
         items, single = as_items(documents, "documents")
+        queries, one_query = as_items(query, "query")
+        if not one_query:
+            message, remedy = f"query is a list of {len(queries)} texts", "give one query; call rerank for each"
+            raise InputError(message, field="query", remedy=remedy, code="wrong_type")
         if single or not items:
             what = "one text" if single else "empty"
             raise InputError(f"documents is {what}", field="documents", remedy="give a list of texts")

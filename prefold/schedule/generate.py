@@ -355,8 +355,7 @@ class GenerateScheduler(Sequences[Running]):
         return self.pool.allocate(count)
 
     def _fail(self, sequence: Running) -> tuple[Hashable, InputError]:
-        rows = sequence.tail.stop + 1
-        return self._too_small(f"{self.pool.num_slots} rows, too few for a sequence of {rows}", sequence)
+        return self._too_small(f"{self.pool.num_slots} rows", f"a sequence of {sequence.tail.stop + 1}", sequence)
 
     def _end(self, sequence: Running) -> None:
         del sequence.tail.tokens[sequence.known :]

@@ -164,13 +164,15 @@ class Sequences(Generic[S]):
                 self.pool.free(self.tree.drop(node))
         return found
 
-    def _too_small(self, holds: str, sequence: S) -> tuple[Hashable, InputError]:
-        """Ends a sequence's request, and returns its key with the error. holds: what the store holds, and what the
+    def _too_small(self, holds: str, needs: str, sequence: S) -> tuple[Hashable, InputError]:
+        """Ends a sequence's request, and returns its key with the error. holds: what the store holds; needs: what the
         sequence needs."""
+        pinned = sum(node.num_slots for node in self._nodes() if node.pins)
+        remedy = "give a larger kv_memory, or a max_tokens that fits"
         error = InputError(
-            f"the KV store holds {holds}",
+            f"the KV store holds {holds}{f', of which {pinned} are pinned' if pinned else ''}, too few for {needs}",
             field="max_tokens",
-            remedy="give a larger kv_memory, or a max_tokens that fits",
+            remedy=f"unpin prompts, {remedy}" if pinned else remedy,
             code="kv_memory",
         )
         self.cancel(sequence.key)

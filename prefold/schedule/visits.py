@@ -341,8 +341,8 @@ class VisitScheduler(Sequences[Routed]):
 
     def _fail(self, sequence: Routed) -> tuple[Hashable, InputError]:
         rows, visits = sequence.tail.stop, len(sequence.route)
-        text = f"{self.pool.num_slots} rows at one visit each, too few for a sequence of {rows} rows at {visits} visits"
-        return self._too_small(text, sequence)
+        holds, needs = f"{self.pool.num_slots} rows at one visit each", f"a sequence of {rows} rows at {visits} visits"
+        return self._too_small(holds, needs, sequence)
 
     def _runs_no_more(self, sequence: Routed) -> None:
         self._decoding.forget()

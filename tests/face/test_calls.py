@@ -72,6 +72,17 @@ def test_a_list_of_lists_is_no_list_of_texts(llm):
         llm.rerank("yes", "no")
     with pytest.raises(InputError, match="empty"):
         llm.rerank("yes", [])
+    with pytest.raises(InputError, match="query is a list of 2 texts; give one query") as caught:
+        llm.rerank(["yes", "no"], [["a"], ["b"]])
+    assert caught.value.field == "query"
+
+
+def test_an_option_that_an_llm_does_not_have_is_named_with_the_near_one():
+    with pytest.raises(InputError, match="LLM has no option 'quantization'; it has: model, tokenizer, dtype") as caught:
+        LLM("smollm2-135m", quantization="awq")
+    assert caught.value.field == "quantization"
+    with pytest.raises(InputError, match="LLM has no option 'max_batch_row'; did you mean max_batch_rows"):
+        LLM("smollm2-135m", max_batch_row=3)
 
 
 def test_tensors_and_arrays_of_ids(llm):
