@@ -18,6 +18,7 @@ __all__ = [
     "adapter_folders",
     "check_tokenizer",
     "conversation_settings",
+    "find_model",
     "image_reader",
     "llm_options",
     "load_llm",
@@ -40,9 +41,17 @@ def open_model(o: Options, *, weights: bool = True) -> tuple[Any, Any]:
         own = o["model"] if o.get("backend") == "vllm" else None
         over = "in vLLM" if own else "over HTTP"
         return remote_model(o["model"], o.get("tokenizer") or own, over, lambda line: click.echo(line, err=True))
+    from ..text import tokenizer_or_none
+
+    checkpoint = find_model(o, weights=weights)
+    return checkpoint, tokenizer_or_none(checkpoint)
+
+
+def find_model(o: Options, *, weights: bool) -> Any:
+    """Returns the checkpoint of --model, after a look at its config: a model that is not supported is refused before
+    anything is read."""
     from ..checkpoint import resolve
     from ..model import config_from
-    from ..text import tokenizer_or_none
 
     checkpoint = resolve(
         o["model"],
@@ -51,17 +60,19 @@ def open_model(o: Options, *, weights: bool = True) -> tuple[Any, Any]:
         mmproj=o.get("mmproj"),
         notify=lambda line: click.echo(line, err=True),
     )
-    config_from(checkpoint.config)  # an unsupported model is refused before anything is read
-    return checkpoint, tokenizer_or_none(checkpoint)
+    config_from(checkpoint.config)
+    return checkpoint
 
 
 def check_tokenizer(checkpoint: Any, tokenizer: Any, texts: str) -> None:
     """Raises JobError where the model has no tokenizer for `texts` (what they are, in words)."""
     if tokenizer is None:
-        raise JobError(
-            f"{checkpoint.name} has no tokenizer, which {texts} need; save its tokenizer.json beside it (transformers:"
-            " AutoTokenizer.from_pretrained(...).save_pretrained(folder)), or give OpenAI batch lines of token ids"
-        )
+        beside = "save its tokenizer.json beside it (transformers: AutoTokenizer.from_pretrained(...).save_pretrained("
+        beside += "folder))"
+        if checkpoint.path is None:  # a shape, which is no folder
+            beside = "with --load-format dummy, --model may also be the folder or the hub id of a model that has one"
+        ids = "or give OpenAI batch lines of token ids"
+        raise JobError(f"{checkpoint.name} has no tokenizer, which {texts} need; {beside}, {ids}")
 
 
 def load_llm(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -> Any:

@@ -27,11 +27,17 @@ def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -
         found = tomllib.loads(Path(value).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise JobError(f"--config {value} cannot be read: {error}") from None
-    known = {flag.removeprefix("--"): one.name for one in ctx.command.params for flag in one.opts}
-    for name in found:
+    known = {flag.removeprefix("--"): one for one in ctx.command.params for flag in one.opts}
+    for name, setting in found.items():
         if name not in known or name in ("config", "help"):
             raise JobError(f"--config {value}: there is no option {name!r}; the names are those of the command line")
-    ctx.default_map = {known[name]: value for name, value in found.items()}  # type: ignore[misc]
+        if known[name].multiple and not isinstance(setting, list):
+            setting = found[name] = [setting]
+        try:
+            known[name].type_cast_value(ctx, setting)
+        except click.BadParameter as error:
+            raise JobError(f"--config {value}: {name} = {setting!r}: {error.message}") from None
+    ctx.default_map = {known[name].name: setting for name, setting in found.items()}  # type: ignore[misc]
 
 
 def option(name: str, *more: str, **settings: Any) -> Any:
@@ -146,8 +152,13 @@ def serve(**o: Any) -> None:  # fmt: skip
     curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
     from ..cache import CacheOptions
+    from ..checkpoint import BUILT_IN
+    from .build import adapter_folders, find_model, image_reader, load_llm, open_model
+
+    adapter_folders(o)
+    if o["model"] not in BUILT_IN:  # whose file may have to be downloaded, while the server answers that it is loading
+        find_model(o, weights=False)
     from ..serve import serve as run
-    from .build import image_reader, load_llm, open_model
 
     names = [name for name in ServeOptions.__dataclass_fields__ if name in o]
     options = ServeOptions(**{name: o[name] for name in names})

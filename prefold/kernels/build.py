@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,8 @@ def build(*, flags: Sequence[str] = FLAGS, again: bool = False) -> Path:
     compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler found (looked for $CXX, g++, c++, clang++): install g++")
+    line = "prefold: compiling the kernels, once on this machine (10 to 25 seconds); PREFOLD_KERNELS=0 goes without"
+    print(line, file=sys.stderr, flush=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as work:

@@ -261,6 +261,13 @@ def test_texts_for_a_model_without_a_tokenizer_are_refused_at_once(prefold, tmp_
     assert not list(tmp_path.glob("out.jsonl*"))
 
 
+def test_a_shape_has_no_folder_for_a_tokenizer(prefold):
+    done = prefold("generate", "a", "-m", "smolvlm-256m", "--load-format", "dummy")
+    assert done.exit_code == 1 and "save its tokenizer" not in done.stderr, done.stderr
+    assert "has no tokenizer" in done.stderr and "the hub id of a model that has one" in done.stderr, done.stderr
+    assert "they have no tokenizer" in prefold("models").stdout
+
+
 def test_batch_lines_of_token_ids_need_no_tokenizer(prefold, tmp_path, lines):
     folder = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
     line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": [5, 6, 7]}}

@@ -64,7 +64,9 @@ def test_a_server_from_beginning_to_end(tmp_path):
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path):
-    process, _ = start("--port", "0", "-m", str(tmp_path))
+    folder = tiny_checkpoint(tmp_path, "llama")
+    (folder / "model.safetensors").unlink()
+    process, _ = start("--port", "0", "-m", str(folder))
     with process.stderr:
         assert process.wait(60) == 1
         said = process.stderr.read()
@@ -72,8 +74,26 @@ def test_a_model_that_cannot_be_loaded(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-m", "typo"], "there is no model 'typo'"),
+        (["-m", "."], "holds neither a config.json nor a .gguf file"),
+        (["-m", "tiny", "--adapter", "mine=typo"], "--adapter mine: there is no folder typo"),
+    ],
+)
+def test_names_are_looked_up_before_the_server_says_that_it_listens(tmp_path, monkeypatch, options, said):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["serve", "--port", "0", *options])
+    assert result.exit_code == 1 and said in result.output and "listening" not in result.output, result.output
+
+
+@pytest.mark.parametrize(
     ("config", "said"),
     [
+        ('port = "eight"', "serve.toml: port = 'eight': 'eight' is not a valid integer"),
+        ('cache = "newest"', "serve.toml: cache = 'newest': "),
+        ('max-body-bytes = "many"', "serve.toml: max-body-bytes = 'many': "),
+        ('adapter = "mine"', "--adapter 'mine': write NAME=FOLDER"),
         ("no-such = 1", "there is no option 'no-such'"),
         ("port = [", "cannot be read"),
         ("port = 100000", "port"),

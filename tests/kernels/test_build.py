@@ -60,13 +60,15 @@ def check_kernels(loaded: kernels.Kernels, *, rows: int = 90) -> None:
 
 
 @needs_compiler
-def test_second_build_comes_from_the_cache(fresh, monkeypatch):
+def test_second_build_comes_from_the_cache(fresh, monkeypatch, capfd):
     first = build(flags=QUICK)
+    assert "compiling the kernels, once on this machine" in capfd.readouterr().err
     stamp = first.stat().st_mtime_ns
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     assert build(flags=QUICK) == first
     assert first.stat().st_mtime_ns == stamp
+    assert not capfd.readouterr().err, "nothing is compiled"
     assert [path.name for path in first.parent.iterdir()] == [first.name], "nothing is left behind"
 
 
