@@ -14,9 +14,9 @@ import prefold
 PACKAGE = Path(prefold.__file__).parent
 # A module imports only from its own layer and from those above it.
 LAYERS = [
-    "errors", "helper", "files", "stats", "types", "options", "device", "checkpoint", "prefix", "text", "media",
-    "cache", "stream", "schedule", "kernels", "attention", "model", "worker", "engine", "tasks", "face", "llm", "train",
-    "api", "records", "report", "job", "cluster", "simulate", "integrations", "serve", "cli",
+    "errors", "plugins", "helper", "files", "stats", "types", "options", "device", "checkpoint", "prefix", "text",
+    "media", "cache", "stream", "schedule", "kernels", "attention", "model", "worker", "engine", "tasks", "face", "llm",
+    "train", "api", "records", "report", "job", "cluster", "simulate", "integrations", "serve", "cli",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "prefix", "text", "media", "checkpoint", "stream", "cache", "schedule", "engine", "tasks", "api", "records",

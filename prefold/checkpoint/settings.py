@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import CheckpointError
@@ -26,14 +26,18 @@ class Settings(dict[str, Any]):
 
     file    what errors call the file
     prefix  what errors put before a key: where in the file these settings are
+    reads   the keys that were read so far, with their prefixes; settings made out of these share it
 
     A key that is missing or null gives the default. Where there is no default, and for a value of another type or
     outside of its bounds, the methods raise CheckpointError, which names the file, the key and what the value must be.
     """
 
-    def __init__(self, values: Mapping[str, Any], file: str = "config.json", prefix: str = ""):
+    def __init__(
+        self, values: Mapping[str, Any], file: str = "config.json", prefix: str = "", reads: set[str] | None = None
+    ):
         super().__init__(values)
         self.file, self.prefix = file, prefix
+        self.reads = set() if reads is None else reads
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
@@ -41,10 +45,22 @@ class Settings(dict[str, Any]):
         return values if isinstance(values, Settings) else cls(values)
 
     def __or__(self, other: Any) -> Settings:
-        return Settings(super().__or__(other), self.file, self.prefix)
+        return Settings({**dict(self.items()), **dict(other.items())}, self.file, self.prefix, self.reads)
 
     def __ror__(self, other: Any) -> Settings:
-        return Settings(super().__ror__(other), self.file, self.prefix)
+        return Settings({**dict(other.items()), **dict(self.items())}, self.file, self.prefix, self.reads)
+
+    def __getitem__(self, key: str) -> Any:
+        self.reads.add(self.prefix + key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.reads.add(self.prefix + key)
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the keys. As it is defined here, Python reads a copy such as {**settings} through `__getitem__`."""
+        return super().__iter__()
 
     def size(self, key: str, default: Any = REQUIRED, *, least: int = 1, most: int = MOST_SIZE) -> Any:
         """Returns the whole number `key`, in [least, most]."""
@@ -107,7 +123,7 @@ class Settings(dict[str, Any]):
         value = self._given(key, None)
         if value is not None and not isinstance(value, Mapping):
             raise self.wrong(key, "an object")
-        return Settings(value or {}, self.file, f"{self.prefix}{key}.")
+        return Settings(value or {}, self.file, f"{self.prefix}{key}.", self.reads)
 
     def wrong(self, key: str, wanted: str) -> CheckpointError:
         """Returns the CheckpointError for a value that is not `wanted`."""

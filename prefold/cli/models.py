@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import click
 
+from .options import plugin_option
+
 __all__ = ["models"]
 
 
 @click.command(short_help="What runs here.")
+@plugin_option
 def models() -> None:
     """List what runs here: built-in models, families, RoPE types, formats, and the compiled kernels."""
     for name, lines in sections():
@@ -33,6 +36,9 @@ def sections() -> list[tuple[str, list[str]]]:
         ("Architectures", supported_architectures()),
         ("RoPE types", [", ".join(ROPE_KINDS)]),
         ("Formats", formats),
-        ("Shapes for --load-format dummy, besides any model", [", ".join(GEOMETRIES)]),
+        (
+            "Shapes for --load-format dummy, besides any model (they have no tokenizer: token ids alone, no texts)",
+            [", ".join(GEOMETRIES)],
+        ),
         ("CPU kernels", [status()]),
     ]

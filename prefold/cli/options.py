@@ -19,6 +19,7 @@ __all__ += [
     "model_options",
     "options_for",
     "output_options",
+    "plugin_option",
     "task_options",
     "text_options",
     "threshold_option",
@@ -46,12 +47,29 @@ def _all(*decorators: Decorator) -> Decorator:
     return decorate
 
 
+def _plugins(ctx: click.Context, param: click.Parameter, names: tuple[str, ...]) -> None:
+    from ..plugins import add_plugins
+
+    add_plugins(names)
+
+
+plugin_option = click.option(
+    "--plugin",
+    metavar="MODULE",
+    multiple=True,
+    expose_value=False,
+    callback=_plugins,
+    help="A .py file or a module to import in every process that loads the model, such as one with a model family of"
+    " your own. May be repeated.",
+)
+
 model_options = _all(
     click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True, metavar="NAME",
                  help="Built-in name, local folder, .gguf file, or hub id."),
     click.option("--mmproj", metavar="FILE", help="For images: the GGUF file of the tower of a .gguf file."),
     click.option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto", show_default=True,
                  help="dummy: random weights of the model's shape, for benchmarks."),
+    plugin_option,
 )  # fmt: skip
 
 machine_options = _all(

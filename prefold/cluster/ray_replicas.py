@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import JobError, MissingExtraError, PrefoldError
+from ..plugins import add_plugins, plugins
 from ..stream import Window
 from .replicas import (
     LONGEST_WAIT,
@@ -50,7 +51,8 @@ class _Actor:
         """Returns the name of this process: one that was started anew has another."""
         return self._life
 
-    def load(self, model: str, options: dict[str, Any], backend: str) -> ReplicaFacts:
+    def load(self, model: str, options: dict[str, Any], backend: str, own: list[str]) -> ReplicaFacts:
+        add_plugins(own)
         if self._host is None:
             self._host = (_vllm_host if backend == "vllm" else _host)(model, options)
         self._host.end()  # where only the connection was lost, the process has its model still
@@ -296,7 +298,8 @@ class RayReplicas(Replicas):
             self._lose(name, member.doubt[1], died=died)
         if member.restarts >= 0:
             member.life = life
-            self._pending[member.handle.load.remote(self._model, self._options, self._backend)] = (name, "load")
+            load = member.handle.load.remote(self._model, self._options, self._backend, plugins())
+            self._pending[load] = (name, "load")
 
     def _lose(self, name: str, error: Exception, *, died: bool) -> None:
         member = self._members[name]

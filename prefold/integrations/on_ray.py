@@ -21,6 +21,7 @@ import numpy as np
 
 from ..cluster.router import Prompt, Router
 from ..errors import InputError, JobError, MissingExtraError
+from ..plugins import add_plugins, plugins
 from .shared import SharedModel
 
 __all__ = ["RayModel"]
@@ -77,7 +78,7 @@ def _actors(model: str, options: dict[str, Any], replicas: int) -> list[Any]:
     threads = options.get("threads") or 1
     place = {"num_gpus": ranks, "num_cpus": 0} if on_gpu else {"num_gpus": 0, "num_cpus": threads * ranks}
     actor = ray.remote(max_restarts=-1, max_task_retries=0, max_concurrency=_AT_ONCE, **place)(_Replica)
-    return [actor.remote(model, options) for _ in range(replicas)]
+    return [actor.remote(model, options, plugins()) for _ in range(replicas)]
 
 
 @dataclass(eq=False)
@@ -233,7 +234,8 @@ class _Front:
 class _Replica:
     """The process that holds a model."""
 
-    def __init__(self, model: str, options: dict[str, Any]):
+    def __init__(self, model: str, options: dict[str, Any], own: list[str]):
+        add_plugins(own)
         self._model = SharedModel(model, {"threads": 1} | options)
         self._life = uuid.uuid4().hex
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .config import ModelConfig, Plane, RopeConfig
+from .decoders import decoder
 from .families import config_from, register_family, supported_architectures
 from .loop import Loop
+from .names import Names
 
 if TYPE_CHECKING:
     from .looped import LoopedLM
@@ -28,11 +30,13 @@ __all__ = [
     "LoopedLM",
     "MediaRows",
     "ModelConfig",
+    "Names",
     "Plane",
     "RopeConfig",
     "RowAdapters",
     "Tower",
     "config_from",
+    "decoder",
     "load_adapter",
     "load_model",
     "load_tower",

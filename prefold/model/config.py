@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import UnsupportedModelError
 from ..media import TowerConfig
 from .loop import Loop
+from .names import Names
 
 __all__ = ["ModelConfig", "Plane", "RopeConfig"]
 
@@ -20,7 +21,7 @@ SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "int
 class RopeConfig:
     """A RopeConfig says how q and k are rotated by position.
 
-    kind      "default", "linear", "llama3", "yarn" or "factors"
+    kind      "default", "linear", "llama3", "yarn" or "factors"; "none": layers of this kind turn nothing
     theta     the base of the frequencies
     settings  those of the kind
     """
@@ -66,7 +67,7 @@ class ModelConfig:
     planes         one a layer; of a looped model one for each layer of each visit, in the order of a pass
     loop           how the layers of a looped model are visited; None: each once, in order
     tower          what makes rows of images, beside this; None: the model takes text alone
-    names          what tensors and modules are called in checkpoints
+    names          what tensors and modules are called in checkpoints, and which of them are stored as one
     dtype          the dtype the checkpoint was saved in ("bfloat16", ...), when it says so
     """
 
@@ -99,7 +100,7 @@ class ModelConfig:
     num_labels: int | None = None
     head_layers: Literal[1, 2] = 1
     labels: tuple[str, ...] = ()
-    names: Literal["llama", "gpt2", "ouro", "huginn"] = "llama"
+    names: Names = field(default_factory=Names)
     dtype: str | None = None
     loop: Loop | None = None
     tower: TowerConfig | None = None
@@ -113,6 +114,8 @@ class ModelConfig:
             raise UnsupportedModelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly")
         if self.rope is not None and self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim is {self.head_dim}; rotary positions need an even one")
+        if self.qk_norm and self.names.interleaved:
+            raise UnsupportedModelError("norms on q and k do not go with heads whose halves are stored in turn")
         for rope in self.ropes:
             factors = rope.settings.get("factors")
             if factors is not None and len(factors) != self.head_dim // 2:
@@ -149,6 +152,18 @@ class ModelConfig:
     def mlp_inputs(self) -> int:
         """Returns how many linears the MLP begins with: gate and up, or up alone."""
         return 2 if self.gated else 1
+
+    @property
+    def stored_names(self) -> Names:
+        """Returns what the model's checkpoints call things."""
+        return self.names if self.tower is None else replace(self.names, beside_tower=True)
+
+    def fused_sizes(self, names: Sequence[str]) -> list[int]:
+        """Returns how many outputs each of these modules has: of those that are stored as one, by their names here or
+        those of their tensors."""
+        sizes = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        sizes |= {"gate_proj": self.intermediate, "up_proj": self.intermediate}
+        return [next(size for part, size in sizes.items() if f".{part}" in name) for name in names]
 
     @property
     def layer_weights(self) -> int:

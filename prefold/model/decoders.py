@@ -9,6 +9,7 @@ from typing import Any
 from ..checkpoint.settings import MOST_LAYERS, MOST_POSITIONS, Settings
 from ..errors import CheckpointError, UnsupportedModelError
 from .config import ModelConfig, Plane
+from .names import GPT2
 from .rope_settings import read_rope
 
 __all__ = ["HFConfig", "decoder", "gemma3", "gpt2", "llama", "mistral", "qwen2", "qwen3", "qwen_windows"]
@@ -113,7 +114,7 @@ def gpt2(hf: HFConfig) -> ModelConfig:
         o_bias=True,
         mlp_bias=True,
         query_scalar=None if hf.flag("scale_attn_weights", True) else 1.0,
-        names="gpt2",
+        names=GPT2,
     )
 
 
@@ -126,7 +127,13 @@ def decoder(
     windows: list[int | None] | None = None,
     **options: Any,
 ) -> ModelConfig:
-    """Returns the config of the part that all these families share; `options` are fields of ModelConfig."""
+    """Returns the config of the part that all these families share.
+
+    kv_heads, head_dim   where they are not what `num_key_value_heads` and `head_dim` of the config say
+    rotary               whether queries and keys are rotated; otherwise each position has an embedding
+    windows              the sliding window of each layer; 0 or None: none
+    options              fields of ModelConfig
+    """
     hf = Settings.of(hf)
     activation = hf.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
@@ -167,11 +174,12 @@ def _window(hf: Settings) -> int | None:
 def qwen_windows(hf: Settings) -> list[int | None]:
     """Returns the sliding window of each layer: the last ones, from `max_window_layers` on, or those that `layer_types`
     names, have one where `use_sliding_window` is set."""
-    layers = _layers(hf)
+    layers, types = _layers(hf), hf.texts("layer_types", None)
+    hf.get("sliding_window")  # it is read, and says nothing where use_sliding_window is not set
     if not hf.flag("use_sliding_window") or _window(hf) is None:
         return [None] * layers
     first = min(hf.size("max_window_layers", 28, least=0), layers)
-    return _windows(hf, hf.texts("layer_types", None) or [FULL] * first + [SLIDING] * (layers - first))
+    return _windows(hf, types or [FULL] * first + [SLIDING] * (layers - first))
 
 
 def _windows(hf: Settings, types: list[str]) -> list[int | None]:

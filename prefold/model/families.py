@@ -1,19 +1,22 @@
 """Model families by the name of their architecture, and what all checkpoints are asked. No torch.
 
 A family is data: a function from a Hugging Face config (a dict) to a ModelConfig. One of your own is added with
-`register_family`. What a config asks for and the models here do not do is an UnsupportedModelError, never left out.
+`register_family`, as docs/families.md shows. What a config asks for and the models here do not do is an
+UnsupportedModelError, never left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from ..checkpoint.settings import Settings
 from ..errors import CheckpointError, UnsupportedModelError
+from ..plugins import load_plugins
 from .config import ModelConfig
 from .decoders import HFConfig, gemma3, gpt2, llama, mistral, qwen2, qwen3
 from .looped_families import huginn, looped, ouro
+from .unread import check_read
 from .vision_families import REFUSED, gemma3_images, idefics3_images
 
 __all__ = ["config_from", "register_family", "supported_architectures"]
@@ -22,7 +25,7 @@ Family = Callable[[HFConfig], ModelConfig]
 
 MOST_LABELS = 2**20
 # Of an error's message.
-MOST_CHARACTERS = 600
+MOST_CHARACTERS = 850
 
 
 def config_from(hf: HFConfig) -> ModelConfig:
@@ -31,9 +34,14 @@ def config_from(hf: HFConfig) -> ModelConfig:
     Raises UnsupportedModelError for what prefold does not do, listing what works, and CheckpointError for settings that
     cannot be; both name the file (where `hf` are the settings of a checkpoint), the key and what is wrong.
     """
+    load_plugins()
     hf = Settings.of(hf)
+    hf.reads.update(hf.prefix + key for key in hf)  # what a family hands on to another is that one's to read
+    hf = Settings(dict(hf.items()), hf.file, hf.prefix)
     try:
-        return _config_from(hf)
+        config = _config_from(hf)
+        check_read(hf, _architecture(hf))
+        return config
     except CheckpointError as error:
         what = " ".join(str(error).split())  # names from the config may have lines
         what = what if len(what) <= MOST_CHARACTERS else what[:MOST_CHARACTERS] + "..."
@@ -47,7 +55,10 @@ def _config_from(hf: Settings) -> ModelConfig:
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {REFUSED[architecture]}")
     if family is None:
         known = ", ".join(supported_architectures())
-        raise UnsupportedModelError(f"the architecture {architecture!r} is not supported; these are: {known}")
+        raise UnsupportedModelError(
+            f"the architecture {architecture!r} is not supported; add a family of your own with register_family and "
+            f"--plugin (docs/families.md), or use one of: {known}"
+        )
     quantised = hf.get("quantization_config") or hf.get("compression_config")
     if quantised:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else "unknown"
@@ -56,21 +67,50 @@ def _config_from(hf: Settings) -> ModelConfig:
         )
     if hf.get("is_causal") is False:
         raise UnsupportedModelError("the model attends in both directions (is_causal is false); only causal ones work")
-    code = hf.get("auto_map")
-    if isinstance(code, Mapping) and architecture not in OWN_CODE and any(str(k).startswith("AutoModel") for k in code):
+    code, own = hf.get("auto_map"), architecture in _REGISTERED
+    done_here = own or architecture in OWN_CODE
+    if isinstance(code, Mapping) and not done_here and any(str(k).startswith("AutoModel") for k in code):
         raise UnsupportedModelError(
             "the checkpoint brings model code of its own (auto_map), which is never run; remove auto_map from its "
             f"config.json only if it is a plain {architecture}"
         )
-    return family(hf)
+    return _of_registered(architecture, family, hf) if own else family(hf)
 
 
 def register_family(architecture: str, family: Family) -> None:
-    """Makes checkpoints whose config names `architecture` loadable: `family` turns their config into a ModelConfig."""
+    """Makes checkpoints whose config names `architecture` loadable: `family` turns their config into a ModelConfig.
+
+    The config comes as a dict that also has methods for values of each kind, such as `config.size("hidden_size")`. Keys
+    that change results and that the function leaves unread are an error when a checkpoint is loaded. Model code of the
+    checkpoint's own (auto_map) is not run: the function stands in its place. See docs/families.md.
+    """
     _FAMILIES[architecture] = family
+    _REGISTERED.add(architecture)
+
+
+def _of_registered(architecture: str, family: Family, hf: Settings) -> ModelConfig:
+    """Returns what a registered function makes of a config. Raises CheckpointError where it fails, or that is no
+    ModelConfig."""
+    known = ", ".join(field.name for field in fields(ModelConfig))
+    try:
+        config = family(hf)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        what = f"the family registered for {architecture!r} failed with {type(error).__name__}: {error}"
+        hint = f"; the fields of ModelConfig are {known}" if "ModelConfig" in str(error) else ""
+        raise CheckpointError(what + hint) from error
+    if not isinstance(config, ModelConfig):
+        raise CheckpointError(
+            f"the family registered for {architecture!r} returned a {type(config).__name__}, not a ModelConfig, whose "
+            f"fields are {known}"
+        )
+    return config
 
 
 def supported_architectures() -> list[str]:
+    """Returns the architectures whose checkpoints can be loaded, those of plugins included, in alphabetical order."""
+    load_plugins()
     return sorted(_FAMILIES)
 
 
@@ -144,6 +184,8 @@ MODEL_TYPES = {
 # Architectures that exist only as code beside checkpoints, and whose model is implemented here.
 OWN_CODE = ("Qwen2ForRewardModel", "OuroForCausalLM", "RavenForCausalLM")
 
+# Architectures whose families are not prefold's own.
+_REGISTERED: set[str] = set()
 _FAMILIES: dict[str, Family] = {
     "Qwen2ForRewardModel": _reward(qwen2),
     "OuroForCausalLM": ouro,

@@ -10,6 +10,7 @@ from ..errors import UnsupportedModelError
 from .config import ModelConfig
 from .decoders import HFConfig, decoder, qwen_windows
 from .loop import MOST_PLANES, Loop
+from .names import OURO, huginn_names
 from .routing import Routing
 
 __all__ = ["huginn", "looped", "ouro"]
@@ -42,7 +43,7 @@ def ouro(hf: HFConfig) -> ModelConfig:
         raise UnsupportedModelError(f"early_exit_threshold is {threshold}; it must be above 0 and at most 1")
     if step is not None and visits == step + 1:
         threshold = 1.0  # the step decides
-    config = decoder(hf, windows=qwen_windows(hf), out_norms=True, names="ouro")
+    config = decoder(hf, windows=qwen_windows(hf), out_norms=True, names=OURO)
     return _looped(config, Loop(blocks=1, order=(0,) * visits, between="norm", gate=True, threshold=float(threshold)))
 
 
@@ -78,7 +79,7 @@ def huginn(hf: HFConfig) -> ModelConfig:
         qk_bias=hf.flag("qk_bias"),
         sum_norms=True,
         embedding_scale=hidden**0.5,
-        names="huginn",
+        names=huginn_names(prelude, core),
     )
     return _looped(
         config,

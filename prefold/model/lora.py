@@ -25,7 +25,6 @@ from torch.nn import functional as F
 from ..device import send
 from ..errors import CheckpointError, UnsupportedModelError
 from .config import ModelConfig
-from .names import fused_sizes, names_of
 from .parallel import ALONE, Alone
 from .sources import halves_apart
 
@@ -240,7 +239,7 @@ def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair
                 "safetensors (in PEFT: save_pretrained(folder, safe_serialization=True))"
             )
         raise CheckpointError(f"{folder} has no adapter_model.safetensors")
-    names = names_of(config)
+    names = config.stored_names
     pairs: dict[str, Pair] = {}
     modules: dict[str, list[re.Match]] = {}
     strange = []
@@ -270,13 +269,13 @@ def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair
 
 def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -> list[Pair]:
     """Returns one pair a module: they share A, and each has its rows of B."""
-    if len(modules) == 1 or pair.b is None:
+    if pair.b is None:
         return [pair] * len(modules)
-    sizes = fused_sizes(modules, config)
+    sizes = config.fused_sizes(modules) if len(modules) > 1 else [len(pair.b)]
     if len(pair.b) != sum(sizes):
         raise CheckpointError(f"{folder}: {pair.name} has lora_B {list(pair.b.shape)}, not {sum(sizes)} rows")
     parts = zip(modules, pair.b.split(sizes), strict=True)
-    in_turn = names_of(config).interleaved
+    in_turn = config.stored_names.interleaved
     return [
         Pair(pair.name, pair.a, halves_apart(b, len(b) // config.head_dim) if in_turn and module[-6] in "qk" else b)
         for module, b in parts

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from .config import ModelConfig
-
-__all__ = ["Names", "fused_sizes", "names_of", "tower_name"]
+__all__ = ["GPT2", "OURO", "Names", "huginn_names", "tower_name"]
 
 # In a checkpoint that has a tower too: what stands before the names of the text model, and of the tower. Versions of
 # transformers wrote them in several ways.
@@ -68,51 +66,37 @@ class Names:
         return f"{name}.{number - self.lists[name]}"
 
 
-# By ModelConfig.names.
-NAMES = {
-    "llama": Names(),
-    "gpt2": Names(
-        prefix="transformer.",
-        lists={"h": 0},
-        parts={
-            "wte": ("embed_tokens",),
-            "wpe": ("embed_positions",),
-            "ln_f": ("norm",),
-            "ln_1": ("input_layernorm",),
-            "ln_2": ("post_attention_layernorm",),
-            "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "attn.c_proj": ("self_attn.o_proj",),
-            "mlp.c_fc": ("mlp.up_proj",),
-            "mlp.c_proj": ("mlp.down_proj",),
-        },
-        transposed=True,  # transformers' Conv1D
-    ),
-    "ouro": Names(
-        parts={
-            "early_exit_gate": ("gate",),
-            "input_layernorm_2": ("post_attention_layernorm",),
-            "post_attention_layernorm": ("pre_feedforward_layernorm",),
-            "post_attention_layernorm_2": ("post_feedforward_layernorm",),
-        },
-    ),
-}
+GPT2 = Names(
+    prefix="transformer.",
+    lists={"h": 0},
+    parts={
+        "wte": ("embed_tokens",),
+        "wpe": ("embed_positions",),
+        "ln_f": ("norm",),
+        "ln_1": ("input_layernorm",),
+        "ln_2": ("post_attention_layernorm",),
+        "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attn.c_proj": ("self_attn.o_proj",),
+        "mlp.c_fc": ("mlp.up_proj",),
+        "mlp.c_proj": ("mlp.down_proj",),
+    },
+    transposed=True,  # transformers' Conv1D
+)
+OURO = Names(
+    parts={
+        "early_exit_gate": ("gate",),
+        "input_layernorm_2": ("post_attention_layernorm",),
+        "post_attention_layernorm": ("pre_feedforward_layernorm",),
+        "post_attention_layernorm_2": ("post_feedforward_layernorm",),
+    },
+)
 
 
-def tower_name(stored: str) -> str | None:
-    """Returns the name of a tower's tensor, without what checkpoints put before it; None for one of the text model."""
-    found = TOWER.match(stored)
-    return None if found is None else stored[found.end() :]
-
-
-def names_of(config: ModelConfig) -> Names:
-    """Returns what the checkpoints of a model of this config call things."""
-    if config.names != "huginn":
-        names = NAMES[config.names]
-        return names if config.tower is None else replace(names, beside_tower=True)
-    assert config.loop is not None
+def huginn_names(prelude: int, core: int) -> Names:
+    """Returns the names of a Huginn with so many layers in its prelude and in its core."""
     return Names(
         prefix="transformer.",
-        lists={"prelude": 0, "core_block": config.loop.prelude, "coda": config.layers - config.loop.coda},
+        lists={"prelude": 0, "core_block": prelude, "coda": prelude + core},
         parts={
             "wte": ("embed_tokens",),
             "adapter": ("inject",),
@@ -131,9 +115,7 @@ def names_of(config: ModelConfig) -> Names:
     )
 
 
-def fused_sizes(names: Sequence[str], config: ModelConfig) -> list[int]:
-    """Returns how many outputs each of these modules has: of those that are stored as one, by their names here or those
-    of their tensors."""
-    sizes = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
-    sizes |= {"gate_proj": config.intermediate, "up_proj": config.intermediate}
-    return [next(size for part, size in sizes.items() if f".{part}" in name) for name in names]
+def tower_name(stored: str) -> str | None:
+    """Returns the name of a tower's tensor, without what checkpoints put before it; None for one of the text model."""
+    found = TOWER.match(stored)
+    return None if found is None else stored[found.end() :]

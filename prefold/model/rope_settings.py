@@ -15,7 +15,8 @@ __all__ = ["ROPE_KINDS", "read_rope"]
 def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
     """Returns rotary settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     hf = Settings.of(hf)
-    given = hf.settings("rope_scaling") or hf.settings("rope_parameters")
+    scaling, parameters = hf.settings("rope_scaling"), hf.settings("rope_parameters")
+    given = scaling or parameters
     kind = given.text("rope_type", None) or given.text("type", "default")
     if any(isinstance(value, Mapping) for value in given.values()):
         raise UnsupportedModelError("rotary settings that differ from layer to layer are not supported")

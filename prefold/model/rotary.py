@@ -28,6 +28,11 @@ def default(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[
     return 1.0 / powers, 1.0
 
 
+def none(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Returns frequencies of 0: all cosines are 1 and all sines 0, so that nothing is turned."""
+    return torch.zeros_like(powers), 1.0
+
+
 def linear(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Returns frequencies for positions divided by `factor`."""
     return 1.0 / powers / settings["factor"], 1.0
@@ -86,6 +91,7 @@ def yarn_attention_factor(settings: Mapping[str, Any]) -> float:
 
 KINDS: dict[str, Callable[[Tensor, float, Mapping[str, Any]], tuple[Tensor, float]]] = {
     "default": default,
+    "none": none,
     "linear": linear,
     "llama3": llama3,
     "yarn": yarn,

@@ -23,7 +23,6 @@ from ..checkpoint.gguf import GGUFFile
 from ..checkpoint.settings import Settings
 from ..errors import CheckpointError
 from .config import ModelConfig
-from .names import fused_sizes, names_of
 
 __all__ = ["TensorSource", "open_source"]
 
@@ -95,6 +94,7 @@ def halves_in_turn(values: Tensor, heads: int) -> Tensor:
 class SafetensorsSource:
     """A SafetensorsSource reads the safetensors file, or files with an index, of a Hugging Face folder."""
 
+    IN_HEADS = re.compile(r"\.[qk]_proj\.")  # tensors whose outputs are rotated, head by head
     # Not weights: buffers that old versions of transformers saved.
     IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias|freqs_cis)")
 
@@ -103,7 +103,7 @@ class SafetensorsSource:
         whose."""
         self._where: dict[str, TensorPlace] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        names = names_of(config)
+        names = config.stored_names
         for _, file in self.opened(checkpoint):
             for stored in file.keys():  # noqa: SIM118 (not a dict)
                 if self.IGNORED.fullmatch(stored):
@@ -118,16 +118,16 @@ class SafetensorsSource:
                 shape = shape[::-1] if transposed else shape
                 flat = len(here) > 1 and len(shape) > 2
                 shape = (math.prod(shape),) if flat else shape
+                in_turn = [config.head_dim if names.interleaved and self.IN_HEADS.search(name) else 0 for name in here]
                 if len(here) == 1:
-                    self._where[here[0]] = TensorPlace(file, stored, None, transposed)
+                    self._where[here[0]] = TensorPlace(file, stored, None, transposed, False, in_turn[0])
                     self.shapes[here[0]] = shape
                     continue
-                sizes = fused_sizes(here, config)
+                sizes = config.fused_sizes(here)
                 if shape[0] != sum(sizes):
                     raise CheckpointError(f"{stored} of {checkpoint.name} has {shape[0]} outputs, not {sum(sizes)}")
-                for name, size, end in zip(here, sizes, accumulate(sizes), strict=True):
-                    in_turn = config.head_dim if names.interleaved and re.search(r"\.[qk]_proj\.", name) else 0
-                    self._where[name] = TensorPlace(file, stored, slice(end - size, end), transposed, flat, in_turn)
+                for name, size, end, turn in zip(here, sizes, accumulate(sizes), in_turn, strict=True):
+                    self._where[name] = TensorPlace(file, stored, slice(end - size, end), transposed, flat, turn)
                     self.shapes[name] = (size, *shape[1:])
 
     @classmethod

@@ -16,7 +16,6 @@ from torch import Tensor
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, UnsupportedModelError
 from ..model import CausalLM, ModelConfig
-from ..model.names import names_of
 from ..model.sources import halves_in_turn
 from ..model.weights import model_weights
 from ..text import load_tokenizer
@@ -79,7 +78,7 @@ def _tensors(model: CausalLM, dtype: torch.dtype) -> dict[str, Tensor]:
 def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Returns the tensors under the names of the checkpoint's family, and in its shapes: the inverse of
     `Names.of_tensor`."""
-    names = names_of(config)
+    names = config.stored_names
     stored_as = {here: (stored, parts) for stored, parts in names.parts.items() for here in parts}
     if names.interleaved:
         in_turn = {name for name in tensors if re.search(r"\.[qk]_proj\.", name)}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 import transformers
+from looped_dense import LOOPS
 from tiny import SIZES
 from transformers.pytorch_utils import Conv1D
 
 from prefold.checkpoint import GEOMETRIES
 from prefold.errors import CheckpointError, UnsupportedModelError
-from prefold.model import ModelConfig, config_from, register_family, supported_architectures
+from prefold.model import ModelConfig, config_from, families, register_family, supported_architectures
 from prefold.model.families import _FAMILIES, llama
 
 BASE = {k: v for k, v in SIZES.items() if not k.endswith("_token_id")}
@@ -225,6 +229,69 @@ def test_a_family_of_ones_own():
         assert "MyForCausalLM" in supported_architectures()
     finally:
         del _FAMILIES["MyForCausalLM"]
+
+
+# Settings of text models in transformers that change what they compute without a tensor more or less.
+CHANGING = {
+    "no_rope_layers": [1, 1, 0], "no_rope_layer_interval": 4, "residual_multiplier": 0.22, "logits_scaling": 16.0,
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.0156, "logit_scale": 0.0625, "clip_qkv": 8.0,
+    "use_parallel_residual": True, "parallel_attn": True, "attn_logit_softcapping": 50.0, "scale_emb": 12,
+    "final_logit_softcapping": 30.0, "scale_depth": 1.4, "mup_enabled": True, "rope_interleave": True,
+    "attn_temperature_tuning": True, "attention_chunk_size": 8192, "alibi": True, "query_pre_attn_scalar": 64,
+    "use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"],
+    "rotary_dim": 64, "rotary_pct": 0.25, "norm_type": "layer", "num_local_experts": 8,
+    "use_bidirectional_attention": True, "swiglu_limit": 7.0, "activation_sparsity_pattern": [0.95], "gating": True,
+    "num_kv_shared_layers": 15, "layer_norm_epsilon": 1e-5, "position_embedding_type": "relative_key",
+    "rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]},
+}  # fmt: skip
+# Settings of checkpoints on the hub that change nothing, or say what a model without them does.
+RELICS = {
+    "pretraining_tp": 2, "is_llama_config": True, "rope_interleaved": False, "unsloth_version": "2025.3.1",
+    "unsloth_fixed": True, "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 28,
+    "layer_types": ["full_attention"] * 3, "attention_dropout": 0.1, "attention_bias": False, "use_cache": True,
+    "final_logit_softcapping": None, "attn_logit_softcapping": None, "_attn_implementation": "sdpa", "use_mrope": False,
+    "_attn_implementation_autoset": True, "_flash_attn_2_enabled": True, "use_flash_attn": True, "no_bias": True,
+    "cache_implementation": "hybrid", "_sliding_window_pattern": 6, "qk_layer_norms": False, "pixel_shuffle_factor": 4,
+    "perceiver_config": {"attention_dropout": 0.0, "qk_layer_norms_perceiver": False, "num_key_value_heads": 1},
+    "transformers.js_config": {"dtype": "q4"}, "neftune_noise_alpha": 0, "attn_pdrop": 0.1, "initializer_range": 0.02,
+    "auto_map": {"AutoTokenizer": ["tok.T", None]}, "torch_dtype": "bfloat16", "model_max_length": 4096,
+    "task_specific_params": {"text-generation": {"max_length": 50}}, "gradient_checkpointing": False,
+    "original_max_position_embeddings": 512, "rope_theta": 1e4, "logits_scaling": 1.0,
+    "quantization_config": None, "output_router_logits": True, "softmax_in_fp32": True, "num_experts": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", CHANGING)
+def test_a_setting_that_changes_results_and_is_not_read_is_refused(key):
+    with pytest.raises(UnsupportedModelError, match=rf"config\.json: {key}.* is .*and LlamaForCausalLM does not read"):
+        config(**{key: CHANGING[key]})
+
+
+@pytest.mark.parametrize("architecture", [name for name in supported_architectures() if "Conditional" not in name])
+def test_settings_that_change_nothing_are_not_refused(architecture):
+    """Of each family: all that transformers writes, and what checkpoints on the hub have beside it."""
+    family = re.match("Llama|Mistral|Qwen2|Qwen3|Gemma3|GPT2|Ouro|Raven|PrefoldLooped", architecture)[0]
+    loops = {"Ouro": "ouro", "Raven": "huginn", "PrefoldLooped": "looped"}
+    if family in loops:
+        theirs = LOOPS[loops[family]]
+    else:
+        made = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")()
+        theirs = json.loads(made.to_json_string(use_diff=False))
+    relics = {key: value for key, value in RELICS.items() if key not in theirs}
+    assert config_from(theirs | relics | {"architectures": [architecture]}).layers
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "idefics3", "smolvlm"])
+def test_models_with_towers_are_not_refused_for_settings_that_change_nothing(kind):
+    made = transformers.AutoConfig.for_model(kind, vision_config={"image_size": 448, "patch_size": 14})
+    theirs = json.loads(made.to_json_string(use_diff=False)) | {"architectures": [families.MODEL_TYPES[kind]]}
+    text = {key: value for key, value in RELICS.items() if key not in theirs["text_config"]}
+    theirs["text_config"] |= text
+    theirs |= {key: value for key, value in RELICS.items() if key not in theirs}
+    assert config_from(theirs).tower is not None
+    theirs["text_config"]["no_rope_layers"] = [1, 0]
+    with pytest.raises(UnsupportedModelError, match=r"text_config\.no_rope_layers is \[1, 0\]"):
+        config_from(theirs)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""Imports modules of a user's own, such as model families, in every process that loads models.
+
+PREFOLD_PLUGINS lists them, each the path of a .py file or the name of a module, with the separator of PATH. Processes
+that a process starts have its environment, so that one option of the command line is enough for all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from threading import RLock
+
+from .errors import CheckpointError
+
+__all__ = ["add_plugins", "load_plugins", "plugins"]
+
+VARIABLE = "PREFOLD_PLUGINS"
+_loaded: set[str] = set()
+_lock = RLock()  # a plugin may load a model itself
+
+
+def plugins() -> list[str]:
+    """Returns the plugins of this process, and of those it starts."""
+    return [name for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
+
+
+def add_plugins(names: Sequence[str]) -> None:
+    """Makes these plugins, too, those of this process and of those it starts, and imports them."""
+    given = [os.path.abspath(name) if name.endswith(".py") else name for name in names]
+    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys((*plugins(), *given)))
+    load_plugins()
+
+
+def load_plugins() -> None:
+    """Imports the plugins of this process that it has not imported. Raises CheckpointError, naming the plugin."""
+    with _lock:
+        for name in plugins():
+            if name not in _loaded:
+                _loaded.add(name)
+                try:
+                    _import(name)
+                except Exception as error:
+                    _loaded.discard(name)
+                    message = f"the plugin {name} (--plugin or {VARIABLE}) cannot be imported"
+                    raise CheckpointError(f"{message}: {type(error).__name__}: {error}") from error
+
+
+def _import(name: str) -> None:
+    if not name.endswith(".py"):
+        import_module(name)
+        return
+    spec = spec_from_file_location(f"prefold_plugin_{Path(name).stem}", name)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)

@@ -1,0 +1,155 @@
+"""Families of one's own: the example of docs/families.md against transformers, and what is said of wrong functions."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from tiny import SIZES, DenseAttend, randomise, reference
+
+from prefold import plugins
+from prefold.checkpoint import resolve
+from prefold.cli import main
+from prefold.errors import CheckpointError
+from prefold.model import ModelConfig, config_from, decoder, families, load_model, register_family
+from prefold.model.names import Names
+from prefold.model.sources import halves_in_turn
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+LLAMA = {k: v for k, v in SIZES.items() if not k.endswith("_token_id")} | {"architectures": ["LlamaForCausalLM"]}
+
+
+@pytest.fixture(autouse=True)
+def registered_here(monkeypatch):
+    """What a test registers is forgotten."""
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    monkeypatch.setattr(families, "_REGISTERED", set())
+
+
+def written(folder: Path, name: str, **more) -> Path:
+    """A random checkpoint of transformers' class."""
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**SIZES, **more))
+    randomise(model, seed=1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("Phi3", {}),
+        ("Phi3", {"sliding_window": 7}),
+        ("SmolLM3", {"no_rope_layers": [1, 0, 1], "use_sliding_window": False}),
+    ],
+)
+def test_the_example_of_the_page_gives_the_logits_of_transformers(tmp_path, name, more):
+    folder = written(tmp_path / "model", name, **more)
+    with pytest.raises(CheckpointError, match=rf"{name}ForCausalLM.*register_family.*--plugin.*docs/families\.md"):
+        config_from(resolve(str(folder)).config)
+    example = re.search(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    (tmp_path / "my_families.py").write_text(example[1], encoding="utf-8")
+    runpy.run_path(str(tmp_path / "my_families.py"))
+    model = load_model(resolve(str(folder)), dtype=torch.float32, device="cpu")
+    tokens = torch.randint(3, SIZES["vocab_size"], (45,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        theirs = reference(folder)(tokens[None]).logits[0]
+        hidden = model(tokens, torch.arange(45), DenseAttend(model.config))
+        assert (model.logits(hidden) - theirs).abs().max() < 1e-4
+
+
+def test_heads_whose_halves_are_stored_in_turn(tmp_path):
+    """Also where queries and keys are tensors of their own."""
+    folder = written(tmp_path / "model", "Llama")
+    stored = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = torch.arange(3, 40)
+    with torch.inference_mode():
+        theirs = stored(tokens[None]).logits[0]
+        for layer in stored.model.layers:
+            for linear, heads in ((layer.self_attn.q_proj, 6), (layer.self_attn.k_proj, 2)):
+                linear.weight.copy_(halves_in_turn(linear.weight, heads))
+    stored.save_pretrained(folder)
+    register_family("LlamaForCausalLM", lambda config: decoder(config, names=Names(interleaved=True)))
+    model = load_model(resolve(str(folder)), dtype=torch.float32, device="cpu")
+    with torch.inference_mode():
+        hidden = model(tokens, torch.arange(37), DenseAttend(model.config))
+        assert (model.logits(hidden) - theirs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (lambda config: {}, "'MyForCausalLM' returned a dict, not a ModelConfig, whose fields are vocab_size, hidden,"),
+        (lambda config: ModelConfig(hidden_size=64), "TypeError.*'hidden_size'; the fields of ModelConfig are .*dtype"),
+        (lambda config: config["layers"], "'MyForCausalLM' failed with KeyError: 'layers'"),
+        (lambda config: ModelConfig(config.size("hiden")), r"config\.json has no hiden"),
+    ],
+)
+def test_what_is_wrong_with_a_function_is_said(family, message):
+    register_family("MyForCausalLM", family)
+    with pytest.raises(CheckpointError, match=message):
+        config_from(LLAMA | {"architectures": ["MyForCausalLM"]})
+
+
+def test_a_family_may_hand_its_config_to_another():
+    """And that one is asked for what it has not read."""
+    for own in (
+        lambda config: config_from({**config, "architectures": ["LlamaForCausalLM"]}),
+        lambda config: config_from(config | {"architectures": ["LlamaForCausalLM"]}),
+    ):
+        register_family("MyForCausalLM", own)
+        config = LLAMA | {"architectures": ["MyForCausalLM"]}
+        assert config_from(config).hidden == 36
+        with pytest.raises(CheckpointError, match=r"no_rope_layers is .*LlamaForCausalLM does not read it"):
+            config_from(config | {"no_rope_layers": [1, 0, 1]})
+
+
+def test_a_registered_function_stands_in_place_of_the_checkpoints_code():
+    register_family("MyForCausalLM", decoder)
+    code = {"AutoModelForCausalLM": "modeling_my.MyForCausalLM"}
+    assert config_from(LLAMA | {"architectures": ["MyForCausalLM"], "auto_map": code}).layers == 3
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """A .py file that registers a family, and no plugin of this process."""
+    monkeypatch.setenv("PREFOLD_PLUGINS", "")
+    monkeypatch.setattr(plugins, "_loaded", set())
+    path = tmp_path / "my_plugin.py"
+    path.write_text(
+        "from prefold.model import decoder, register_family\nregister_family('MyForCausalLM', decoder)\n",
+        encoding="utf-8",
+    )
+    return path
+
+
+def test_every_process_imports_the_plugins_of_the_command_line(plugin, tmp_path, monkeypatch):
+    """A relative path is made absolute, and processes that are started have it in their environment."""
+    monkeypatch.chdir(tmp_path)
+    listed = CliRunner().invoke(main, ["models", "--plugin", "my_plugin.py"])
+    assert "MyForCausalLM" in listed.output, listed.output
+    code = f"from prefold.model import config_from; print(config_from({LLAMA | {'architectures': ['MyForCausalLM']}}))"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=True)
+    assert child.stdout.startswith("ModelConfig(vocab_size=307")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_plugin", "no_such_plugin .--plugin or PREFOLD_PLUGINS. cannot be imported: ModuleNotFoundError"),
+        ("no_such_plugin.py", r"/no_such_plugin\.py .*FileNotFoundError"),
+        ("wrong.py", r"/wrong\.py .*SyntaxError"),
+    ],
+)
+def test_a_plugin_that_cannot_be_imported_is_named(plugin, tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong.py").write_text("def", encoding="utf-8")
+    done = CliRunner().invoke(main, ["embed", "a", "--plugin", name])
+    assert done.exit_code == 1
+    assert re.search(message, done.output), done.output
