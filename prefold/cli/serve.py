@@ -144,8 +144,8 @@ def option(name: str, *more: str, **settings: Any) -> Any:
 def serve(**o: Any) -> None:  # fmt: skip
     """Answer HTTP requests with a model until told to end.
 
-    The address is bound at once; /health answers 503 until the model is loaded. SIGTERM takes no more requests, lets
-    those that run end, and exits with status 0.
+    The address is bound before the model is loaded; /health answers 503 until it is. SIGTERM takes no more requests,
+    lets those that run end, and exits with status 0.
 
     \b
     prefold serve -m HuggingFaceTB/SmolLM2-135M-Instruct --port 8000
