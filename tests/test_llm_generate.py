@@ -128,12 +128,17 @@ def test_errors_name_the_prompt(llm):
     small = LLM(str(llm.folder), dtype="float32", kv_memory=20_000, cache=CacheOptions(ttl=60))
     with pytest.raises(InputError, match=r"item 0.*kv_memory"):
         small.generate([[5] * 300], max_tokens=10)
+
+
+def test_where_what_is_pinned_leaves_no_room_the_error_says_so(llm):
+    small = LLM(str(llm.folder), dtype="float32", kv_memory=20_000, cache=CacheOptions(min_overlap=0))
     rows = small.engine.generator.scheduler.pool.num_slots
-    for start in (3, 4):
-        small.generate(prompt := list(range(start, start + rows // 2 - 3)), max_tokens=1)
-        assert small.pin(prompt)
-    with pytest.raises(InputError, match=rf"{rows} rows, of which \d+ are pinned, too few .*; unpin prompts, give"):
-        small.generate([[2] * 20], max_tokens=10)
+    prompt = list(range(3, rows - 3))
+    small.generate(prompt, max_tokens=1)
+    assert small.pin(prompt) == len(prompt)
+    message = rf"KV store holds {rows} rows, of which {len(prompt)} are pinned, too few for .*; unpin prompts, give a"
+    with pytest.raises(InputError, match=message):
+        small.generate([2] * 8, max_tokens=8)
 
 
 def test_adapters(llm, tmp_path):
