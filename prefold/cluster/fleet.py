@@ -62,6 +62,7 @@ class Fleet:
         self.steals = self.moved = self.losses = 0
         self.retold = 0  # times that events of a cache were missing, and all was asked for anew
         self.estimated: set[str] = set()  # replicas of a stream whose caches nobody tells of
+        self.counted_apart = False  # whether replicas of a stream counted unique tokens, each its own
         self.policy, self.live = policy, dict(live or {})
         self.patience, self.notify = patience, notify
         self.ready: dict[str, ReplicaFacts] = {}
@@ -91,6 +92,7 @@ class Fleet:
         if self.estimated:
             whose = "all" if len(self.estimated) == len(self.replicas.names) else f"{len(self.estimated)}"
             words += f"; what the caches of {whose} hold was estimated"
+        words += "; unique tokens are those of each by itself, added up" if self.counted_apart else ""
         words += f"; events of caches were missing {self.retold:,} times" if self.retold else ""
         return words
 
@@ -113,7 +115,7 @@ class Fleet:
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[bytes, Any]]:
-        """Yields (tag, result) of every request of a spool, or of a stream, as `Engine.run` does; of a request that two
+        """Yields (tag, result) of every request of a spool, or of a stream, as `Engine.run` does; of a request that
         replicas died of, the InputError."""
         call = RunCall(readout, sharing or self.sharing, max_batch_rows)
         return self._run(windows, call, on_step, stopping)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.meter import StepInfo
 from ..errors import InputError, JobError, PrefoldError
-from ..stream import LiveInput, Window, Windows
-from ..types import Generated, GenerationStats
+from ..stream import LiveInput, Spool, Window, Windows
+from ..stream.order import unique_tokens
+from ..types import Generated, GenerationStats, Request
 from .known import Answered, KnownWork
 from .live import LiveLeases
 from .pictures import SentPictures
@@ -31,10 +32,16 @@ _AT_ONCE = 64  # events that are taken before new leases are sent
 
 @dataclass(slots=True)
 class _Done:
-    """What a replica has done in this run: rows that it reported, and those of requests that it has answered."""
+    """What a replica has done in this run, as it reported, and of that what was for requests that it has answered.
+
+    reported, answered  rows: of outputs alone where rows of prompts are counted here
+    drawn, kept         tokens that it drew, and those that are in answers
+    """
 
     reported: int = 0
     answered: int = 0
+    drawn: int = 0
+    kept: int = 0
     heard: float = 0.0  # when it was measured last
 
 
@@ -59,8 +66,11 @@ class FleetRun:
         is_known = not isinstance(source, LiveInput)
         is_early = not is_known and source.rest is not None
         self.call = call = replace(call, live=not (is_known or is_early))
-        # Whether rows of the stream are counted here; replicas count them where nobody knows all beforehand.
-        self._counts_rows = call.readout.kind not in ("tokens", "first") and not call.live
+        # Whether rows of prompts are counted here; replicas count them where nobody knows all beforehand.
+        self._counts_rows = call.readout.kind != "first" and not call.live
+        self._generates = call.readout.kind == "tokens"
+        self._counted_rows = False  # whether a replica has counted rows: servers and vLLM do not
+        self._early = Spool() if is_early else None  # the prompts that run before the others are known
         if isinstance(source, LiveInput):
             self._source = source
             self.live = LiveLeases(
@@ -73,8 +83,6 @@ class FleetRun:
     def _know(self, windows: Windows) -> None:
         fleet = self.fleet
         self.known = KnownWork(windows, self.call, fleet.row_cost, fleet.numbers, fleet.patience)
-        if self._counts_rows:
-            fleet.stats.unique_tokens += self.known.num_rows
         for name in self._begun:
             self.known.join(name, fleet.ready[name], fleet.expected, time.monotonic())
 
@@ -112,6 +120,18 @@ class FleetRun:
             fleet.moved += self.known.leases.moved
         if self.live is not None:
             fleet.moved += self.live.moved
+        if self._counts_rows and (self._counted_rows or not self._generates):
+            fleet.stats.unique_tokens += self._unique_rows()
+        fleet.counted_apart |= self.call.live and self._counted_rows and len(fleet.replicas.names) > 1
+        if self._early is not None:
+            self._early.close()
+
+    def _unique_rows(self) -> int:
+        """Returns the rows of the stream that all prompts of the run make together."""
+        if self._early is None or not self._early.num_requests:
+            return 0 if self.known is None else self.known.num_rows
+        orders = [self._early.order()] + ([] if self.known is None else [self.known.order])
+        return unique_tokens(orders)
 
     @property
     def _is_done(self) -> bool:
@@ -156,6 +176,8 @@ class FleetRun:
                 break
             for reads in came:
                 live.put(reads, now)
+                if self._early is not None:
+                    self._early.add(Request(reads[0].tokens, adapter=reads[0].adapter, salt=reads[0].salt))
         feed.is_hungry = not live.num_unsent and live.room() > 0
         if feed.is_over:
             self._source = None
@@ -164,8 +186,6 @@ class FleetRun:
                 self._know(source.rest())
 
     def _see(self, windows: list[Window]) -> None:
-        if self._counts_rows:
-            self.fleet.stats.unique_tokens += sum(window.unique_tokens for window in windows)
         for window in windows if self._shown_to is not None else ():
             self._shown_to(window)
 
@@ -257,7 +277,7 @@ class FleetRun:
         if self.live is not None:
             tags += [request.tag for request in self.live.lose(name, died=died)]
         for tag in tags:
-            message = f"two replicas were lost while they worked on it, the last one with: {lost.reason}"
+            message = f"replicas were lost while they worked on it, the last one on it alone: {lost.reason}"
             remedy = "see what is unusual about the record, or run it again by itself"
             yield tag, InputError(message, remedy=remedy, code="replicas_lost")
 
@@ -279,35 +299,48 @@ class FleetRun:
         """Adds up what replicas count. Prompts are counted as they are answered: some are run twice."""
         if report.stats is None:
             return
-        stats = self.fleet.stats
+        stats, generation = self.fleet.stats, report.stats.generation
         unique, tokens, requests = stats.unique_tokens, stats.tokens, stats.requests
         self.fleet.stats = stats = stats + report.stats
         stats.tokens, stats.requests = tokens, requests
-        if self._counts_rows:
-            stats.unique_tokens = unique
-        elif name in self._begun:
-            self._begun[name].reported += report.stats.unique_tokens
+        rows = report.stats.unique_tokens
+        self._counted_rows = self._counted_rows or rows > 0
+        if self._counts_rows:  # rows of outputs are no other replica's
+            is_counted = self._counted_rows and generation is not None
+            rows = generation.decode_rows - generation.discarded_rows if is_counted else 0
+            stats.unique_tokens = unique + rows
+        if (done := self._begun.get(name)) is not None:
+            done.reported += rows
+            done.drawn += 0 if generation is None else generation.generated_tokens
 
     def _count_answer(self, name: str, tokens: int, answer: Any) -> None:
-        stats = self.fleet.stats
+        stats, done = self.fleet.stats, self._begun[name]
         stats.requests += tokens > 0
         if not (isinstance(answer, list) and answer and isinstance(answer[0], Generated)):
             stats.tokens += tokens
-            self._begun[name].answered += tokens
+            done.answered += 0 if self._counts_rows else tokens
             return
-        made = [max(0, len(one.tokens) - 1) for one in answer]
-        stats.tokens += len(answer) * tokens + sum(made)
-        self._begun[name].answered += tokens - (answer[0].cached_tokens or 0) + sum(made)
+        made = sum(max(0, len(one.tokens) - 1) for one in answer)
+        stats.tokens += len(answer) * tokens + made
+        done.kept += sum(len(one.tokens) for one in answer)
+        done.answered += sum(map(_output_rows, answer))
+        done.answered += 0 if self._counts_rows else tokens - (answer[0].cached_tokens or 0)
 
     def _count_loss(self, done: _Done | None) -> None:
         """What a lost replica had computed of requests that it has not answered is computed again."""
-        if done is None or self._counts_rows:
+        if done is None or not self._counted_rows or (self._counts_rows and not self._generates):
             return
         again = max(0, done.reported - done.answered)
         stats = self.fleet.stats
         stats.unique_tokens = max(0, stats.unique_tokens - again)
         if stats.generation is not None:
-            stats.generation += GenerationStats(recomputed_rows=again)
+            drawn = max(0, done.drawn - done.kept)
+            stats.generation += GenerationStats(recomputed_rows=again, generated_tokens=-drawn)
+
+
+def _output_rows(one: Generated) -> int:
+    """Returns the rows of an output: its last token has one where another was drawn after it, the end of the text."""
+    return len(one.tokens) - (one.finish_reason == "length" and len(one.tokens) > 0)
 
 
 def _in_words(error: BaseException) -> str:

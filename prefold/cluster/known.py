@@ -65,17 +65,14 @@ class KnownWork:
         while (lease := self.leases.plan()) is not None:
             self.leases.begin(lease, now)
             name = str(lease.replica)
+            before, self._last[name] = self._last.get(name), lease.places[-1]
             windows, tags = lease_windows(
-                self.order, lease.number, lease.start, lease.stop,
-                max_tokens=self._max_tokens, before=self._last.get(name),
-            )  # fmt: skip
-            self._last[name] = lease.stop - 1
+                self.order, lease.number, lease.places, max_tokens=self._max_tokens, before=before
+            )
             counted = [
                 0 if twin else int(n) for w in windows for n, twin in zip(np.diff(w.offsets), w.twins, strict=True)
             ]
-            self._under_way.update(
-                (place, one) for place, one in enumerate(zip(tags, counted, strict=True), lease.start)
-            )
+            self._under_way.update(zip(lease.places, zip(tags, counted, strict=True), strict=True))
             yield name, windows
 
     def forget_path(self, name: str) -> None:
@@ -106,7 +103,7 @@ class KnownWork:
             running = facts.max_running
             found = LeaseOptions(
                 least=4 * self._cost.total / max(1, len(self.order)), most=most, waiting=running + running // 2,
-                begun=(2 * running, np.inf), alone=False, patience=patience,
+                begun=(2 * running, np.inf), patience=patience,
             )  # fmt: skip
         else:
             step = row * (self._call.max_batch_rows or facts.max_rows)

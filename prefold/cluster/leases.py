@@ -5,39 +5,44 @@ a lost replica had. Plain Python: no I/O, and the clock is handed in.
     lease = leases.plan()               reads the books, changes nothing; None: nobody can take more now
     leases.begin(lease, now)            it has been sent
     fresh = leases.commit(number, places, now)
-    blamed = leases.lose(replica, now)  its work goes out again, but for requests that two replicas died of
+    blamed = leases.lose(replica, now)  its work goes out again, but for those that replicas died of
 
 A request is named by its place in the order. Each replica has a segment of it and takes small leases off its front, so
 that only requests that have not begun are moved when others run out of work. Every request is fresh once: an answer
 to a lease that is over, or a second answer, is dropped.
+
+What a lost replica may have begun is under suspicion. It goes out again in groups, when a replica has nothing else to
+do, and nothing runs beside a group. One that another replica is lost with is divided, until a request is alone.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..prefix import Segment, StreamCost
 
-__all__ = ["Lease", "LeaseOptions", "Leases"]
+__all__ = ["Lease", "LeaseOptions", "Leases", "divided", "ranges_of"]
 
 _SPEED_SECONDS = 20.0  # what was measured longer ago counts for less than 1/e
+_PARTS = 4  # of a group under suspicion: the search runs as many groups as with halves, and loses half as many replicas
+
+T = TypeVar("T")
 
 
 class Lease(NamedTuple):
-    """A lease is the requests start <= place < stop, given to a replica under a number.
+    """A lease is the requests at some places, given to a replica under a number.
 
-    suspect: a replica was lost while it worked on this request, which is the only one of the lease.
+    places: ascending. suspect: a replica was lost while it worked on these requests.
     """
 
     number: int
     replica: Hashable
-    start: int
-    stop: int
+    places: Sequence[int]
     suspect: bool = False
 
 
@@ -50,7 +55,6 @@ class LeaseOptions:
     most        cost of a lease, at most
     waiting     requests that a replica shall have at least, beside two leases
     begun       requests, and cost, that a replica may have begun at once: these are under suspicion when it is lost
-    alone       a request under suspicion runs while its replica has nothing else
     patience    seconds without any progress after which a replica that has work is given up
     """
 
@@ -59,7 +63,6 @@ class LeaseOptions:
     most: float = math.inf
     waiting: int = 0
     begun: tuple[int, float] = (1 << 30, math.inf)
-    alone: bool = True
     patience: float = 300.0
 
 
@@ -82,8 +85,9 @@ class _Replica:
     heard: float = 0.0
 
     @property
-    def suspects(self) -> list[int]:
-        return [next(iter(entry.left)) for entry in self.open.values() if entry.lease.suspect and entry.left]
+    def has_suspects(self) -> bool:
+        """Returns whether what it has is under suspicion; it then has nothing else."""
+        return any(entry.lease.suspect for entry in self.open.values())
 
 
 class Leases:
@@ -110,7 +114,7 @@ class Leases:
         self._next = next(self._numbers)
         self._replicas = {replica: _Replica() for replica in replicas}
         self._free: list[Segment] = []  # of nobody
-        self._suspects: list[int] = []  # a heap
+        self._suspects: deque[Sequence[int]] = deque()  # groups of requests, none of them empty
         if self._replicas:
             segments = cost.cut(0, cost.num_prompts, [1.0] * len(self._replicas))
             for replica, segment in zip(self._replicas.values(), segments, strict=True):
@@ -151,32 +155,38 @@ class Leases:
     def lose(self, replica: Hashable, now: float, *, died: bool = True) -> list[int]:
         """Takes back what a replica has, which is gone; returns the requests that are given up.
 
-        Those are the ones that ran under suspicion: another replica was lost with them before. Otherwise what the
-        replica may have begun is under suspicion from now on. Where it has not died, nothing is held against any
-        request. A replica that is not known has nothing.
+        That is a request that ran under suspicion alone: another replica was lost with it before. Where several ran
+        under suspicion, their group is divided; where none did, what the replica may have begun is under suspicion
+        from now on. Where it has not died, nothing is held against any request. A replica that is not known has
+        nothing.
         """
         entry = self._replicas.pop(replica, None)
         if entry is None:
             return []
         self._free += entry.segment
-        blamed = entry.suspects if died else []
-        begun, cost = self.options.begun if died and not blamed else (0, 0.0)
-        rest = []
-        for open_ in entry.open.values():
-            for place in sorted(open_.left):
-                if open_.lease.suspect and died:
-                    continue
-                self.moved += 1
-                if open_.lease.suspect:
-                    heapq.heappush(self._suspects, place)
-                elif begun > 0 and cost > 0:
-                    heapq.heappush(self._suspects, place)
-                    begun, cost = begun - 1, cost - self.cost.of(place, place + 1)
-                else:
-                    rest.append(place)
-        self._free += _ranges(sorted(rest))
+        blamed: list[int] = []
+        left = sorted(place for open_ in entry.open.values() for place in open_.left)
+        if entry.has_suspects:
+            blamed = left if died and len(left) == 1 else []
+            self._suspects += [] if blamed else divided(left) if died else [left]
+        else:
+            begun = self._begun(entry) if died else []
+            self._suspects += divided(begun)
+            self._free += ranges_of(sorted(set(left).difference(begun)))
+        self.moved += len(left) - len(blamed)
         self.num_left -= len(blamed)
         return blamed
+
+    def _begun(self, replica: _Replica) -> list[int]:
+        """Returns what a replica may have begun, in the order of the places."""
+        count, cost = self.options.begun
+        begun = []
+        for place in itertools.chain.from_iterable(sorted(entry.left) for entry in replica.open.values()):
+            if len(begun) == count or cost <= 0:
+                break
+            begun.append(place)
+            cost -= self.cost.of(place, place + 1)
+        return sorted(begun)
 
     # ------------------------------------------------------------------------------------------------- work
 
@@ -218,14 +228,11 @@ class Leases:
         for name, replica in self._replicas.items():
             if not replica.is_ready:
                 continue
-            suspects = replica.suspects
-            if self._suspects and not suspects and not (self.options.alone and replica.open):
-                place = self._suspects[0]
-                if not (self.options.alone and replica.segment):  # what is certain goes first
-                    return Lease(self._next, name, place, place + 1, suspect=True)
+            if self._suspects and not replica.open and not replica.segment:
+                return Lease(self._next, name, self._suspects[0], suspect=True)
             if replica.segment and self._wants(replica):
                 start, stop = replica.segment[0]
-                return Lease(self._next, name, start, self.cost.reach(start, stop, self._size(replica, mean)))
+                return Lease(self._next, name, range(start, self.cost.reach(start, stop, self._size(replica, mean))))
         return None
 
     def begin(self, lease: Lease, now: float) -> None:
@@ -234,14 +241,14 @@ class Leases:
         assert lease.number == self._next
         self._next = next(self._numbers)
         if lease.suspect:
-            assert heapq.heappop(self._suspects) == lease.start
+            assert self._suspects.popleft() is lease.places
         else:
-            start, stop = replica.segment[0]
-            assert start == lease.start < lease.stop <= stop
-            replica.segment[:1] = [Segment(lease.stop, stop)] if lease.stop < stop else []
+            (start, stop), end = replica.segment[0], lease.places[-1] + 1
+            assert start == lease.places[0] < end <= stop
+            replica.segment[:1] = [Segment(end, stop)] if end < stop else []
         if not replica.open:
             replica.heard = replica.measured = now
-        replica.open[lease.number] = _OpenLease(lease, set(range(lease.start, lease.stop)))
+        replica.open[lease.number] = _OpenLease(lease, set(lease.places))
 
     def commit(self, replica: Hashable, number: int, places: Iterable[int], now: float) -> list[int]:
         """Takes answers to a lease, and returns the places whose answers are the first and the only ones."""
@@ -266,7 +273,7 @@ class Leases:
     # ------------------------------------------------------------------------------------------------ sums
 
     def _wants(self, replica: _Replica) -> bool:
-        if self.options.alone and replica.suspects:
+        if replica.has_suspects:
             return False
         num_open = sum(len(entry.left) for entry in replica.open.values())
         return len(replica.open) < 2 or num_open < self.options.waiting
@@ -295,13 +302,13 @@ class Leases:
 
     def check(self) -> None:
         """Raises AssertionError where a request is in two places, or in none."""
-        found: list[int] = list(self._suspects)
+        assert all(self._suspects)
+        found: list[int] = [place for group in self._suspects for place in group]
         segments = list(self._free)
         for replica in self._replicas.values():
             segments += replica.segment
             found += [place for entry in replica.open.values() for place in entry.left]
-            assert len(replica.suspects) <= 1
-            assert not (self.options.alone and replica.suspects) or len(replica.open) == 1
+            assert not replica.has_suspects or len(replica.open) == 1
             assert all(entry.left for entry in replica.open.values())
         for start, stop in segments:
             assert 0 <= start < stop <= self.cost.num_prompts
@@ -309,8 +316,16 @@ class Leases:
         assert len(found) == len(set(found)) == self.num_left, (len(found), len(set(found)), self.num_left)
 
 
-def _ranges(places: list[int]) -> list[Segment]:
+def divided(group: Sequence[T]) -> list[Sequence[T]]:
+    """Returns a group under suspicion in parts, none of them empty, of sizes that differ by 1 at most."""
+    bounds = [len(group) * part // _PARTS for part in range(_PARTS + 1)]
+    return [group[start:stop] for start, stop in itertools.pairwise(bounds) if start < stop]
+
+
+def ranges_of(places: Sequence[int]) -> list[Segment]:
     """Returns ascending places as ranges."""
+    if isinstance(places, range):
+        return [Segment(places.start, places.stop)]
     out: list[Segment] = []
     for place in places:
         if out and out[-1].stop == place:

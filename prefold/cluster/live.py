@@ -4,7 +4,7 @@ lost replica had. No I/O, and the clock is handed in.
     live.put(reads, now)                a prompt has come, with all its reads
     leases = live.dispatch(now)         what leaves the window now, booked as sent
     fresh = live.commit(replica, number, answers, now)
-    blamed = live.lose(replica)         its work goes out again, but for requests that two replicas died of
+    blamed = live.lose(replica)         its work goes out again, but for those that replicas died of
 
 A request is named by its number of arrival, a prompt by that of the first of its reads that have no answer when it is
 sent.
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from ..stream.order import SpooledRequest
 from ..types import Generated
 from .dispatch import Dispatcher, Limits
+from .leases import divided
 from .policies import Policy
 from .replicas import ReplicaFacts, RunCall, expected_limit
 from .router import Prompt, Router
@@ -32,8 +33,7 @@ Reads = Sequence[SpooledRequest]  # of one prompt
 
 
 class LiveLease(NamedTuple):
-    """Requests, sorted, given to a replica under a number. suspect: they are the reads of one prompt, and a replica was
-    lost while it worked on them."""
+    """Requests, sorted, given to a replica under a number. suspect: a replica was lost while it worked on them."""
 
     number: int
     replica: Hashable
@@ -85,11 +85,10 @@ class LiveLeases:
         self.window = self.dispatcher.window
         self.moved = 0  # requests that were sent again because a replica was lost
         self._call, self._numbers, self._patience, self._early = call, numbers, patience, early
-        self._alone = call.readout.kind != "tokens"  # what is under suspicion runs while its replica has nothing else
         self._replicas: dict[Hashable, _LiveReplica] = {}
         self._is_closed = False
         self._late: deque[Reads] = deque()  # the window was full when they came, or they come back
-        self._suspects: deque[Reads] = deque()
+        self._suspects: deque[Sequence[Reads]] = deque()  # groups of prompts, none of them empty (see `leases.py`)
         self._reads: dict[Hashable, dict[int, SpooledRequest]] = {}  # of each prompt, those that have no answer
 
     # ------------------------------------------------------------------------------------------ who is there
@@ -116,29 +115,31 @@ class LiveLeases:
     def lose(self, replica: Hashable, *, died: bool = True) -> list[SpooledRequest]:
         """Takes back what a replica has, which is gone; returns the requests that are given up.
 
-        Those ran under suspicion: another replica was lost with them before. Otherwise what the replica may have begun
-        is under suspicion from now on. Where it has not died, nothing is held against any request. A replica that is
-        not known has nothing.
+        Those are the reads of a prompt that ran under suspicion alone: another replica was lost with it before. Where
+        several prompts ran under suspicion, their group is divided; where none did, what the replica may have begun is
+        under suspicion from now on. Where it has not died, nothing is held against any request. A replica that is not
+        known has nothing.
         """
         entry = self._replicas.pop(replica, None)
         if entry is None:
             return []
         self.router.leave(replica)
         self.dispatcher.leave(replica)
+        left: list[Reads] = []
+        for prompt in dict.fromkeys(prompt for open_ in entry.open.values() for prompt in open_.left.values()):
+            left.append(tuple(self._reads.pop(prompt).values()))
+            self._reads[left[-1][0].number] = {one.number: one for one in left[-1]}
         blamed: list[SpooledRequest] = []
-        is_blamed = any(open_.suspect for open_ in entry.open.values())
-        is_open = died and not is_blamed and entry.facts.dies_of_requests  # what it died of
-        begun = _may_have_begun(entry.facts, self._call) if is_open else 0
-        for open_ in entry.open.values():
-            for prompt in dict.fromkeys(open_.left.values()):
-                reads = tuple(self._reads.pop(prompt).values())
-                if open_.suspect and died:
-                    blamed += reads
-                    continue
-                self._reads[reads[0].number] = {one.number: one for one in reads}
-                self.moved += len(reads)
-                (self._suspects if begun > 0 or open_.suspect else self._late).append(reads)
-                begun -= 1
+        if any(open_.suspect for open_ in entry.open.values()):  # nothing else runs beside what is under suspicion
+            if died and len(left) == 1:
+                blamed += left.pop()
+                del self._reads[blamed[0].number]
+            self._suspects += divided(left) if died else [left]
+        else:
+            count = _may_have_begun(entry.facts, self._call) if died and entry.facts.dies_of_requests else 0
+            self._suspects += divided(left[:count])
+            self._late += left[count:]
+        self.moved += sum(map(len, left))
         return blamed
 
     # ------------------------------------------------------------------------------------------------- work
@@ -167,7 +168,7 @@ class LiveLeases:
     @property
     def num_unsent(self) -> int:
         """Returns how many prompts nobody has."""
-        return len(self.window) + len(self._late) + len(self._suspects)
+        return len(self.window) + len(self._late) + sum(map(len, self._suspects))
 
     def room(self) -> int:
         """Returns how many rows replicas could be sent now beyond what waits, a step of each at most."""
@@ -198,31 +199,29 @@ class LiveLeases:
     def _dispatch_suspects(self, now: float) -> list[LiveLease]:
         leases = []
         for name, replica in self._replicas.items():
-            has_one = any(open_.suspect for open_ in replica.open.values())
-            if replica.is_paused and not has_one and not self._suspects:
+            if replica.is_paused and not replica.open and not self._suspects:
                 replica.is_paused = False
                 self.dispatcher.join(name, replica.limits)
-            if self._suspects and not has_one and not (self._alone and replica.open):
+            if self._suspects and not replica.open:
                 leases.append(self._suspect_lease(name, self._suspects.popleft(), now))
-        if self._alone and self._suspects and not any(one.is_paused for one in self._replicas.values()):
+        if self._suspects and not any(one.is_paused for one in self._replicas.values()):
             self._pause_one()
         return leases
 
     def _pause_one(self) -> None:
-        """Lets the replica that has least to do come to its end, so that a request under suspicion can run there."""
+        """Lets the replica that has least to do come to its end, so that a group under suspicion can run there."""
         name = min(self._replicas, key=lambda one: len(self._replicas[one].open), default=None)
         if name is not None:
             self._replicas[name].is_paused = True
             self.dispatcher.leave(name)
 
-    def _suspect_lease(self, name: Hashable, reads: Reads, now: float) -> LiveLease:
-        first = reads[0]
-        prompt = Prompt(first.tokens, _limit_of(reads), _namespace(first))
-        self.router.send(reads[0].number, prompt, name)
-        if self._alone:
-            self._replicas[name].is_paused = True
-            self.dispatcher.leave(name)
-        return self._lease(name, [reads], now, suspect=True)
+    def _suspect_lease(self, name: Hashable, group: Sequence[Reads], now: float) -> LiveLease:
+        for first, *_ in group:
+            limit = expected_limit(first)
+            self.router.send(first.number, Prompt(first.tokens, limit, _namespace(first)), name)
+        self._replicas[name].is_paused = True
+        self.dispatcher.leave(name)
+        return self._lease(name, group, now, suspect=True)
 
     def _lease(self, name: Hashable, prompts: Sequence[Reads], now: float, *, suspect: bool = False) -> LiveLease:
         replica, number = self._replicas[name], next(self._numbers)
@@ -264,7 +263,8 @@ class LiveLeases:
         found: list[int] = []
         for waiting in self.window.waiting():
             found += [read.number for read in waiting.what]
-        for some in (self._late, self._suspects):
+        assert all(self._suspects)
+        for some in (self._late, *self._suspects):
             found += [read.number for reads in some for read in reads]
         sent = []
         for replica in self._replicas.values():
@@ -272,7 +272,7 @@ class LiveLeases:
                 assert open_.left
                 found += open_.left
                 sent += open_.left.values()
-            assert sum(open_.suspect for open_ in replica.open.values()) <= 1
+            assert len(replica.open) <= 1 or not any(open_.suspect for open_ in replica.open.values())
         assert set(sent) == set(self.router.in_flight)
         assert len(found) == len(set(found))
         assert set(found) == {number for left in self._reads.values() for number in left}

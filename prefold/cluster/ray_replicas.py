@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
@@ -142,8 +143,11 @@ class RayReplicas(Replicas):
         if self._connected:
             try:
                 ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise JobError(f"there is no Ray cluster at {address or 'this machine'} ({error})") from None
+            except Exception as error:  # a bare Exception where a node does not come up in time
+                ray.shutdown()  # ends what has started of it
+                named = address or os.environ.get("RAY_ADDRESS")
+                where = f"there is no Ray cluster at {named}" if named else "Ray does not start on this machine"
+                raise JobError(f"{where}: {_first_lines(error) or type(error).__name__}") from None
         needs = self._needs(count)
         count = self._check_room(count, needs, notify)
         self.names = [f"replica {number}" for number in range(1, count + 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from ..stream.options import decode_options
 from ..stream.order import SpooledRequest
 from ..stream.window import cut_into_windows
 from ..types import Readout, Sharing, Stats
+from .leases import ranges_of
 
 __all__ = [
     "LONGEST_WAIT",
@@ -214,21 +216,22 @@ def expected_limit(request: SpooledRequest) -> int:
 
 
 def lease_windows(
-    order: Order, number: int, start: int, stop: int, *, max_tokens: int, before: int | None
+    order: Order, number: int, places: Sequence[int], *, max_tokens: int, before: int | None
 ) -> tuple[list[Window], list[bytes]]:
     """Returns (the windows of a lease, the tags of its requests), the windows tagged for `place_of`.
 
-    before: the last request that the replica was given in this run, whose path it holds; None: it holds none, or that
-    of a request that is not of this order.
+    places: ascending. before: the last request that the replica was given in this run, whose path it holds; None: it
+    holds none, or that of a request that is not of this order.
     """
     windows: list[Window] = []
     tags: list[bytes] = []
-    for window in cut_into_windows(order.read(start, stop), max_tokens=max_tokens, is_sorted=True):
-        places = range(start + len(tags), start + len(tags) + window.num_requests)
+    requests = itertools.chain.from_iterable(order.read(start, stop) for start, stop in ranges_of(places))
+    for window in cut_into_windows(requests, max_tokens=max_tokens, is_sorted=True):
+        own = places[len(tags) : len(tags) + window.num_requests]
         tags += window.tags
-        windows.append(replace(window, tags=[_TAG.pack(number, place) for place in places]))
+        windows.append(replace(window, tags=[_TAG.pack(number, place) for place in own]))
     if windows and before is not None:
-        windows[0] = replace(windows[0], common=order.common(before, start))
+        windows[0] = replace(windows[0], common=order.common(before, places[0]))
     return windows, tags
 
 

@@ -169,6 +169,13 @@ class _PrompterDescriptor(_Descriptor, PrompterDescriptor):
         return _Prompter(self.asked, self.return_format)
 
 
+class _ListDimensions(EmbeddingDimensions):
+    """Embeddings as lists: PyArrow before 26, which Daft 0.7 needs, reads no Parquet of Daft's own type with nulls."""
+
+    def as_dtype(self) -> DataType:
+        return DataType.list(self.dtype)
+
+
 @dataclass
 class _EmbedderDescriptor(_Descriptor, TextEmbedderDescriptor):
     asked: _FunctionCall
@@ -178,7 +185,7 @@ class _EmbedderDescriptor(_Descriptor, TextEmbedderDescriptor):
         from ..model import config_from
 
         size = self.asked.options.get("dimensions") or config_from(resolve(self.asked.model).config).hidden
-        return EmbeddingDimensions(size, DataType.float32())
+        return _ListDimensions(size, DataType.float32())
 
     def is_async(self) -> bool:
         return True

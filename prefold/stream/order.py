@@ -6,6 +6,7 @@ index for each, which are mapped and take no memory of their own.
 
 from __future__ import annotations
 
+import heapq
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,10 @@ from ..prefix import common_prefix_lengths
 from ..types import Medium, Request
 from .options import encode_options
 
-__all__ = ["FileOrder", "HeldOrder", "Order", "SpooledRequest", "encode", "join", "read_requests", "write_request"]
+__all__ = [
+    "FileOrder", "HeldOrder", "Order", "SpooledRequest", "encode", "join", "read_requests", "unique_tokens",
+    "write_request",
+]  # fmt: skip
 
 # What a file has before each request: its number, how many tokens and targets it has (-1: no targets), and how many
 # bytes its tag, its options, the name of its adapter and its salt take.
@@ -169,6 +173,12 @@ def _with_shared(requests: Iterable[SpooledRequest]) -> Iterator[tuple[list[Spoo
             last, chunk, tokens = chunk[-1:], [], 0
     if chunk:
         yield made()
+
+
+def unique_tokens(orders: Iterable[Order]) -> int:
+    """Returns the rows of the stream that all requests of some orders make together. Reads each order once."""
+    merged = heapq.merge(*(order.read(0, len(order)) for order in orders), key=lambda request: request[:3])
+    return sum(sum(one.num_tokens for one in chunk) - int(shared.sum()) for chunk, shared in _with_shared(merged))
 
 
 def join(requests: Sequence[SpooledRequest]) -> tuple[np.ndarray, np.ndarray]:

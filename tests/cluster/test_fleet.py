@@ -247,11 +247,11 @@ def test_a_request_that_two_replicas_die_of_is_an_error():
     with filled() as spool:
         (bad,) = spool.order().read(200, 201)
         poison = np.frombuffer(bad.key, ">i4").tolist()
-    replicas = ThreadReplicas("abc", before=before)
+    replicas = ThreadReplicas("abc", before=before, returns=True)
     with closing(Fleet(replicas)) as fleet, filled() as spool:
         found = dict(run(fleet, spool))
     (error,) = [answer for answer in found.values() if isinstance(answer, InputError)]
-    assert isinstance(found[bad.tag], InputError) and error.code == "replicas_lost" and len(replicas.killed) == 2
+    assert isinstance(found[bad.tag], InputError) and error.code == "replicas_lost" and 2 <= len(replicas.killed) <= 5
     good = [pair for pair in expected() if pair[0] != bad.tag]
     assert plain((tag, answer) for tag, answer in found.items() if tag != bad.tag) == good
 
@@ -282,7 +282,7 @@ def test_a_replica_out_of_reach_counts_as_no_loss_and_blames_nobody(stream):
             found = dict(fleet.run(LiveInput(feed, 1000), Readout("last")))
         else:
             found = dict(run(fleet, spool))
-        assert fleet.losses == out_of_reach.count(False) in (2, 3)
+        assert fleet.losses == out_of_reach.count(False) in range(2, 6)
     assert out_of_reach.count(True) == 1 and found[bad.tag].code == "replicas_lost"
     assert sum("runs, but what passed between was lost: gone" in note for note in notes) == 1
     assert plain((t, a) for t, a in found.items() if t != bad.tag) == [p for p in expected() if p[0] != bad.tag]
@@ -369,8 +369,52 @@ def test_real_engines(tmp_path):
     with closing(Fleet(ThreadReplicas("ab", llms=llms, facts=facts))) as fleet, filled(200, generate=True) as spool:
         texts = {tag: answer[0].tokens for tag, answer in run(fleet, spool, generate=True)}
         windows = spool.windows(max_tokens=500)
+        alone.reset_stats()
         assert texts == {tag: answer[0].tokens for tag, answer in alone.generate(windows, None)}
         assert fleet.stats.generation.generated_tokens == sum(map(len, texts.values()))
+        assert fleet.stats.unique_tokens == alone.stats.unique_tokens == alone.stats.rows_computed
+        again = fleet.stats.generation.prefill_rows - spool.unique_tokens()
+        assert fleet.stats.rows_computed - fleet.stats.unique_tokens == again > 0
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_summary_counts_what_two_replicas_computed(tmp_path, early):
+    """One of two is lost in the middle: rows and tokens that it had computed for nobody are no unique tokens, and in no
+    answer. early: the first requests run while the others are read."""
+    folder = str(tiny_checkpoint(tmp_path, "llama"))
+    llms = {name: LLM(folder, threads=1, dtype="float32", kv_memory=1 << 22) for name in "abc"}
+    alone = llms.pop("c").engine
+    facts = {name: replace(facts_of(llm), max_rows=64, max_running=8) for name, llm in llms.items()}
+    spool, seen = Spool(), []
+
+    def before(name, tokens):
+        seen.append(name)
+        time.sleep(0.01)
+        if name == "b" and seen.count("b") == 40:
+            replicas.lose("b", "killed")
+
+    replicas = ThreadReplicas("ab", llms=llms, facts=facts, before=before)
+    with filled(200, generate=True) as whole, closing(Fleet(replicas)) as fleet, spool:
+        while fleet.num_ready < 2 and (event := fleet.next_event(60.0)) is not None:
+            fleet.meet(event[0], event[1].facts)
+        feed = Feed()
+        for place, one in enumerate(whole.order().read(0, 200)):
+            request = Request(one.tokens, sampling=Sampling(max_tokens=5, seed=place))
+            if early and place % 3 == 0:
+                feed.put([(request, one.tag)])
+            else:
+                spool.add(request, one.tag)
+        feed.end()
+        source = LiveInput(feed, 1 << 16, lambda: spool.windows(max_tokens=500))
+        answers = fleet.generate(source if early else source.rest(), None)
+        texts = {tag: one.tokens for tag, (one,) in answers}
+        assert len(texts) == 200 and fleet.losses == 1 and fleet.moved
+        for _ in alone.generate(whole.windows(max_tokens=1 << 16), None):
+            pass
+        stats, outputs = fleet.stats, sum(len(tokens) for tokens in texts.values())
+        assert stats.generation.generated_tokens == outputs == alone.stats.generation.generated_tokens
+        assert stats.unique_tokens == alone.stats.unique_tokens == whole.unique_tokens() + outputs - 200
+        assert stats.rows_computed > stats.unique_tokens
 
 
 class AtOnce(Replicas):
@@ -417,6 +461,7 @@ def test_what_a_lost_replica_had_not_answered_counts_as_computed_again():
     with closing(Fleet(ThreadReplicas("a"))) as fleet, filled() as spool:
         one = fleet_run.FleetRun(fleet, spool.windows(max_tokens=100), RunCall(Readout("tokens")), None)
         fleet.stats = Stats(unique_tokens=100, generation=GenerationStats())
+        one._counted_rows = True
         one._count_loss(fleet_run._Done(reported=50, answered=20))
         assert fleet.stats.unique_tokens == 70 and fleet.stats.generation.recomputed_rows == 30
         one._count_loss(None)

@@ -53,12 +53,12 @@ class FakeFleet:
             assert self.leases.plan() == lease  # planning reads only
             self.leases.begin(lease, self.now)
             self.leases.check()
-            self.sizes.append(lease.stop - lease.start)
+            self.sizes.append(len(lease.places))
             self._compute(lease)
 
     def _compute(self, lease: Lease) -> None:
         name, start = lease.replica, max(self.now, self.free_at.get(lease.replica, 0.0))
-        for place in range(lease.start, lease.stop):
+        for place in lease.places:
             cost = self.leases.cost.own(place) + 0.01
             start += cost / self.speeds[name]
             self.cost[name] = self.cost.get(name, 0.0) + cost
@@ -116,7 +116,6 @@ def test_every_request_is_answered_exactly_once(data):
         least=data.draw(st.sampled_from([1.0, 30.0])),
         waiting=data.draw(st.sampled_from([0, 10])),
         begun=data.draw(st.sampled_from([(1 << 30, float("inf")), (3, 50.0)])),
-        alone=data.draw(st.booleans()),
     )
     names = [f"r{i}" for i in range(replicas)]
     leases = Leases(stream_cost(rng, num, data.draw(st.booleans())), names, options)
@@ -135,7 +134,7 @@ def test_every_request_is_answered_exactly_once(data):
 
     def compute(lease: Lease) -> None:
         original(lease)
-        for place in range(lease.start, lease.stop):
+        for place in lease.places:
             if rng.random() < 0.1:  # a second answer, perhaps after the replica is lost
                 fleet.at(fleet.now + float(rng.uniform(0, 400)), "answer", lease, place, True)
 
@@ -145,17 +144,16 @@ def test_every_request_is_answered_exactly_once(data):
     assert sorted([*fleet.answered, *fleet.blamed]) == list(range(num))
 
 
-@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_request_that_kills_two_replicas_is_given_up_and_no_other(seed, alone):
+def test_a_request_that_kills_a_replica_alone_is_given_up_and_no_other(seed):
     rng = np.random.default_rng(seed)
     bad = int(rng.integers(0, 80))
-    leases = Leases(stream_cost(rng, 80), ["a", "b", "c"], LeaseOptions(seconds=5, least=20, alone=alone))
+    leases = Leases(stream_cost(rng, 80), ["a", "b", "c"], LeaseOptions(seconds=5, least=20))
     fleet = FakeFleet(leases, dict.fromkeys("abc", 10.0), frozenset([bad]))
     for name in "abc":
         fleet.at(0.0, "join", name)
     fleet.run()
-    assert fleet.blamed == [bad] and fleet.killers == {bad: 2}
+    assert fleet.blamed == [bad] and fleet.killers[bad] <= 1 + 4  # 80 in groups of 20, 5, 2 and 1
     assert sorted(fleet.answered) == [place for place in range(80) if place != bad]
 
 
@@ -177,7 +175,7 @@ def test_only_what_may_have_begun_is_under_suspicion():
     leases.join("a", 0.0)
     fleet = FakeFleet(leases, {"a": 1.0, "b": 1.0})
     fleet.send()
-    assert [lease.stop - lease.start for lease in leases.open_leases("a")] == [20, 20]
+    assert [len(lease.places) for lease in leases.open_leases("a")] == [20, 20]
     leases.commit("a", leases.open_leases("a")[0].number, [0, 1], 20.0)
     assert leases.lose("a", 21.0) == [] and leases.moved == 38
     leases.join("b", 30.0)
@@ -188,8 +186,8 @@ def test_only_what_may_have_begun_is_under_suspicion():
             leases.begin(lease, 30.0)
             found.append(lease)
         for lease in leases.open_leases("b"):
-            leases.commit("b", lease.number, range(lease.start, lease.stop), 31.0)
-    assert [lease.start for lease in found if lease.suspect] == [2, 3, 4]
+            leases.commit("b", lease.number, lease.places, 31.0)
+    assert [place for lease in found if lease.suspect for place in lease.places] == [2, 3, 4]
     assert leases.replicas == ("b",)
 
 
@@ -265,27 +263,84 @@ def test_one_division_by_speeds_is_enough(speeds):
     assert 1 <= leases.steals <= 3
 
 
-def test_what_runs_beside_the_request_that_is_to_blame_is_not_suspected():
-    cost = StreamCost(np.full(40, 10), np.zeros(40, int))
-    leases = Leases(cost, ["x", "a", "b"], LeaseOptions(least=50, begun=(2, float("inf")), alone=False))
+@dataclass
+class Generating:
+    """Replicas that generate: at each step all that run on a replica get a token, and a replica that runs a poison dies
+    of its third token. They are started anew at once. steps: of all replicas, since the first was lost."""
 
-    def begun(name):
-        leases.join(name, 0.0)
-        leases.admit(0.0)
-        while (lease := leases.plan()) is not None:
-            leases.begin(lease, 0.0)
-        return leases.open_leases(name)
+    leases: Leases
+    names: str
+    poison: frozenset[int] = frozenset()
+    running: int = 64
+    length: int = 48
+    made: dict[str, dict[tuple[int, int], int]] = field(default_factory=dict)  # tokens, by (lease, place)
+    answered: list[int] = field(default_factory=list)
+    blamed: list[int] = field(default_factory=list)
+    losses: int = 0
+    steps: int = 0
 
-    begun("x")
-    assert leases.lose("x", 1.0) == []
-    both = begun("a")
-    assert [lease.suspect for lease in both].count(True) == 1 and len(both) > 1
-    (suspect,) = (lease.start for lease in both if lease.suspect)
-    assert leases.lose("a", 2.0) == [suspect]
-    leases.check()
-    found = []
-    while leases.num_left:
-        for lease in begun("b"):
-            found += [lease.start] if lease.suspect else []
-            leases.commit("b", lease.number, range(lease.start, lease.stop), 3.0)
-    assert found == [1 - suspect], "the other one that x may have begun"
+    def join(self, name: str) -> None:
+        self.made[name] = {}
+        self.leases.join(name, 0.0)
+
+    def lose(self, name: str, died: bool = True) -> None:
+        self.losses += died
+        self.blamed += self.leases.lose(name, 0.0, died=died)
+        self.leases.check()
+        self.join(name)
+
+    def step(self, name: str) -> None:
+        self.leases.admit(0.0)
+        while (lease := self.leases.plan()) is not None:
+            self.leases.begin(lease, 0.0)
+            self.made[lease.replica] |= {(lease.number, place): 0 for place in lease.places}
+        made = self.made[name]
+        now = list(made)[: self.running]
+        self.steps += bool(now and self.losses)
+        for number, place in now:
+            made[number, place] += 1
+            if place in self.poison and made[number, place] == 3:
+                self.lose(name)
+                return
+            if made[number, place] == self.length:
+                del made[number, place]
+                self.answered += self.leases.commit(name, number, [place], 0.0)
+
+    def run(self, faults: dict[int, tuple[str, bool]]) -> None:
+        """faults: after how many rounds, each a step of every replica, one is lost, and whether it died."""
+        for name in self.names:
+            self.join(name)
+        for rounds in itertools.count(1):
+            if not self.leases.num_left:
+                return
+            for name in self.names:
+                self.step(name)
+            if rounds in faults:
+                self.lose(*faults[rounds])
+
+
+def generating(names: str, poison: tuple[int, ...], num: int = 600) -> Generating:
+    cost = StreamCost(np.full(num, 30), np.zeros(num, int), outputs=np.full(num, 48))
+    options = LeaseOptions(least=4 * cost.total / num, waiting=96, begun=(128, float("inf")))
+    return Generating(Leases(cost, names, options), names, frozenset(poison))
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abcd"])
+def test_what_a_lost_replica_had_runs_again_together(names):
+    fleet = generating(names, ())
+    fleet.run({60: ("a", True)})
+    assert sorted(fleet.answered) == list(range(600)) and not fleet.blamed and fleet.losses == 1
+    # One at a time, its 96 requests would take 4,608 steps.
+    assert fleet.leases.moved >= 90 and fleet.steps < 48 * (500 / 64 + 4 + len(names))
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abcd"])
+@pytest.mark.parametrize("poison", [(300,), (10, 200, 590), (300, 301, 302)])
+def test_poison_is_searched_for_in_groups(names, poison):
+    fleet = generating(names, poison)
+    fleet.run({60: ("a", True), 90: ("a", False), 120: (names[-1], True)})
+    assert sorted(fleet.blamed) == sorted(poison)
+    assert sorted(fleet.answered) == [place for place in range(600) if place not in poison]
+    # 128 requests may have begun: they are divided by four until one is alone. A loss beside it may come in between.
+    assert fleet.losses <= 2 + (2 + 4) * len(poison)
+    assert fleet.steps < 48 * (500 / 64 + len(names) + 4 * (2 + 4 * len(poison)))

@@ -177,7 +177,7 @@ def test_a_replica_has_its_own_ids_and_tells_of_the_drivers(llms):
     spool = Spool()
     for request in requests:
         spool.add(request, b"")
-    (window,) = lease_windows(spool.order(), 1, 0, 6, max_tokens=10**6, before=None)[0]
+    (window,) = lease_windows(spool.order(), 1, range(6), max_tokens=10**6, before=None)[0]
     (window,), found, gone = sent.send("a", [window])
     assert len(found) == 3 and not gone and sent.send("a", [window])[1] == []
     held = HeldPictures(one.engine.media, processor)

@@ -58,3 +58,17 @@ def test_gpus_of_two_nodes_are_not_those_of_one(room):
 def test_more_replicas_than_there_is_room_for(room):
     _, count, (note,) = room(TWO, 40, device="cpu")
     assert count == 40 and "40 replicas of 1 CPU each" in note and "32 start now" in note
+
+
+@pytest.mark.parametrize(
+    "address, wanted",
+    [(None, "Ray does not start on this machine: The"), ("ray:1", "there is no Ray cluster at ray:1: The")],
+)
+def test_a_ray_that_does_not_start_is_an_error_that_says_so(monkeypatch, address, wanted):
+    def init(**options):
+        raise Exception("The current node timed out during startup.\n\nThis could happen because of the load.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_replicas.ray, "init", init)
+    with pytest.raises(JobError, match=f"^{wanted} current node timed out during startup. This could happen"):
+        RayReplicas("model", {}, address=address)
