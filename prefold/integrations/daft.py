@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, MissingExtraError
+from ..tasks.base import attempt
+from ..text.valid import check_said
 from .shared import SharedModel, split_options
 
 try:
@@ -215,7 +217,8 @@ class _Prompter:
     async def prompt(self, messages: tuple[Any, ...]) -> Any:
         if any(message is None for message in messages):
             return None
-        answer = await self._model.run_one("generate", self._options, _item(messages))
+        item = attempt(_item, messages)
+        answer = item if isinstance(item, InputError) else await self._model.run_one("generate", self._options, item)
         if self._format is not None and not isinstance(answer, InputError):
             try:
                 return self._format.model_validate_json(answer["text"])
@@ -267,10 +270,12 @@ def _in_place(asked: _FunctionCall, count: int, there: list[int], answers: list[
 def _item(messages: tuple[Any, ...]) -> dict[str, Any]:
     """Returns the item of a row's messages: texts are parts of one user message; a list of messages is taken as it is.
 
-    What is neither is passed on, and refused by the task with the name of its type.
+    What is neither is passed on, and refused by the task with the name of its type. Raises InputError for no text.
     """
     if len(messages) == 1 and isinstance(messages[0], (list, tuple)):
         return {"messages": list(messages[0])}
+    if all(isinstance(message, str) for message in messages):
+        check_said("".join(messages), "prompt", blank=True)
     parts = [{"type": "text", "text": m} if isinstance(m, str) else {"type": type(m).__name__} for m in messages]
     return {"messages": [{"role": "user", "content": parts}]}
 
@@ -307,8 +312,11 @@ class _Generate:
     async def answer(self, prompt: Any) -> Any:
         if prompt is None:
             return {name: "the prompt is null" if name == "error" else None for name in _STRUCT}
-        item = _item((prompt,)) if self._chat or not isinstance(prompt, str) else {"prompt": prompt}
-        answer = await self._model.run_one("generate", self._asked.options, item)
+        in_chat = self._chat or not isinstance(prompt, str)
+        item = attempt(_item, (prompt,)) if in_chat else {"prompt": prompt}
+        if not isinstance(item, InputError):
+            item = await self._model.run_one("generate", self._asked.options, item)
+        answer = item
         if isinstance(answer, InputError):
             return {name: str(answer) if name == "error" else None for name in _STRUCT}
         return {name: answer.get(name) for name in _STRUCT}

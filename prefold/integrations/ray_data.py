@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
+from ..tasks.base import attempt
+from ..text.valid import check_said
 from .shared import SharedModel, split_options
 
 __all__ = ["PrefoldBatches"]
@@ -99,12 +101,18 @@ class PrefoldBatches:
         if not isinstance(value, str):
             item: dict[str, Any] = {"messages": [dict(message) for message in value]}
         else:
+            if isinstance(error := attempt(_check_prompt, value, self._column), InputError):
+                return error
             item = {"messages": [{"role": "user", "content": value}]} if self._chat else {"prompt": value}
         return await self._model.run_one("generate", self._options, item)
 
 
 def _null(column: str) -> InputError:
     return InputError(f"{column!r} is null", field=column, remedy="give it a value, or drop the row", code="null")
+
+
+def _check_prompt(value: str, column: str) -> None:
+    check_said(value, column, blank=True)
 
 
 def _array(values: list[Any]) -> np.ndarray:

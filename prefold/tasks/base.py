@@ -24,6 +24,7 @@ from ..options import Truncate
 from ..prefix import MEDIA_BASE
 from ..text import Filled, Tokenizer
 from ..text.tokenizer import valid_text
+from ..text.valid import check_said
 from ..types import Generated, Medium, Readout, Request, Result
 from .cut import columns_of, cut_columns
 from .images import ImageIds, ImageInputs, Picture, Pictured, check_cut, refuse_images
@@ -205,6 +206,13 @@ class Inputs:
             return valid_text(value, field)
         return self._ids(value, field)
 
+    def said(self, value: Any, field: str, seen: list[Picture] | None = None, *, blank: bool = False) -> Text:
+        """Returns what `text` does. Raises InputError for a text that says nothing, too (see `check_said`)."""
+        text = self.text(value, field, seen)
+        if isinstance(text, str):
+            check_said(text, field, blank=blank)
+        return text
+
     def _pictured(self, value: Pictured, field: str, seen: list[Picture]) -> np.ndarray:
         """Returns the ids of a text with images, int32 [n]."""
         if self.images is None:
@@ -305,7 +313,7 @@ class Inputs:
         left = left if truncate is True else truncate == "left"
         if isinstance(value, Pictured) and isinstance(value.text, str):
             value = replace(value, text=change(value.text))  # once it is encoded, it is too late
-        whole = text = self.bounded(self.text(value, field, seen), field, truncate, left=left)
+        whole = text = self.bounded(self.said(value, field, seen), field, truncate, left=left)
         nothing = np.empty(0, np.int32)
         before = after = nothing
         if isinstance(text, (str, ImageIds)):

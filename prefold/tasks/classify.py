@@ -150,7 +150,8 @@ class ClassifyTask:
             message = f"the labels were calibrated with {self.inputs.adapter or 'no adapter'}, not {item.adapter!r}"
             raise InputError(message, field="adapter", remedy="calibrate with one adapter for all texts")
         seen: list[Picture] = []
-        text = self.inputs.text(item.text, "text", seen)
+        is_free = self.calibrate and self.calibration is None  # a text without content, to calibrate by
+        text = (self.inputs.text if is_free else self.inputs.said)(item.text, "text", seen)
         text = self.inputs.bounded(text, "text", self.truncate, left=self.truncate == "left")
         if isinstance(text, str):
             return partial(self._work, text, self._add_pairs(batch, self.prompt.render(text)))

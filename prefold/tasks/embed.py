@@ -152,7 +152,7 @@ class EmbedTask:
         if isinstance(text, Pictured):
             message = f"{field!r} has images, and the checkpoint embeds chat messages, which are of text alone here"
             raise InputError(message, field=field, remedy="leave the images out", code="unsupported")
-        chat, tokenizer, text = self.settings.chat, self.inputs.tokenizer, self.inputs.text(text, field, seen)
+        chat, tokenizer, text = self.settings.chat, self.inputs.tokenizer, self.inputs.said(text, field, seen)
         if not isinstance(text, str) or tokenizer is None or chat is None:
             return self._plan_text(text, field, batch, seen)
         side = tokenizer.truncation_side if self.truncate is True else self.truncate

@@ -194,7 +194,7 @@ class GenerateTask:
             assert self.inputs.images is not None
             ids = self.inputs.images.encode_pictured(item.prompt, seen, "prompt", salt)
             return leading_ids(self.inputs.tokenizer, ids), batch.add(ids), "prompt"
-        text = self.inputs.text(item.prompt, "prompt")
+        text = self.inputs.said(item.prompt, "prompt", blank=True)
         return leading_ids(self.inputs.tokenizer, text), batch.add(text), "prompt"
 
     def _bounded(self, item: GenerateItem) -> GenerateItem:

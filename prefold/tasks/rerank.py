@@ -114,7 +114,7 @@ class RerankTask:
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(RerankItem, _named(item))
         seen: list[Picture] = []
-        query = self.inputs.bounded(self.inputs.text(item.query, "query", seen), "query", remedy=QUERY_TOO_LONG)
+        query = self.inputs.bounded(self.inputs.said(item.query, "query", seen), "query", remedy=QUERY_TOO_LONG)
         wanted = self.instruction if item.instruction is None else item.instruction
         instruction = self.inputs.text(wanted, "instruction", seen)
         if self.pair and item.instruction is not None:
@@ -125,7 +125,7 @@ class RerankTask:
         documents, names = _documents(item)
         makers = []
         for value, name in zip(documents, names, strict=True):
-            document = self.inputs.text(_text_of(value), name, seen)
+            document = self.inputs.said(_text_of(value), name, seen)
             document = document if most is None else self._first(document, most, name)
             document = self.inputs.bounded(document, name, self.truncate, left=self.truncate == "left")
             fields = {"instruction": instruction, "query": query, "document": document}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import InputError
 
-__all__ = ["is_unicode", "valid_text"]
+__all__ = ["check_said", "is_unicode", "valid_text"]
 
 
 def is_unicode(text: str) -> bool:
@@ -14,6 +14,17 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def check_said(text: str, field: str, *, blank: bool = False) -> None:
+    """Raises InputError for a text that is empty, and for one of white space alone, unless `blank` texts are taken.
+
+    Every way of asking comes here: a text that is embedded, classified or ranked has to say something; a prompt that is
+    continued may be blank, as what follows depends on it.
+    """
+    if not text or (not blank and text.isspace()):
+        what = "white space alone" if text else "empty"
+        raise InputError(f"{field!r} is {what}", field=field, remedy="give it a text, or leave it out", code="empty")
 
 
 def valid_text(text: object, field: str = "text") -> str:

@@ -381,7 +381,8 @@ def test_kept_columns_add_up(prefold, tmp_path, lines):
     first, second = sorted(lines("a.jsonl"), key=lambda line: line["record"])
     assert (first["gold"], first["s"]) == ("1", "2") and "stars" not in first
     assert second["error"]["code"] == "empty" and second["error"]["field"] == "text"
-    assert prefold(*run, "b.jsonl", "--keep", "*", "--empty", "keep").exit_code == 0
+    kept = ["--prompt", "is it {text}", "--keep", "*", "--empty", "keep"]
+    assert prefold(*run, "b.jsonl", *kept).exit_code == 0
     first, second = sorted(lines("b.jsonl"), key=lambda line: line["record"])
     assert (first["gold"], first["stars"], first["input_label"], second["text"]) == ("1", "2", "3", "")
 

@@ -390,7 +390,7 @@ def test_the_summary_counts_what_two_replicas_computed(tmp_path, early):
     def before(name, tokens):
         seen.append(name)
         time.sleep(0.01)
-        if name == "b" and seen.count("b") == 40:
+        if name == "b" and seen.count("b") == 10:
             replicas.lose("b", "killed")
 
     replicas = ThreadReplicas("ab", llms=llms, facts=facts, before=before)

@@ -88,6 +88,42 @@ def test_the_functions_give_what_the_model_gives(model, expected, frame):
             assert np.abs(np.array(vector) - expected["embed"][i]).max() < 1e-5
 
 
+def test_embeddings_with_nulls_are_read_back_from_parquet(model, llm, tmp_path):
+    import daft
+    from daft.functions import embed_text
+
+    import prefold.integrations.daft  # noqa: F401
+
+    texts = ["yes", None, "no", "", " \n"]
+    df = daft.from_pydict({"id": list(range(5)), "text": texts})
+    asked = embed_text(df["text"], provider="prefold", model=model, on_error="ignore", **OPTIONS)
+    df.with_column("vector", asked).write_parquet(str(tmp_path / "out"))
+    found = pq.read_table(tmp_path / "out").sort_by("id")["vector"].to_pylist()
+    assert [found[i] for i in (1, 3, 4)] == [None] * 3
+    assert np.abs(np.array([found[0], found[2]]) - llm.embed(["yes", "no"])).max() < 1e-5
+    vector = daft.read_parquet(str(tmp_path / "out"))["vector"]
+    size = len(found[0])
+    back = daft.read_parquet(str(tmp_path / "out")).select(
+        vector.cast(daft.DataType.embedding(daft.DataType.float32(), size))
+    )
+    assert back.to_pydict()["vector"].count(None) == 3
+
+
+def test_an_empty_prompt_is_an_error_of_its_row(model):
+    import daft
+    from daft.functions import prompt
+
+    from prefold.integrations.daft import generate
+
+    df = daft.from_pydict({"text": ["", " ", "yes"]})
+    own = generate(df["text"], model=model, max_tokens=2, **OPTIONS)
+    asked = prompt(df["text"], provider="prefold", model=model, max_tokens=2, on_error="ignore", **OPTIONS)
+    found = df.with_column("own", own).collect().with_column("asked", asked).to_pydict()
+    assert [answer is None for answer in found["asked"]] == [True, False, False]
+    assert [answer["error"] is None for answer in found["own"]] == [False, True, True]
+    assert "empty" in found["own"][0]["error"]
+
+
 def test_an_error_is_raised_or_is_a_value(model, frame):
     import daft
     from daft.functions import prompt

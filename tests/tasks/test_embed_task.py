@@ -20,15 +20,20 @@ def embed(**options) -> EmbedTask:
 
 
 def test_tokens_are_the_text_and_its_special_tokens():
-    works = embed().prepare(["ab c", {"text": ""}, [5, 6], ["a", [7], "b"]])
+    works = embed().prepare(["ab c", {"text": "x"}, [5, 6], ["a", [7], "b"]])
     tokens = [[request.tokens.tolist() for request in work.requests] for work in works]
-    assert tokens == [[[*ids(TOK, "ab c"), 0]], [[0]], [[5, 6]], [[*ids(TOK, "a"), 0], [7], [*ids(TOK, "b"), 0]]]
+    assert tokens == [
+        [[*ids(TOK, "ab c"), 0]],
+        [[*ids(TOK, "x"), 0]],
+        [[5, 6]],
+        [[*ids(TOK, "a"), 0], [7], [*ids(TOK, "b"), 0]],
+    ]
     assert json.loads(json.dumps([work.note for work in works])) == [work.note for work in works]
 
 
-def test_an_empty_text_without_special_tokens_is_an_error():
-    (error,) = make_task("embed", FakeCheckpoint(), tokenizer()).prepare([""])
-    assert error.code == "empty"
+def test_an_empty_text_is_an_error_with_special_tokens_and_without():
+    for task in (embed(), make_task("embed", FakeCheckpoint(), tokenizer())):
+        assert [error.code for error in task.prepare(["", " \n"])] == ["empty", "empty"]
 
 
 def test_results_are_cut_then_normalised():
