@@ -33,7 +33,7 @@ def test_requests_are_those_of_scoring_each_label(post, template):
     task = classify(tok, labels, instructions="Say.", examples=[("a", "Y"), ("b", "both")], template=template)
     score = make_task("score", FakeCheckpoint(), tok)
     assert task.readout == score.readout
-    texts = ["nice", "", "{label} {text}", "two\nlines"]
+    texts = ["nice", "y", "{label} {text}", "two\nlines"]
     for text, work in zip(texts, task.prepare(texts), strict=True):
         shots = [template.replace("{text}", t).replace("{label}", labels[n]) for t, n in (("a", "Y"), ("b", "both"))]
         left, _, _ = template.partition("{label}")
@@ -123,7 +123,7 @@ def test_token_ids_stand_where_the_text_would(post):
 
 def test_too_long_texts():
     task = classify(max_length=60, instructions="Say.")
-    size = max(len(tokens) for tokens, _ in pairs(classify(instructions="Say.").prepare([""])[0]))
+    size = max(len(tokens) for tokens, _ in pairs(classify(instructions="Say.").prepare(["x"])[0])) - 1
     fits, too_long = task.prepare(["x" * (60 - size), "x" * (61 - size)])
     assert max(len(tokens) for tokens, _ in pairs(fits)) == 60
     assert (too_long.field, too_long.code) == ("text", "too_long")
