@@ -40,7 +40,7 @@ def headless(llm, monkeypatch):
 )
 def test_errors_have_the_name_and_the_log_has_the_path(headless, caplog, names, path, body):
     with serving(headless, served_names=names) as server:
-        found = httpx.post(server.url + path, json=body, timeout=20)
+        found = httpx.post(server.url + path, json=body, timeout=60)
     shown = names[0] if names else headless.folder.name
     assert found.status_code in (400, 424) and f"; {shown} has no head" in found.text, found.text
     assert str(headless.folder.parent) not in found.text

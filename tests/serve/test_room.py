@@ -98,7 +98,7 @@ def test_samples_that_are_too_many_are_never_counted(server, monkeypatch):
     seen, check = [], Room.check
     monkeypatch.setattr(Room, "check", lambda self, *args, **how: seen.append(args) or check(self, *args, **how))
     body = {"prompt": "yes " * 2000, "n": 10**9}  # long enough to be prepared in a thread
-    found = httpx.post(server.url + "/v1/completions", json=body, timeout=20)
+    found = httpx.post(server.url + "/v1/completions", json=body, timeout=60)
     assert found.status_code == 400 and found.json()["error"]["code"] == "too_many", found.text
     assert seen and all(len(args) == 1 for args in seen)
 

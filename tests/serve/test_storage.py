@@ -45,7 +45,7 @@ def test_metadata_is_bounded(kept, client, path, metadata):
     body = {"input": "yes", "max_output_tokens": 1}
     if path == "/v1/batches":
         body = {"input_file_id": upload(client, [completion(1)]).id, "endpoint": "/v1/completions"}
-    post = lambda value: httpx.post(kept.url + path, json=body | {"metadata": value}, timeout=20)  # noqa: E731
+    post = lambda value: httpx.post(kept.url + path, json=body | {"metadata": value}, timeout=60)  # noqa: E731
     found = post(metadata)
     assert found.status_code == 400 and found.json()["error"]["param"] == "metadata", found.text
     assert post({"k" * 64: "x" * 512} | {str(i): "" for i in range(15)}).status_code == 200
