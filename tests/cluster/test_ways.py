@@ -285,3 +285,27 @@ def test_tables(request, llm, in_one_process, way, task):
         for field in one.keys() - {"cached_tokens", "error", *(() if has_ids else ("num_tokens",))}:
             is_exact = isinstance(one[field], (str, bool, int))
             assert other[field] == (one[field] if is_exact else pytest.approx(one[field], abs=1e-4)), (field, one)
+
+
+@pytest.mark.slow
+def test_daft(llm, in_one_process):
+    daft = pytest.importorskip("daft")
+    from daft.functions import classify_text, embed_text, prompt
+
+    import prefold.integrations.daft  # noqa: F401
+
+    common = {"provider": "prefold", "model": str(llm.folder), "dtype": "float32", "on_error": "ignore"}
+    frame = daft.from_pydict({"text": [*TEXTS, NEAR]})
+    asked = {
+        "generate": ("text", prompt(frame["text"], **common)),
+        "embed": ("embedding", embed_text(frame["text"], **common)),
+        "classify": ("label", classify_text(frame["text"], ["yes", "no"], **common)),
+    }
+    for task, (field, column) in asked.items():
+        expected = in_one_process(table(), "--task", task, "--id", "id", *TASKS[task])
+        found = frame.select(column.alias("found")).to_pydict()["found"]
+        for name, one in expected.items():
+            other = found[int(name)]
+            assert (other is None) == ("error" in one), (task, name, one, other)
+            if other is not None:
+                assert other == (one[field] if field != "embedding" else pytest.approx(one[field], abs=1e-4))
