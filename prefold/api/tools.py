@@ -19,6 +19,9 @@ __all__ = ["GrowingText", "calls_in", "grammar_of_calls", "read_tools"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", re.DOTALL)
+# Keywords of JSON Schema that hold values, and those that hold schemas by names.
+_VALUES = ("const", "enum", "default", "examples")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 Tools = list[Any]
 
 
@@ -72,16 +75,35 @@ def _name(tool: Mapping[str, Any]) -> str:
 
 def grammar_of_calls(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the grammar of a call of one of these functions."""
-    calls, shared = [], {}
-    for function in functions:
-        parameters = dict(function.get("parameters") or {"type": "object"})
-        for name in ("$defs", "definitions"):  # references begin at the root of the schema
-            if isinstance(parameters.get(name), Mapping):
-                shared.setdefault(name, {}).update(parameters.pop(name))
-        properties = {"name": {"const": function["name"]}, "arguments": parameters}
+    calls, parameters = [], {}
+    for i, function in enumerate(functions):
+        # The parameters of each function are a definition of their own, in which its references stay.
+        own = f"#/$defs/{i}"
+        parameters[str(i)] = _moved(function.get("parameters") or {"type": "object"}, own)
+        properties = {"name": {"const": function["name"]}, "arguments": {"$ref": own}}
         call = {"type": "object", "properties": properties, "required": list(properties)}
         calls.append(call | {"additionalProperties": False})
-    return {"json_schema": (calls[0] if len(calls) == 1 else {"anyOf": calls}) | shared}
+    return {"json_schema": (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"$defs": parameters}}
+
+
+def _moved(schema: Any, root: str, *, named: bool = False) -> Any:
+    """Returns a schema whose root is moved to `root` of a larger one: references to the root, and from it, begin there.
+
+    named  whether `schema` is no schema, but has schemas by names
+    """
+    if isinstance(schema, list):
+        return [_moved(one, root) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if not named and name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            found[name] = root + value[1:]
+        elif not named and name in _VALUES:
+            found[name] = value
+        else:
+            found[name] = _moved(value, root, named=not named and name in _NAMED)
+    return found
 
 
 def calls_in(text: str, how: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from prefold.api.anthropic import message_body, read_message
 from prefold.api.completions import chat_body, read_chat
 from prefold.api.responses import read_responses, responses_body
-from prefold.api.tools import GrowingText, calls_in, read_tools
+from prefold.api.tools import GrowingText, calls_in, grammar_of_calls, read_tools
 from prefold.errors import InputError
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {}}}}}
@@ -49,6 +50,40 @@ def test_choices():
     assert how["names"] == ["g"] and grammar["json_schema"]["properties"]["name"] == {"const": "g"}
 
 
+def test_references_stay_within_the_parameters_of_their_function():
+    """Both functions call a definition `Item`; a tree refers to the root of its schema, and a value looks like a
+    reference."""
+
+    def function(name, x, **more):
+        parameters = {"type": "object", "properties": {"x": x}, "required": ["x"], "additionalProperties": False}
+        return {"name": name, "parameters": parameters | more}
+
+    item = {"$ref": "#/$defs/Item"}
+    like = {"$ref": {"const": {"$ref": "#"}}}
+    schema = grammar_of_calls([
+        function("f", item, **{"$defs": {"Item": {"type": "integer"}}}),
+        function("g", item, **{"$defs": {"Item": {"const": "text"}}}),
+        function("tree", {"type": "array", "items": {"$ref": "#"}}),
+        function("again", {"type": "array", "items": {"$ref": "#/properties/x"}}),
+        function("value", {"type": "object", "properties": like, "required": ["$ref"]}),
+    ])["json_schema"]  # fmt: skip
+    grammar, letters = LLMatcher.grammar_from_json_schema(json.dumps(schema)), LLTokenizer("byte")
+
+    def fits(name, x):
+        text = json.dumps({"name": name, "arguments": {"x": x}}).encode()
+        matcher = LLMatcher(letters, grammar)
+        return matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
+
+    for name, right, wrong in (
+        ("f", 1, "text"),
+        ("g", "text", 1),
+        ("tree", [{"x": []}], [{"name": "tree", "arguments": {"x": []}}]),
+        ("again", [[], [[]]], [1]),
+        ("value", {"$ref": {"$ref": "#"}}, {"$ref": {"$ref": "#/$defs/4"}}),
+    ):
+        assert fits(name, right) and not fits(name, wrong), name
+
+
 MESSAGES = [{"role": "user", "content": "hi"}]
 ANTHROPIC = {"messages": MESSAGES, "max_tokens": 9, "tools": [{"name": "f"}, {"name": "g"}]}
 RESPONSES = {"input": "hi", "tools": [{"type": "function", "name": name} for name in ("f", "g")]}
@@ -83,13 +118,6 @@ ALONE = {"parallel_tool_calls": False}
 )  # fmt: skip
 def test_at_most_one_call_where_that_is_asked(calls, alone):
     assert calls({}) == ["g", "f"] and calls(alone) == ["g"]
-
-
-def test_references_begin_at_the_root():
-    parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"type": "integer"}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    _, _, grammar = read_tools({"tools": [tool], "tool_choice": "required"})
-    assert grammar["json_schema"]["$defs"] == {"a": {"type": "integer"}}
 
 
 @pytest.mark.parametrize(
