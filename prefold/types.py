@@ -92,6 +92,9 @@ class Readout:
     "tokens"    what is generated after it: list[Generated], one      its last row, and each row
                 a sample (`Engine.generate` instead of `run`)         that is generated
 
+    top         of "logprobs": how many of the most likely tokens are read beside each target; the result of a target is
+                then a row of its log-probability, its rank (1 and the number of tokens that are more likely), the
+                log-probabilities of the most likely tokens, and their ids; None: its log-probability alone
     exits       after which visit of a looped model each row is read; None: as the checkpoint says. Of "tokens" each
                 request's Sampling says it
     """
@@ -99,12 +102,13 @@ class Readout:
     kind: Literal["last", "first", "mean", "head", "logits", "logprobs", "tokens"]
     ids: tuple[int, ...] = ()
     exits: Exits | None = None
+    top: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A Result holds what a request's read-out gave: float32 `values`, and for "logprobs" bool `greedy` of the same
-    shape."""
+    """A Result holds what a request's read-out gave: float32 `values`, and for "logprobs" bool `greedy`, one for each
+    target."""
 
     values: np.ndarray
     greedy: np.ndarray | None = None

@@ -209,7 +209,7 @@ class MessageEvents:
         empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield {"type": "message_start", "message": _head(self._model, self._id) | empty}
 
-    def piece(self, item: int, sample: int, text: str, tokens: list[Body]) -> Iterator[Body]:
+    def piece(self, item: int, sample: int, text: str, tokens: list[Body], count: int) -> Iterator[Body]:
         """Yields what sends some more of the text. What may be a function call is kept until the end."""
         yield from self._send(self._text.add(text))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import InputError
+from .asked import flag
 from .completions import chat_logprobs, completion_logprobs, usage_of
 from .endpoints import KINDS, openai_error, response_body
 from .tools import GrowingText
@@ -16,8 +17,12 @@ __all__ = ["Chunks", "read_stream"]
 Body = dict[str, Any]
 
 
-def read_stream(body: Body) -> tuple[bool, bool, Body]:
-    """Returns (whether the answer is to be streamed, whether with its usage, the body without what says so).
+_USAGE = ("include_usage", "continuous_usage_stats")
+
+
+def read_stream(body: Body) -> tuple[bool, tuple[bool, bool], Body]:
+    """Returns (whether the answer is to be streamed, whether a last chunk has its usage and whether every chunk has the
+    usage so far, the body without what says so).
 
     Raises InputError for values that are wrong.
     """
@@ -30,22 +35,31 @@ def read_stream(body: Body) -> tuple[bool, bool, Body]:
     if options is not None and not isinstance(options, dict):
         message = "'stream_options' is not an object"
         raise InputError(message, field="stream_options", remedy='give {"include_usage": true}', code="wrong_type")
+    for name in options or {}:
+        if name not in (*_USAGE, "include_obfuscation") and options[name] is not None:
+            message = f"'stream_options' has an unknown field {name!r:.100}"
+            remedy = f"the fields are {', '.join(_USAGE)}"
+            raise InputError(message, field="stream_options", remedy=remedy, code="unsupported")
     if options and not stream:
         message = "'stream_options' is given without 'stream'"
         raise InputError(message, field="stream_options", remedy='give "stream": true')
-    return bool(stream), bool((options or {}).get("include_usage")), rest
+    last, every = (flag(options or {}, name) for name in _USAGE)
+    return bool(stream), (last, every), rest
 
 
 class Chunks:
     """Makes the chunks of one response.
 
     kind    "chat" or "completion"
-    usage   whether a last chunk says how many tokens there were
+    usage   whether a last chunk says how many tokens there were, and whether every chunk how many there are so far
     items   prompts, each of which has so many `samples`
     """
 
-    def __init__(self, kind: str, meta: Body, *, model: str, id: str, usage: bool, items: int, samples: int):
-        self.kind, self.meta, self.usage = kind, meta, usage
+    def __init__(
+        self, kind: str, meta: Body, *, model: str, id: str, usage: tuple[bool, bool], items: int, samples: int
+    ):
+        self.kind, self.meta = kind, meta
+        self.usage, self._counts = usage
         self._model, self._id, self._items, self._samples = model, id, items, samples
         self._chat = kind == "chat"
         name = "chat.completion.chunk" if self._chat else "text_completion"
@@ -53,16 +67,23 @@ class Chunks:
         self._texts: dict[int, GrowingText] = {}  # {choice: its text}
         self._told: dict[int, tuple[int, int]] = {}  # {choice: tokens whose log-probabilities were told, their letters}
         self._results: dict[int, Body] = {}
+        self._input_tokens = 0
+        self._made: dict[int, dict[int, int]] = {}  # {item: {sample: tokens}}
 
     def begin(self, input_tokens: int) -> Iterator[Body]:
         """Yields what comes before any text."""
+        self._input_tokens = input_tokens
         if self._chat:
             for index in range(self._items * self._samples):
                 yield self._chunk(index, {"role": "assistant", "content": ""})
 
-    def piece(self, item: int, sample: int, text: str, tokens: list[Body]) -> Iterator[Body]:
+    def piece(self, item: int, sample: int, text: str, tokens: list[Body], count: int) -> Iterator[Body]:
         """Yields what sends some more of a sample's text, with the log-probabilities of its tokens. What may be a
-        function call is kept until the end."""
+        function call is kept until the end.
+
+        count  how many tokens the sample has so far
+        """
+        self._made.setdefault(item, {})[sample] = count
         index = item * self._samples + sample
         if text := self._text(index).add(text):
             chunk = self._chunk(index, {"content": text} if self._chat else text)
@@ -74,6 +95,7 @@ class Chunks:
     def end(self, item: int, result: Body) -> Iterator[Body]:
         """Yields what ends the samples of an item."""
         self._results[item] = result
+        self._made[item] = {0: result["num_generated"]}
         # Log-probabilities have been told with their tokens, but for the last.
         whole = response_body(self.kind, self.meta, [_bare(result)], model=self._model, id=self._id)
         for sample, choice in enumerate(whole["choices"]):
@@ -111,7 +133,12 @@ class Chunks:
 
     def _chunk(self, index: int, what: Any) -> Body:
         choice = {"index": index, "delta" if self._chat else "text": what, "logprobs": None, "finish_reason": None}
-        return self._head | {"choices": [choice]} | ({"usage": None} if self.usage else {})
+        usage = None
+        if self._counts:
+            made = sum(count for samples in self._made.values() for count in samples.values())
+            usage = {"prompt_tokens": self._input_tokens, "completion_tokens": made}
+            usage["total_tokens"] = self._input_tokens + made
+        return self._head | {"choices": [choice]} | ({"usage": usage} if self.usage or self._counts else {})
 
 
 def _bare(result: Body) -> Body:

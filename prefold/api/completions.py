@@ -7,11 +7,13 @@ value asks for nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any
 from uuid import uuid4
 
 from ..errors import InputError
 from ..tasks.sampling import format_grammar
+from .echo import prompt_logprobs
 from .tools import calls_in, read_tools
 
 __all__ = [
@@ -66,9 +68,14 @@ _REMEDIES = {
     "best_of": "use n, and choose among the choices",
     "truncate_prompt_tokens": "leave it out, and give --truncate to cut what is too long",
     "reasoning_effort": "pass it to the chat template, in chat_template_kwargs",
+    "echo": "use the task score, or ask for it outside of a batch",
+    "prompt_logprobs": "use the task score, or ask for them outside of a batch",
     "function_call": "use tools",
     "functions": "use tools",
 }
+
+
+_LOGPROB = itemgetter("logprob")
 
 
 # ------------------------------------------------------------------------------------------- requests
@@ -195,7 +202,10 @@ def chat_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, 
             message |= {"content": text or None, "tool_calls": [_tool_call(*call) for call in calls]}
             ending["finish_reason"] = "tool_calls"
         choices.append({"index": index, "message": message, "logprobs": logprobs} | ending)
-    return {"object": "chat.completion", "choices": choices}
+    told = {}
+    if "prompt_logprobs" in meta:
+        told["prompt_logprobs"] = prompt_logprobs(results[0]["prompt"], meta["prompt_logprobs"])
+    return {"object": "chat.completion", "choices": choices} | told
 
 
 def completion_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -203,11 +213,20 @@ def completion_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict
 
     The samples of each prompt follow each other.
     """
-    choices = []
-    for choice in (choice for result in results for choice in _choices(result)):
-        logprobs = completion_logprobs(choice["logprobs"]) if "logprobs" in choice else None
-        head = {"index": len(choices), "text": choice.get("text"), "logprobs": logprobs}
-        choices.append(head | _ending(choice))
+    choices: list[dict[str, Any]] = []
+    for place, result in enumerate(results):
+        for choice in _choices(result):
+            text, entries = choice.get("text"), choice.get("logprobs")
+            if "echo" in meta:
+                text = meta["echo"][place] + (text or "")
+                if entries is not None:
+                    count = meta["echo_logprobs"]
+                    entries = [*(one | {"top": one["top"][:count]} for one in result["prompt"]), *entries]
+            logprobs = None if entries is None else completion_logprobs(entries)
+            head = {"index": len(choices), "text": text, "logprobs": logprobs}
+            if "prompt_logprobs" in meta:
+                head["prompt_logprobs"] = prompt_logprobs(result["prompt"], meta["prompt_logprobs"])
+            choices.append(head | _ending(choice))
     return {"object": "text_completion", "choices": choices}
 
 
@@ -258,8 +277,13 @@ def completion_logprobs(entries: list[dict[str, Any]], start: int = 0) -> dict[s
     offsets = [start]
     for token in tokens[:-1]:
         offsets.append(offsets[-1] + len(token))
-    # OpenAI lists the chosen token among the most likely ones, even where it is none of them.
-    top = [{t.get("token", ""): t["logprob"] for t in [*reversed(e["top"]), e]} for e in entries]
+    # OpenAI lists the chosen token among the most likely ones, even where it is none of them. Of tokens that have the
+    # same text the most likely one counts.
+    every = ([*entry["top"], entry] for entry in entries)
+    top = [
+        None if some[-1]["logprob"] is None else {t.get("token", ""): t["logprob"] for t in sorted(some, key=_LOGPROB)}
+        for some in every
+    ]
     return {
         "tokens": tokens,
         "token_logprobs": [entry["logprob"] for entry in entries],

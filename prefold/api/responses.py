@@ -284,7 +284,7 @@ class ResponseEvents:
         yield self._event("response.created", response=head)
         yield self._event("response.in_progress", response=head)
 
-    def piece(self, item: int, sample: int, text: str, tokens: list[Body]) -> Iterator[Body]:
+    def piece(self, item: int, sample: int, text: str, tokens: list[Body], count: int) -> Iterator[Body]:
         """Yields what sends some more of the text. What may be a function call is kept until the end."""
         yield from self._send(self._text.add(text))
 

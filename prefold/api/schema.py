@@ -69,8 +69,15 @@ _SHARED = {
 }
 _STREAM = {
     "stream": _of("boolean", "Whether the answer is sent as server-sent events."),
-    "stream_options": _of("object", '{"include_usage": true}: a last chunk says how many tokens there were.'),
+    "stream_options": _of(
+        "object",
+        '{"include_usage": true}: a last chunk says how many tokens there were; "continuous_usage_stats": every chunk.',
+    ),
 }
+_PROMPT_LOGPROBS = {
+    "prompt_logprobs": _of("integer", "vLLM's: so many most likely tokens at each token of the prompt.", minimum=0)
+}
+_ECHO = {"echo": _of("boolean", "Whether choices, and their log-probabilities, begin with the prompt.")}
 _SETTINGS = {
     "truncate_prompt_tokens": _of("integer", "-1 cuts a prompt to what the model takes, k to k tokens.", minimum=-1),
     "cache_prompt": _of("boolean", "false: the prompt shares nothing with earlier or later requests."),
@@ -98,6 +105,7 @@ _PARAMETERS: dict[Any, Schema] = {
     "logit_bias": _of("object", "{token id: what is added to its logit}."),
     "min_tokens": _of("integer", minimum=0),
     "max_tokens": _of("integer", minimum=1),
+    ("completion", "max_tokens"): _of("integer", "0 with echo or prompt_logprobs only.", minimum=0),
     "max_completion_tokens": _of("integer", minimum=1),
     "max_output_tokens": _of("integer", minimum=1),
     "stop": _TEXT_OR_TEXTS | {"description": "Texts that end a sample; they are left out of it."},
@@ -192,6 +200,8 @@ def body_schema(kind: str) -> Schema:
     properties = {name: _of_field(kind, name) for name in names}
     if kind in KINDS or kind in _LIKE_KINDS:
         properties |= _SHARED | _SETTINGS | (_STREAM if kind in STREAMED else {})
+    if kind in ("chat", "completion"):
+        properties |= _PROMPT_LOGPROBS | (_ECHO if kind == "completion" else {})
     found: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
     return found | ({"required": _REQUIRED[kind]} if kind in _REQUIRED else {})
 

@@ -109,7 +109,7 @@ async def events_of(replies: Sequence[Reply]) -> AsyncGenerator[tuple[int, Any]]
 
 
 def _joined(one: TextPiece, more: TextPiece) -> TextPiece:
-    return TextPiece(one.sample, one.text + more.text, one.tokens + more.tokens)
+    return TextPiece(one.sample, one.text + more.text, one.tokens + more.tokens, more.count)
 
 
 def send(out: Mapping[Reply, Sequence[Any]]) -> None:

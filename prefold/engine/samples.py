@@ -20,11 +20,13 @@ class TextPiece(NamedTuple):
     """A TextPiece is some more text of a sample.
 
     tokens  (id, log-probabilities) of the tokens whose text began with this piece; empty unless they were asked for
+    count   how many tokens the sample has so far
     """
 
     sample: int
     text: str
     tokens: tuple[tuple[int, TokenLogprobs], ...] = ()
+    count: int = 0
 
 
 OnText = Callable[[TextPiece], None]
@@ -172,4 +174,4 @@ class Sample:
             if self._logprobs is not None and self._text is not None:
                 first, self._told = self._told, self._text.num_given
                 given = tuple(zip(self.tokens[first : self._told], self._logprobs[first : self._told], strict=True))
-            self._on_text(TextPiece(self.number, piece, given))
+            self._on_text(TextPiece(self.number, piece, given, len(self.tokens)))

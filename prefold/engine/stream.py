@@ -199,7 +199,8 @@ class _WindowResults:
     ):
         self.window, self.lengths, self.told = window, lengths, told
         self._pairs = readout.kind == "logprobs"
-        self._values = np.empty(len(window.targets), np.float32)
+        columns = () if readout.top is None else (2 + 2 * readout.top,)
+        self._values = np.empty((len(window.targets), *columns), np.float32)
         self._greedy = np.empty(len(window.targets), bool)
 
     def take(self, step: PlannedStep, result: StepResult) -> Iterator[tuple[bytes, Result]]:

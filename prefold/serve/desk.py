@@ -19,6 +19,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..api.echo import Echo
 from ..engine.pace import Pace
 from ..engine.replies import Reply, events_of
 from ..engine.samples import TextPiece
@@ -31,6 +32,7 @@ from ..tasks.images import within
 from ..tasks.run import finish_items
 from ..types import Owner, Request
 from .access import note
+from .echo import PromptTask
 from .keys import Keys
 from .limits import check_item
 from .metrics import Metrics
@@ -58,6 +60,7 @@ class TaskOrder:
     owner      for whom it is
     tokens     as which its prompts count, where they begin alike; None: as many as they have together
     computes   whether the engine is to compute it; else only its prompts are wanted
+    echo       what is wanted of prompts beside their continuations, which is then read in place of these
     """
 
     task: str
@@ -68,6 +71,7 @@ class TaskOrder:
     owner: Owner = NOBODY
     tokens: int | None = None
     computes: bool = True
+    echo: Echo | None = None
 
 
 class Desk:
@@ -123,11 +127,21 @@ class Desk:
             left = iter(answers[0])
             results = [[next(left) for _ in work.requests] for work in works]
         finish = partial(finish_items, task, works, results)
-        found = [raised(one) for one in (finish() if are_short(results) else await self.in_pool(order.owner, finish))]
+        is_short = are_short(results) and order.echo is None
+        found = [raised(one) for one in (finish() if is_short else await self.in_pool(order.owner, finish))]
         if task.readout.kind == "tokens":
             for result in found:
                 self._metrics.prompt(order.owner.tenant, result)
         return found
+
+    async def answer_with_prompts(self, order: TaskOrder, num_bytes: int, echo: Echo) -> list[dict[str, Any]]:
+        """Returns the task's result of each item, with "prompt" as PromptTask gives it. Raises InputError or
+        Refusal."""
+        scored = await self.answer(replace(order, echo=echo), num_bytes)
+        if all("finish_reason" in one for one in scored):
+            return scored
+        made = await self.answer(order, num_bytes)
+        return [one | {"prompt": prompt["prompt"]} for one, prompt in zip(made, scored, strict=True)]
 
     async def requests(self, order: TaskOrder, num_bytes: int) -> list[Request]:
         """Returns the requests that an order makes; computes nothing. Raises InputError or Refusal."""
@@ -166,9 +180,9 @@ class Desk:
 
     async def stream(
         self, order: TaskOrder, num_bytes: int
-    ) -> AsyncGenerator[tuple[int] | tuple[int, int, str, list[dict[str, Any]]] | tuple[int, dict[str, Any]]]:
-        """Yields (item, sample, piece of its text, log-probabilities of its tokens) as they come, and (item, its
-        result) as items end.
+    ) -> AsyncGenerator[tuple[int] | tuple[int, int, str, list[dict[str, Any]], int] | tuple[int, dict[str, Any]]]:
+        """Yields (item, sample, piece of its text, log-probabilities of its tokens, how many it has so far) as they
+        come, and (item, its result) as items end.
 
         (tokens of the prompts,) is yielded before, once the request has been taken: what is wrong with it is raised by
         then.
@@ -185,7 +199,7 @@ class Desk:
                         self._metrics.between.observe(gap)
                     if isinstance(what, TextPiece):
                         tokens = [task.token_logprobs(*pair) for pair in what.tokens]
-                        yield number, what.sample, what.text, tokens
+                        yield number, what.sample, what.text, tokens, what.count
                     else:
                         finish = partial(finish_items, task, [works[number]], [[what]])
                         (result,) = finish() if are_short([[what]]) else await self.in_pool(order.owner, finish)
@@ -235,6 +249,8 @@ class Desk:
         for item in order.items:
             self.check(item)
         task = self.task(order.task, order.options, order.owner.tenant, order.namespace, computes=order.computes)
+        if order.echo is not None:
+            task = PromptTask(task, order.echo, self.llm.engine.options.eos_ids)
         works: list[Work] = [raised(work) for work in task.prepare(order.items)]
         if not any(work.requests for work in works):  # nobody would ever answer
             raise InputError("the request holds no text", remedy="give at least one", code="empty")
@@ -258,7 +274,8 @@ class Desk:
         """Gives (task, a Work of each item, replies) of an order that the engine works for within the context, and
         counts it where the context ends well. There is a reply for each text to generate, or one for all numbers."""
         started, loop = time.perf_counter(), asyncio.get_running_loop()
-        samples = num_samples(order.items) if order.task == "generate" else 1  # numbers are read together
+        makes_text = order.task == "generate" and order.echo is None
+        samples = num_samples(order.items) if makes_text else 1  # numbers are read together
         with self.room.preparing(num_bytes, order.owner, samples=samples) as prepared:
             is_short = self._is_soon_ready(order, num_bytes)
             task, works = self._prepare(order) if is_short else await self._prepared(order)

@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 from ..api import ENDPOINTS, KINDS, openai_error, response_body
 from ..api.asked import checked, flag, need
 from ..api.chunks import Chunks, read_stream
+from ..api.echo import Echo, read_echo
 from ..api.options import read_options
 from ..api.pooling import read_classify, read_pooling
 from ..api.tokens import DETOKENIZE_NAMES, TOKENIZE_NAMES
@@ -71,12 +72,21 @@ async def answer_kind(asking: Asking, kind: str) -> Response:
     found, meta = KINDS[kind], {}
     try:
         is_text = found.task == "generate"
-        stream, usage, body = read_stream(asking.body) if is_text else (False, False, asking.body)
+        echo = None
+        if is_text:
+            echo, body = read_echo(kind, asking.body, most=asking.site.options.max_logprobs)
+        stream, usage, body = read_stream(body) if is_text else (False, (False, False), asking.body)
         options, share, body = read_options(found.task, body)
         items, meta = found.read(body, {})
         order = asking.order(found.task, items, options, share=share)
+        if echo is not None:
+            meta |= await _echoed(asking, echo, items)
         if not stream:
-            results = await unless_gone(asking.request, asking.desk.answer(order, asking.num_bytes))
+            if echo is None or echo.top is None:
+                answer = asking.desk.answer(order, asking.num_bytes)
+            else:
+                answer = asking.desk.answer_with_prompts(order, asking.num_bytes, echo)
+            results = await unless_gone(asking.request, answer)
             write = partial(response_body, kind, meta, results, model=asking.model, id=new_id())
             return await asking.written(results, lambda: json_response(write()))
         samples = items[0]["sampling"].get("n") or 1
@@ -84,6 +94,20 @@ async def answer_kind(asking: Asking, kind: str) -> Response:
         return await in_events(asking, order, made, unnamed, mark=b"data: [DONE]\n\n")
     except InputError as wrong:
         raise wrong.renamed(found.name_of(wrong.field, meta)) from None
+
+
+async def _echoed(asking: Asking, echo: Echo, items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what the response needs to write what a request wants of its prompts."""
+    found: dict[str, Any] = {} if echo.listed is None else {"prompt_logprobs": echo.listed}
+    if not echo.text:
+        return found
+    llm = asking.desk.llm
+
+    def texts() -> list[str]:
+        prompts = [item["prompt"] for item in items]
+        return [one if isinstance(one, str) else tei.decoded(llm, [one], "prompt", False)[0] for one in prompts]
+
+    return found | {"echo": await asking.without_engine(texts), "echo_logprobs": echo.logprobs}
 
 
 async def models(site: Site, request: Request, tenant: Tenant) -> Response:

@@ -67,7 +67,7 @@ def are_soon_written(results: Sequence[Mapping[str, Any]]) -> bool:
     texts = [choice for result in results for choice in result.get("choices") or [result]]
     numbers = sum(result.get("num_generated", 0) for result in results)
     vectors = sum(len(result["embeddings"]) if "embeddings" in result else 1 for result in results)
-    told = sum(len(text.get("logprobs") or ()) for text in texts)
+    told = sum(len(one.get(name) or ()) for name, some in (("logprobs", texts), ("prompt", results)) for one in some)
     return vectors <= SHORT_RESULTS and numbers + TOKENS_A_LOGPROB * told <= SHORT_TOKENS
 
 

@@ -21,6 +21,8 @@ __all__ = ["Reads", "head_blocks", "log_probs", "run"]
 
 # Rows of the LM head computed at once: bounds the logits to 256 x vocabulary float32 numbers.
 HEAD_ROWS = 256
+# Rows of logits that are copied at once, where ranks are counted.
+RANKED_ROWS = 32
 
 
 def head_blocks(rows: int) -> Iterator[slice]:
@@ -93,7 +95,9 @@ def run(
 def _logprobs(model: CausalLM, hidden: Tensor, batch: Batch) -> Reads:
     """Returns the log-probability of each target; a row's log-sum-exp is computed once for all its targets."""
     ids = batch.targets
-    values = torch.empty(len(ids), dtype=torch.float32, device=hidden.device)
+    top = batch.step.readout.top
+    columns = () if top is None else (2 + 2 * top,)
+    values = torch.empty((len(ids), *columns), dtype=torch.float32, device=hidden.device)
     greedy = torch.empty(len(ids), dtype=torch.bool, device=hidden.device)
     for block in head_blocks(len(hidden)):
         logits = model.logits(hidden[block])
@@ -101,15 +105,24 @@ def _logprobs(model: CausalLM, hidden: Tensor, batch: Batch) -> Reads:
             continue
         some = slice(*np.searchsorted(batch.step.reads, (block.start, block.stop)).tolist())
         rows, wanted = batch.reads[some] - block.start, ids[some]
-        values[some], greedy[some] = log_probs(logits, rows, wanted)
+        values[some], greedy[some] = log_probs(logits, rows, wanted, top)
     return Reads(values, greedy)
 
 
-def log_probs(logits: Tensor, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def log_probs(logits: Tensor, rows: Tensor, ids: Tensor, top: int | None = None) -> tuple[Tensor, Tensor]:
     """Returns the log-probability of each of `ids` in its row of logits float32 [r, vocab], and whether it is the most
-    likely id of that row. rows, ids: int64 [n]."""
+    likely id of that row. rows, ids: int64 [n]; top: as of Readout."""
     sums, largest = log_sum_exp(logits)
-    return logits[rows, ids] - sums[rows], largest[rows] == ids
+    found = logits[rows, ids]
+    values = found - sums[rows]
+    if top is not None:
+        few = zip(rows.split(RANKED_ROWS), found.split(RANKED_ROWS), strict=True)
+        ranks = 1 + torch.cat([(logits[some] > own[:, None]).sum(-1) for some, own in few])
+        best, places = logits.topk(top, -1)
+        # A float32 holds every id below 2**24 exactly.
+        columns = (values[:, None], ranks[:, None], (best - sums[:, None])[rows], places[rows])
+        values = torch.cat([column.float() for column in columns], -1)
+    return values, largest[rows] == ids
 
 
 def mean_pool(hidden: Tensor, batch: Batch, path: Path) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,8 @@ def _read(
     at, back = send(once, hidden.device), send(twin_of.reshape(-1), hidden.device)
     if kind == "logprobs":
         assert logits is not None
-        return log_probs(logits[at], back, send(some.targets[place].astype(np.int64), hidden.device))
+        targets = send(some.targets[place].astype(np.int64), hidden.device)
+        return log_probs(logits[at], back, targets, some.readout.top)
     if kind == "logits":
         assert logits is not None
         values = logits[at][:, torch.as_tensor(some.readout.ids, device=logits.device)]
