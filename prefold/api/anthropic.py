@@ -20,7 +20,7 @@ _TYPES = {
 }  # fmt: skip
 MESSAGE_NAMES = (
     "model", "messages", "max_tokens", "system", "stop_sequences", "temperature", "top_p", "top_k", "stream", "tools",
-    "tool_choice", "metadata", "service_tier", "thinking", "cache_control",
+    "tool_choice", "metadata", "service_tier", "thinking", "cache_control", "output_config",
 )  # fmt: skip
 _SAMPLING = {"max_tokens": "max_tokens", "stop_sequences": "stop", "temperature": "temperature", "top_p": "top_p",
              "top_k": "top_k"}  # fmt: skip
@@ -62,10 +62,32 @@ def read_message(body: Mapping[str, Any], *, answered: bool = True) -> tuple[lis
     chat |= {theirs: body[ours] for ours, theirs in _SAMPLING.items() if body.get(ours) is not None}
     if body.get("tools"):
         chat["tools"] = [_tool(tool, i) for i, tool in enumerate(_list(body["tools"], "tools"))]
+    if (format := _format(body.get("output_config"))) is not None:
+        chat["response_format"] = format
     if body.get("tool_choice") is not None:
         chat["tool_choice"] = _choice(body["tool_choice"])
         chat["parallel_tool_calls"] = not flag(body["tool_choice"], "disable_parallel_tool_use")
     return read_chat(chat, {})
+
+
+def _format(config: Any) -> Body | None:
+    """Returns what a chat request calls the format of an `output_config`. Raises InputError."""
+    if config is None:
+        return None
+    remedy = 'give {"format": {"type": "json_schema", "schema": {...}}}'
+    if not isinstance(config, Mapping):
+        raise InputError("'output_config' is no object", field="output_config", remedy=remedy, code="wrong_type")
+    for name, value in config.items():
+        if name != "format" and value is not None:
+            message = f"'output_config.{name}' is not supported"[:200]
+            raise InputError(message, field=f"output_config.{name}"[:100], remedy="leave it out", code="unsupported")
+    format = config.get("format")
+    if format is None:
+        return None
+    if not isinstance(format, Mapping) or format.get("type") != "json_schema" or format.get("schema") is None:
+        message = f"'output_config.format' is {format!r:.100}"
+        raise InputError(message, field="output_config.format", remedy=remedy, code="wrong_type")
+    return {"type": "json_schema", "json_schema": {"schema": format["schema"]}}
 
 
 def _list(value: Any, field: str) -> list[Any]:

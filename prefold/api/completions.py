@@ -97,10 +97,9 @@ def read_chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[d
     sampling = {**CHAT_DEFAULTS, **defaults, **_sampling(body, meta)}
     if calls is not None:
         meta["calls"] = calls
-    if grammar is not None:
-        if "grammar" in sampling:
-            asked = meta.get("format", "the format of all answers (--json-schema, --json-object and their like)")
-            message = f"{asked} and tool_choice exclude each other"
+    if grammar is not None:  # a response_format is of the message's text, and an answer that must be a call has none
+        if meta.get("format", "response_format") != "response_format":
+            message = f"{meta['format']} and tool_choice exclude each other"
             raise InputError(message, field="tool_choice", remedy="give one of them")
         sampling["grammar"], meta["format"] = grammar, "tools"
     if body.get("logprobs"):

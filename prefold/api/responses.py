@@ -43,7 +43,7 @@ _REMEDIES = {
     "stream": "leave it out, since a batch answers with whole responses",
 }
 # {what a chat request calls it: what it is here}
-_NAMES = {"response_format": "text", "messages": "input", "max_completion_tokens": "max_output_tokens"}
+_NAMES = {"response_format": "text.format", "messages": "input", "max_completion_tokens": "max_output_tokens"}
 # Parameters that the response repeats.
 _SAID = (
     "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "parallel_tool_calls", "text",
@@ -192,8 +192,15 @@ def _format(text: Any) -> Body | None:
     if not isinstance(text, Mapping) or not isinstance(format, Mapping | None) or set(text) - {"format", "verbosity"}:
         remedy = 'give {"format": {"type": "text", "json_object" or "json_schema", ...}}'
         raise InputError(f"'text' is {text!r:.100}", field="text", remedy=remedy, code="wrong_type")
-    if format is None or format.get("type") != "json_schema":
-        return None if format is None else dict(format)
+    if format is None:
+        return None
+    kind = format.get("type")
+    if kind not in ("text", "json_object", "json_schema") or (kind == "json_schema" and format.get("schema") is None):
+        remedy = 'give {"type": "text" or "json_object"}, or {"type": "json_schema", "name": ..., "schema": {...}}'
+        message = f"'text.format' is {dict(format)!r:.100}"
+        raise InputError(message, field="text.format", remedy=remedy, code="wrong_type")
+    if kind != "json_schema":
+        return dict(format)
     return {"type": "json_schema", "json_schema": {name: format[name] for name in ("name", "schema") if name in format}}
 
 

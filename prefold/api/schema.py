@@ -188,6 +188,7 @@ _PARAMETERS: dict[Any, Schema] = {
     "stop_sequences": _TEXTS | {"description": "Texts that end the answer; they are left out of it."},
     ("message", "tool_choice"): _of("object", '{"type": auto, any, none or tool}; "disable_parallel_tool_use".'),
     "service_tier": _of("string", "Changes nothing."),
+    "output_config": _of("object", '{"format": {"type": "json_schema", "schema": {...}}}: the form of the answer.'),
     "thinking": _of("object", '{"type": "disabled"} only.'),
     "cache_control": _of("object", "Changes nothing: what is computed is kept anyway."),
 }  # fmt: skip

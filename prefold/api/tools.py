@@ -10,18 +10,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import InputError
+from ..text.schemas import with_keywords
 from .asked import flag
 
 __all__ = ["GrowingText", "calls_in", "grammar_of_calls", "read_tools"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", re.DOTALL)
-# Keywords of JSON Schema that hold values, and those that hold schemas by names.
-_VALUES = ("const", "enum", "default", "examples")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 Tools = list[Any]
 
 
@@ -31,6 +30,7 @@ def read_tools(body: Mapping[str, Any]) -> tuple[Tools | None, dict[str, Any] | 
     How calls are found: {"names": those of the functions, "forced": whether the answer is nothing but a call, "most":
     how many are taken, where not all are}. Raises InputError for a tool_choice or parallel_tool_calls that is wrong.
     """
+    body = {**body, "tools": _filled(body.get("tools"))}
     most = {} if flag(body, "parallel_tool_calls", True) else {"most": 1}
     tools, choice = body.get("tools") or None, body.get("tool_choice")
     if choice in (None, "auto", "none") or not tools:
@@ -51,6 +51,20 @@ def read_tools(body: Mapping[str, Any]) -> tuple[Tools | None, dict[str, Any] | 
             raise InputError(message, field="tool_choice", remedy=remedy, code="wrong_type")
     how = {"names": [_name(function) for function in functions], "forced": True}
     return tools, how, grammar_of_calls(functions)
+
+
+def _filled(tools: Any) -> Any:
+    """Returns tools whose functions have a description and parameters, null where they lack them: chat templates may
+    read both."""
+    if not isinstance(tools, list):
+        return tools
+    fields = ("name", "description", "parameters")
+    return [
+        {**tool, "function": dict.fromkeys(fields) | tool["function"]}
+        if isinstance(tool, dict) and isinstance(tool.get("function"), dict)
+        else tool
+        for tool in tools
+    ]
 
 
 def _functions(tools: Any) -> Sequence[Mapping[str, Any]]:
@@ -79,31 +93,16 @@ def grammar_of_calls(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for i, function in enumerate(functions):
         # The parameters of each function are a definition of their own, in which its references stay.
         own = f"#/$defs/{i}"
-        parameters[str(i)] = _moved(function.get("parameters") or {"type": "object"}, own)
+        parameters[str(i)] = with_keywords(function.get("parameters") or {"type": "object"}, partial(_moved, own))
         properties = {"name": {"const": function["name"]}, "arguments": {"$ref": own}}
         call = {"type": "object", "properties": properties, "required": list(properties)}
         calls.append(call | {"additionalProperties": False})
     return {"json_schema": (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"$defs": parameters}}
 
 
-def _moved(schema: Any, root: str, *, named: bool = False) -> Any:
-    """Returns a schema whose root is moved to `root` of a larger one: references to the root, and from it, begin there.
-
-    named  whether `schema` is no schema, but has schemas by names
-    """
-    if isinstance(schema, list):
-        return [_moved(one, root) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    found: dict[str, Any] = {}
-    for name, value in schema.items():
-        if not named and name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            found[name] = root + value[1:]
-        elif not named and name in _VALUES:
-            found[name] = value
-        else:
-            found[name] = _moved(value, root, named=not named and name in _NAMED)
-    return found
+def _moved(root: str, keyword: str, text: str) -> str:
+    """Returns the text of a keyword of a schema that is moved to `root` of a larger one: there its references begin."""
+    return root + text[1:] if keyword == "$ref" and (text == "#" or text.startswith("#/")) else text
 
 
 def calls_in(text: str, how: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:

@@ -34,7 +34,7 @@ def routes(site: Site) -> list[BaseRoute]:
 async def message(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers a conversation."""
     asking = await Asking.of(site, request, tenant)
-    stream = flag(asking.body, "stream")
+    stream, meta = flag(asking.body, "stream"), {}
     try:
         items, meta = read_message(asking.body)
         order = asking.order("generate", items)
@@ -44,7 +44,8 @@ async def message(site: Site, request: Request, tenant: Tenant) -> Response:
             return await asking.written([result], lambda: json_response(write()))
         return await in_events(asking, order, MessageEvents(meta, model=asking.model, id=new_id()))
     except InputError as wrong:
-        raise wrong.renamed(_NAMES.get((wrong.field or "").partition(".")[0], wrong.field)) from None
+        names = _NAMES | ({"grammar": "output_config.format"} if meta.get("format") == "response_format" else {})
+        raise wrong.renamed(names.get((wrong.field or "").partition(".")[0], wrong.field)) from None
 
 
 async def count_tokens(site: Site, request: Request, tenant: Tenant) -> Response:

@@ -57,6 +57,7 @@ _TAKES = {
     "/decode": ("tei_decode",), "/": ("tei_embed", "tei_predict", "tei_similarity", "tei_rerank"),
     "/rerank": ("rerank", "tei_rerank"), "/tokenize": ("tokenize_prompt", "tokenize_chat", "tei_tokenize"),
     "/detokenize": ("detokenize",), "/classify": ("classify",), "/pooling": ("pooling",),
+    "/v1/responses/input_tokens": ("response",),
 }  # fmt: skip
 _PAGED = {"/v1/files": ("after", "limit", "order", "purpose"), "/v1/batches": ("after", "limit", "order")}
 # {path: what its handler, which is made of a reader, does not say itself}

@@ -42,6 +42,7 @@ def routes(site: Site) -> list[BaseRoute]:
     """Returns the paths of responses."""
     table: list[tuple[str, str, Handle]] = [
         ("/v1/responses", "POST", create),
+        ("/v1/responses/input_tokens", "POST", count_input),
         ("/v1/responses/{id}", "GET", retrieve),
         ("/v1/responses/{id}", "DELETE", delete),
         ("/v1/responses/{id}/input_items", "GET", list_input),
@@ -83,6 +84,20 @@ async def create(site: Site, request: Request, tenant: Tenant) -> Response:
         return await in_events(asking, order, made, ended=lambda: kept(made.whole))
     except InputError as wrong:
         raise wrong.renamed(KINDS["response"].name_of(wrong.field, meta)) from None
+
+
+async def count_input(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers with how many tokens the prompt of an input has, after what was said before."""
+    asking = await Asking.of(site, request, tenant, computes=False)
+    try:
+        options, _, body = read_options("generate", asking.body)
+        (before, _), own = await _before(site, tenant, body.pop("previous_response_id", None)), body.get("input")
+        items, _ = read_responses({**body, "input": [*before, *input_items(own)]}, {})
+        order = asking.order("generate", items, options)
+        (ids,) = await unless_gone(request, asking.desk.tokens(order, asking.num_bytes))
+    except InputError as wrong:
+        raise wrong.renamed(KINDS["response"].name_of(wrong.field, {})) from None
+    return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
 def _is_kept(site: Site, body: Body) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..errors import InputError, MissingExtraError, UnsupportedModelError
 from ..types import Grammar
+from .schemas import with_keywords
 from .tokenizer import valid_text
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ MOST_STATES = 50_000
 # blanks until its context is full, and each costs a step.
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 FREE = {"whitespace_pattern": r"[ \t\n\r]{0,64}"}
+# Values of "format" in JSON schemas that the library enforces.
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+ALLOW_ONE_OF = 'Put "x-guidance": {"coerce_one_of": true} in the schema'
 REMEDIES = {
     "json_schema": "give a JSON schema; what of the standard is known: "
     "https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md",
@@ -144,7 +148,7 @@ def _source(grammar: Grammar) -> str:
     valid_text(grammar.text, "grammar")
     try:
         if grammar.kind in ("json_schema", "json"):
-            schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
+            schema = _known(grammar.text) if grammar.kind == "json_schema" else '{"type": "object"}'
             return make.grammar_from_json_schema(schema, defaults=COMPACT if grammar.compact else FREE)
         if grammar.kind == "choice":
             # All choices are one terminal, which is compiled to an automaton; 50,000 rules would be too many.
@@ -156,6 +160,18 @@ def _source(grammar: Grammar) -> str:
     return make.grammar_from_lark(grammar.text)
 
 
+def _known(schema: str) -> str:
+    """Returns a JSON schema without the formats that the library does not know: of texts whose format is not known,
+    JSON Schema says nothing. Raises ValueError for what is no JSON."""
+    if '"format"' not in schema:
+        return schema
+
+    def known(keyword: str, text: str) -> str | None:
+        return None if keyword == "format" and text not in FORMATS else text
+
+    return json.dumps(with_keywords(json.loads(schema), known), ensure_ascii=False)
+
+
 def _quoted(choices: str) -> list[str]:
     texts = json.loads(choices)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
@@ -164,7 +180,8 @@ def _quoted(choices: str) -> list[str]:
 
 
 def _refused(grammar: Grammar, why: object) -> InputError:
-    message = f"the grammar ({grammar.kind}) is refused: {_one_line(why)}"
+    reason = _one_line(why).replace("Enable 'coerce_one_of' option", ALLOW_ONE_OF)
+    message = f"the grammar ({grammar.kind}) is refused: {reason}"
     return InputError(message, field="grammar", remedy=REMEDIES[grammar.kind], code="invalid_grammar")
 
 

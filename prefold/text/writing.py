@@ -94,6 +94,10 @@ def _one_line(name: str, seconds: float) -> Iterator[None]:
     except jinja2.exceptions.SecurityError as error:
         message = f"the chat template {name} does what templates may not: {error}"
         raise InputError(_short(message), field="chat_template", remedy="correct it, or give another one") from None
+    except jinja2.UndefinedError as error:
+        message = f"the chat template {name} fails on these messages: {error}"
+        remedy = "look up which fields the messages and tools of this model have"
+        raise InputError(_short(message), field="messages", remedy=remedy) from None
     except jinja2.TemplateError as error:
         message = f"the chat template {name} refuses these messages: {error}"
         remedy = "look up which roles the model expects, and in which order"

@@ -118,19 +118,25 @@ def test_formats():
 
 
 @pytest.mark.parametrize("url", [CHAT, "/v1/responses"])
-def test_a_format_of_all_answers_and_a_call_exclude_each_other(url):
+def test_a_forced_call_and_a_format_of_all_answers(url):
+    """The format is of the text of answers, and a call has none."""
     function = {"name": "f", "parameters": {"type": "object"}}
     tool = {"type": "function"} | ({"function": function} if url == CHAT else function)
     body = {"messages" if url == CHAT else "input": USER, "tools": [tool], "tool_choice": "required"}
-    _, parsed = read(url, body, sampling={"grammar": {"json": True}})
-    assert parsed.error.field == "tool_choice" and "--json-object" in parsed.error.message
-    _, parsed = read(url, body)
-    assert parsed.error is None
+    found = item(url, body, sampling={"grammar": {"json": True}})
+    assert "name" in found["sampling"]["grammar"]["json_schema"]["properties"]
+
+
+def test_a_forced_call_and_an_expression_exclude_each_other():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    _, parsed = read(CHAT, {"messages": USER, "tools": tools, "tool_choice": "required", "guided_regex": "a"})
+    assert parsed.error.field == "tool_choice" and "guided_regex" in parsed.error.message
 
 
 def test_tools_and_the_chat_template():
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert item(CHAT, {"messages": USER, "tools": tools})["tools"] == tools
+    tools = [{"type": "function", "function": {"name": "f", "description": None, "parameters": None}}]
+    bare = [{"type": "function", "function": {"name": "f"}}]  # templates may read what it lacks
+    assert item(CHAT, {"messages": USER, "tools": bare})["tools"] == tools
     assert item(CHAT, {"messages": USER, "tools": tools, "tool_choice": "auto"})["tools"] == tools
     assert item(CHAT, {"messages": USER, "tools": tools, "tool_choice": "none"})["tools"] is None
     more = {"chat_template_kwargs": {"enable_thinking": False}, "continue_final_message": True}

@@ -15,6 +15,7 @@ from prefold.errors import InputError
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {}}}}}
 G = {"type": "function", "function": {"name": "g"}}
+NULLS = {"description": None, "parameters": None}  # templates may read both
 HOW = {"names": ["f", "g"], "forced": False}
 
 
@@ -41,7 +42,8 @@ def test_calls_in_a_text(text, rest, calls):
 
 
 def test_choices():
-    assert read_tools({"tools": [F, G]}) == ([F, G], HOW, None)
+    filled = [F | {"function": F["function"] | {"description": None}}, G | {"function": {"name": "g", **NULLS}}]
+    assert read_tools({"tools": [F, G]}) == (filled, HOW, None)
     assert read_tools({"tools": [F], "tool_choice": "none"}) == (None, None, None)
     assert read_tools({"messages": []}) == (None, None, None)
     _, how, grammar = read_tools({"tools": [F, G], "tool_choice": "required"})

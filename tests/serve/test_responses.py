@@ -117,6 +117,28 @@ def test_a_schema(bare):
     assert json.loads(found.output_text)["a"] in (1, 2)
 
 
+def test_the_tokens_of_an_input(client):
+    first = client.responses.create(model="tiny", input="hello", max_output_tokens=4)
+    asked = {"model": "tiny", "input": "again", "previous_response_id": first.id}
+    count = client.responses.input_tokens.count(**asked)
+    assert count.object == "response.input_tokens"
+    assert count.input_tokens == client.responses.create(max_output_tokens=1, **asked).usage.input_tokens
+    assert count.input_tokens > client.responses.input_tokens.count(model="tiny", input="again").input_tokens
+
+
+def test_a_forced_call_beside_a_format(bare):
+    """A format is of the message's text; where a call is forced there is none."""
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    tool = {"type": "function", "name": "pick", "parameters": schema}
+    format = {"type": "json_schema", "name": "other", "schema": {"type": "object"}}
+    found = bare.responses.create(
+        model="tiny", input="hi", text={"format": format}, tools=[tool], max_output_tokens=60,
+        tool_choice={"type": "function", "name": "pick"},
+    )  # fmt: skip
+    (call,) = found.output
+    assert call.type == "function_call" and json.loads(call.arguments)["n"] in (1, 2)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_kept_responses(client, llm, stream):
     first = client.responses.create(model="tiny", input="yes", max_output_tokens=9, stream=stream, **GREEDY)
@@ -151,7 +173,8 @@ def test_kept_responses(client, llm, stream):
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"max_output_tokens": "many"}, "max_output_tokens"),
-        ({"text": {"format": {"type": "xml"}}}, "text"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": 5}}}}, "text.format"),
         ({"store": True}, "store"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"include": ["file_search_call.results"]}, "include"),

@@ -7,6 +7,7 @@ import random
 import re
 import sys
 
+import llguidance
 import numpy as np
 import pytest
 from small_tokenizers import GgufCheckpoint, byte_level, gguf_metadata
@@ -15,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from prefold.errors import InputError, MissingExtraError, UnsupportedModelError
 from prefold.text import Tokenizer, load_tokenizer
-from prefold.text.grammar import GrammarCompiler, Matcher, check_grammar
+from prefold.text.grammar import FORMATS, GrammarCompiler, Matcher, _known, check_grammar
 from prefold.types import Grammar
 
 EOS = 2
@@ -249,6 +250,29 @@ def test_what_is_no_grammar_is_refused(tokenizers, grammar):
             refuse(grammar)
         assert caught.value.field == "grammar" and caught.value.remedy
         assert "\n" not in str(caught.value)
+
+
+def test_a_format_that_is_not_known_says_nothing():
+    """Those that are known are the library's own, and a property may be called "format"."""
+    for name in FORMATS:
+        source = llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "format": name}))
+        assert not llguidance.LLMatcher.validate_grammar(source)
+    texts = {"type": "string", "format": "uri-reference"}
+    dates = {"enum": [{"format": "regex"}]}
+    schema = {
+        "type": "object",
+        "properties": {"format": texts, "x": dates, "day": {"type": "string", "format": "date"}},
+    }
+    known = json.loads(_known(json.dumps(schema)))
+    assert known["properties"] == schema["properties"] | {"format": {"type": "string"}}
+    check_grammar(Grammar("json_schema", json.dumps(schema)))
+
+
+def test_one_of_names_what_allows_it():
+    schema = {"oneOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}
+    with pytest.raises(InputError, match=re.escape('"x-guidance": {"coerce_one_of": true}')):
+        check_grammar(Grammar("json_schema", json.dumps(schema)))
+    check_grammar(Grammar("json_schema", json.dumps(schema | {"x-guidance": {"coerce_one_of": True}})))
 
 
 def test_a_grammar_without_a_text_is_refused(compiler):

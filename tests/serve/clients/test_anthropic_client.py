@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import anthropic
 import pytest
 
@@ -64,6 +66,20 @@ def test_tools(client, stream, choice):
     answer = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "it is"}]}
     turns = [*CHAT, {"role": "assistant", "content": [block.to_dict()]}, answer]
     assert client.messages.create(model="tiny", max_tokens=2, messages=turns, tools=[TOOL]).usage.input_tokens >= 0
+
+
+def test_a_format(client):
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    asked = {"model": "tiny", "max_tokens": 60, "messages": CHAT}
+    (block,) = client.messages.create(**asked, extra_body={"output_config": config}).content
+    assert json.loads(block.text)["a"] in ("x", "y")
+    for wrong, field in (({"effort": "high"}, "output_config.effort"),
+                         ({"format": {"type": "json_schema", "schema": {"type": 5}}}, "type"),
+                         ({"format": {"type": "json_object"}}, "output_config.format")):  # fmt: skip
+        with pytest.raises(anthropic.BadRequestError, match=field):
+            client.messages.create(**asked, extra_body={"output_config": wrong})
 
 
 @pytest.mark.parametrize(
