@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from .endpoints import ENDPOINTS, KINDS, TASKS, RequestKind, error_body, openai_error, response_body
+from .endpoints import ENDPOINTS, KINDS, TASKS, RequestKind, openai_error, response_body
 
-__all__ = ["ENDPOINTS", "KINDS", "TASKS", "RequestKind", "error_body", "openai_error", "response_body"]
+__all__ = ["ENDPOINTS", "KINDS", "TASKS", "RequestKind", "openai_error", "response_body"]

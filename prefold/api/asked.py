@@ -35,9 +35,9 @@ class Asked:
 
 
 def checked(body: Mapping[str, Any], *known: str) -> Mapping[str, Any]:
-    """Returns the body. Raises InputError for a field that is not known."""
-    for name in body:
-        if name not in known:
+    """Returns the body. Raises InputError for a field that is not known, unless it is null."""
+    for name, value in body.items():
+        if value is not None and name not in known:
             remedy = f"the fields are {', '.join(known)}"
             raise InputError(f"unknown field {name!r:.100}", field=name[:100], remedy=remedy, code="unsupported")
     return body

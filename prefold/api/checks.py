@@ -14,12 +14,13 @@ _IGNORED = {"user", "model", "priority", "request_id"}
 
 
 def check_names(body: dict[str, Any], known: set[str]) -> None:
-    """Raises InputError for a parameter that is not known, unless it is one that changes no result."""
+    """Raises InputError for a parameter that is not known, unless it is one that changes no result, or
+    null: clients in typed languages write all that they know."""
     for key in body:
         if key == "truncate_prompt_tokens" and body[key] is not None:
             remedy = "leave it out, and give --truncate to cut what is too long"
             raise InputError(f"{key!r} cannot be set per request", field=key, remedy=remedy, code="unsupported")
-        if key not in known | _IGNORED | {"truncate_prompt_tokens"}:
+        if body[key] is not None and key not in known | _IGNORED | {"truncate_prompt_tokens"}:
             remedy = _REMEDIES.get(key, "leave it out")
             raise InputError(f"unknown parameter {key!r}", field=key, remedy=remedy, code="unsupported")
 

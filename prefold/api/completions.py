@@ -130,7 +130,7 @@ def read_completion(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[
 def _check(body: dict[str, Any], known: set[str], neutral: dict[str, tuple[Any, ...]]) -> None:
     allowed = _NEUTRAL | neutral
     for name, value in body.items():
-        if name in known | _IGNORED or (name in allowed and (value is None or value in allowed[name])):
+        if value is None or name in known | _IGNORED or (name in allowed and value in allowed[name]):
             continue
         what = f"{name} is not supported" if name in allowed else f"unknown parameter {name!r}"
         raise InputError(what, field=name, remedy=_REMEDIES.get(name, "leave it out"), code="unsupported")

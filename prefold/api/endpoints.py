@@ -7,13 +7,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import InputError
 from .completions import CHAT_NAMES, COMPLETION_NAMES, chat_body, completion_body, read_chat, read_completion, usage_of
 from .embeddings import EMBEDDINGS_NAMES, embeddings_body, read_embeddings
 from .responses import RESPONSE_NAMES, read_responses, responses_body
 from .scores import RERANK_NAMES, SCORE_NAMES, read_rerank, read_score, rerank_body, score_body
 
-__all__ = ["ENDPOINTS", "KINDS", "TASKS", "RequestKind", "error_body", "openai_error", "response_body"]
+__all__ = ["ENDPOINTS", "KINDS", "TASKS", "RequestKind", "openai_error", "response_body"]
 
 Body = dict[str, Any]
 Meta = dict[str, Any]
@@ -110,9 +109,3 @@ def openai_error(status: int, message: str, code: str, param: str | None) -> tup
     """Returns (status, body) of an error in OpenAI's form."""
     kind = _ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code or None}}
-
-
-def error_body(error: InputError) -> Body:
-    """Returns the body of a response with status 400. The error's field is the request's (see
-    `RequestKind.name_of`)."""
-    return openai_error(400, str(error), error.code, error.field)[1]

@@ -62,9 +62,7 @@ def read_responses(body: Body, defaults: Mapping[str, Any]) -> tuple[list[Body],
     defaults: {field of Sampling: value}, in place of OpenAI's own
     """
     for name, value in body.items():
-        if name in RESPONSE_NAMES | _IGNORED:
-            continue
-        if name in _NEUTRAL and (value is None or value in _NEUTRAL[name]):
+        if value is None or name in RESPONSE_NAMES | _IGNORED or (name in _NEUTRAL and value in _NEUTRAL[name]):
             continue
         what = f"{name} is not supported" if name in _NEUTRAL else f"unknown parameter {name!r}"
         raise InputError(what, field=name, remedy=_REMEDIES.get(name, "leave it out"), code="unsupported")

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..api import ENDPOINTS, KINDS, error_body, response_body
+from ..api import ENDPOINTS, KINDS, openai_error, response_body
 from ..errors import InputError, record_error
 from .adapter import Parsed
 from .fields import check_utf8
@@ -28,6 +28,7 @@ _LINE_ERRORS = {
     "duplicate_custom_id", "unknown_url", "invalid_line", "mismatched_url", "batch_expired", "batch_cancelled",
     "batch_failed",
 }  # fmt: skip
+_STATUS = {"model_not_found": 404}
 # URLs that people ask for and that are not served, with the way to get the same.
 _OTHER_URLS = {
     "/v1/moderations": "classify the texts: prefold classify FILE --labels ...",
@@ -137,13 +138,13 @@ class OpenAIBatch:
     def error_line(self, number: int, meta: dict[str, Any] | None, error: InputError) -> dict[str, Any]:
         custom_id = None if meta is None else meta["id"]
         if meta is None or error.code in _LINE_ERRORS:
-            details = error_object(error)
-            details["message"] = f"record {number}: {details['message']}"
+            details = error_object(error) | {"record": number}
             line_id = f"batch_req_{self._digest(number)}"
             return {"id": line_id, "custom_id": custom_id, "response": None, "error": details}
         if "kind" in meta:
             error = error.renamed(KINDS[meta["kind"]].name_of(error.field, meta))
-        return self._response(number, custom_id, 400, error_body(error))
+        status, body = openai_error(_STATUS.get(error.code, 400), str(error), error.code, error.field)
+        return self._response(number, custom_id, status, body)
 
     def _response(self, number: int, custom_id: str | int | None, status: int, body: dict[str, Any]) -> dict[str, Any]:
         digest = self._digest(number)

@@ -18,7 +18,7 @@ from .site import Face, Site, new_id
 
 __all__ = ["COHERE", "routes"]
 
-COHERE = Face("cohere", cohere_error)
+COHERE = Face("cohere", cohere_error, truncate='"truncate": "END", or "max_tokens_per_doc" of rerank')
 
 
 def routes(site: Site) -> list[BaseRoute]:

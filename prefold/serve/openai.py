@@ -30,7 +30,7 @@ from .site import Face, Site, new_id
 
 __all__ = ["OPENAI", "answer_kind", "routes"]
 
-OPENAI = Face("openai", openai_error)
+OPENAI = Face("openai", openai_error, truncate='"truncate_prompt_tokens": -1')
 
 
 def routes(site: Site) -> list[BaseRoute]:

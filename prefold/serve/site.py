@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import InputError, PrefoldError, RankError, UnsupportedModelError
+from ..tasks.base import TRUNCATE
 from .batches import Batches
 from .bodies import Bodies
 from .desk import Desk
@@ -26,6 +28,9 @@ __all__ = ["Face", "Site", "new_id", "refusal_of"]
 
 # For so long the server is said to fail after a step that failed, unless one does not.
 FAILING_SECONDS = 10.0
+
+# What an error's remedy says of cutting, in the words of Python and of the command line.
+_CUT = re.compile(rf"(,? or have (?:it|documents) cut with ){re.escape(TRUNCATE)}")
 
 State = Literal["loading", "ready", "draining", "failed"]
 
@@ -126,12 +131,14 @@ class Site:
 class Face:
     """A Face is one API's way to speak: how errors look, and which path is answered by whom.
 
-    error  (status, message, code, param) -> (status, body) of an error's response
+    error     (status, message, code, param) -> (status, body) of an error's response
+    truncate  what a request says to have a prompt cut that is too long; empty: nothing does
     """
 
     name: str
     error: Callable[[int, str, str, str | None], tuple[int, Any]]
     headers: dict[str, str] = field(default_factory=dict)
+    truncate: str = ""
 
     def endpoint(
         self, site: Site, handle: Callable[[Site, Request, Tenant], Awaitable[Response]], *, admin: bool = False
@@ -167,6 +174,7 @@ class Face:
     def refuse(self, site: Site, error: Exception) -> Response:
         """Returns the response that says what is wrong."""
         refusal, message = refusal_of(site, error)
+        message = _CUT.sub(lambda found: found[1] + self.truncate if self.truncate else "", message)
         status, body = self.error(refusal.status, message, refusal.code, refusal.param)
         return json_response(body, status, {**self.headers, **refusal.headers})
 

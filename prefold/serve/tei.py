@@ -23,7 +23,7 @@ from .site import Face, Site
 
 __all__ = ["TEI", "rerank", "routes", "tokenize"]
 
-TEI = Face("tei", tei_error)
+TEI = Face("tei", tei_error, truncate='"truncate": true')
 T = TypeVar("T")
 
 

@@ -101,7 +101,7 @@ def test_a_line_that_goes_nowhere_has_an_error_and_no_response(data, code, field
     assert (parsed.error.code, parsed.error.field) == (code, field) and parsed.error.remedy
     out = batch.error_line(3, parsed.meta, parsed.error)
     assert out["response"] is None and out["error"]["code"] == code
-    assert "record 3" in out["error"]["message"]
+    assert out["error"]["record"] == 3 and out["error"]["message"] == parsed.error.message
     known = data.get("custom_id")
     assert out["custom_id"] == (known if isinstance(known, str) and known else None)
 

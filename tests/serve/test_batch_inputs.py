@@ -106,4 +106,4 @@ def test_a_line_is_no_larger_than_a_body(llm, tmp_path):
         assert set(lines_of(client, done.output_file_id)) == {"c0", "c1"}
         bad = [json.loads(line)["error"] for line in client.files.content(done.error_file_id).text.splitlines()]
         assert [one["code"] for one in bad] == ["too_large"] * 2
-        assert "record 2: the line is longer than 1000 bytes" in bad[0]["message"]
+        assert bad[0]["record"] == 2 and "the line is longer than 1000 bytes" in bad[0]["message"]

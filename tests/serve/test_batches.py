@@ -78,6 +78,8 @@ def test_lines_that_are_wrong_are_in_the_error_file(client):
     errors = [json.loads(line) for line in content(client, done.error_file_id).splitlines()]
     codes = {e["custom_id"]: (e["error"] or e["response"]["body"]["error"])["code"] for e in errors}
     assert codes["c1"] == "model_not_found" and codes["c3"] == "mismatched_url"
+    (wrong,) = [e["response"] for e in errors if e["custom_id"] == "c1"]
+    assert wrong["status_code"] == 404 and "dummy" not in wrong["body"]["error"]["message"]
     assert codes["c0"] == "duplicate_custom_id" and len(errors) == 6
 
 

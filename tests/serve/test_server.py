@@ -18,6 +18,7 @@ from prefold.serve.options import ServeOptions
 from prefold.serve.run import bind
 from prefold.types import Owner, Request, Sampling
 
+TOO_LONG = "a " * 3000
 LONG = {"prompt": "the yes no", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
 
 
@@ -79,6 +80,52 @@ def test_bad_requests(server):
             error = found.json()["error"]
             assert (found.status_code, error["code"]) == (status, code), error
         assert client.get("/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "remedy"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": TOO_LONG}]},
+            {"truncate_prompt_tokens": -1},
+        ),
+        ("/v1/completions", {"prompt": TOO_LONG}, {"truncate_prompt_tokens": -1}),
+        ("/v1/embeddings", {"input": TOO_LONG}, {"truncate_prompt_tokens": -1}),
+        ("/embed", {"inputs": TOO_LONG}, {"truncate": True}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": TOO_LONG}], "max_tokens": 1}, None),
+    ],
+)
+def test_what_is_too_long_names_a_remedy_that_is_taken(server, path, body, remedy):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        found = client.post(path, json=body)
+        assert found.status_code == (422 if path == "/embed" else 400) and "shorten it" in found.text
+        assert "--truncate" not in found.text and "truncate=True" not in found.text
+        if remedy is None:
+            assert "cut" not in found.text
+        else:
+            assert json.dumps(remedy)[1:-1] in found.text.replace("\\", "")
+            assert client.post(path, json=body | remedy).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/embed", {"inputs": "a"}),
+        ("/v1/embed", {"texts": ["a"], "input_type": "search_query"}),
+    ],
+)
+def test_a_null_is_left_out(server, path, body):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        found = client.post(path, json=body | {"what_is_this": None})
+        assert found.status_code == 200, found.text
+        assert client.post(path, json=body | {"what_is_this": 1}).status_code in (400, 422)
 
 
 def test_limits(llm):
