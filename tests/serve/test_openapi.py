@@ -31,7 +31,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-ODD = {"odd": {"x": 1}}
+ODD = [5.5]
 
 
 def is_refused(read, body):
