@@ -18,6 +18,7 @@ from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from ..api.echo import Echo
 from ..engine.pace import Pace
@@ -137,7 +138,9 @@ class Desk:
     async def answer_with_prompts(self, order: TaskOrder, num_bytes: int, echo: Echo) -> list[dict[str, Any]]:
         """Returns the task's result of each item, with "prompt" as PromptTask gives it. Raises InputError or
         Refusal."""
-        scored = await self.answer(replace(order, echo=echo), num_bytes)
+        # As for other numbers, a namespace of their own keeps apart what is not to be shared.
+        namespace = order.namespace if order.share else order.namespace + uuid4().hex
+        scored = await self.answer(replace(order, echo=echo, namespace=namespace), num_bytes)
         if all("finish_reason" in one for one in scored):
             return scored
         made = await self.answer(order, num_bytes)
