@@ -249,7 +249,7 @@ def logprobs_of(said: Sequence[Any], request: Request, readout: Readout) -> Resu
     for number, one in enumerate(said):
         found = one["choices"][0].get("prompt_logprobs")
         if found is None:
-            raise RowError("the server", 200, "it gives no log-probabilities of prompts (vLLM does)")
+            raise RowError("the server", 200, "it gives no log-probabilities of prompts (vLLM and prefold serve do)")
         targets = [ends[number]] if ends is not None else request.targets.tolist()  # type: ignore[union-attr]
         for target, entry in zip(targets, found[-count:], strict=True):
             values.append(entry[str(target)]["logprob"])

@@ -1,7 +1,7 @@
 """Replicas that are servers: any that speaks OpenAI's API (vLLM, SGLang, prefold serve, ...), or TEI.
 
 Generated text comes from /v1/completions or /v1/chat/completions, embeddings from /v1/embeddings or TEI's /embed, and
-log-probabilities of targets from vLLM's /v1/completions.
+log-probabilities of targets from /v1/completions as vLLM has it.
 """
 
 from __future__ import annotations

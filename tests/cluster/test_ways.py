@@ -231,7 +231,7 @@ def test_lines_of_a_batch(request, llm, in_one_process, way):
     assert lengths.count(CONTEXT) > 3, "most are answered until the context is full"
     has_ids = way not in (to_prefold, to_vllm)
     kinds = ["chat", "completion", *["embedding"] * (way is not in_vllm)]
-    kinds += ["rerank"] * (way in (ids_to_vllm, on_ray))
+    kinds += ["rerank"] * (way in (ids_to_prefold, ids_to_vllm, on_ray))
     names = [name for name in expected if name.split()[0] in kinds and (has_ids or name.split()[-1] != "near")]
     found = run([one for one in lines() if one["custom_id"] in names], "--seed", "5", *way(request, llm))
     assert_same_lines({name: expected[name] for name in names}, found, has_ids)
@@ -267,8 +267,8 @@ def table():
 
 
 WAYS = [
-    *[(way, task) for way in (ids_to_prefold, to_prefold) for task in ("generate", "raw", "embed")],
-    *[(ids_to_vllm, task) for task in TASKS],
+    *[(way, task) for way in (ids_to_prefold, ids_to_vllm) for task in TASKS],
+    *[(to_prefold, task) for task in ("generate", "raw", "embed")],
 ]
 
 
