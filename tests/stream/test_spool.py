@@ -206,11 +206,11 @@ def peak_bytes(num: int, generate: bool = False) -> int:
 @pytest.mark.parametrize("generate", [False, True])
 def test_memory_does_not_grow_with_the_job(generate):
     peak_bytes(100, generate)  # what is made once, whatever the job
-    assert peak_bytes(20_000, generate) < peak_bytes(10_000, generate) + 10_000 * 8
+    assert peak_bytes(20_000, generate) < peak_bytes(10_000, generate) + 10_000 * 32  # less than an object has
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("generate", [False, True])
 def test_memory_does_not_grow_with_a_large_job(generate):
     peak_bytes(100, generate)
-    assert peak_bytes(200_000, generate) < peak_bytes(50_000, generate) + 150_000 * 8
+    assert peak_bytes(200_000, generate) < peak_bytes(50_000, generate) + 150_000 * 32
