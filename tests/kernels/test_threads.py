@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from prefold import kernels
+from prefold.kernels.build import SOURCES, find_compiler
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 
@@ -141,3 +143,22 @@ print(sleeps() - before)
     }
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout) > 50
+
+
+def test_threads_spin_as_long_as_gaps_last_unless_a_core_is_wanted(tmp_path):
+    """A program with a clock of its own prints how long threads would spin for a loop and callers for threads."""
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    program, source = tmp_path / "patience", Path(__file__).parent / "patience.cpp"
+    subprocess.run([compiler, "-std=gnu++17", f"-I{SOURCES}", str(source), "-o", str(program)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "new 50 500",
+        "gaps of 300: 600 500",
+        "a gap of 1500: 3000",
+        "gaps of 300 again, and one switch a window: 600 500",
+        "idle for 30000: 600",
+        "wanted: nearly always",
+        "free again: 600 500",
+    ]

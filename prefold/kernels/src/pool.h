@@ -1,10 +1,13 @@
 // Threads of our own, which neither wait for each other at a barrier nor keep a core busy that somebody else needs.
 //
 // A parallel loop in OpenMP ends when every thread of the team has come to its end, also one that the system has not
-// let run at all because another process has its core; and while threads wait they spin, for milliseconds, on cores
-// that the thread they wait for could use. Here the calling thread begins at once, whoever comes in time helps, and
-// the caller waits only for those who are in the middle of something. Threads that wait spin for some microseconds,
-// as long as the pause between two layers' loops takes, and then sleep.
+// let run at all because another process has its core. Here the calling thread begins at once, the threads that come
+// in time help, and the caller waits only for threads that are in the middle of something.
+//
+// Waking a thread that sleeps costs as much as a short loop takes, on a virtual machine more. So threads spin from
+// one loop to the next, for as long as the gaps between loops have lately been, and sleep when the next loop does not
+// come by then. Spinning is free only while nobody else wants the core: the involuntary context switches of the
+// threads tell when somebody does, and then threads sleep after microseconds (`patience.h`).
 #pragma once
 
 #include <pthread.h>
@@ -20,6 +23,8 @@
 #include <system_error>
 #include <thread>
 
+#include "patience.h"
+
 namespace prefold {
 
 inline void pause_briefly() {
@@ -29,8 +34,6 @@ inline void pause_briefly() {
   asm volatile("yield");
 #endif
 }
-
-using Clock = std::chrono::steady_clock;
 
 // Whether `ready` came true while spinning, for so long at most.
 template <class Ready>
@@ -68,15 +71,6 @@ inline void sleep_for_ever() {
 }
 
 class Pool {
-  // How long a thread spins for the next loop before it sleeps. Python needs 10 to 40 microseconds between two loops
-  // of a decoding step; on a busy machine every microsecond more is taken from somebody who could work.
-  static constexpr Clock::duration kIdle = std::chrono::microseconds(50);
-  // How long the caller spins for those who still work. If they take longer, they have probably lost their core,
-  // and the caller's is the next that is free.
-  static constexpr Clock::duration kDone = std::chrono::microseconds(20);
-  // After a long loop both may be longer: this part of its time, and not more than a millisecond.
-  static constexpr int kPart = 16;
-  static constexpr Clock::duration kLongest = std::chrono::milliseconds(1);
   static constexpr int kMostThreads = 1024;
 
  public:
@@ -100,6 +94,7 @@ class Pool {
     if (!turn || threads < 2) return body(0);
     grow(threads < kMostThreads ? threads : kMostThreads);
     const auto started = Clock::now();
+    patience_.begin(started);
     invoke_ = [](const void* given, int participant) { (*static_cast<const Body*>(given))(participant); };
     body_ = &body;
     participants_ = threads;
@@ -109,15 +104,18 @@ class Pool {
       wake_.notify_all();
     }
     body(0);
-    const Clock::duration part = std::min(kLongest, (Clock::now() - started) / kPart);
-    idle_.store(std::max(kIdle, part).count(), std::memory_order_relaxed);
+    const auto finished = Clock::now();
     gate_.fetch_and(~uint64_t{kOpen});
     const auto left = [this] { return working(gate_.load()) == 0; };
-    if (spin(std::max(kDone, part), left)) return;
-    std::unique_lock<std::mutex> lock(mutex_);
-    caller_sleeps_.store(true);
-    done_.wait(lock, left);
-    caller_sleeps_.store(false);
+    if (!spin(patience_.for_helpers(finished - started), left)) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      caller_sleeps_.store(true);
+      done_.wait(lock, left);
+      caller_sleeps_.store(false);
+    }
+    const auto ended = Clock::now();
+    patience_.look(callers_watch(), ended, involuntary_switches);
+    patience_.end(ended);
   }
 
  private:
@@ -126,6 +124,11 @@ class Pool {
   static uint32_t number(uint64_t gate) { return static_cast<uint32_t>(gate >> 32); }
   static bool open(uint64_t gate) { return gate & kOpen; }
   static uint32_t working(uint64_t gate) { return static_cast<uint32_t>(gate) & ~kOpen; }
+
+  static Watch& callers_watch() {
+    thread_local Watch watch;
+    return watch;
+  }
 
   static std::atomic<Pool*>& current() {
     static std::atomic<Pool*> pool{nullptr};
@@ -142,12 +145,14 @@ class Pool {
 
   void work(int participant) {
     uint32_t seen = 0;
+    Watch watch;
     for (;;) {
       const auto called = [&] {
         const uint64_t gate = gate_.load();
         return open(gate) && number(gate) != seen;
       };
-      if (!spin(Clock::duration(idle_.load(std::memory_order_relaxed)), called)) {
+      patience_.look(watch, Clock::now(), involuntary_switches);
+      if (!spin(patience_.for_loop(), called)) {
         std::unique_lock<std::mutex> lock(mutex_);
         sleeping_.fetch_add(1);
         wake_.wait(lock, called);
@@ -175,7 +180,7 @@ class Pool {
   alignas(64) std::atomic<uint64_t> gate_{0};
   alignas(64) std::atomic<int> sleeping_{0};
   std::atomic<bool> caller_sleeps_{false};
-  std::atomic<Clock::rep> idle_{kIdle.count()};
+  Patience patience_;
   std::mutex mutex_;  // of those who sleep
   std::condition_variable wake_, done_;
 };
