@@ -48,8 +48,8 @@ class Patience {
   static constexpr Duration kWindow = std::chrono::milliseconds(20);
   static constexpr long kSwitches = 2;
   // For how long threads then do not spin: doubled each time that the core is found wanted again, halved when not.
-  static constexpr Duration kLeastPause = std::chrono::milliseconds(20);
-  static constexpr Duration kMostPause = std::chrono::seconds(1);
+  static constexpr Duration kLeastPause = std::chrono::milliseconds(100);
+  static constexpr Duration kMostPause = std::chrono::seconds(2);
 
  public:
   // How long a thread spins for the next loop.
