@@ -23,10 +23,11 @@ CHANGES = re.compile(
     r"block_types|indexer|hc_|ngram|embedding_fraction|early_exit|loop|ut_steps"
 )
 # What those of these names contain that change nothing: of training; of the precision in which, and by what code, the
-# same is computed; of what is returned; of tokens; of biases, which are tensors and so are missed where they are not
-# read; and of settings that say nothing without another one.
+# same is computed; of what is returned; of tokens, and of how text is drawn; of biases, which are tensors and so are
+# missed where they are not read; and of settings that say nothing without another one.
 NEUTRAL = re.compile(
-    r"drop|init|loss|jitter|checkpoint|flash|implementation|attn_impl|kernel|memory_efficient|fp32|in_float32|"
+    r"drop|init|loss|jitter|checkpoint|lora_|neftune|^finetuning|ngram_size|cross_attention|^(top_k|temperature)$|^sbert_|"
+    r"flash|implementation|attn_impl|kernel|memory_efficient|fp32|in_float32|"
     r"^output_(attentions|hidden|router)|^return_|token|^summary_|^reorder_and_upcast|^chunk_size_feed|"
     r"(?<!position)_bias$|^max_position|"
     r"^(max_window_layers|_?sliding_window_pattern|original_max_position_embeddings|rope_theta)$"

@@ -228,8 +228,9 @@ def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSe
     """
     saved = checkpoint.read_json("config_sentence_transformers.json") or {}
     own = checkpoint.config.get("sentence_transformers")
-    activation = saved.get("activation_fn") or (own or {}).get("activation_fn") or ""
-    if saved.get("model_type") == "CrossEncoder" or own is not None:
+    older = checkpoint.config.get("sbert_ce_default_activation_function")  # until sentence-transformers 4
+    activation = saved.get("activation_fn") or (own or {}).get("activation_fn") or older or ""
+    if saved.get("model_type") == "CrossEncoder" or own is not None or older is not None:
         module = checkpoint.read_json("sentence_bert_config.json") or {}
         as_messages = "message" in (module.get("modality_config") or {})
         prompt = _pair_of_messages(tokenizer) if as_messages and tokenizer is not None else None

@@ -258,6 +258,9 @@ RELICS = {
     "task_specific_params": {"text-generation": {"max_length": 50}}, "gradient_checkpointing": False,
     "original_max_position_embeddings": 512, "rope_theta": 1e4, "logits_scaling": 1.0,
     "quantization_config": None, "output_router_logits": True, "softmax_in_fp32": True, "num_experts": 0,
+    "top_k": 50, "top_p": 1.0, "temperature": 0.7, "no_repeat_ngram_size": 3, "add_cross_attention": False,
+    "lora_alpha": 16, "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity",
+    "cross_attention_hidden_size": 64, "finetuning_task": "mnli", "neftune_alpha": 5,
 }  # fmt: skip
 
 

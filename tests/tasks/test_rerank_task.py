@@ -174,6 +174,7 @@ def test_a_cross_encoder_gets_the_pair_it_was_trained_on():
 
     assert text({}).startswith("<|im_start|>system")  # Qwen3-Reranker, turned into a classifier
     assert text({"sentence_transformers": {"version": "5.0"}}) == "yesno"
+    assert text({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}) == "yesno"
     assert text({"architectures": ["LlamaForSequenceClassification"]}, tokenizer()) == "yesno"
     assert text({"sentence_transformers": {}}, template="{query}|{document}") == "yes|no"
     config = ONE_LABEL | {"sentence_transformers": {}}
