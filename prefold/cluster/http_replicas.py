@@ -290,13 +290,13 @@ class HttpReplicas(Replicas):
             with reading(server.url):
                 return [generated_of(said)], generation_stats(said)
         if call.readout.kind in _LOGPROBS:
-            bodies = logprob_bodies(requests[0], call.readout, self.model)
+            bodies = logprob_bodies(requests[0], call.readout, server.model)
             answers = [await server.post([body]) for body in bodies]
             tokens = len(requests[0].tokens)
             stats = Stats(tokens=tokens, rows_computed=len(bodies) * tokens, requests=1, steps=1)
             with reading(server.url):
                 return [logprobs_of(answers, requests[0], call.readout)], stats
-        said = await server.post(embedding_bodies(requests, call.readout, self.model, text_of))
+        said = await server.post(embedding_bodies(requests, call.readout, server.model, text_of))
         tokens = sum(len(request.tokens) for request in requests)
         stats = Stats(tokens=tokens, rows_computed=tokens, requests=len(requests), steps=1)
         with reading(server.url):
@@ -310,7 +310,7 @@ class HttpReplicas(Replicas):
 
         async def post(knows_all: bool) -> Any:
             how = {"context": server.context, "knows_all": knows_all}
-            return await server.post([generation_body(request, self.model, text_of, call.text, **how)])
+            return await server.post([generation_body(request, server.model, text_of, call.text, **how)])
 
         knows_all = server.knows_all
         try:

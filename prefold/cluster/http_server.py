@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -68,6 +69,7 @@ def check_key() -> None:
 class RemoteServer:
     """A server, what it has to do, and how much it can take.
 
+    model      the name that its model has there
     context    of its model, in tokens; None: it does not say
     most       requests in flight, at most
     patience   seconds for which a request is sent again where it fails
@@ -78,6 +80,7 @@ class RemoteServer:
 
     url: str
     client: httpx.AsyncClient
+    model: str
     context: int | None = None
     most: int = 256
     patience: float = 300.0
@@ -179,12 +182,14 @@ async def meet(
     )
     try:
         contexts = contexts_of(await _first_answer(client, url, patience, first or FirstAnswer()))
+        if model not in contexts and Path(model).exists() and Path(model).resolve().name in contexts:
+            model = Path(model).resolve().name  # as `prefold serve` calls a model of its own disk
         if contexts and model not in contexts:
             raise ServerDown(f"it has no model {model!r}; those it has: {', '.join(contexts)}")
     except BaseException:
         await client.aclose()
         raise
-    return RemoteServer(url, client, contexts.get(model), most, patience)
+    return RemoteServer(url, client, model, contexts.get(model), most, patience)
 
 
 async def _first_answer(client: httpx.AsyncClient, url: str, patience: float, first: FirstAnswer) -> httpx.Response:

@@ -117,6 +117,20 @@ def test_token_ids_go_where_they_are_taken(table, ids):
     assert sent.count(str) <= 1 if ids else list in sent[:9] and sent.count(list) < 20
 
 
+def test_a_folders_model_has_the_folders_name_at_a_server(table):
+    """`prefold serve -m FOLDER` calls the model by the last part of the path."""
+    from prefold.checkpoint import Checkpoint
+    from prefold.text import load_tokenizer
+
+    write_tokenizer(table / "named")
+    (table / "named" / "config.json").write_text('{"model_type": "a_family_that_is_new"}')
+    tokenizer = load_tokenizer(Checkpoint("named", table / "named", "folder", {}))
+    with serving(models=("named",), decode=tokenizer.decode) as server:
+        run("--raw", "--url", server.url, model=table / "named")
+    assert_answered(output())
+    assert {body["model"] for _, body in server.requests} == {"named"}
+
+
 @pytest.fixture
 def chats(tmp_path, monkeypatch):
     """Two lines of a batch without max_tokens, and a tokenizer's folder that says a context of 512."""
