@@ -29,7 +29,7 @@ def test_in_python(llm, bad):
         lambda: llm.embed(["yes", bad]),
         lambda: llm.classify(["yes", bad], LABELS),
         lambda: llm.rerank("yes", ["no", bad]),
-        lambda: llm.rerank(bad, ["no"]),
+        lambda: llm.rerank(bad or "", ["no"]),  # a query is a text
     ):
         with pytest.raises(InputError) as error:
             call()

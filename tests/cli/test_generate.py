@@ -189,7 +189,7 @@ def test_a_job_is_told_by_every_option_that_changes_a_result():
     others = {"input", "input_format", "load_format", "output", "keep_order", "overwrite", "resume", "report", "stream"}
     others |= {"quiet", "limit", "window", "device", "threads", "sharing", "max_batch_rows", "kv_memory"}
     others |= {"max_running", "cache", "as_json", "tensor_parallel", "template_seconds", "grown", "prompt_file"}
-    others |= {"ray", "replicas", "patience", "url", "media_memory", "mmproj", "sharing_threshold"}
+    others |= {"ray", "replicas", "patience", "url", "media_memory", "mmproj", "sharing_threshold", "plugin"}
     for name in ("generate", "rerank", "embed", "classify", "score"):
         names = {parameter.name for parameter in main.commands[name].params}
         assert names - told - others == set(), name

@@ -153,6 +153,7 @@ def test_contexts_grow_while_the_tower_runs():
 
 def test_steps_beside_the_reading_of_an_image_are_not_taken_for_steps_alone():
     desk, _, table, _ = desk_of()
+    desk._pool = ThreadPoolExecutor(1)
     read = threading.Event()
     queue, one = ImageQueue(desk), take(table, "one", load=lambda: read.wait(60) and np.zeros((1, 3, 2, 2), np.float32))
     assert queue.seconds_after(8, 0.01) == 0.01 and not desk.is_busy
