@@ -68,6 +68,8 @@ def test_views(dtype):
 @pytest.mark.parametrize("k", [96, 2304])
 def test_a_row_is_the_same_in_any_company(kind, k):
     """A batch does not change what a sequence gets: every row's sums run in the same order."""
+    if not kernels.load().has_products(kind[0]):
+        pytest.skip("PyTorch computes products of this type on this machine")
     x, weight = torch.randn(40, k).to(kind[0]), torch.randn(300, k).to(kind[0])
     together = product(x, weight, out_dtype=kind[1])
     for rows in (1, 2, 5, 7, 12, 33):

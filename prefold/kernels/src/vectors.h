@@ -245,13 +245,15 @@ PREFOLD_INLINE Floats exp2(const Floats& whole_and_fraction) {
     const Part<float> f = (Part<float>)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x)
     return (Part<float>)_mm512_scalef_ps((__m512)exp2_fraction<kExact>(f), (__m512)x);  // times 2^floor(x)
 #else
-    const Part<float> least = Part<float>{} - 126.0f, most = Part<float>{} + 126.0f;
+    const Part<float> least = Part<float>{} - 126.0f, most = Part<float>{} + 127.99999f;
+    const Part<float> infinity = Part<float>{} + __builtin_inff();
+    const auto is_over = x > most;
     x = x < least ? least : x;
-    x = x > most ? most : x;
+    x = is_over ? most : x;
     Part<int32_t> whole = __builtin_convertvector(x, Part<int32_t>);
     whole += (__builtin_convertvector(whole, Part<float>) > x);  // truncation to floor: true is -1
     const Part<float> f = x - __builtin_convertvector(whole, Part<float>);
-    return exp2_fraction<kExact>(f) * (Part<float>)((whole + 127) << 23);
+    return is_over ? infinity : exp2_fraction<kExact>(f) * (Part<float>)((whole + 127) << 23);
 #endif
   });
 }
