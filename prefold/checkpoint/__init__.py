@@ -1,8 +1,18 @@
 """Finds a model's files: local folders, GGUF files, built-in names, hub ids. It never imports torch."""
 
 from .builtin import BUILT_IN, BuiltIn, cache_folder
-from .checkpoint import Checkpoint, read_object, resolve
+from .checkpoint import Checkpoint, read_object, resolve, served_name
 from .geometries import GEOMETRIES
 from .gguf import GGUFFile
 
-__all__ = ["BUILT_IN", "GEOMETRIES", "BuiltIn", "Checkpoint", "GGUFFile", "cache_folder", "read_object", "resolve"]
+__all__ = [
+    "BUILT_IN",
+    "GEOMETRIES",
+    "BuiltIn",
+    "Checkpoint",
+    "GGUFFile",
+    "cache_folder",
+    "read_object",
+    "resolve",
+    "served_name",
+]

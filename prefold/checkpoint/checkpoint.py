@@ -85,6 +85,12 @@ def read_object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     return value or {}
 
 
+def served_name(name: str) -> str:
+    """Returns the name by which a model is served: of a local path the last part, any other name as it is."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.exists() else name
+
+
 def resolve(
     name: str,
     *,

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..checkpoint import served_name
 from ..errors import InputError, JobError, MissingExtraError
 from ..types import Request
 from .http_bodies import RowError, contexts_of
@@ -182,8 +182,8 @@ async def meet(
     )
     try:
         contexts = contexts_of(await _first_answer(client, url, patience, first or FirstAnswer()))
-        if model not in contexts and Path(model).exists() and Path(model).resolve().name in contexts:
-            model = Path(model).resolve().name  # as `prefold serve` calls a model of its own disk
+        if model not in contexts and served_name(model) in contexts:
+            model = served_name(model)
         if contexts and model not in contexts:
             raise ServerDown(f"it has no model {model!r}; those it has: {', '.join(contexts)}")
     except BaseException:

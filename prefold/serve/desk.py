@@ -16,11 +16,11 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
-from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from ..api.echo import Echo
+from ..checkpoint import served_name
 from ..engine.pace import Pace
 from ..engine.replies import Reply, events_of
 from ..engine.samples import TextPiece
@@ -100,15 +100,10 @@ class Desk:
         self._pool_of_images = TurnPool(2, "prefold-images")
         self._pool_of_templates = TurnPool(1, "prefold-prepare-template")
         checkpoint = llm.checkpoint
-        folder = Path(checkpoint.name).expanduser()
-        is_local = checkpoint.path is not None and folder.exists()
-        shown = folder.resolve().name if is_local else checkpoint.name
-        self.names = options.served_names or (shown,)
-        self.known_names = (
-            (*options.served_names, "dummy") if options.served_names else (shown, checkpoint.name, "dummy")
-        )
-        paths = {str(checkpoint.path): self.names[0], checkpoint.name if is_local else "": self.names[0]}
-        paths |= {str(options.data_dir): "the data folder"}
+        self.names = options.served_names or (served_name(checkpoint.name),)
+        self.known_names = (*self.names, *(() if options.served_names else (checkpoint.name,)), "dummy")
+        local = (path for path in (str(checkpoint.path), checkpoint.name) if served_name(path) != path)
+        paths = dict.fromkeys(local, self.names[0]) | {str(options.data_dir): "the data folder"}
         self._paths = {path: paths[path] for path in sorted(paths, key=len, reverse=True) if os.sep in path}
         names = ("max_n", "max_logprobs", "escape_special")
         self._of_texts = {name: getattr(options, name) for name in names}
