@@ -24,23 +24,23 @@ _SAME = (
 )  # fmt: skip
 _OWN = {
     "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "include", "top_logprobs", "metadata",
-    "previous_response_id", "store",
 }  # fmt: skip
 RESPONSE_NAMES = _OWN | set(_SAME)
 # Parameters that change no result here.
 _IGNORED = {
     "model", "user", "request_id", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "stream_options",
+    "stream_options", "store",
 }  # fmt: skip
 # Parameters that are not supported, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,), "background": (False,), "truncation": ("disabled",), "reasoning": ({},), "conversation": (),
-    "prompt": (), "max_tool_calls": (),
+    "prompt": (), "max_tool_calls": (), "previous_response_id": (),
 }  # fmt: skip
 _REMEDIES = {
     "truncation": "shorten the input, or give truncate_prompt_tokens",
     "reasoning": "pass it to the chat template, in chat_template_kwargs",
     "stream": "leave it out, since a batch answers with whole responses",
+    "previous_response_id": "send the whole conversation as input, since no responses are stored",
 }
 # {what a chat request calls it: what it is here}
 _NAMES = {"response_format": "text.format", "messages": "input", "max_completion_tokens": "max_output_tokens"}
@@ -66,10 +66,6 @@ def read_responses(body: Body, defaults: Mapping[str, Any]) -> tuple[list[Body],
             continue
         what = f"{name} is not supported" if name in _NEUTRAL else f"unknown parameter {name!r}"
         raise InputError(what, field=name, remedy=_REMEDIES.get(name, "leave it out"), code="unsupported")
-    if body.get("previous_response_id") is not None:
-        remedy = "send the whole conversation as input; a server with --data-dir keeps responses"
-        message = "there is no stored response to go on from"
-        raise InputError(message, field="previous_response_id", remedy=remedy, code="unsupported")
     chat: Body = {name: body[name] for name in _SAME if body.get(name) is not None}
     chat["messages"] = list(_messages(input_items(body.get("input"))))
     if body.get("instructions") is not None:
@@ -100,8 +96,8 @@ def read_responses(body: Body, defaults: Mapping[str, Any]) -> tuple[list[Body],
     if "format" in meta:
         meta["format"] = _NAMES.get(meta["format"], meta["format"])
     return items, meta | {"asked": {name: body[name] for name in _SAID if body.get(name) is not None}} | {
-        "metadata": metadata or {}, "store": body.get("store") is True
-    }  # fmt: skip
+        "metadata": metadata or {}
+    }
 
 
 def input_items(value: Any) -> list[Body]:
@@ -254,8 +250,8 @@ def _head(meta: Body) -> Body:
         "id": f"resp_{meta['id']}", "object": "response", "created_at": int(time.time()), "status": "in_progress",
         "background": False, "error": None, "incomplete_details": None, "instructions": asked.get("instructions"),
         "max_output_tokens": asked.get("max_output_tokens"), "metadata": meta["metadata"], "output": [],
-        "parallel_tool_calls": asked.get("parallel_tool_calls", True), "previous_response_id": meta.get("previous"),
-        "reasoning": {"effort": None, "summary": None}, "store": meta["store"],
+        "parallel_tool_calls": asked.get("parallel_tool_calls", True), "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None}, "store": False,
         "temperature": asked.get("temperature", 1.0), "text": asked.get("text", {"format": {"type": "text"}}),
         "tool_choice": asked.get("tool_choice", "auto"), "tools": asked.get("tools", []),
         "top_logprobs": asked.get("top_logprobs", 0), "top_p": asked.get("top_p", 1.0), "truncation": "disabled",
@@ -272,16 +268,12 @@ def _message(id: str, status: str, content: list[Body]) -> Body:
 
 
 class ResponseEvents:
-    """Makes the events of one response; each is a dict whose "type" is its name.
-
-    whole  the response, once it has ended
-    """
+    """Makes the events of one response; each is a dict whose "type" is its name."""
 
     def __init__(self, meta: Body, *, model: str, id: str):
         self._meta, self._model = meta | {"id": id}, model
         self._text, self._has_text, self._number = GrowingText(meta.get("calls")), False, 0
         self._place = {"item_id": f"msg_{id}", "output_index": 0, "content_index": 0}
-        self.whole: Body | None = None
 
     def begin(self, input_tokens: int) -> Iterator[Body]:
         """Yields what comes before any text."""
@@ -295,7 +287,7 @@ class ResponseEvents:
 
     def end(self, item: int, result: Body) -> Iterator[Body]:
         """Yields what ends the response: the rest of its text, its function calls, and the response itself."""
-        self.whole = whole = responses_body(self._meta, [result]) | {"model": self._model}
+        whole = responses_body(self._meta, [result]) | {"model": self._model}
         for index, one in enumerate(whole["output"]):
             if one["type"] == "message":
                 (part,) = one["content"]

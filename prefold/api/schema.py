@@ -139,8 +139,6 @@ _PARAMETERS: dict[Any, Schema] = {
     "priority": _of("integer", "What a request of larger priority computed is kept longer (--cache priority)."),
     "include": _TEXTS,
     "metadata": _of("object", "Is repeated in the response."),
-    "previous_response_id": _of("string", "A kept response, from which this one goes on (--data-dir)."),
-    "store": _of("boolean", "Whether the response is kept (--data-dir)."),
     "dimensions": _of("integer", "The vectors' first so many numbers, scaled to length 1.", minimum=1),
     "encoding_format": _of("string", enum=["float", "base64"]),
     "query": _of("string"),

@@ -78,7 +78,7 @@ def option(name: str, *more: str, **settings: Any) -> Any:
     help="Without keys: a name by which the server may be asked, and whose pages may ask it. With --insecure: by no"
     " other than these and the machine's own. May be repeated.",
 )
-@option("data_dir", metavar="FOLDER", help="Where files, batches and stored responses are kept; none without it.")
+@option("data_dir", metavar="FOLDER", help="Where files and batches are kept; none without it.")
 @option("max_file_bytes", type=Bytes(), help="Size of a file that is uploaded.")
 @option("drain_seconds", type=click.FloatRange(0), help="How long requests may go on after SIGTERM.")
 @option("max_waiting_requests", type=click.IntRange(1), help="Requests that may wait; others are refused with 429.")

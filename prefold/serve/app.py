@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from .. import __version__
-from . import anthropic, cache, cohere, files, openai, openapi, page, responses, tei
+from . import anthropic, cache, cohere, files, openai, openapi, page, tei
 from .hosts import Hosts
 from .http import Refusal, json_response
 from .keys import Tenant
@@ -104,13 +104,8 @@ def make_app(site: Site) -> Direct:
         Route("/ping", health_of(site), methods=["GET"]),
         Route("/version", OPENAI.endpoint(site, version), methods=["GET"]),
         Route("/metrics", OPENAI.endpoint(site, metrics, admin=True), methods=["GET"]),
-        # Cohere's come first: /v2/rerank is vLLM's too, and its errors are Cohere's. Responses may be kept, which
-        # requests of the other kinds are not.
-        *(
-            route
-            for face in (cohere, responses, openai, files, tei, anthropic, cache, page)
-            for route in face.routes(site)
-        ),
+        # Cohere's come first: /v2/rerank is vLLM's too, and its errors are Cohere's.
+        *(route for face in (cohere, openai, files, tei, anthropic, cache, page) for route in face.routes(site)),
     ]
     routes += openapi.routes(routes)
     return Direct(Starlette(routes=routes, exception_handlers={HTTPException: wrong_path}, lifespan=lifespan), site)

@@ -208,7 +208,7 @@ class Batches:
             self._can_run.set()
 
     def _drop_ended(self) -> None:
-        """Forgets files and responses whose time has come."""
+        """Forgets files whose time has come, and responses that a server of an earlier version stored."""
         try:
             for kind, tenant, id in self._store.ended(time.time()):
                 if kind == "file":

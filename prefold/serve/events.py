@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol
@@ -37,10 +37,6 @@ def unnamed(event: Event) -> bytes:
     return b"data: %b\n\n" % json_of(event)
 
 
-async def nothing() -> None:
-    """Does nothing."""
-
-
 def _joined(write: Callable[[Event], bytes], make: Callable[..., Iterator[Event]], *what: Any) -> bytes:
     """Returns the events that are made of something, as they are sent."""
     return b"".join(map(write, make(*what)))
@@ -52,15 +48,13 @@ async def in_events(
     made: Events,
     write: Callable[[Event], bytes] = named,
     *,
-    ended: Callable[[], Awaitable[None]] = nothing,
     mark: bytes = b"",
 ) -> EventStream:
     """Returns the response that answers an order in events. What is wrong with the request is raised before.
 
-    ended  awaited when an item's answer is there, before the events that end it are sent
-    mark   sent behind all events
+    mark  sent behind all events
     """
-    events = _events(asking, order, made, write, ended, mark)
+    events = _events(asking, order, made, write, mark)
     await unless_gone(asking.request, anext(events))
     return EventStream(events, asking.request, asking.site.options, asking.site.metrics.cancelled.inc)
 
@@ -70,7 +64,6 @@ async def _events(
     order: TaskOrder,
     made: Events,
     write: Callable[[Event], bytes],
-    ended: Callable[[], Awaitable[None]],
     mark: bytes,
 ) -> AsyncGenerator[bytes]:
     """Yields nothing once the request has been taken, and then what is sent. A stream that fails ends with an error."""
@@ -87,7 +80,6 @@ async def _events(
                 else:
                     end = partial(_joined, write, made.end, *event)
                     body = await asking.desk.written(asking.tenant.owner, [event[1]], end)
-                    await ended()
                 if body:
                     yield body
         if body := b"".join(map(write, made.last())):

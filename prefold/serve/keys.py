@@ -23,7 +23,7 @@ class Limits(Share):
 
     max_waiting_requests  that wait to be computed; further ones are refused with 429
     max_waiting_tokens    tokens of their prompts
-    max_stored_bytes      of its files, batches and responses together; further ones are refused with 413. None: the
+    max_stored_bytes      of its files and batches together; further ones are refused with 413. None: the
                           half of the disk
     """
 

@@ -18,6 +18,7 @@ from ..api.chunks import Chunks, read_stream
 from ..api.echo import Echo, read_echo
 from ..api.options import read_options
 from ..api.pooling import read_classify, read_pooling
+from ..api.responses import ResponseEvents
 from ..api.tokens import DETOKENIZE_NAMES, TOKENIZE_NAMES
 from ..errors import InputError
 from ..text.valid import valid_text
@@ -42,7 +43,10 @@ def routes(site: Site) -> list[BaseRoute]:
     for path, kind in ENDPOINTS.items():
         handle = rerank if path == "/rerank" else handler(kind)
         found.append(Route(path, OPENAI.endpoint(site, handle), methods=["POST"]))
-    paths = {"/tokenize": tokenize, "/detokenize": detokenize, "/classify": classify, "/pooling": pooling}
+    paths = {
+        "/tokenize": tokenize, "/detokenize": detokenize, "/classify": classify, "/pooling": pooling,
+        "/v1/responses/input_tokens": count_input,
+    }  # fmt: skip
     for path, own in paths.items():
         found.append(Route(path, OPENAI.endpoint(site, own), methods=["POST"]))
     return found
@@ -72,10 +76,10 @@ async def answer_kind(asking: Asking, kind: str) -> Response:
     found, meta = KINDS[kind], {}
     try:
         is_text = found.task == "generate"
-        echo = None
-        if is_text:
+        echo, body = None, asking.body
+        if is_text and kind != "response":
             echo, body = read_echo(kind, asking.body, most=asking.site.options.max_logprobs)
-        stream, usage, body = read_stream(body) if is_text else (False, (False, False), asking.body)
+        stream, usage, body = read_stream(body) if is_text else (False, (False, False), body)
         options, share, body = read_options(found.task, body)
         items, meta = found.read(body, {})
         order = asking.order(found.task, items, options, share=share)
@@ -89,6 +93,8 @@ async def answer_kind(asking: Asking, kind: str) -> Response:
             results = await unless_gone(asking.request, answer)
             write = partial(response_body, kind, meta, results, model=asking.model, id=new_id())
             return await asking.written(results, lambda: json_response(write()))
+        if kind == "response":
+            return await in_events(asking, order, ResponseEvents(meta, model=asking.model, id=new_id()))
         samples = items[0]["sampling"].get("n") or 1
         made = Chunks(kind, meta, model=asking.model, id=new_id(), usage=usage, items=len(items), samples=samples)
         return await in_events(asking, order, made, unnamed, mark=b"data: [DONE]\n\n")
@@ -188,6 +194,19 @@ def prompt_ids(llm: Any, prompt: str, special: bool, options: Mapping[str, Any])
         most = options.get("max_length", llm.config.max_positions) - sum(map(len, around))
         ids = ids[max(0, len(ids) - most) :]
     return [*around[0], *ids, *around[1]]
+
+
+async def count_input(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers with how many tokens the prompt of a response's input has."""
+    asking = await Asking.of(site, request, tenant, computes=False)
+    try:
+        options, _, body = read_options("generate", asking.body)
+        items, _ = KINDS["response"].read(body, {})
+        order = asking.order("generate", items, options)
+        (ids,) = await unless_gone(request, asking.desk.tokens(order, asking.num_bytes))
+    except InputError as wrong:
+        raise wrong.renamed(KINDS["response"].name_of(wrong.field, {})) from None
+    return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
 async def detokenize(site: Site, request: Request, tenant: Tenant) -> Response:

@@ -19,7 +19,7 @@ class ServeOptions:
     served_names          names by which requests may ask for the model, the first of them stands in responses; none:
                           the checkpoint's own
     api_keys              a file of keys (see `keys.py`); None: everybody is let in
-    data_dir              a folder for files, batches and stored responses; None: these are not served
+    data_dir              a folder for files and batches; None: these are not served
     max_file_bytes        of a file that is uploaded
     allowed_hosts         without keys: names, beside those of this machine, by which the server may be asked, and whose
                           pages may ask it; an address that other machines reach may be asked by any name where there

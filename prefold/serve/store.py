@@ -158,12 +158,6 @@ class Store:
             db.execute("UPDATE objects SET body = ? WHERE id = ?", (json.dumps(body), id))
         return body
 
-    def keep_until(self, kind: str, ids: Iterable[str], drop_at: float) -> None:
-        """Keeps objects until this time.time() at least, but for those that are kept for ever."""
-        with self._changing() as db:
-            sql = "UPDATE objects SET drop_at = max(drop_at, ?) WHERE id = ? AND kind = ?"
-            db.executemany(sql, [(drop_at, id, kind) for id in ids])
-
     def delete(self, kind: str, tenant: str, id: str) -> bool:
         """Forgets an object; returns whether there was one."""
         with self._changing() as db:

@@ -8,8 +8,6 @@ import openai
 import pytest
 from serving import serving
 
-from prefold.serve import responses as module
-
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
@@ -118,8 +116,7 @@ def test_a_schema(bare):
 
 
 def test_the_tokens_of_an_input(client):
-    first = client.responses.create(model="tiny", input="hello", max_output_tokens=4)
-    asked = {"model": "tiny", "input": "again", "previous_response_id": first.id}
+    asked = {"model": "tiny", "input": [{"role": "user", "content": "hello"}, {"role": "user", "content": "again"}]}
     count = client.responses.input_tokens.count(**asked)
     assert count.object == "response.input_tokens"
     assert count.input_tokens == client.responses.create(max_output_tokens=1, **asked).usage.input_tokens
@@ -139,28 +136,18 @@ def test_a_forced_call_beside_a_format(bare):
     assert call.type == "function_call" and json.loads(call.arguments)["n"] in (1, 2)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_kept_responses(client, llm, stream):
-    first = client.responses.create(model="tiny", input="yes", max_output_tokens=9, stream=stream, **GREEDY)
-    if stream:
-        first = list(first)[-1].response
-    assert first.store and client.responses.retrieve(first.id) == first
-    second = client.responses.create(
-        model="tiny", input="no", previous_response_id=first.id, max_output_tokens=9, **GREEDY
-    )
-    assert second.previous_response_id == first.id
-    assert second.output_text == chat(llm, ("user", "yes"), ("assistant", first.output_text), ("user", "no"))
-    said = [item.content[0].text for item in client.responses.input_items.list(second.id, order="asc")]
-    assert said == ["yes", first.output_text, "no"]
-    client.responses.delete(first.id)
-    for ask in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
-        with pytest.raises(openai.NotFoundError, match="no response"):
-            ask(first.id)
-    with pytest.raises(openai.NotFoundError, match="no response"):
-        client.responses.create(model="tiny", input="x", previous_response_id=first.id)
-    unkept = client.responses.create(model="tiny", input="x", store=False, max_output_tokens=2)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(unkept.id)
+@pytest.mark.parametrize("store", [True, False])
+def test_nothing_is_stored(client, store):
+    """`store` is taken and changes nothing: a later request sends the whole conversation, as the error says."""
+    first = client.responses.create(model="tiny", input="yes", max_output_tokens=2, store=store, **GREEDY)
+    assert first.store is False and first.id.startswith("resp_") and first.previous_response_id is None
+    for call in (client.responses.create, client.responses.input_tokens.count):
+        with pytest.raises(openai.BadRequestError, match="send the whole conversation as input") as error:
+            call(model="tiny", input="no", previous_response_id=first.id)
+        assert error.value.param == "previous_response_id"
+    for call in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError):
+            call(first.id)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +162,6 @@ def test_kept_responses(client, llm, stream):
         ({"max_output_tokens": "many"}, "max_output_tokens"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": 5}}}}, "text.format"),
-        ({"store": True}, "store"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"include": ["file_search_call.results"]}, "include"),
     ],
@@ -201,53 +187,3 @@ def test_a_batch_of_responses(client):
     body = json.loads(client.files.content(batch.output_file_id).text)["response"]["body"]
     assert body["object"] == "response" and body["usage"]["output_tokens"] == expected.usage.output_tokens
     assert body["output"][0]["content"][0]["text"] == expected.output_text
-
-
-def test_a_conversation_is_kept_once(kept, client, llm):
-    """Each response holds its own items; those that it goes on from stay as long as it does, also deleted ones."""
-    store, previous, made_first, said = kept.site.store, None, None, []
-    for i in range(4):
-        made = client.responses.create(
-            model="tiny", input=f"yes {i} " * 10, previous_response_id=previous, max_output_tokens=4, **GREEDY
-        )
-        said += [f"yes {i} " * 10, made.output_text]
-        (own,) = store.get("response", "", made.id)["_own"]
-        assert own["content"] == f"yes {i} " * 10
-        if i == 1:
-            client.responses.delete(previous)
-            with pytest.raises(openai.NotFoundError):
-                client.responses.retrieve(previous)
-        previous, made_first = made.id, made_first or made.id
-    items = client.responses.input_items.list(previous, order="asc").data
-    assert [item.content[0].text for item in items] == said[:-1]
-    drop_at = "SELECT drop_at FROM objects WHERE id = ?"
-    first, last = (store._db.execute(drop_at, (id,)).fetchone()[0] for id in (made_first, previous))
-    assert first == last
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("when", ["gone", "going"])
-def test_a_conversation_outlives_a_deletion_during_its_next_turn(kept, client, monkeypatch, stream, when):
-    """The deletion comes while the second response is being made, or is half done when that is kept."""
-    store = kept.site.store
-    first = client.responses.create(model="tiny", input="yes", max_output_tokens=2, **GREEDY)
-    keep, delete = module._keep, store.delete
-
-    def late(*arguments):
-        if when == "gone":
-            client.responses.delete(first.id)
-            keep(*arguments)
-        else:
-            monkeypatch.setattr(store, "delete", lambda *which: keep(*arguments) or delete(*which))
-            client.responses.delete(first.id)
-            monkeypatch.setattr(store, "delete", delete)
-
-    monkeypatch.setattr(module, "_keep", late)
-    asked = {"model": "tiny", "max_output_tokens": 2} | GREEDY
-    second = client.responses.create(input="no", previous_response_id=first.id, stream=stream, **asked)
-    second = list(second)[-1].response if stream else second
-    monkeypatch.setattr(module, "_keep", keep)
-    third = client.responses.create(input="the", previous_response_id=second.id, **asked)
-    said = [item.content[0].text for item in client.responses.input_items.list(third.id, order="asc")]
-    assert said == ["yes", first.output_text, "no", second.output_text, "the"]
-    assert store.get("response", "", first.id) is None

@@ -96,9 +96,9 @@ def test_a_batch_whose_answers_are_too_many_fails(server, monkeypatch):
     assert counts.completed + counts.failed == counts.total == total and counts.failed > counts.completed > 0
     assert len(content(b, done.error_file_id).splitlines()) == counts.failed
     with pytest.raises(openai.APIStatusError) as wrong:
-        b.responses.create(model="tiny", input="yes", max_output_tokens=1)
+        upload(b, lines)
     assert wrong.value.status_code == 413
-    assert b.responses.create(model="tiny", input="yes", max_output_tokens=1, store=False).id
+    assert b.responses.create(model="tiny", input="yes", max_output_tokens=1).id
 
 
 def test_what_is_stored_is_counted_through_changes_and_starts(tmp_path):
