@@ -18,10 +18,11 @@ from port import Port
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.media import Image, TowerConfig
-from prefold.media.gemma3 import Gemma3Processor
-from prefold.media.idefics3 import Idefics3Processor
-from prefold.media.processor import Processor
+from prefold.images.gemma3 import Gemma3Processor
+from prefold.images.idefics3 import Idefics3Processor
+from prefold.images.image import Image
+from prefold.images.processor import Processor
+from prefold.images.tower_config import TowerConfig
 from prefold.model import config_from
 from prefold.prefix import Trie
 from prefold.types import Request, Sampling
@@ -67,7 +68,7 @@ class Bench:
         if name not in self.images:
             path = None if self.options.pictures is None else Path(self.options.pictures) / Path(name).name
             if path is not None and path.exists():
-                from prefold.media import image_of
+                from prefold.images.image import image_of
 
                 self.images[name] = image_of(path)
             else:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from prefold.media import TowerConfig
-from prefold.model import CausalLM, ModelConfig, Tower
+from prefold.images.tower import Tower
+from prefold.images.tower_config import TowerConfig
+from prefold.model import CausalLM, ModelConfig
 
 SHAPES = {
     "smolvlm-256m": {

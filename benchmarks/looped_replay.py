@@ -23,8 +23,9 @@ import torch
 from common import median
 
 from prefold.checkpoint import Checkpoint
-from prefold.model import LoopedLM, load_model
-from prefold.model.router import choose, mixture
+from prefold.looped.model import LoopedLM
+from prefold.looped.router import choose, mixture
+from prefold.model import load_model
 from prefold.train import TrainBatch, whole_sequences
 
 Route = tuple[int, ...]

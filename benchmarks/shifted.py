@@ -32,9 +32,10 @@ import numpy as np
 from common import read_jsonl, table
 
 from prefold import LLM
-from prefold.cache import CacheOptions, ShiftedReuse
+from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.job.drift import TOP
+from prefold.shifted.chunks import ShiftedReuse
+from prefold.shifted.drift import TOP
 from prefold.types import Generated, Request, Sampling
 from prefold.worker.local import LocalWorker
 

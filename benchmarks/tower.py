@@ -20,9 +20,9 @@ from common import machine, median, spread, table, write_json
 from image_data import SHAPES, random_tower
 from torch.nn import functional as F
 
-from prefold.media import TowerConfig
+from prefold.images.tower_config import TowerConfig
+from prefold.images.worker import TowerAttend
 from prefold.model.products import pack
-from prefold.worker.images import TowerAttend
 
 
 def products_rate(config, dtype: torch.dtype, rows: int, repeats: int = 5) -> float:

@@ -32,11 +32,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from prefold.model.exits import RowExits, visits_at_exit
 from torch.nn import functional as F
 
 from prefold.checkpoint import Checkpoint
 from prefold.model import LoopedLM, load_model
-from prefold.model.exits import RowExits, visits_at_exit
 from prefold.train import TrainBatch, save_model, visit_logprobs
 
 TRAINED_VISITS, VISITS = 6, 8

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .face.results import Classification, Piece, Ranking, Score
+    from .images.items import Pictured
     from .llm import LLM
-    from .tasks.images import Pictured
     from .text.filled import Filled
     from .types import Generated, GenerationStats, Grammar, Sampling, Stats, TokenLogprobs
 
@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 _MODULES = {"LLM": "llm", "CacheOptions": "cache", "Checkpoint": "checkpoint", "Filled": "text.filled"}
-_MODULES |= {"Pictured": "tasks.images"}
+_MODULES |= {"Pictured": "images.items"}
 _MODULES |= dict.fromkeys(("Classification", "Piece", "Ranking", "Score"), "face.results")
 _MODULES |= dict.fromkeys(("Generated", "GenerationStats", "Grammar", "Sampling", "Stats", "TokenLogprobs"), "types")
 

@@ -14,8 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from .cache import CacheOptions, RadixCache
-from .cache.drift import permitted
-from .cache.media import MediaTable
 from .checkpoint import Checkpoint, resolve
 from .checkpoint.identity import folder_digest, model_identity
 from .device import choose_device, choose_dtype
@@ -26,13 +24,16 @@ from .face.keywords import GenerationKeywords
 from .face.numbers import NumericTasks
 from .face.running import check_process
 from .face.texts import Texts
-from .media.fetch import MediaHosts
-from .media.reading import Reader
-from .model import config_from, load_adapter, load_model, load_tower
+from .images.fetch import MediaHosts
+from .images.items import image_inputs
+from .images.reading import Reader
+from .images.table import MediaTable
+from .images.tower_weights import load_tower
+from .model import config_from, load_adapter, load_model
 from .model.parallel import ALONE
 from .options import check_options
+from .shifted.measured import permitted
 from .tasks.facts import generation_settings
-from .tasks.images import image_inputs
 from .text import Tokenizer, tokenizer_or_none
 from .types import SHARING_MODES, Sharing, Stats
 from .worker.local import LocalWorker

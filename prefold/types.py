@@ -193,7 +193,7 @@ class Sampling:
 @dataclass(frozen=True, eq=False)
 class Medium:
     """A Medium is an image in prompts. Its rows have ids of their own, above the vocabulary, as long as it is held
-    (`cache.media` gives them).
+    (`images.table` gives them).
 
     key   what tells it from other images: a digest of its pixels and of all that is done to them
     salt  of the requests that may share its rows

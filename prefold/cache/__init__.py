@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from .events import CacheEvents, CacheReporter
 from .radix import POLICIES, CacheOptions, RadixCache
-from .shifted import Chunk, ChunkIndex, ShiftedReuse
 from .slots import SCRATCH, SlotPool
-from .tails import Tails
-from .visits import VisitCache, VisitNode
 
-__all__ = [
-    "POLICIES", "SCRATCH", "CacheEvents", "CacheOptions", "CacheReporter", "Chunk", "ChunkIndex", "RadixCache",
-    "ShiftedReuse", "SlotPool", "Tails", "VisitCache", "VisitNode",
-]  # fmt: skip
+__all__ = ["POLICIES", "SCRATCH", "CacheEvents", "CacheOptions", "CacheReporter", "RadixCache", "SlotPool"]

@@ -21,9 +21,9 @@ import numpy as np
 
 from ..errors import InputError
 from ..prefix import clear_of_span
+from ..shifted.chunks import ShiftedReuse
 from ..types import Share
 from .accounts import Account, Accounts
-from .shifted import ShiftedReuse
 from .slots import SlotPool
 from .tree import BrokenOff, Node, RadixTree, common_prefix
 

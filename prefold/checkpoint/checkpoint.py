@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CheckpointError
+from ..images.gguf import config_with_tower, is_tower
 from .builtin import BUILT_IN, fetch
 from .geometries import GEOMETRIES
 from .gguf import GGUFFile
 from .gguf_config import config_from_gguf
-from .gguf_tower import config_with_tower, is_tower
 from .settings import Settings
 
 __all__ = ["Checkpoint", "read_object", "resolve"]

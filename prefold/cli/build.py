@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from ..cache.media import MediaTable
 from ..errors import JobError
+from ..images.table import MediaTable
 
 __all__ = [
     "LazyTasks",
@@ -84,9 +84,9 @@ def load_llm(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -> 
 
 def image_reader(o: Options) -> Any:
     """Returns the Reader of images that the options ask for. Paths are read in --media-folder alone."""
-    from ..media import Decoder, Limits
-    from ..media.fetch import MediaHosts
-    from ..media.reading import Reader
+    from ..images.decode import Decoder, Limits
+    from ..images.fetch import MediaHosts
+    from ..images.reading import Reader
 
     folder = o.get("media_folder")
     if folder is not None and not Path(folder).is_dir():
@@ -152,8 +152,8 @@ class LazyTasks(Mapping[str, Any]):
     @cached_property
     def images(self) -> Any:
         """Returns what reads the images of all tasks; None for a model that takes text alone."""
+        from ..images.items import image_inputs
         from ..model import config_from
-        from ..tasks.images import image_inputs
 
         o = self._options
         return image_inputs(

@@ -64,10 +64,10 @@ def refuse_reuse_options(o: dict[str, Any]) -> None:
 def verify_reuse(o: dict[str, Any], input: Any, rows: Iterable[Any]) -> None:
     """Runs the prompts of a sample with exact rows and with reuse, prints how far they are apart, and writes the file
     where one is asked for. Exits with status 1 where the bound is not met."""
-    from ..cache import ShiftedReuse
-    from ..cache.drift import Bound, Measured
-    from ..job.drift import drift_between, first_tokens
     from ..job.verify import sample_items
+    from ..shifted.chunks import ShiftedReuse
+    from ..shifted.drift import drift_between, first_tokens
+    from ..shifted.measured import Bound, Measured
 
     if o["tolerance"] is None:
         raise click.UsageError("--reuse shifted needs a bound: the most that a log-probability may change, --tolerance")

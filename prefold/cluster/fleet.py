@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ..cache.media import MediaTable
 from ..engine.meter import StepInfo
 from ..errors import FleetError
+from ..images.table import MediaTable
 from ..prefix import RowCost
 from ..stream import LiveInput, Windows
 from ..text import Tokenizer

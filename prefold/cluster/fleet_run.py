@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.meter import StepInfo
 from ..errors import InputError, JobError, PrefoldError
+from ..images.sending import SentPictures
 from ..stream import LiveInput, Spool, Window, Windows
 from ..stream.order import unique_tokens
 from ..types import Generated, GenerationStats, Request
 from .known import Answered, KnownWork
 from .live import LiveLeases
-from .pictures import SentPictures
 from .replicas import ReplicaEvent, ReplicaLost, ReplicaReady, ReplicaReport, RunCall, tagged_windows
 
 if TYPE_CHECKING:

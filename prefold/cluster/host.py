@@ -15,9 +15,9 @@ import numpy as np
 from ..cache import CacheEvents, CacheReporter
 from ..checkpoint.identity import model_identity
 from ..engine.meter import StepInfo
+from ..images.sending import HeldPictures
 from ..stream import Window
 from ..types import GenerationStats, Stats
-from .pictures import HeldPictures
 from .replicas import LONGEST_WAIT, Picture, ReplicaFacts, ReplicaReport, RunCall, place_of
 
 __all__ = ["ReplicaHost", "facts_of"]

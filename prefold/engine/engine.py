@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ..cache.media import MediaTable
 from ..errors import InputError
+from ..images.desk import ImageDesk
+from ..images.table import MediaTable
+from ..looped.engine import check_shifted, check_visits, visits_of
 from ..stream import Window
 from ..text import Tokenizer
 from ..types import Exits, Readout, Request, Result, Sharing, Stats
@@ -21,7 +23,6 @@ from ..worker.protocol import Worker
 from .calls import serve
 from .choice import SharingChoice
 from .generate import Generator
-from .images import ImageDesk
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .probes import Probes, ProbeWindows, last_rows
@@ -29,7 +30,6 @@ from .requests import Answer, can_probe
 from .samples import TextPiece
 from .service import Service
 from .stream import run_stream
-from .visits import check_shifted, check_visits, visits_of
 
 __all__ = ["Engine"]
 

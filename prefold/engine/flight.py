@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..looped.steps import VisitResult
 from ..schedule.generate_step import GenerateStep
 from ..schedule.steps import SlotResult, SlotStep
-from ..schedule.visit_steps import VisitResult
 from ..types import GenerationStats, Result
 from ..worker.protocol import Ticket
 from .requests import NumberReader, Reader

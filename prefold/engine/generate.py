@@ -23,25 +23,25 @@ import numpy as np
 
 from ..cache.tree import BrokenOff
 from ..errors import InputError
+from ..images.desk import ImageDesk
+from ..images.queue import ImageQueue
+from ..looped.engine import make_scheduler, visits_of
+from ..looped.steps import VisitResult
 from ..schedule.admission import InOrder
 from ..schedule.generate_step import NOBODY, GenerateStep, Running
-from ..schedule.shifted import ShiftingScheduler
-from ..schedule.visit_steps import VisitResult
+from ..shifted.engine import may_shift, send_moves
+from ..shifted.scheduler import ShiftingScheduler
 from ..text import Tokenizer
 from ..types import GenerationStats, Owner, Readout, Request
 from ..worker.protocol import Worker
 from .flight import Flight
-from .image_queue import ImageQueue
-from .images import ImageDesk
 from .messages import is_known, message_of
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .pace import Pace
 from .requests import Answer, Maker, OpenRequest, Reader
 from .samples import OnText
-from .shifted import may_shift, send_moves
 from .step_rows import StepRows
-from .visits import make_scheduler, visits_of
 
 __all__ = ["Generator"]
 

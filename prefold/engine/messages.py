@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..looped.decode_step import DecodeStep
+from ..looped.draft import RoutedStep
+from ..looped.steps import VisitStep
 from ..schedule.generate_step import GenerateStep
 from ..schedule.steps import Numbers, SlotStep
-from ..schedule.visit_decode_step import DecodeStep
-from ..schedule.visit_draft import RoutedStep
-from ..schedule.visit_steps import VisitStep
 from ..types import Exits, Readout
 from ..worker.protocol import Facts
 from .requests import NumberReader, Reader, adapter_number

@@ -9,15 +9,15 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import InputError
-from ..schedule.routed import Decided
-from ..schedule.visits import VisitOptions
+from ..looped.engine import check_visits
+from ..looped.scheduler import VisitOptions
+from ..looped.sequence import Decided
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
 from ..types import Generated, Owner, Readout, Request, Result, TokenLogprobs
 from ..worker.protocol import Facts
 from .samples import OnText, Sample
-from .visits import check_visits
 
 __all__ = ["Answer", "Maker", "NumberReader", "OpenRequest", "Reader", "adapter_number", "can_probe"]
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import InputError
+from ..images.desk import ImageDesk
 from ..prefix import SPAN_BASE, common_prefix_lengths, lexsort_sequences
 from ..schedule.prefill import PlannedStep, PrefillScheduler
 from ..schedule.steps import StepResult
@@ -24,7 +25,6 @@ from ..stream import Window
 from ..types import Readout, Result, Sharing
 from ..worker.protocol import Ticket, Worker
 from .choice import SharingChoice
-from .images import ImageDesk
 from .meter import Meter, StepBudget, StepInfo
 from .requests import adapter_number
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from ..checkpoint import Checkpoint
 from ..errors import ForkedError, InputError
+from ..images.items import ImageInputs
 from ..model import ModelConfig
 from ..tasks import Task, Work, make_task
-from ..tasks.images import ImageInputs
 from ..tasks.run import calibrated, finish_items, run_works
 from ..text import Tokenizer
 from .arguments import first_error

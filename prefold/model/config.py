@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import UnsupportedModelError
-from ..media import TowerConfig
-from .loop import Loop
+from ..images.tower_config import TowerConfig
+from ..looped.loop import Loop
 from .names import Names
 
 __all__ = ["ModelConfig", "Plane", "RopeConfig"]

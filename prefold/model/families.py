@@ -12,12 +12,12 @@ from dataclasses import fields, replace
 
 from ..checkpoint.settings import Settings
 from ..errors import CheckpointError, UnsupportedModelError
+from ..images.families import REFUSED, gemma3_images, idefics3_images
+from ..looped.families import huginn, looped, ouro
 from ..plugins import load_plugins
 from .config import ModelConfig
 from .decoders import HFConfig, gemma3, gpt2, llama, mistral, qwen2, qwen3
-from .looped_families import huginn, looped, ouro
 from .unread import check_read
-from .vision_families import REFUSED, gemma3_images, idefics3_images
 
 __all__ = ["config_from", "register_family", "supported_architectures"]
 

@@ -15,11 +15,11 @@ from .. import kernels
 from ..checkpoint import Checkpoint
 from ..device import check_fits
 from ..errors import CheckpointError
+from ..looped.model import LoopedLM
 from .config import ModelConfig
 from .decoder_layer import Layer
 from .families import config_from
 from .layers import Linear, Norm
-from .looped import LoopedLM
 from .parallel import ALONE, Alone
 from .sources import TensorSource, open_source
 from .transformer import CausalLM

@@ -28,7 +28,7 @@ from ..prefix import PrefixMap
 from ..types import Readout, TokenLogprobs
 
 if TYPE_CHECKING:
-    from .visit_steps import MakeVisitStore, VisitStep
+    from ..looped.steps import MakeVisitStore, VisitStep
 
 __all__ = [
     "NOT_FINITE", "Drawing", "DropImages", "EncodeImage", "Encoded", "EndStream", "MakeStore", "Message",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..tasks.images import chat_of
+from ..images.items import chat_of
 from ..types import Generated
 
 __all__ = [

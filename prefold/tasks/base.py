@@ -19,7 +19,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ..errors import InputError, record_error
-from ..model.loop import Loop
+from ..images.items import ImageIds, ImageInputs, Picture, Pictured, check_cut, refuse_images
+from ..looped.loop import Loop
 from ..options import Truncate
 from ..prefix import MEDIA_BASE
 from ..text import Filled, Tokenizer
@@ -27,7 +28,6 @@ from ..text.tokenizer import valid_text
 from ..text.valid import check_said
 from ..types import Generated, Medium, Readout, Request, Result
 from .cut import columns_of, cut_columns
-from .images import ImageIds, ImageInputs, Picture, Pictured, check_cut, refuse_images
 
 __all__ = ["TRUNCATE", "Inputs", "Task", "TextBatch", "Work", "as_item", "attempt", "check_count", "prepare_each"]
 

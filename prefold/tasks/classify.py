@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import InputError
+from ..images.items import Picture, check_cut
 from ..options import Truncate
 from ..text import FewShotPrompt, Filled
 from ..text.prompts import CONTENT_FREE
@@ -22,7 +23,6 @@ from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
 from .base import Inputs, Text, TextBatch, Work, as_item
 from .cut import level
-from .images import Picture, check_cut
 from .notes import notes_of, with_notes
 from .score import PairOfIds, add_joint, add_pair, leading_ids
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
+from ..images.items import ImageIds, Picture, chat_of
 from ..text.chat import TEMPLATE_SECONDS
 from ..text.escaped import Escaping
 from .base import Inputs
-from .images import ImageIds, Picture, chat_of
 from .messages import has_system, in_parts, objects, plain_message, variables
 from .tools import as_tools
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, UnsupportedModelError
+from ..images.items import Picture, Pictured
 from ..options import Truncate
 from ..text import Filled, Tokenizer, instructed_query
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
 from .base import Inputs, TextBatch, Work, as_item, check_count
-from .images import Picture, Pictured
 from .notes import notes_of, with_notes
 from .sentence import POOLING_MODES, ChatSettings, EmbedSettings
 

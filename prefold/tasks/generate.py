@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
+from ..images.items import Chat, Picture, Pictured, all_images, chat_of, check_cut, refuse_images, too_long
+from ..looped.requests import check_exits
 from ..options import Truncate
 from ..text import Filled
 from ..text.chat import TEMPLATE_SECONDS
@@ -17,8 +19,6 @@ from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each
 from .conversations import Conversations, GenerateItem
 from .cut import columns_of, cut_columns
-from .exits import check_exits
-from .images import Chat, Picture, Pictured, all_images, chat_of, check_cut, refuse_images, too_long
 from .messages import has_images, is_cut, plain_message
 from .notes import notes_of, with_notes
 from .sampling import sampling_from

@@ -7,6 +7,8 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, UnsupportedModelError
+from ..images.items import ImageInputs
+from ..looped.requests import check_exits
 from ..model import ModelConfig, config_from
 from ..options import (
     ClassifyOptions,
@@ -23,10 +25,8 @@ from ..types import Exits, Sampling
 from .base import Task
 from .classify import ClassifyHeadTask, ClassifyTask
 from .embed import EmbedTask
-from .exits import check_exits
 from .facts import inputs_of, labels_of_head, require_lm_head
 from .generate import GenerateTask
-from .images import ImageInputs
 from .rerank import RerankTask
 from .sampling import format_grammar
 from .score import ScoreTask

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
-from .images import chat_of
+from ..images.items import chat_of
 
 __all__ = ["has_images", "has_system", "in_parts", "is_cut", "objects", "plain_message", "variables"]
 

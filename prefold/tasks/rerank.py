@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
+from ..images.items import Picture, check_cut
 from ..options import Truncate
 from ..text import RERANK_INSTRUCTION, Filled, RerankPrompt, Tokenizer, rerank_prompt
 from ..text.prompts import fields_of, fill
@@ -18,7 +19,6 @@ from ..types import Readout, Request, Result
 from .base import TRUNCATE, Inputs, Text, TextBatch, Work, as_item, check_count
 from .cut import part_of
 from .embed import is_list_of_texts
-from .images import Picture, check_cut
 from .notes import notes_of, with_notes
 
 PAIR = RerankPrompt("", "{query}{document}", "")

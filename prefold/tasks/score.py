@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
+from ..images.items import ImageIds, Picture, check_cut
 from ..options import Truncate
 from ..text import Filled, Tokenizer
 from ..text.tokenizer import PART_CHARACTERS
 from ..types import Readout, Request, Result
 from .base import Inputs, Text, TextBatch, Work, as_item, check_count
 from .cut import columns_of, cut_columns
-from .images import ImageIds, Picture, check_cut
 from .notes import notes_of, with_notes
 
 __all__ = ["ScoreItem", "ScoreTask", "add_joint", "add_pair", "leading_ids", "rolling_stretches"]

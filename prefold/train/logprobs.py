@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..model import CausalLM, LoopedLM
+from ..looped.model import LoopedLM
+from ..looped.routed_model import routed
+from ..looped.routing import Routing
+from ..model import CausalLM
 from ..model.layers import Linear
-from ..model.routed import routed
-from ..model.routing import Routing
 from ..worker.attend import Path, StepAttend
 from .batch import TrainBatch, dtype_on
 from .head import target_logprobs
@@ -72,7 +73,7 @@ class RoutedLogprobs:
     gate      float32 [visits, targets]: the gate's logits of leaving; None without a gate
     choices   float32 [visits, n, blocks + 1]: the router's logits before each visit, of each sequence, or of each row
               where the router reads rows; None where it was not asked
-    weights   float32 [visits, n, blocks + 1]: what was made of them, see `prefold.model.routed.Visit`
+    weights   float32 [visits, n, blocks + 1]: what was made of them, see `prefold.looped.routed_model.Visit`
     """
 
     logprobs: Tensor

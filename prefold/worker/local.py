@@ -14,7 +14,12 @@ from torch import Tensor
 from ..attention import KVStore, RowAttention
 from ..device import compile_seconds, free_cached, give_back, keep_freed, on, runs_triton
 from ..errors import OutOfMemoryError
-from ..model import Adapter, CausalLM, LoopedLM, Tower
+from ..images.tower import Tower
+from ..images.worker import ImageRows, without_images
+from ..looped.model import LoopedLM
+from ..looped.steps import MakeVisitStore, VisitStep
+from ..looped.worker import VisitStore, blocks_alike, visit_options, visit_slot_bytes
+from ..model import Adapter, CausalLM
 from ..schedule.steps import (
     DropImages,
     Encoded,
@@ -27,18 +32,15 @@ from ..schedule.steps import (
     StepResult,
     StreamStep,
 )
-from ..schedule.visit_steps import MakeVisitStore, VisitStep
+from ..shifted.worker import move_rows, why_fixed
 from .attend import Path, heads_of
 from .batch import Batch, prepare
 from .budget import batch_rows, kv_bytes, slot_bytes
 from .graphs import DecodeGraphs
-from .images import ImageRows, without_images
-from .moves import move_rows, why_fixed
 from .protocol import Facts, Ticket, Worker
 from .runner import run
 from .slot_reads import SlotReads
 from .slots import forward, make_store, prepare_slots
-from .visits import VisitStore, blocks_alike, visit_options, visit_slot_bytes
 
 __all__ = ["LocalWorker"]
 

@@ -26,9 +26,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..media import TowerConfig
+from ..images.tower_config import TowerConfig
+from ..looped.scheduler import VisitOptions
 from ..schedule.steps import Message
-from ..schedule.visits import VisitOptions
 
 __all__ = ["Facts", "Ticket", "Worker"]
 

@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 import torch
 
 from ..errors import PrefoldError
-from ..model import load_adapter, load_model, load_tower
+from ..images.tower_weights import load_tower
+from ..model import load_adapter, load_model
 from ..model.parallel import CollectiveError
 from .local import LocalWorker
 from .meeting import LEFT_ALONE, Start

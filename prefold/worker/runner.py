@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..looped.exits import RowExits
 from ..model import CausalLM, MediaRows
-from ..model.exits import RowExits
 from ..model.ops import log_sum_exp
 from ..schedule.steps import StepResult
 from .attend import Path, StepAttend, join

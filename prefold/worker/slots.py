@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..attention import KeyRuns, KVStore, SlotPlan
 from ..device import send
+from ..looped.exits import RowExits
 from ..model import NO_ADAPTERS, Adapter, CausalLM, MediaRows, RowAdapters
 from ..model.config import Plane
-from ..model.exits import RowExits
 from ..schedule.steps import SlotStep
 from .attend import heads_of
 

@@ -15,7 +15,8 @@ from transformers import AutoConfig
 
 from prefold.checkpoint import Checkpoint, resolve
 from prefold.errors import CheckpointError, OutOfMemoryError
-from prefold.model import CausalLM, LoopedLM, config_from, load_model
+from prefold.looped.model import LoopedLM
+from prefold.model import CausalLM, config_from, load_model
 from prefold.model.rotary import RotaryTables
 
 ARCHITECTURES = {

@@ -10,7 +10,8 @@ from tiny import FAMILIES, DenseAttend, reference, tiny_checkpoint
 
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
-from prefold.model import Loop, config_from, load_model
+from prefold.looped.loop import Loop
+from prefold.model import config_from, load_model
 
 ROWS = 45
 LLAMA3 = {

@@ -19,7 +19,7 @@ from tiny_vision import drawing, tiny_vision
 from prefold import LLM
 from prefold.cli.build import image_reader
 from prefold.errors import InputError
-from prefold.media.recent import RecentImages
+from prefold.images.recent import RecentImages
 from prefold.serve.desk import TaskOrder
 from prefold.text.escaped import Escaping
 

@@ -168,8 +168,8 @@ def test_ways_through_a_routed_model_give_the_same(bench):
     hard, routes = replay.generic_hard(prompts)
     assert all(len(route) == 4 for route in routes)
     assert torch.equal(replay.plan_replay(prompts, routes), hard)
-    from prefold.model.routed import routed
-    from prefold.model.routing import Routing
+    from prefold.looped.routed_model import routed
+    from prefold.looped.routing import Routing
     from prefold.train import TrainBatch, whole_sequences
 
     batch = TrainBatch.build(model.config, [[*one, 1] for one in prompts.tokens.tolist()], sharing="off")

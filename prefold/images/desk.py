@@ -1,0 +1,344 @@
+"""When the tower runs, and what of its results is kept: each image is encoded once, however many wait for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..engine.meter import Meter
+from ..prefix import MEDIA_BASE
+from ..schedule.steps import DropImages, EncodeImage
+from ..types import Medium
+from ..worker.protocol import Worker
+from .table import MediaTable
+
+__all__ = ["ImageDesk"]
+
+# In place of the tiles of an image that cannot be read.
+NO_TILES = np.empty((0, 0, 0, 0), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A _Rows is what is held of an image. salt: of its requests; last: the id of its last row; size: bytes; error: why
+    its rows are no numbers, None: they are."""
+
+    salt: str
+    last: int
+    size: int
+    error: str | None
+
+
+@dataclass(slots=True)
+class _Run:
+    """A _Run is an image that the tower has begun.
+
+    until  floating-point operations until each piece of work on it is done, float64 [pieces of all layers], ascending
+    done   pieces that are done
+    tiles  on their way from the image's file, until the tower has them
+    """
+
+    medium: Medium
+    until: np.ndarray
+    done: int = 0
+    tiles: Future[np.ndarray] | None = None
+
+    @property
+    def operations(self) -> float:
+        """Returns the operations of the pieces that are done."""
+        return float(self.until[self.done - 1]) if self.done else 0.0
+
+    def within(self, operations: float) -> int:
+        """Returns how many pieces are done when so many operations more are."""
+        return int(np.searchsorted(self.until, self.operations + operations, side="right"))
+
+
+class ImageDesk:
+    """An ImageDesk sees to it that a worker has the rows of images when steps need them.
+
+    Rows are kept after their use, up to `memory` bytes, for others who ask for the same image. When room is needed, the
+    tenant that has most of it loses what it used least recently: a flood of images is at the cost of who sends it. Rows
+    that somebody waits for stay. Several images may be on their way through the tower, for several who ask; one that
+    nobody wants any more is given up when another begins.
+
+    media  knows the images by the ids of their rows
+    meter  counts runs of the tower
+    """
+
+    def __init__(self, worker: Worker, media: MediaTable, memory: int, meter: Meter):
+        self.media = media
+        media.keep_for(self)
+        self._worker, self._memory, self._meter = worker, memory, meter
+        assert worker.facts.tower is not None
+        self._tower, self._row_bytes = worker.facts.tower, worker.facts.image_row_bytes
+        self._lock = threading.RLock()
+        self._tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None
+        self._held: OrderedDict[int, _Rows] = OrderedDict()  # by first id, the least recently used one first
+        self._wanted: dict[Hashable, list[Medium]] = {}
+        self._in_use: list[list[Medium]] = []  # by steps in numbers: one may run between the parts of another
+        self._runs: dict[int, _Run] = {}  # by first id
+        self._rate: float | None = None  # operations a second; None: not measured yet
+        self._credit = 0.0  # seconds that the tower was given between steps of others, and has not run
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="prefold-image")
+        self._bounds: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
+
+    @property
+    def bytes_held(self) -> int:
+        """Returns the bytes of the rows that are kept."""
+        return sum(rows.size for rows in self._held.values())
+
+    def firsts(self) -> list[int]:
+        """Returns the first ids of the images that the worker has something of."""
+        return [*self._held, *self._runs]
+
+    def held(self, ids: np.ndarray) -> np.ndarray:
+        """Returns which rows of images, by their ids, the worker has: bool [n]."""
+        firsts, lasts = self._bounds
+        if not len(firsts):
+            return np.zeros(len(ids), bool)
+        place = np.searchsorted(firsts, ids, side="right") - 1
+        return (place >= 0) & (ids <= lasts[place])
+
+    def set_tenants(self, tenant_of: Callable[[Hashable], Hashable]) -> None:
+        """Says which tenant a namespace (adapter, salt) belongs to, from now on; until then all are one tenant's."""
+        with self._lock:
+            self._tenant_of = tenant_of
+
+    def want(self, who: Hashable, media: Sequence[Medium]) -> None:
+        """Notes whose rows `who` needs next, in place of what was noted before. They stay while they are noted."""
+        with self._lock:
+            if media:
+                self._wanted[who] = list(media)
+            else:
+                self._wanted.pop(who, None)
+
+    def want_next(self, who: Hashable, asked: Iterable[Sequence[Medium]]) -> bool:
+        """Notes of several prompts' images, each in its order, those whose rows `who` needs next. Returns whether one
+        of them has to be encoded.
+
+        They go no further than the first that is not there: what is held behind it no step can use yet, and where
+        memory is short it must not keep the one before from being made. What is there is looked at and noted in one
+        stroke, or another's step could drop it in between.
+        """
+        media: dict[int, Medium] = {}
+        waits = False
+        with self._lock:
+            for prompt in asked:
+                for medium in prompt:
+                    media[_first(medium)] = medium
+                    if _first(medium) not in self._held or self._error(medium) is not None:
+                        waits = True
+                        break
+            self.want(who, list(media.values()))
+        return waits
+
+    def advance(self, who: Hashable, seconds: float, *, idle: bool = True) -> tuple[Medium, str] | None:
+        """Runs the tower for about so many seconds, for the first image that `who` wants and that is not there. Returns
+        the image that it failed for, and why; None: it did not fail.
+
+        idle: whether nobody else has anything to do meanwhile. Then files are waited for, and at least one piece of
+        work is done. Otherwise a piece that takes longer waits until several calls have given it the time.
+        """
+        with self._lock:
+            wanted = self._wanted.get(who, ())
+            medium = next((one for one in wanted if not self._has(one) or self._error(one) is not None), None)
+            if medium is None:
+                return None
+            error = self._error(medium)  # of a run in numbers, between whose parts this is
+            if error is None:
+                if not self._may_begin(medium):
+                    return None
+                error = self._encode(medium, seconds, idle)
+                if error is None:
+                    return None
+                self._drop(medium)
+            return medium, error
+
+    @contextmanager
+    def using(self, tokens: np.ndarray) -> Iterator[None]:
+        """Returns a context in which the worker has the rows of all images among these ids; they are made before it
+        begins. Where the tower fails for one, its rows are no numbers: nobody else has them, and they are dropped
+        behind it."""
+        ids = tokens[tokens >= MEDIA_BASE]
+        if not len(ids):
+            yield
+            return
+        media, failed = self.media.find(ids), []
+        with self._lock:
+            self._in_use.append(media)
+            try:
+                for medium in media:
+                    while not self._has(medium):
+                        if self._encode(medium, None) is not None:
+                            failed.append(medium)
+                yield
+            finally:
+                self._in_use.pop()
+                for medium in failed:
+                    self._drop(medium)
+
+    def clear(self) -> None:
+        """Drops all rows that nobody waits for."""
+        with self._lock:
+            self._make_room(self._memory + 1)
+
+    # ----------------------------------------------------------------------------------------------- the tower
+
+    @property
+    def is_busy(self) -> bool:
+        """Returns whether an image that somebody wants is being read, or is on its way through the tower."""
+        return bool(self._runs) and not self._runs.keys().isdisjoint(self._all_wanted())
+
+    def _encode(self, medium: Medium, seconds: float | None, idle: bool = True) -> str | None:
+        """Does as much of the tower's work on an image as about so many seconds allow (None: all). Returns why the
+        tower fails for it, None: it does not."""
+        started = time.perf_counter()
+        run = self._runs.get(_first(medium)) or self._begin(medium)
+        tiles = unread = None
+        if not run.done:
+            loaded = self._loaded(run, seconds if idle else 0.0)
+            if loaded is None:
+                return None
+            tiles, unread = loaded
+        stop = self._stop(run, seconds if unread is None else None, idle)
+        if stop == run.done:
+            return None
+        if not run.done:
+            self._make_room(self._bytes(medium))
+        computing = time.perf_counter()
+        result = self._worker.start(EncodeImage(medium.ids, tiles, stop)).result()
+        ended = time.perf_counter()
+        self._credit = 0.0 if idle else self._credit - (ended - started)
+        before, run.done, run.tiles = run.operations, stop, None
+        self._note_rate(run.operations - before, ended - computing)
+        self._meter.add(seconds={"tower": ended - started})
+        error: str | None = unread or result.error
+        if result.is_done:
+            del self._runs[_first(medium)]
+            self._enter(medium, error)
+            self._meter.add(tower_runs=int(result.error is None))
+        return error
+
+    def _stop(self, run: _Run, seconds: float | None, idle: bool) -> int:
+        """Returns how many pieces of an image are to be done when this call ends.
+
+        seconds  idle
+        None              all: somebody waits for nothing else
+        so many  True     what they allow, and at least one more: nobody else has anything to do
+        so many  False    what they allow with those of earlier calls that were too few for a piece; `run.done` where
+                          they still are: a piece waits until others have had as much time as it takes
+        """
+        last = len(run.until)
+        if seconds is None:
+            return last
+        if idle:
+            return min(last, max(run.done + 1, run.within(seconds * (self._rate or 0.0))))
+        self._credit += seconds
+        return run.done + 1 if self._rate is None else min(last, run.within(max(0.0, self._credit) * self._rate))
+
+    def _loaded(self, run: _Run, seconds: float | None) -> tuple[np.ndarray, str | None] | None:
+        """Returns the tiles of an image, and why it cannot be read (None: it can; else the worker gets NO_TILES, so
+        that its rows are no numbers). None where they are not there within so many seconds: reading and resizing a
+        large file takes longer than a step, and goes on beside those that follow."""
+        if run.tiles is None:
+            run.tiles = self._pool.submit(run.medium.load)
+        if not wait([run.tiles], seconds).done:
+            return None
+        try:
+            return run.tiles.result(), None
+        except Exception as error:
+            return NO_TILES, str(error) or type(error).__name__
+
+    def _begin(self, medium: Medium) -> _Run:
+        """Returns the run of an image that the tower has not begun. Those that nobody wants any more are given up."""
+        wanted = self._all_wanted()
+        gone = tuple(first for first in self._runs if first not in wanted)
+        if gone:
+            for first in gone:
+                del self._runs[first]
+            self._worker.start(DropImages(gone)).result()
+        tiles = len(medium.ids) // self._tower.rows
+        run = _Run(medium, np.cumsum(np.tile(self._tower.pieces(tiles), self._tower.layers)))
+        self._runs[_first(medium)] = run
+        return run
+
+    def _note_rate(self, operations: float, seconds: float) -> None:
+        self._rate = operations / seconds
+
+    def _may_begin(self, medium: Medium) -> bool:
+        """Returns whether there is memory for the rows of an image, now or once those are used that wait to be."""
+        if _first(medium) in self._runs:
+            return True
+        # Steps in numbers whose parts this is between go on in any case, and do not wait for rows.
+        wanted = _firsts(self._wanted.values())
+        waiting = sum(rows.size for first, rows in self._held.items() if first in wanted)
+        return not waiting or waiting + self._bytes(medium) <= self._memory
+
+    # ------------------------------------------------------------------------------------------------ the store
+
+    def _has(self, medium: Medium) -> bool:
+        first = _first(medium)
+        if first not in self._held:
+            return False
+        self._held.move_to_end(first)
+        return True
+
+    def _make_room(self, size: int) -> None:
+        """Drops rows that nobody waits for until there is room for so many bytes more, as far as that goes."""
+        wanted = self._all_wanted()
+        # By tenant, and not by salt: clients choose salts, and who takes a new one each time has little under each.
+        tenants = {first: self._tenant_of((None, rows.salt)) for first, rows in self._held.items()}
+        by_tenant: Counter[Hashable] = Counter()
+        for first, rows in self._held.items():
+            by_tenant[tenants[first]] += rows.size
+        gone: list[int] = []
+        while by_tenant.total() + size > self._memory:
+            free = [first for first in self._held if first not in wanted]
+            if not free:
+                break
+            most = max(by_tenant[tenants[first]] for first in free)
+            victim = next(first for first in free if by_tenant[tenants[first]] == most)
+            by_tenant[tenants[victim]] -= self._held.pop(victim).size
+            gone.append(victim)
+        if gone:
+            self._worker.start(DropImages(tuple(gone))).result()
+            self._note()
+
+    def _error(self, medium: Medium) -> str | None:
+        """Returns why the rows that are held of an image are no numbers; None: they are, or none are held."""
+        rows = self._held.get(_first(medium))
+        return None if rows is None else rows.error
+
+    def _enter(self, medium: Medium, error: str | None) -> None:
+        self._held[_first(medium)] = _Rows(medium.salt, int(medium.ids[-1]), self._bytes(medium), error)
+        self._note()
+
+    def _drop(self, medium: Medium) -> None:
+        if self._held.pop(_first(medium), None) is not None:
+            self._worker.start(DropImages((_first(medium),))).result()
+            self._note()
+
+    def _note(self) -> None:
+        firsts = sorted(first for first, rows in self._held.items() if rows.error is None)
+        self._bounds = np.array(firsts, np.int64), np.array([self._held[first].last for first in firsts], np.int64)
+
+    def _all_wanted(self) -> set[int]:
+        return _firsts((*self._wanted.values(), *self._in_use))
+
+    def _bytes(self, medium: Medium) -> int:
+        return len(medium.ids) * self._row_bytes
+
+
+def _first(medium: Medium) -> int:
+    return int(medium.ids[0])
+
+
+def _firsts(some: Iterable[Sequence[Medium]]) -> set[int]:
+    return {_first(medium) for media in some for medium in media}

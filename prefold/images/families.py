@@ -1,0 +1,72 @@
+"""The families of models that see images: a text model, and the tower beside it, both as data. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..checkpoint.settings import Settings
+from ..errors import UnsupportedModelError
+from ..model.config import ModelConfig
+from ..model.decoders import HFConfig, gemma3, llama
+from .tower_config import gemma3_tower, idefics3_tower
+
+__all__ = ["REFUSED", "gemma3_images", "idefics3_images"]
+
+# What a config leaves out of its text_config is as in transformers.
+GEMMA3_TEXT: Mapping[str, Any] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+LLAMA_TEXT: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+# Architectures that are refused with the reason, in place of the list of those that work.
+_THREE_POSITIONS = (
+    "a row of its images has three positions (time, height and width), none of which is its depth in the prompt; "
+    "use Gemma 3, Idefics3 or SmolVLM for images"
+)
+REFUSED: Mapping[str, str] = {
+    "Qwen2VLForConditionalGeneration": _THREE_POSITIONS,
+    "Qwen2_5_VLForConditionalGeneration": _THREE_POSITIONS,
+}
+
+
+def gemma3_images(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Gemma 3 with its tower (4B and larger)."""
+    hf = Settings.of(hf)
+    text = gemma3(GEMMA3_TEXT | hf.settings("text_config"))
+    tied = hf.flag("tie_word_embeddings", True)
+    return replace(text, tower=gemma3_tower(hf, text.hidden), tie_embeddings=tied, dtype=_dtype(hf, text))
+
+
+def idefics3_images(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Idefics3 and SmolVLM: Llama with a tower."""
+    hf = Settings.of(hf)
+    settings = hf.settings("text_config")
+    if settings.text("model_type", "llama") != "llama":
+        raise UnsupportedModelError(f"the text model is {settings['model_type']!r}; only 'llama' is supported")
+    for key in ("use_resampler", "qk_layer_norms"):
+        if settings.get(key):
+            raise UnsupportedModelError(f"text_config.{key} is not supported")
+    text = llama(LLAMA_TEXT | settings)
+    tied = hf.flag("tie_word_embeddings")
+    return replace(text, tower=idefics3_tower(hf, text.hidden), tie_embeddings=tied, dtype=_dtype(hf, text))
+
+
+def _dtype(hf: Settings, text: ModelConfig) -> str | None:
+    """Returns the dtype that the checkpoint says it was saved in."""
+    return hf.text("dtype", None) or hf.text("torch_dtype", None) or text.dtype

@@ -1,0 +1,386 @@
+"""Images in items: where they stand, how they are read, and the rows that prompts have in their place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..checkpoint import Checkpoint
+from ..errors import InputError
+from ..prefix import MEDIA_BASE
+from ..stream.shelf import Shelf, Shelved
+from ..text import Tokenizer
+from ..text.escaped import Escaping
+from ..types import Medium
+from .decode import Allowance, Decoded
+from .image import Image
+from .load import load_processor
+from .processor import Processor
+from .reading import Reader, content_of, is_picture
+from .recent import RecentFiles, RecentImages, Seen
+from .table import MediaTable
+from .tower_config import TowerConfig
+
+__all__ = [
+    "Chat",
+    "ImageIds",
+    "ImageInputs",
+    "Loading",
+    "Picture",
+    "Pictured",
+    "all_images",
+    "chat_of",
+    "check_cut",
+    "image_inputs",
+    "refuse_images",
+    "too_long",
+    "within",
+]
+
+# Types of parts that are images: OpenAI's chat and Responses, and Hugging Face's.
+IMAGE_PARTS = ("image_url", "input_image", "image")
+LOAD = "load a model that sees images: a folder of Gemma 3 (4B and larger), Idefics3 or SmolVLM, or its GGUF file with "
+LOAD += "mmproj=FILE (--mmproj FILE), and without images=False; servers (--url) and vLLM (--backend vllm) are sent "
+LOAD += "text alone"
+
+
+@dataclass(frozen=True, eq=False)
+class Pictured:
+    """A Pictured is a text with images, in place of a text.
+
+    text    has the placeholder of the model's images where they belong; where it has none, the images come first
+    images  whatever stands for an image (see `Reader.read`)
+    """
+
+    text: str
+    images: Sequence[Any]
+
+
+class ImageIds(np.ndarray[Any, Any]):
+    """An ImageIds is token ids, int32 [n], with rows of images among them. It holds the media: their rows have these
+    ids as long as somebody does."""
+
+    media: tuple[Medium, ...]
+
+    @classmethod
+    def of(cls, ids: np.ndarray, media: tuple[Medium, ...]) -> ImageIds:
+        """Returns ids that hold these media."""
+        found = ids.view(cls)
+        found.media = media
+        return found
+
+
+@dataclass(eq=False)
+class Loading:
+    """A Loading reads an image again when a tower is to see it.
+
+    value   its file's content, where that is to be read, or its pixels
+    digest  of its pixels, which must be the same again
+    tiles   how many it has
+    recent  has them yet, where it was decoded lately
+    """
+
+    processor: Processor
+    reader: Reader
+    value: Any
+    digest: bytes
+    tiles: int
+    recent: RecentImages
+
+    def image(self) -> Image:
+        """Returns the image. Raises InputError where it is not the same as before, or cannot be read any more."""
+        image = self.recent.take(self.digest)
+        if image is None:
+            image = self.reader.read(self.value.read() if isinstance(self.value, Shelved) else self.value).image
+        if image.digest != self.digest:
+            message = "the image has changed since it was first read"
+            raise InputError(message, field="image", remedy="leave it as it is until the answer is there")
+        return image
+
+    def put_away(self, shelf: Shelf) -> None:
+        """Puts the content of its file on a shelf, where it has one."""
+        if isinstance(self.value, bytes):
+            self.value = shelf.put(self.value)
+
+    def __call__(self) -> np.ndarray:
+        """Returns its tiles, float32 [tiles, 3, height, width]. Raises InputError as `image` does."""
+        return self.processor.tiles(self.image())
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A Picture is an image of an item, as far as a prompt must know it.
+
+    size      (height, width)
+    key       by which its rows are known
+    load      gives its tiles
+    field     where in the item it was
+    animated  whether it is the first frame of several
+    """
+
+    size: tuple[int, int]
+    key: bytes
+    load: Loading
+    field: str
+    animated: bool
+
+    @property
+    def note(self) -> str | None:
+        """Returns what is to be said of it."""
+        return f"{self.field} is an animation, of which the first frame is seen" if self.animated else None
+
+
+def image_inputs(
+    checkpoint: Checkpoint,
+    tower: TowerConfig | None,
+    tokenizer: Tokenizer | None,
+    table: MediaTable,
+    reader: Reader | None = None,
+) -> ImageInputs | None:
+    """Returns what reads the images of a checkpoint; None for a model that takes text alone, and for one without a
+    tokenizer. The arguments are those of ImageInputs."""
+    if tower is None or tokenizer is None:
+        return None
+    processor = load_processor(checkpoint, tower, tokenizer)
+    return ImageInputs(processor, tokenizer, table, Reader() if reader is None else reader)
+
+
+def within(namespace: str, salt: str) -> str:
+    """Returns the salt of requests that share nothing outside of a namespace; "" is none."""
+    return f"{namespace}/{salt}" if namespace else salt
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A Chat is a conversation with images.
+
+    messages  in which each image is a part {"type": "image"}
+    images    (what was given for it, the field it is in), in order; {} for a part that is nothing but a place
+    """
+
+    messages: list[Any]
+    images: list[tuple[Any, str]]
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """An ImageInputs reads the images of items, and gives them their place in prompts.
+
+    table    knows images by the ids of their rows
+    most     images that one item may have
+    recent   holds pixels that were decoded lately
+    files    knows what was found in files lately
+    shelf    holds the files of images that came within items
+    seconds  that decoding all images of an item may take; None: each may take what the decoder allows
+    namespace  outside of which nothing of these images is shared, not even where they are read from; "": none
+    """
+
+    processor: Processor
+    tokenizer: Tokenizer
+    table: MediaTable
+    reader: Reader = field(default_factory=Reader)
+    most: int = 64
+    recent: RecentImages = field(default_factory=RecentImages)
+    files: RecentFiles = field(default_factory=RecentFiles)
+    shelf: Shelf = field(default_factory=Shelf)
+    seconds: float | None = None
+    namespace: str = ""
+
+    def for_strangers(self, files: Callable[[str], Path | None] | None = None, namespace: str = "") -> ImageInputs:
+        """Returns these inputs without paths: for those who must not read this machine's files, nor hold the one
+        decoder for longer with many images than with one. files: returns the path of a file that they uploaded, by its
+        id; namespace: theirs."""
+        reader = replace(self.reader, paths=False, folder=None, files=files)
+        return replace(self, reader=reader, seconds=reader.decoder.limits.seconds, namespace=namespace)
+
+    @cached_property
+    def escaping(self) -> Escaping:
+        """Returns what encodes texts in which the tokens of images stay text where users write them."""
+        return self.tokenizer.escaping_only(self.processor.special)
+
+    def read(self, given: Sequence[tuple[Any, str]]) -> list[Picture]:
+        """Returns the images of an item. given: (what stands for an image, its field) of each.
+
+        Raises InputError for the first that cannot be read, and for too many.
+        """
+        if len(given) > self.most:
+            field = given[self.most][1]
+            message = f"there are {len(given)} images; {self.most} are allowed"
+            raise InputError(message, field=field, remedy="give fewer", code="image_count")
+        allowance = None if self.seconds is None else Allowance(self.seconds)
+        return [self._picture(value, field, allowance) for value, field in given]
+
+    def _picture(self, value: Any, field: str, allowance: Allowance | None) -> Picture:
+        content = content_of(value, field)
+        data = self.reader.file(value, field) if content is None else content
+        if data is None:
+            image = self.reader.read(value, field).image
+            seen, again = Seen.of(Decoded(image, False)), image
+        else:
+            # What can be read again is not held as pixels for long: they take ten times the memory of a file.
+            seen, again = self._seen(data, field, allowance), value if content is None else content
+        tiles = self.processor.layout(seen.height, seen.width).tiles
+        load = Loading(self.processor, self.reader, again, seen.digest, tiles, self.recent)
+        return Picture((seen.height, seen.width), self.processor.key(seen.digest), load, field, seen.animated)
+
+    def _seen(self, data: bytes, field: str, allowance: Allowance | None) -> Seen:
+        """Returns what is known of the image in a file, which is decoded where it was not lately."""
+        key = self.files.key(data, self.namespace)
+        seen = self.files.get(key)
+        if seen is None:
+            decoded = self.reader.decoder.decode(data, field, allowance)
+            self.recent.put(decoded.image)
+            seen = Seen.of(decoded)
+            self.files.put(key, seen)
+        return seen
+
+    def encode(
+        self, text: str, pictures: Sequence[Picture], salt: str, field: str, escaping: Escaping | None = None
+    ) -> tuple[np.ndarray, tuple[Medium, ...]]:
+        """Returns the ids of a text, int32 [n], with the rows of an image in place of each placeholder, and the media
+        whose rows they are. escaping: by which the text was shielded.
+
+        Raises InputError where there are not as many placeholders as images.
+        """
+        processor = self.processor
+        expanded = processor.expand(text, [picture.size for picture in pictures])
+        ids = (escaping or self.escaping).encode(expanded)
+        salt = within(self.namespace, salt)
+        media = tuple(self._medium(picture, salt) for picture in pictures)
+        at = np.flatnonzero(ids == processor.image_token_id)
+        rows = np.concatenate([np.empty(0, np.int32), *(medium.ids for medium in media)])
+        if len(at) != len(rows):
+            raise InputError(
+                f"{field!r} has {len(at)} tokens {processor.image_token} for {len(rows)} rows of images",
+                field=field,
+                remedy="leave these tokens out of the chat template",
+                code="image_count",
+            )
+        ids[at] = rows
+        return ids, media
+
+    def _medium(self, picture: Picture, salt: str) -> Medium:
+        """Returns the medium of an image for requests of this salt."""
+        load = picture.load
+        rows, span = load.processor.rows_per_tile, load.processor.span
+        medium = self.table.medium(picture.key, tiles=load.tiles, rows_per_tile=rows, span=span, load=load, salt=salt)
+        if medium.load is load:  # else the image is read from where it was given before
+            load.put_away(self.shelf)
+        return medium
+
+    def encode_pictured(self, text: str, pictures: Sequence[Picture], field: str, salt: str = "") -> ImageIds:
+        """Returns the ids of a text with images; no special tokens are put around it. A text without placeholders comes
+        behind its images."""
+        placeholder = self.processor.placeholder
+        text = text if placeholder in text else placeholder * len(pictures) + text
+        return ImageIds.of(*self.encode(text, pictures, salt, field))
+
+    def media_of(self, tokens: np.ndarray, field: str) -> tuple[Medium, ...]:
+        """Returns the media that have rows among these ids. Raises InputError where an image is there in part only:
+        it was cut with the text."""
+        found = tuple(self.table.find(tokens[tokens >= MEDIA_BASE]))
+        for medium in found:
+            if not np.isin(medium.ids, tokens).all():
+                raise too_long(field)
+        return found
+
+    def wants_parts(self, template: str) -> bool:
+        """Whether a chat template takes contents as lists of parts only, and no texts."""
+        return "is string" not in template and re.search(r"\[.type.\]|\.type\b", template) is not None
+
+
+def chat_of(messages: Any) -> Chat | None:
+    """Returns a conversation with images; None for one that has none, whatever it is."""
+    if not isinstance(messages, (list, tuple)):
+        return None
+    images: list[tuple[Any, str]] = []
+    found = [_message(message, i, images) for i, message in enumerate(messages)]
+    return Chat(found, images) if images else None
+
+
+def all_images(chat: Chat, beside: Any) -> list[tuple[Any, str]]:
+    """Returns (what stands for an image, its field) of each image of a conversation. beside: the list of those that
+    parts {"type": "image"} are only the places of; None: there is no such list. Raises InputError where there are not
+    as many places as images."""
+    if beside is None:
+        return chat.images
+    places = sum(_is_place(value) for value, _ in chat.images)
+    if places != len(beside):
+        message = f"there are {len(beside)} images for {places} places in the messages"
+        remedy = 'show where each belongs by a part {"type": "image"}'
+        raise InputError(message, field="images", remedy=remedy, code="image_count")
+    left = iter(enumerate(beside))
+    found = []
+    for value, where in chat.images:
+        if _is_place(value):
+            number, given = next(left)
+            found.append((given, f"images[{number}]"))
+        else:
+            found.append((value, where))
+    return found
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
+def check_cut(ids: np.ndarray, kept: np.ndarray, field: str) -> None:
+    """Raises InputError where rows of images are lost with what is cut off ids; kept: what is left of them."""
+    if np.count_nonzero(kept >= MEDIA_BASE) < np.count_nonzero(ids >= MEDIA_BASE):
+        raise too_long(field)
+
+
+def too_long(field: str) -> InputError:
+    """Returns the error of a prompt from which an image would have to be cut."""
+    return InputError(
+        f"{field!r} is too long, and cutting it would cut an image",
+        field=field,
+        remedy="give fewer images, or a shorter text beside them",
+        code="too_long",
+    )
+
+
+def refuse_images(field: str) -> InputError:
+    """Returns the error of an image for a model that takes text alone."""
+    return InputError(
+        f"{field!r} is an image, and the model takes text alone", field=field, remedy=LOAD, code="no_tower"
+    )
+
+
+def _message(message: Any, index: int, images: list[tuple[Any, str]]) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, (list, tuple)):
+        return message
+    parts, found = [], False
+    for i, part in enumerate(content):
+        field = f"messages[{index}].content[{i}]"
+        value = _image_in(part, field)
+        if value is None:
+            parts.append(part)
+            continue
+        images.append((value, field))
+        parts.append({"type": "image"})
+        found = True
+    if not found:
+        return message
+    texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {**message, "content": texts}
+
+
+def _image_in(part: Any, field: str) -> Any:
+    """Returns what stands for an image in a part of content; None for a part of another type."""
+    if is_picture(part) or isinstance(part, (bytes, bytearray, np.ndarray)):
+        return part
+    if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PARTS:
+        return None
+    for key in ("image_url", "image", "source"):
+        if part.get(key) is not None:
+            return part[key]
+    # A table has the same fields in all parts of a column: those that a part was not given are null.
+    return {key: value for key, value in part.items() if key != "type" and value is not None}

@@ -1,0 +1,174 @@
+"""Images on their way to replicas: the pixels of each once, as long as a replica has requests that show it.
+
+In a job's prompts an image is ids out of the driver's `MediaTable`. A replica has a table of its own, in which the same
+image has other ids, and puts those in their place: so what its cache holds never depends on which of the driver's ids
+have become free and stand for another image by now.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..cache import CacheEvents
+from ..cache.events import RowsStored
+from ..cluster.replicas import Picture, place_of
+from ..errors import InputError
+from ..prefix import MEDIA_BASE
+from ..stream import Window
+from ..types import Medium
+from .image import Image
+from .items import Loading
+from .processor import Processor
+from .table import MediaTable
+
+__all__ = ["HeldPictures", "SentPictures"]
+
+
+class SentPictures:
+    """A SentPictures knows which images each replica holds, and which of its requests need them. table: of the job."""
+
+    def __init__(self, table: MediaTable):
+        self._table = table
+        # By replica: the media that it holds, how many of its requests show each, and the media of each request.
+        self._held: dict[str, dict[int, Medium]] = {}
+        self._users: dict[str, Counter[int]] = {}
+        self._shown: dict[str, dict[tuple[int, int], list[int]]] = {}
+
+    def send(self, name: str, windows: Sequence[Window]) -> tuple[list[Window], list[Picture], list[int]]:
+        """Books that a replica is given these windows. Returns (the windows as they are sent, the images that it does
+        not hold, the first ids of those that it need not hold any more)."""
+        held, users = self._held.setdefault(name, {}), self._users.setdefault(name, Counter())
+        shown = self._shown.setdefault(name, {})
+        fresh: list[Medium] = []
+        for window in windows:
+            if not (window.tokens >= MEDIA_BASE).any():
+                continue
+            for number, tag in enumerate(window.tags):
+                tokens = window.tokens[window.offsets[number] : window.offsets[number + 1]]
+                ids = tokens[tokens >= MEDIA_BASE]
+                if not len(ids):
+                    continue
+                media = self._table.find(ids)
+                shown[place_of(tag)] = firsts = [_first(medium) for medium in media]
+                users.update(firsts)
+                for medium in media:
+                    if _first(medium) not in held:
+                        held[_first(medium)] = medium
+                        fresh.append(medium)
+        gone = [first for first in held if not users[first]]
+        for first in gone:
+            del held[first], users[first]
+        return [replace(window, media=()) for window in windows], [_picture(medium) for medium in fresh], gone
+
+    def answered(self, name: str, number: int, place: int) -> None:
+        """Notes that a replica has answered a request of a lease, and needs its images no more for it."""
+        firsts = self._shown.get(name, {}).pop((number, place), ())
+        if firsts:
+            self._users[name].subtract(firsts)
+
+    def lose(self, name: str) -> None:
+        """Notes that a replica is gone, or begins anew: it holds nothing."""
+        for book in (self._held, self._users, self._shown):
+            book.pop(name, None)  # type: ignore[attr-defined]
+
+
+def _picture(medium: Medium) -> Picture:
+    """Returns what a replica needs of an image: pixels, or why they cannot be read."""
+    assert isinstance(medium.load, Loading)
+    try:
+        return Picture(medium.key, medium.salt, medium.ids, medium.load.image().pixels)
+    except InputError as error:
+        return Picture(medium.key, medium.salt, medium.ids, None, str(error))
+
+
+@dataclass(frozen=True)
+class _Pixels:
+    """A _Pixels gives the tiles of an image that a replica was sent."""
+
+    processor: Processor
+    picture: Picture
+
+    def __call__(self) -> np.ndarray:
+        if self.picture.pixels is None:
+            raise InputError(self.picture.error, field="image")
+        return self.processor.tiles(Image(self.picture.pixels))
+
+
+class HeldPictures:
+    """A HeldPictures holds the images that a replica was sent, and puts its own ids for them in the place of the
+    driver's. Any thread may ask it: images come in another than that of the engine's steps.
+
+    table      of the replica's engine
+    processor  of its model
+    """
+
+    def __init__(self, table: MediaTable, processor: Processor):
+        self._table, self._processor = table, processor
+        self._media: dict[int, Medium] = {}  # this replica's, by the driver's first id
+        self._theirs: dict[int, int] = {}  # the driver's first id, by ours
+        self._lock = threading.Lock()
+
+    def hold(self, pictures: Iterable[Picture], gone: Iterable[int]) -> None:
+        """Holds some images from now on, and others no more. gone: the driver's first ids."""
+        with self._lock:
+            for first in gone:
+                medium = self._media.pop(first)
+                if self._theirs.get(_first(medium)) == first:
+                    del self._theirs[_first(medium)]
+            rows, span = self._processor.rows_per_tile, self._processor.span
+            for one in pictures:
+                how = {"tiles": len(one.ids) // rows, "rows_per_tile": rows, "span": span, "salt": one.salt}
+                medium = self._table.medium(one.key, load=_Pixels(self._processor, one), **how)
+                self._media[int(one.ids[0])] = medium
+                self._theirs[_first(medium)] = int(one.ids[0])
+
+    def clear(self) -> None:
+        """Holds nothing more."""
+        with self._lock:
+            self._media, self._theirs = {}, {}
+
+    def own(self, window: Window) -> Window:
+        """Returns a window with this replica's ids, and with the images of its requests."""
+        at = np.flatnonzero(window.tokens >= MEDIA_BASE)
+        if not len(at):
+            return window
+        with self._lock:
+            held = dict(self._media)
+        firsts = np.array(sorted(held), np.int64)
+        found = firsts[np.searchsorted(firsts, window.tokens[at], side="right") - 1]
+        media = {first: held[first] for first in np.unique(found).tolist()}
+        shift = np.array([_first(media[first]) - first for first in found.tolist()], np.int64)
+        tokens = window.tokens.copy()
+        tokens[at] += shift.astype(np.int32)
+        return replace(window, tokens=tokens, media=tuple(media.values()))
+
+    def told(self, events: CacheEvents) -> CacheEvents:
+        """Returns what a cache tells with the driver's ids of the images that are held. Others keep this replica's ids,
+        by which a router does not find them, or at worst sends a prompt where less of it is held than it thinks."""
+        with self._lock:
+            theirs = {first: (other, int(self._media[other].ids[-1])) for first, other in self._theirs.items()}
+        firsts = np.array(sorted(theirs), np.int64)
+        if not len(firsts):
+            return events
+        changed = []
+        for event in events.events:
+            if isinstance(event, RowsStored) and len(at := np.flatnonzero(event.tokens >= MEDIA_BASE)):
+                tokens = event.tokens.copy()
+                place = np.maximum(0, np.searchsorted(firsts, tokens[at], side="right") - 1)
+                ours = firsts[place].tolist()
+                last = np.array([theirs[one][1] for one in ours])
+                shift = np.array([theirs[one][0] - one for one in ours])
+                shift[(tokens[at] < firsts[place]) | (tokens[at] > last)] = 0
+                tokens[at] += shift.astype(tokens.dtype)
+                event = replace(event, tokens=tokens)
+            changed.append(event)
+        return replace(events, events=tuple(changed))
+
+
+def _first(medium: Medium) -> int:
+    return int(medium.ids[0])

@@ -1,0 +1,167 @@
+"""Which ids the rows of images have, and when these ids are free again.
+
+An image is known by a key: a digest of its pixels and of all that is done to them. Its rows have neighbouring ids as
+long as anybody needs them: a request that holds its Medium, a tree in which they are, or a store of what a tower made
+of them. Images of two tenants have different ids, so nothing of one is ever found by the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+from weakref import WeakSet, WeakValueDictionary
+
+import numpy as np
+
+from ..cache.tree import RadixTree
+from ..errors import InputError
+from ..prefix import MEDIA_BASE, SPAN_BASE
+from ..types import Medium
+
+__all__ = ["MediaTable"]
+
+# Ids that nobody holds are looked for when there are twice as many images as were in use the last time, and so many
+# more.
+SLACK = 256
+
+
+class Store(Protocol):
+    """A Store has something of images that is found by the ids of their rows."""
+
+    def firsts(self) -> Iterable[int]:
+        """Returns the first ids of these images."""
+
+
+class MediaTable:
+    """A MediaTable gives the rows of images their ids. Any thread may ask it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ids: dict[tuple[str, bytes], np.ndarray] = {}
+        self._media: WeakValueDictionary[tuple[str, bytes], Medium] = WeakValueDictionary()
+        self._owners: dict[int, tuple[str, bytes]] = {}  # by first id
+        self._firsts: list[int] = []
+        self._free: dict[tuple[bool, int], list[int]] = {}  # first ids, by whether they are of spans, and how many
+        self._next = {False: MEDIA_BASE, True: SPAN_BASE}
+        self._trees: WeakSet[RadixTree] = WeakSet()
+        self._stores: WeakSet[Store] = WeakSet()
+        self._in_use = 0
+        self._asked: set[tuple[str, bytes]] = set()  # since the last sweep began
+        self._sweeping = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def medium(
+        self,
+        key: bytes,
+        *,
+        tiles: int,
+        rows_per_tile: int,
+        span: bool,
+        load: Callable[[], np.ndarray],
+        salt: str = "",
+    ) -> Medium:
+        """Returns the medium of an image, the same for one key and salt as long as somebody holds it.
+
+        tiles, rows_per_tile  of the image; with `span` each tile's rows are a span
+        load                  returns the tiles as the tower reads them, when it is to run
+        salt                  of the requests: whose tenant the image is
+
+        Raises InputError where no ids are left.
+        """
+        name = (salt, key)
+        if len(self._ids) > 2 * self._in_use + SLACK:
+            self.sweep()
+        with self._lock:
+            self._asked.add(name)
+            found = self._media.get(name)
+            if found is None:
+                ids = self._ids.get(name)
+                if ids is None:
+                    ids = self._bind(name, tiles, rows_per_tile, span)
+                found = self._media[name] = Medium(key, salt, ids, load)
+            return found
+
+    def find(self, ids: np.ndarray) -> list[Medium]:
+        """Returns the media whose rows have these ids, in the order of their first.
+
+        Raises LookupError for an id that no medium has, or one that nobody holds.
+        """
+        with self._lock:
+            # Where ids do not go up by one another tile or image begins: between two an id is unused.
+            heads = ids[np.flatnonzero(np.diff(ids, prepend=-1) != 1)].tolist()
+            firsts = dict.fromkeys(self._firsts[bisect_right(self._firsts, head) - 1] for head in heads)
+            return [self._media[self._owners[first]] for first in firsts]
+
+    def watch(self, tree: RadixTree) -> None:
+        """From now on ids stay as long as they are in this tree."""
+        self._trees.add(tree)
+
+    def keep_for(self, store: Store) -> None:
+        """From now on ids stay as long as this store has rows that are found by them."""
+        self._stores.add(store)
+
+    def sweep(self) -> None:
+        """Frees the ids that nobody holds."""
+        if not self._sweeping.acquire(blocking=False):
+            return
+        try:
+            with self._lock:
+                self._asked.clear()
+                unheld = {int(ids[0]): name for name, ids in self._ids.items() if name not in self._media}
+                firsts = np.array(self._firsts)
+            # Without the lock: who changes a tree may ask us meanwhile. Whatever comes into one from here on was asked
+            # for.
+            for first in self._used(firsts):
+                unheld.pop(first, None)
+            with self._lock:
+                for first, name in unheld.items():
+                    if name not in self._asked:
+                        self._free_ids(first, name)
+                self._firsts = sorted(self._owners)
+                self._in_use = len(self._ids)
+        finally:
+            self._sweeping.release()
+
+    def _bind(self, name: tuple[str, bytes], tiles: int, rows_per_tile: int, span: bool) -> np.ndarray:
+        # One id is unused behind each tile, so that two next to each other are not taken for one.
+        size = tiles * (rows_per_tile + 1)
+        free = self._free.get((span, size))
+        if free:
+            first = free.pop()
+        else:
+            first = self._next[span]
+            if first + size > (2**31 if span else SPAN_BASE):
+                raise InputError(
+                    f"{len(self._ids):,} different images are in use at once, and the {SPAN_BASE - MEDIA_BASE:,} ids "
+                    "that there are for rows of images are used up",
+                    field="image",
+                    remedy="send it again when others are done; divide a job into several",
+                    code="image_count",
+                )
+            self._next[span] = first + size
+        rows = np.arange(size, dtype=np.int32).reshape(tiles, -1)[:, :rows_per_tile]
+        ids = self._ids[name] = (first + rows.ravel()).astype(np.int32)
+        ids.flags.writeable = False
+        self._owners[first] = name
+        insort(self._firsts, first)
+        return ids
+
+    def _free_ids(self, first: int, name: tuple[str, bytes]) -> None:
+        ids, span = self._ids.pop(name), first >= SPAN_BASE
+        del self._owners[first]
+        self._free.setdefault((span, int(ids[-1] - ids[0]) + 2), []).append(first)
+
+    def _used(self, firsts: np.ndarray) -> Iterator[int]:
+        """Yields the first ids of images that stores and trees have rows of; firsts: of all images, ascending."""
+        for store in list(self._stores):
+            yield from store.firsts()
+        for tree in list(self._trees):
+            with tree.lock:
+                found = [np.asarray(node.tokens) for node in tree.nodes()]
+            for tokens in found:
+                ids = tokens[tokens >= MEDIA_BASE]
+                yield from firsts[np.unique(np.searchsorted(firsts, ids, side="right") - 1)].tolist()

@@ -1,0 +1,127 @@
+"""Rows of images on a worker: the tower makes them, some work at a time, and steps have them in place of
+embeddings."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attention import Heads, RowAttention, RowPlan
+from ..device import send
+from ..model import MediaRows
+from ..prefix import MEDIA_BASE
+from ..schedule.steps import Encoded, EncodeImage
+from .tower import Tower, TowerPass
+
+__all__ = ["ImageRows", "TowerAttend", "without_images"]
+
+# Plans are kept for so many parts of images: those of one size, in all pieces of a layer and a few at once.
+MOST_PLANS = 256
+
+
+class TowerAttend:
+    """`attend` of a tower: the patches of a tile see each other, and no others. It is the interval attention of rows,
+    in which each tile is one span."""
+
+    def __init__(self, tower: Tower):
+        config = tower.config
+        self._attention = RowAttention(Heads(config.heads, config.heads, config.head_dim, tower.dtype), tower.device)
+        self._patches, self._scale = config.patches, config.head_dim**-0.5
+        self._plans: dict[tuple[int, int, int], RowPlan] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        """Returns attention of q, whose first row is row `start` of all, over k and v of all, shaped as q."""
+        # Of the tiles that the queries are in.
+        low, high = start // self._patches * self._patches, -(-(start + len(q)) // self._patches) * self._patches
+        k, v = k[low:high], v[low:high]
+        shape = start - low, len(q), len(k)
+        plan = self._plans.get(shape)
+        if plan is None:
+            every = np.arange(len(k))
+            first = every - every % self._patches
+            queries = every[start - low : start - low + len(q)]
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[shape] = self._attention.plan(first + self._patches, queries, first=first)
+        return self._attention.attend(q, k, v, plan, scale=self._scale)
+
+
+class ImageRows:
+    """An ImageRows holds what the tower has made of images, by the first of the ids that their rows have."""
+
+    def __init__(self, tower: Tower):
+        self._tower, self._attend = tower, TowerAttend(tower)
+        self._runs: dict[int, TowerPass] = {}
+        self._made: dict[int, tuple[np.ndarray, Tensor]] = {}
+        self._firsts = np.empty(0, np.int64)
+
+    def encode(self, message: EncodeImage) -> Encoded:
+        """Does more of the tower's work on an image. What goes wrong with it is told, and not raised; its rows
+        are then no numbers, so that nothing comes of whoever reads them."""
+        first = int(message.ids[0])
+        if message.tiles is None and first not in self._runs and first in self._made:
+            return Encoded(True)
+        try:
+            if not self._go_on(first, message):
+                return Encoded(False)
+            error = None
+        except Exception as problem:
+            rows = torch.full((len(message.ids), self._tower.config.output), torch.nan, dtype=self._tower.dtype)
+            self._enter(first, message.ids, rows.to(self._tower.device))
+            error = f"{type(problem).__name__}: {problem}"
+        self._runs.pop(first, None)
+        return Encoded(True, error)
+
+    def drop(self, firsts: tuple[int, ...]) -> None:
+        """Forgets the rows of these images, and what is made of them at present."""
+        for first in firsts:
+            self._runs.pop(first, None)
+            self._made.pop(first, None)
+        self._firsts = np.array(sorted(self._made), np.int64)
+
+    def rows(self, tokens: np.ndarray) -> MediaRows | None:
+        """Returns the rows of images among a step's rows with these ids; None where there are none. Raises ValueError
+        for rows that have not been made."""
+        at = np.flatnonzero(tokens >= MEDIA_BASE)
+        if not len(at):
+            return None
+        ids = tokens[at]
+        images, image_of = np.unique(np.searchsorted(self._firsts, ids, side="right") - 1, return_inverse=True)
+        index, parts, start = np.empty(len(ids), np.int64), [], 0
+        for number, image in enumerate(images.tolist()):
+            own = image_of == number
+            if image < 0 or ids[own].max() > (found := self._made[int(self._firsts[image])])[0][-1]:
+                raise ValueError("a step has rows of an image that the tower has not made")
+            known, rows = found
+            index[own] = start + np.searchsorted(known, ids[own])
+            parts.append(rows)
+            start += len(rows)
+        device = self._tower.device
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return MediaRows(send(at, device), values.index_select(0, send(index, device)))
+
+    def _go_on(self, first: int, message: EncodeImage) -> bool:
+        """Returns whether all work is done on the image, and its rows are there."""
+        tower = self._tower
+        if message.tiles is not None:
+            self._runs[first] = tower.start(torch.from_numpy(message.tiles).to(tower.device), self._attend)
+        run = self._runs[first]
+        if not tower.go_on(run, message.stop):
+            return False
+        rows = tower.finish(run)
+        if len(rows) != len(message.ids):
+            raise ValueError(f"the tower made {len(rows)} rows of an image that has {len(message.ids)}")
+        if not bool(rows.isfinite().all()):
+            raise ValueError("the tower's results are not finite numbers")
+        self._enter(first, message.ids, rows)
+        return True
+
+    def _enter(self, first: int, ids: np.ndarray, rows: Tensor) -> None:
+        self._made[first] = ids, rows
+        self._firsts = np.array(sorted(self._made), np.int64)
+
+
+def without_images(tokens: np.ndarray) -> np.ndarray:
+    """Returns the ids of a step's rows with 0 in place of those of images, which the embedding does not have."""
+    return np.where(tokens >= MEDIA_BASE, np.int32(0), tokens)

@@ -1,0 +1,279 @@
+"""Where the K/V of rows lie that go through blocks a visit at a time, and may leave before the last one.
+
+A slot is one row at one visit. The rows of a node have slots for each *route prefix*, the blocks b_0..b_t that were
+visited: routes that begin alike have their first visits in common, and (0, 1, 0) shares nothing with the third visit
+of (1, 1, 0). A row that has left is referred to by deeper visits: they name the slot of an earlier visit, or one slot
+that was projected from its state, and no K/V is copied.
+
+Splitting a node, using, keeping and evicting it are those of any radix tree: all visits of a row come and go together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+from ..cache.radix import RadixCache
+from ..cache.tree import Node, common_prefix
+
+__all__ = ["NodeVisit", "Prefix", "VisitCache", "VisitNode"]
+
+Prefix = tuple[int, ...]
+_NO_SLOTS = np.empty(0, np.int64)
+
+
+class NodeVisit:
+    """A NodeVisit is what the rows of a node have at one visit: at the last block of a route prefix.
+
+    node    whose rows these are
+    prefix  the blocks visited, this one included
+    slots   int64 [rows or more]: where the K/V lies that this visit sees of each row; 0: nowhere yet
+    owned   bool: the slot was claimed for this row at this visit; else it is that of another visit of the row
+    left    bool: the row left after this visit or an earlier one
+    done    how many leading rows are settled: what this visit sees of them is there
+    users   how many sequences, waiting or running, take this route prefix
+    """
+
+    __slots__ = ("counts", "done", "left", "node", "owned", "positions", "prefix", "slots", "starts", "users")
+
+    def __init__(self, node: VisitNode, prefix: Prefix):
+        self.node, self.prefix, self.users = node, prefix, 0
+        self._forget()
+
+    def _forget(self) -> None:
+        size = len(self.node)
+        self.slots, self.owned, self.left = np.zeros(size, np.int64), np.zeros(size, bool), np.zeros(size, bool)
+        self.done = 0
+        self.starts: list[int] = []  # of the settled rows, as runs of neighbouring slots
+        self.counts: list[int] = []
+        self.positions: list[int] = []
+
+    @property
+    def pending(self) -> int:
+        """Returns how many rows are not settled yet."""
+        return len(self.node) - self.done
+
+    @property
+    def above(self) -> NodeVisit | None:
+        """Returns the same visit of the node above; None below a root."""
+        parent = self.node.parent
+        assert isinstance(parent, VisitNode)
+        return None if parent.parent is None else parent.visits[self.prefix]
+
+    @property
+    def num_slots(self) -> int:
+        """Returns how many slots are this visit's own."""
+        return int(np.count_nonzero(self.owned)) + len(self.spare)
+
+    @property
+    def spare(self) -> np.ndarray:
+        """Returns the slots claimed for rows that are still to come, which only tails have."""
+        return _NO_SLOTS
+
+    def make_room(self) -> None:
+        """Lets the arrays grow with the tokens, which only those of tails do."""
+
+    def settle(self, rows: int) -> None:
+        """Says that of so many more rows what this visit sees is there."""
+        stop, position = self.done + rows, self.node.start + self.done
+        if rows == 0:
+            return
+        if rows == 1:
+            self._join(int(self.slots[self.done]), 1, position)
+        else:
+            some = self.slots[self.done : stop]
+            edges = [0, *(np.flatnonzero(np.diff(some) != 1) + 1).tolist(), rows]
+            for first, last in itertools.pairwise(edges):
+                self._join(int(some[first]), last - first, position + first)
+        self.done = stop
+        self.node.computed = max(self.node.computed, stop)
+
+    def _join(self, slot: int, count: int, position: int) -> None:
+        if self.starts and self.starts[-1] + self.counts[-1] == slot:
+            self.counts[-1] += count
+        else:
+            self.starts.append(slot)
+            self.counts.append(count)
+            self.positions.append(position)
+
+    def hold(self, slots: int) -> None:
+        """Books that so many more slots are this visit's own, in the account of its tenant."""
+        if self.node.account is not None:
+            self.node.account.hold(slots)
+
+    def give_up(self) -> np.ndarray:
+        """Forgets all rows, and returns the slots that were this visit's own, int64."""
+        slots = self.slots[self.owned]
+        self._forget()
+        self._gave_up(len(slots))
+        return slots
+
+    def _gave_up(self, slots: int) -> None:
+        if self.node.account is not None:
+            self.node.account.held -= slots
+
+    def split(self, upper: VisitNode, size: int) -> NodeVisit:
+        """Returns this visit of the first `size` rows, which go to `upper`; the others stay."""
+        first = NodeVisit(upper, self.prefix)
+        first.users, done = self.users, self.done
+        for name in ("slots", "owned", "left"):
+            values = getattr(self, name)
+            setattr(first, name, values[:size])
+            setattr(self, name, values[size:])
+        self.starts, self.counts, self.positions, self.done = [], [], [], 0
+        first.settle(min(done, size))
+        self.settle(max(0, done - size))
+        return first
+
+
+class VisitNode(Node):
+    """A VisitNode is a Node whose rows have slots for each visit.
+
+    visits    by route prefix
+    computed  how many leading rows are settled at some visit
+    """
+
+    __slots__ = ("visits",)
+
+    def __init__(self, parent: Node | None, tokens: Any, start: int):
+        super().__init__(parent, tokens, start)
+        self.visits: dict[Prefix, NodeVisit] = {}
+
+    def visit(self, prefix: Prefix) -> NodeVisit:
+        """Returns what the rows have at a visit, and makes it where it is not there."""
+        found = self.visits.get(prefix)
+        if found is None:
+            found = self.visits[prefix] = NodeVisit(self, prefix)
+        return found
+
+    def give_up(self) -> np.ndarray:
+        slots = [visit.give_up() for visit in self.visits.values()]
+        for prefix in [prefix for prefix, visit in self.visits.items() if not visit.users]:
+            del self.visits[prefix]
+        self.computed = 0
+        return np.concatenate(slots) if slots else np.empty(0, np.int64)
+
+    def split(self, size: int) -> Node:
+        upper = super().split(size)
+        assert isinstance(upper, VisitNode)
+        upper.computed = self.computed = 0
+        for prefix, visit in self.visits.items():
+            upper.visits[prefix] = visit.split(upper, size)
+        return upper
+
+    @property
+    def num_slots(self) -> int:
+        """Returns how many slots all visits of its rows hold."""
+        return sum(visit.num_slots for visit in self.visits.values())
+
+    @property
+    def num_missing(self) -> int:
+        return self.pending
+
+
+class VisitCache(RadixCache):
+    """A VisitCache is a RadixCache of nodes whose rows have slots for each visit. It counts rows, whatever their
+    visits.
+
+    A visit is *untaken* where sequences use its node, and none of them takes its route prefix: rows of another route,
+    from before or since. Nodes that nobody uses are kept and evicted whole, with all of their visits; so untaken visits
+    have to be looked for in nodes in use alone.
+
+    num_slots  how many slots the rows hold that may be evicted
+    untaken    the nodes in use that may have untaken visits
+    """
+
+    num_slots = 0
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.untaken: dict[VisitNode, None] = {}
+
+    def forget_all(self) -> None:
+        super().forget_all()
+        self.num_slots = 0
+        self.untaken.clear()
+
+    def keep(self, node: Node) -> None:
+        self.untaken.pop(node, None)  # type: ignore[call-overload]
+        super().keep(node)
+
+    def take(self, path: list[Node]) -> None:
+        super().take(path)
+        self.untaken.update((node, None) for node in path if not node.users and node.visits)  # type: ignore
+
+    def evict_untaken(self) -> bool:
+        """Evicts the visits that no sequence takes of nodes in use, and returns whether there were any. To be called
+        where nothing else may be evicted: rows are never found where rows above them are missing.
+
+        Visits that go on from these nobody takes either, so that no slot of theirs is referred to by those that stay.
+        """
+        nodes = [node for node in self.untaken if not node.pins]
+        for node in nodes:
+            del self.untaken[node]
+            for prefix in [prefix for prefix, visit in node.visits.items() if not visit.users]:
+                self._pool.free(node.visits.pop(prefix).give_up())
+            computed = max((visit.done for visit in node.visits.values()), default=0)
+            if computed < node.computed:
+                self._tree.dropped(node)
+                node.computed = computed
+                if computed:
+                    self._tree.stored(node)
+        return bool(nodes)
+
+    def _count(self, node: Node, rows: int, nodes: int = 0) -> None:
+        super()._count(node, rows, nodes)
+        if rows and not node.pins:
+            self.num_slots += node.num_slots if rows > 0 else -node.num_slots
+
+    def graft(self, tail: Node, priority: int) -> None:
+        """Enters the rows of a tail whose sequence ends into the tree: those that are settled at all of its visits."""
+        assert isinstance(tail, VisitNode) and tail.parent is not None
+        node, at = tail.parent, 0
+        rows = min((visit.done for visit in tail.visits.values()), default=0)
+        rows = min(rows, len(tail.tokens))
+        tokens = np.asarray(tail.tokens[:rows], np.int32)
+        while at < rows:
+            child = node.children.get(int(tokens[at]))
+            if child is None:
+                self._hang(node, tail, tokens, at, priority)
+                return
+            assert isinstance(child, VisitNode)
+            same = common_prefix(child.tokens, tokens[at:])
+            # The rows below would have none above them at some visit.
+            if any(prefix not in child.visits or child.visits[prefix].done < same for prefix in tail.visits):
+                break
+            child = child if same == len(child) else self._tree.split(child, same)
+            node, at = child, at + same
+        self._pool.free(tail.give_up())
+
+    def _hang(self, node: Node, tail: VisitNode, tokens: np.ndarray, at: int, priority: int) -> None:
+        """Makes a child of `node` of the rows of a tail from `at` on."""
+        child = VisitNode(node, tokens[at:], node.stop)
+        child.priority = priority
+        rows, stop = len(tokens) - at, len(tokens)
+        for prefix, visit in tail.visits.items():
+            moved = child.visit(prefix)
+            for name in ("slots", "owned", "left"):
+                getattr(moved, name)[:] = getattr(visit, name)[at:stop]
+            visit.owned[at:stop] = False
+            moved.settle(rows)
+        self._pool.free(tail.give_up())
+        node.children[int(child.tokens[0])] = child
+        self._tree.stored(child)
+        self.keep(child)
+
+    def _split(self, upper: Node, lower: Node) -> None:
+        super()._split(upper, lower)
+        if lower in self.untaken:
+            self.untaken[upper] = None  # type: ignore[index]
+
+    def check(self) -> None:
+        super().check()
+        for node in self._tree.nodes():
+            assert isinstance(node, VisitNode)
+            assert node.kept or node in self.untaken or all(visit.users for visit in node.visits.values())
+        assert all(node.users for node in self.untaken)
+        assert self.num_slots == sum(node.num_slots for node in self._kept if not node.pins)

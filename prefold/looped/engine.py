@@ -1,0 +1,93 @@
+"""How a generator goes through its model: in one pass a step, or a visit a step where rows leave or take routes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..cache import SlotPool
+from ..engine.options import GenerateOptions
+from ..errors import InputError
+from ..schedule.generate import GenerateScheduler
+from ..schedule.generate_step import Held
+from ..schedule.steps import MakeStore
+from ..shifted.scheduler import ShiftingScheduler
+from ..types import Exits, Sharing
+from ..worker.protocol import Facts, Worker
+from .scheduler import VisitOptions, VisitScheduler
+from .steps import MakeVisitStore
+
+__all__ = ["check_shifted", "check_visits", "make_scheduler", "visits_of"]
+
+
+def visits_of(facts: Facts, options: GenerateOptions) -> VisitOptions | None:
+    """Returns how rows go through the model a visit at a time; None where a step is a whole pass.
+
+    Raises InputError where rows should leave, and the model is not looped or split over ranks.
+    """
+    visits = facts.visits
+    if visits is None and options.exits != "read":
+        message = f"exits is {options.exits!r}, which is for looped models in one piece"
+        raise InputError(message, field="exits", remedy='give exits="read", and tensor_parallel=1', code="not_looped")
+    if visits is None or not (visits.routed or options.exits != "read"):
+        return None
+    keys = "project" if options.exits == "project" else "last"
+    how = {"refill": options.refill, "group": options.group, "step_visits": options.step_visits}
+    return replace(visits, keys=keys, **how)  # type: ignore[arg-type]
+
+
+def make_scheduler(
+    worker: Worker, options: GenerateOptions, max_batch_rows: int, held: Held | None = None
+) -> GenerateScheduler | VisitScheduler:
+    """Returns the scheduler of what is generated, and lets the worker make room for as many slots as it has. held: as
+    of GenerateScheduler."""
+    visits, facts = visits_of(worker.facts, options), worker.facts
+    slots = worker.kv_slots(options.kv_memory, facts.slot_bytes if visits is None else facts.visit_bytes)
+    limits = {"max_batch_rows": max_batch_rows, "max_running": options.max_running}
+    if visits is None:
+        worker.start(MakeStore(slots + 1)).result()
+        kind: Any = GenerateScheduler if options.cache is None or options.cache.shifted is None else ShiftingScheduler
+        scheduler: GenerateScheduler = kind(
+            SlotPool(slots), **limits, cache=options.cache, slot_bytes=facts.slot_bytes, held=held
+        )
+        return scheduler
+    worker.start(MakeVisitStore(slots + 1)).result()
+    return VisitScheduler(SlotPool(slots), visits, **limits, cache=options.cache, slot_bytes=facts.visit_bytes)
+
+
+def check_shifted(facts: Facts, options: GenerateOptions, sharing: Sharing) -> None:
+    """Raises InputError where chunks should be reused at other positions, and cannot be."""
+    if options.cache is None or options.cache.shifted is None:
+        return
+    field = "cache_reuse_shifted"
+    if facts.fixed is not None:
+        message = f"rows of this model cannot be reused at other positions: {facts.fixed}"
+        raise InputError(message, field=field, remedy="leave it out", code="fixed_rows")
+    if sharing != "full":
+        message = f"chunks of other prompts cannot be reused with sharing {sharing!r}"
+        raise InputError(message, field=field, remedy='leave it out, or give sharing="full"', code="fixed_rows")
+
+
+def check_visits(exits: Exits | None, facts: Facts, visits: VisitOptions | None) -> None:
+    """Raises InputError for exits and routes of a request that cannot be followed.
+
+    visits: how rows go through the model a visit at a time; None: a step is a whole pass
+    """
+    if exits is None:
+        return
+    if visits is None:
+        for name in exits.given:
+            if name in ("exit_change", "exit_prompts", "exit_visits"):
+                message = f"{name} is given, and rows make all visits"
+                raise InputError(message, field=name, remedy='give the LLM exits="save"', code="no_exits")
+            if name in ("min_visits", "max_visits") and not facts.gate:
+                message = f"{name} is given, and the model has no gate: its rows are read after the last visit"
+                raise InputError(
+                    message, field=name, remedy='leave it out, or give the LLM exits="save"', code="no_gate"
+                )
+        if exits.route is not None and not facts.routes:
+            message = "a route is given, and the model's blocks differ in windows or rotary settings"
+            raise InputError(message, field="route", remedy='give the LLM exits="save"', code="no_exits")
+    elif exits.prompts and visits.routed and exits.route is None:
+        message = "exit_prompts is given, and the router reads the prompt's rows after each visit"
+        raise InputError(message, field="exit_prompts", remedy="leave it out, or give a route", code="no_exits")

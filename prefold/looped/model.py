@@ -1,0 +1,198 @@
+"""A looped transformer: layers that rows go through several times, each time with K/V of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..model.config import ModelConfig
+from ..model.layers import Linear
+from ..model.lora import NO_ADAPTERS, RowAdapters
+from ..model.ops import Ops
+from ..model.parallel import ALONE, Alone
+from ..model.transformer import Attend, CausalLM, Pass
+from .exits import RowExits, visits_at_exit
+from .gate import Gate, Seen
+from .noise import position_noise
+from .router import Planner, Router, summary
+
+__all__ = ["LoopedLM"]
+
+
+class LoopedLM(CausalLM):
+    """A LoopedLM is a CausalLM whose blocks of layers are visited as `config.loop` says.
+
+    It is called as a CausalLM is, or goes a visit at a time: `start`, one `visit` after another, `finish`.
+
+    gate    gives the logit of a row's leaving after a visit; or None
+    router  gives the logits of the next block and of leaving, where `config.loop` has a router; or None. A call of the
+            model does not ask it, and goes through the blocks in their order: see `routed`
+    planner the same before the first visit, of all visits; or None
+    inject  the linear that puts what the prelude gave into the residual stream before each visit; or None
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ranks: Alone = ALONE):
+        super().__init__(config, dtype=dtype, device=device, ranks=ranks)
+        assert config.loop is not None
+        self.loop = config.loop
+        size = config.hidden
+        self.gate = Gate(size, self.loop.gate_reads, device=device) if self.loop.gate else None
+        routing = self.loop.router
+        self.router = None if routing is None else Router(config, device=device)
+        self.planner = Planner(config, device=device) if routing is not None and routing.planner else None
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.inject = Linear(2 * size, size, bias=False, **place) if self.loop.between == "inject" else None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        read_rows: Tensor | None = None,
+        adapters: RowAdapters = NO_ADAPTERS,
+        exits: RowExits | None = None,
+        route: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Returns hidden states as a CausalLM does: of each row those after the visit that it leaves after.
+
+        exits  when rows may leave, and which are read: there is a hidden state a read, [reads, hidden]; None: each row
+               once, as `config.loop` says
+        route  the blocks that all rows visit, at most as many as the order has; None: those of the order
+        """
+        if exits is None and self.loop.threshold < 1:
+            exits = RowExits()
+        if exits is not None:
+            states = torch.stack(self.after_each_visit(tokens, positions, attend, read_rows, adapters, route))
+            rows = torch.arange(states.shape[1], device=states.device) if exits.rows is None else exits.rows
+            return states[visits_at_exit(self.leaving(states)[:, rows], exits, self.loop.threshold), rows]
+        rows = self.start(tokens, positions, attend, read_rows, adapters)
+        for block in self.loop.order if route is None else route:
+            self.visit(rows, block)
+        return self.finish(rows)
+
+    def after_each_visit(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        read_rows: Tensor | None = None,
+        adapters: RowAdapters = NO_ADAPTERS,
+        order: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        """Returns hidden states as they are read after each visit, each [rows read, hidden]; the arguments are those of
+        a call of the model. order: the blocks in place of the config's, at most as many. Raises InputError for a model
+        with a coda, which is gone through once."""
+        if self.loop.coda:
+            raise InputError("the model has a coda, so it is read after its last visit only", field="model")
+        rows = self.start(tokens, positions, attend, read_rows, adapters)
+        found = []
+        order = self.loop.order if order is None else order
+        for number, block in enumerate(order, 1):
+            self.visit(rows, block)
+            if number == len(order):
+                found.append(self.finish(rows))
+                continue
+            state = rows.x if rows.delta is None else rows.x + rows.delta
+            state = state if read_rows is None else state[read_rows]
+            found.append(self.read(state.clone(), None, rows.ops))  # a copy: the next visit writes into it
+        return found
+
+    def leaving(self, states: Tensor) -> Tensor:
+        """Returns the logits of leaving for states [visits, rows, hidden] as they are read after each visit: float32
+        [visits, rows]. Raises InputError for a model without a gate."""
+        found, before = [], None
+        for state in states:
+            logit, before = self.leaves(state, before)
+            found.append(logit)
+        return torch.stack(found)
+
+    def leaves(self, state: Tensor, before: Seen | None, first: Tensor | None = None) -> tuple[Tensor, Seen | None]:
+        """Returns the logits of leaving after a visit, float32 [rows], and what the gate must know after the next.
+
+        state   [rows, hidden] as it is read after the visit
+        before  that of the visit before; None after the first
+        first   bool [rows]: whose visit is the first, where there are others; what `before` has of them does not count
+
+        Raises InputError for a model without a gate.
+        """
+        if self.gate is None:
+            raise InputError("the model has no gate, so its rows leave after the last visit only", field="model")
+        if self.gate.reads == "state":
+            return self.gate(state.float())[:, 0], None
+        features, seen = self.gate.features(state, self.logits(state), before, first)
+        return self.gate(features)[:, 0], seen
+
+    def route(self, last: Tensor, mean: Tensor | None, visit: int | Tensor) -> Tensor:
+        """Returns the router's logits before a visit, float32 [n, blocks + 1], that of leaving last.
+
+        last   [n, hidden]: the residual stream of each request's last prompt row; or of rows, each by itself
+        mean   float32 [n, hidden]: its mean over each request's prompt rows; None: the router reads rows
+        visit  the number of the visit that is to come, from 0: of all, or int64 [n]
+
+        Raises InputError for a model without a router.
+        """
+        if self.router is None:
+            raise InputError("the model has no router", field="model", remedy="give a route")
+        return self.router(summary(last, mean), visit)
+
+    def plan(self, last: Tensor, mean: Tensor) -> Tensor:
+        """Returns the planner's logits of every visit, float32 [visits, n, blocks + 1], from the residual stream before
+        the first one, as for `route`. Raises InputError for a model without a planner."""
+        if self.planner is None:
+            raise InputError("the model has no planner", field="model", remedy="give a route")
+        return self.planner(summary(last, mean))
+
+    def start(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        read_rows: Tensor | None = None,
+        adapters: RowAdapters = NO_ADAPTERS,
+    ) -> Pass:
+        """Returns rows after the prelude, before the first visit; the arguments are those of a call of the model."""
+        rows = super().start(tokens, positions, attend, read_rows, adapters)
+        self.go_through(rows, range(self.loop.prelude))
+        if self.inject is not None:
+            rows.given = rows.x if rows.delta is None else rows.x + rows.delta
+            noise = position_noise(self.loop.seed, positions, self.config.hidden)
+            rows.x, rows.delta = (noise * self.loop.noise).to(self.dtype), None
+        return rows
+
+    def visit(self, rows: Pass, block: int) -> None:
+        """Takes rows through a block. After the last plane only the rows that are read are left."""
+        if self.inject is not None:
+            x = rows.x if rows.delta is None else rows.x + rows.delta
+            rows.x, rows.delta = self.inject(torch.cat((x, rows.given), -1)), None
+        self.go_through(rows, self.loop.block(block, self.config.layers))
+        if self.loop.between == "norm":
+            rows.x, rows.delta = self.normed(rows), None
+
+    def finish(self, rows: Pass) -> Tensor:
+        """Returns hidden states after the coda and the final norm, [rows read, hidden], of rows after their visits."""
+        coda = range(self.config.layers - self.loop.coda, self.config.layers)
+        planes = len(self.config.planes)
+        if rows.plane < planes - len(coda):  # a route that is shorter than the order
+            rows.plane = planes - len(coda)
+            if not coda and rows.read_rows is not None:
+                rows.x = rows.x[rows.read_rows]
+                rows.delta = None if rows.delta is None else rows.delta[rows.read_rows]
+        if not coda:
+            return self.read(rows.x, rows.delta, rows.ops)
+        if self.inject is not None:
+            rows.x, rows.delta = self.normed(rows), None
+        self.go_through(rows, coda)
+        return self.normed(rows)
+
+    def read(self, x: Tensor, delta: Tensor | None, ops: Ops) -> Tensor:
+        """Returns hidden states as they are read after any visit, [rows, hidden], of a model without a coda; may write
+        into x. x, delta: as of a Pass."""
+        if self.loop.between == "norm":  # the visit has ended with it
+            return x if delta is None else x + delta
+        if self.inject is not None:  # as in Huginn, which norms before its coda and after it
+            x, delta = self.norm(x, delta, ops)[1], None
+        return self.norm(x, delta, ops)[1]

@@ -1,0 +1,387 @@
+"""The scheduler of looped models whose rows may leave before the last visit, or take routes: a step is one visit.
+
+A row goes through one block a step. Rows whose next block is the same go together, whatever visit of whatever route it
+is to them; as rows leave, others take their places. A prompt goes through a visit as a whole before the next (its rows
+in pieces where the step is too small), for a router looks at all of it.
+
+`admit` settles who runs and which rows the next step has, and claims their slots; `plan` only lays that step out;
+`begin` and `commit` book it. Whether a row leaves, and which block the router chooses, comes to `commit` beside the
+tokens. Between `begin` and `commit` nothing else may change: no step is planned ahead.
+
+What was decided is kept with the tokens (`Decided`): a row that is computed again leaves after the same visit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..cache import CacheOptions, SlotPool
+from ..cache.tree import Node, RadixTree
+from ..errors import InputError
+from ..schedule.generate_step import NOBODY
+from ..schedule.sequences import Sequences
+from ..schedule.steps import NOT_FINITE
+from ..types import Exits, Owner
+from .cache import NodeVisit, VisitCache, VisitNode
+from .checks import check_visits
+from .claims import Claims
+from .decode import Decoding
+from .decode_step import DecodeDraft, DecodeStep
+from .draft import RoutedStep, Take, VisitDraft, lay_out
+from .sequence import Decided, Routed
+from .steps import CODA, VisitResult
+from .tails import Tails
+from .visit_options import VisitOptions, may_leave, rule_of
+
+__all__ = ["VisitOptions", "VisitScheduler"]
+
+
+class VisitScheduler(Sequences[Routed]):
+    """A VisitScheduler decides what each step computes, and has the face of a GenerateScheduler.
+
+    pool            the slots of the store, each of one row at one visit
+    visits          how rows go through the model
+    max_batch_rows, max_running, cache, clock, slot_bytes   as of GenerateScheduler
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        visits: VisitOptions,
+        *,
+        max_batch_rows: int,
+        max_running: int,
+        cache: CacheOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        slot_bytes: int = 1,
+    ):
+        tree = RadixTree(VisitNode)
+        self.visits = visits
+        self._most = len(visits.order) + visits.prelude + visits.coda
+        kept = None if cache is None else VisitCache(tree, pool, cache, clock)
+        super().__init__(
+            pool,
+            tree,
+            kept,
+            max_batch_rows=max_batch_rows,
+            max_running=max_running,
+            slot_bytes=slot_bytes,
+            slots_per_row=self._most,
+        )
+        self._tails = Tails(self._most)
+        self._claims = Claims(pool, visits, kept)
+        self._decoding = Decoding(self._claims, self._tails)
+        self._draft: VisitDraft | DecodeDraft | None = None
+        self._begun: RoutedStep | DecodeStep | None = None
+        self._failed: list[tuple[Hashable, InputError]] = []
+
+    # ------------------------------------------------------------------------------------ what comes and goes
+
+    def submit(
+        self,
+        key: Hashable,
+        tokens: np.ndarray,
+        *,
+        limit: int,
+        samples: int = 1,
+        reserve: bool = True,
+        namespace: tuple[Hashable, ...] = (),
+        priority: int = 0,
+        made: Mapping[int, Sequence[int]] | None = None,
+        owner: Owner = NOBODY,
+        exits: Exits | None = None,
+        decided: Decided | None = None,
+    ) -> None:
+        """Takes a prompt; arguments and errors as of `GenerateScheduler.submit`, and beside these:
+
+        exits    the route, and when rows leave; its threshold is that of the model where nobody gave one
+        decided  what was decided for this request before; written to as more is decided
+        """
+        namespace = self.namespace_of(namespace, exits)
+        exits, decided = self._filled(exits), decided or Decided()
+        visits = self._most if exits.route is None else len(exits.route) + self.visits.prelude + self.visits.coda
+        rows = len(tokens) + (limit - 1 if reserve else 0)
+        if rows * visits > self.pool.num_slots:
+            raise InputError(
+                f"the request needs the K/V of {rows} rows at {visits} visits, {rows * visits} slots, the KV store"
+                f" holds {self.pool.num_slots}",
+                field="max_tokens" if rows > len(tokens) else "prompt",
+                remedy="give a larger kv_memory, or ask for fewer tokens",
+                code="kv_memory",
+            )
+
+        def make(sample: int, leaf: Node, had: list[int]) -> Routed:
+            return Routed(
+                key, sample, leaf, had, limit, reserve, priority, owner,
+                tails=self._tails, namespace=namespace, exits=exits, keys=self.visits.keys, decided=decided,
+            )  # fmt: skip
+
+        self._enter(key, namespace, tokens, dict.fromkeys(range(samples), ()) if made is None else made, priority, make)
+        for sequence in self._requests[key]:
+            sequence.set_out(self.visits)
+
+    def namespace_of(self, namespace: tuple[Hashable, ...], exits: Exits | None) -> tuple[Hashable, ...]:
+        return (*namespace, *rule_of(self._filled(exits)))
+
+    def _filled(self, exits: Exits | None) -> Exits:
+        """Returns exits with the model's threshold, where nobody gave one."""
+        exits = exits or Exits()
+        return replace(exits, threshold=self.visits.threshold) if exits.threshold is None else exits
+
+    def cancel(self, key: Hashable) -> None:
+        self._drop_draft()
+        super().cancel(key)
+
+    def clear(self) -> None:
+        super().clear()
+        self._tails.clear()
+        self._decoding.clear()
+        self._draft = self._begun = None
+
+    @property
+    def _has_begun(self) -> bool:
+        return self._begun is not None
+
+    # ------------------------------------------------------------------------------------------ plan and commit
+
+    def admit(self) -> list[tuple[Hashable, InputError]]:
+        """Admits as many of the waiting sequences as there is room for, and settles the rows of the next step.
+
+        Returns the requests that can never run, each with its error; they have been ended.
+        """
+        if self._begun is not None:
+            return []
+        failed, self._failed = self._failed, []
+        self._drop_draft()
+        if self.cache is not None:
+            self.cache.expire()
+        self._admit()
+        while self.running:
+            self._draft = None
+            if self.waiting.are_alike:
+                self._draft = self._decoding.draft(self.running, self.max_batch_rows)
+            if self._draft is None:
+                self._draft = self._claims.draft(self.waiting, self.running, self.max_batch_rows)
+            if not self._draft.is_empty or not self._claims.is_short:
+                break  # where slots are not short, the policy gives rows to nobody who runs
+            # Nobody can go on: somebody makes room.
+            last: Routed = self.waiting.victim(self.running)  # type: ignore[assignment]
+            if len(self.running) > 1:
+                self._preempt(last)
+            elif not self._release_waiting(last):
+                failed.append(self._fail(last))
+        return failed
+
+    def _drop_draft(self) -> None:
+        self._draft = None
+        self._decoding.withdraw()
+
+    def plan(self) -> RoutedStep | DecodeStep | None:
+        """Returns the step that `admit` settled; changes nothing. None where there is none, or one has begun."""
+        if self._draft is None or self._draft.is_empty or self._begun is not None:
+            return None
+        return self._decoding.lay_out(self._draft) if isinstance(self._draft, DecodeDraft) else lay_out(self._draft)
+
+    def begin(self, step: RoutedStep | DecodeStep) -> None:
+        """Books a step as being run."""
+        self._begun, self._draft = step, None
+        stats = self.stats
+        stats.running_peak = max(stats.running_peak, len(self.running))
+        if self.pool.used_slots * self._slot_bytes > stats.kv_bytes_peak:
+            held = self.pool.used_slots - self._claims.num_kept
+            stats.kv_bytes_peak = max(stats.kv_bytes_peak, held * self._slot_bytes)
+        if isinstance(step, DecodeStep):
+            unshared = self._decoding.begin(step)
+        else:
+            unshared = sum((len(s.tail) + s.leaf.stop) * max(1, len(s.route)) for s in self.running)
+            moving = {take.sequence for _, take, _ in step.takes} | {*step.takers, *step.routed}
+            for sequence in self.running:
+                sequence.waited = 0 if sequence in moving else sequence.waited + 1
+        stats.kv_bytes_unshared_peak = max(stats.kv_bytes_unshared_peak, unshared * self._slot_bytes)
+
+    def commit(
+        self, step: RoutedStep | DecodeStep, result: VisitResult, tokens: Sequence[int], ended: Sequence[bool]
+    ) -> list[Routed]:
+        """Books what a step has given, and returns the sequences that have ended, by `ended` or by their limit.
+
+        result  which rows left, which reads were made, and the blocks that the router chose
+        tokens  the token that each of `step.takers` got; ignored where its read was not made
+        ended   whether each of them ends here; its token is then no part of the output
+
+        Raises ValueError where this is not the step that was begun.
+        """
+        if self._begun is not step:
+            raise ValueError("this is not the step that was begun")
+        self._begun, stats = None, self.stats
+        stats.steps += 1
+        stats.decode_rows += step.decode_rows
+        stats.prefill_rows += step.first_rows - step.decode_rows
+        if isinstance(step, DecodeStep):
+            visits = step.visits(result)
+            stats.block_calls += step.block_calls(result)
+            saved = self._decoding.book(step, result)
+            stats.block_calls_saved += saved
+            stats.kv_bytes_freed += saved * self._slot_bytes
+            if self.tree.on_store:
+                for sequence in step.first_takers:
+                    self.tree.stored(sequence.tail)
+            done = self._decoding.take(step, visits, tokens, ended, result.taken)
+        else:
+            visits = step.visits
+            stats.block_calls += step.num_rows if step.message.block >= 0 else 0
+            for visit, take, queries in step.takes:
+                self._book(visit, take, queries, result.left)
+            for sequence, blocks in zip(step.routed, result.blocks.tolist(), strict=True):
+                for block in blocks:
+                    self._go_on(sequence, block)
+            done = []
+            for sequence, visit_number, token, stop, taken in zip(
+                step.takers, visits, tokens, ended, result.taken.tolist(), strict=True
+            ):
+                if sequence.state != "ended" and taken and sequence.leave_with(visit_number, token, stop):
+                    done.append(sequence)
+        for sequence in done:
+            self._end(sequence)
+        stats.kv_bytes_now = self.pool.used_slots * self._slot_bytes
+        return done
+
+    def _book(self, visit: NodeVisit, take: Take, queries: np.ndarray, left: np.ndarray) -> None:
+        """Books the rows that a step brought to a visit."""
+        sequence, first, stop = take.sequence, visit.done, visit.done + take.rows
+        own = queries >= 0
+        gone = np.where(own, left[queries], True) if len(left) else ~own
+        visit.left[first:stop] = gone
+        visit.settle(take.rows)
+        if take.t == 0:
+            self.tree.stored(visit.node)
+        if take.t == 0 and visit.node.lost:
+            self.stats.recomputed_rows += take.rows
+            visit.node.lost = visit.pending > 0
+        if not sequence.is_open and visit.prefix[-1] >= 0:
+            saved = int(np.count_nonzero(gone & own)) * sum(unit >= 0 for unit in sequence.route[take.t + 1 :])
+            self.stats.block_calls_saved += saved
+            self.stats.kv_bytes_freed += saved * self._slot_bytes
+        self.stats.kv_bytes_freed -= int(np.count_nonzero(visit.owned[first:stop] & ~own)) * self._slot_bytes
+
+    def _go_on(self, sequence: Routed, block: int) -> None:
+        """Goes on with the route as the router says, and ends it where it says exit or there are no visits left."""
+        visits = self.visits
+        if sequence.state == "ended" or not sequence.is_open:
+            return
+        if block == NOT_FINITE:
+            message = f"the router's logits after {sequence.num_visits} visits are not finite numbers"
+            remedy = 'try dtype="float32" (--dtype float32); if it stays, the weights are damaged'
+            self.cancel(sequence.key)
+            self._failed.append((sequence.key, InputError(message, remedy=remedy, code="not_finite")))
+            return
+        # The samples of a request take one route.
+        together, ends = list(self._requests[sequence.key]), block >= visits.blocks
+        if not ends:
+            for one in together:
+                one.go_on(block)
+                self._find(one, 1)
+        route = list(sequence.route)
+        if ends or sequence.num_visits >= (sequence.exits.max_visits or len(visits.order)):
+            route += [CODA] * visits.coda
+            sequence.decided.route = tuple(route)
+            for one in together:
+                one.is_open = False
+                rest = route[len(one.route) :]
+                for unit in rest:
+                    one.go_on(unit)
+                self._find(one, len(rest))
+
+    # ------------------------------------------------------------------------------------------------ who runs
+
+    def _admit(self) -> None:
+        self._promised: int | None = None
+        batches = True
+        while (sequence := self.waiting.first(self, batches=batches)) is not None:
+            assert isinstance(sequence, Routed)
+            if self._start(sequence):
+                continue
+            if not (sequence.owner.is_batch and batches):
+                return
+            batches = False
+
+    def _start(self, sequence: Routed) -> bool:
+        """Lets a sequence that waits run, if there is room for it; returns whether there is."""
+        if len(self.running) >= self.max_running and not self._make_way(sequence):
+            return False
+        while self.running:
+            if self._promised is None:
+                self._promised = sum(self._claims.to_come(one) for one in self.running)
+            need = self._promised + self._claims.to_come(sequence)
+            if 0 < need - self.pool.free_slots <= self._claims.num_kept:  # else all would go in vain
+                self._claims.make_free(need)
+            if need <= self.pool.free_slots:
+                self._promised = need
+                break
+            if not self._make_way(sequence):
+                return False
+            self._promised = None
+        if self.cache is not None and self.cache.use(sequence.leaf.path()):
+            self._promised = None  # those who run with it may need what was given up
+        sequence.run()
+        self._find(sequence, len(sequence.prefixes))
+        there = sequence.cached_tokens
+        if there is None:  # at which visits its rows should be there is not known yet
+            there = sum(node.computed for node in sequence.leaf.path())
+        self.waiting.admitted(sequence, sequence.leaf.stop - there)
+        self.running[sequence] = None
+        self._decoding.forget()
+        return True
+
+    def _preempt(self, sequence: Routed) -> None:
+        self._decoding.forget()
+        super()._preempt(sequence)
+
+    def _fail(self, sequence: Routed) -> tuple[Hashable, InputError]:
+        rows, visits = sequence.tail.stop, len(sequence.route)
+        holds, needs = f"{self.pool.num_slots} rows at one visit each", f"a sequence of {rows} rows at {visits} visits"
+        return self._too_small(holds, needs, sequence)
+
+    def _runs_no_more(self, sequence: Routed) -> None:
+        self._decoding.forget()
+        super()._runs_no_more(sequence)
+
+    def _is_prompt_like(self, sequence: Routed) -> bool:
+        # Rows that leave by other rules than a prompt's are no rows of a prompt.
+        return (sequence.exits.prompts and not sequence.exits.visits) or not may_leave(sequence.exits)
+
+    def _leave(self, sequence: Routed, node: Node) -> None:
+        assert isinstance(node, VisitNode)
+        for prefix in sequence.prefixes:
+            visit = node.visits[prefix]
+            visit.users -= 1
+            if visit.users:
+                continue
+            if self.cache is not None and visit.done:
+                self.cache.untaken[node] = None  # type: ignore[attr-defined]
+            else:
+                self.pool.free(visit.give_up())
+                del node.visits[prefix]
+
+    def _find(self, sequence: Routed, visits: int) -> None:
+        """Notes which rows are there at the last visits of a route, to which a sequence that runs comes now; once the
+        route is known they are counted."""
+        if sequence.cached_tokens is not None or sequence.state == "waiting":
+            return
+        sequence.find(sequence.prefixes[len(sequence.prefixes) - visits :])
+        if sequence.is_open:
+            return
+        sequence.cached_tokens = sequence.found
+        for node in sequence.leaf.path():
+            rows = max(0, min(len(node), sequence.found - node.start))
+            if node.uses:
+                self.stats.cross_window_hits += rows
+            else:
+                self.stats.first_admission_hits += rows
+
+    def check(self) -> None:
+        """Raises AssertionError where slots, users of nodes and states of sequences do not agree; for tests."""
+        check_visits(self)

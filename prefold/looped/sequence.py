@@ -1,0 +1,319 @@
+"""A sequence whose rows go through blocks a visit at a time: its route, and what its rows have at each visit."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from ..cache.tree import Node
+from ..schedule.generate_step import NOBODY, Running
+from ..types import Exits, Owner
+from .cache import NodeVisit, Prefix, VisitNode
+from .steps import CODA, DECIDES, LEAVES, PRELUDE, STAYS
+from .tails import NEVER, TailNode, Tails
+from .visit_options import VisitOptions
+
+__all__ = ["Decided", "Routed"]
+
+NAN = float("nan")
+
+
+@dataclass(slots=True)
+class Decided:
+    """A Decided holds what was decided once for a request, with its tokens: its rows take that route and leave after
+    those visits whenever they are computed again.
+
+    route   the blocks visited, prelude and coda included; None: not known yet
+    prompt  int16 [rows of the prompt]: after how many visits each row left; None: not known yet
+    tails   by sample: after how many visits the row of each of its tokens left
+
+    Whether a row leaves after its n-th visit to a block depends on what is known of it:
+
+    known is                                         before                at and behind
+    that it left after m visits, which are not all   n < m: STAYS          n >= m: LEAVES
+    that it made all m visits of its route           n < m: STAYS          n = m: STAYS; a row of a prompt by its rule
+    its rule, min_visits a and max_visits b          n < a: STAYS          a <= n < b: DECIDES    n >= b: LEAVES
+
+    For a route that ends is no exit: others may go on from its rows. By its rule a row STAYS for good where it has
+    neither criteria nor max_visits, and after the last visit that any route may make. Rows of prompts that do not leave
+    by rules always stay. `Routed.when` gives a line of the table as two numbers, `Routed.leaves` and `Decoding` (over
+    arrays) apply them, and `Routed.leave` makes a row known.
+    """
+
+    route: tuple[int, ...] | None = None
+    prompt: np.ndarray | None = None
+    tails: dict[int, list[int]] = field(default_factory=dict)
+
+
+class Routed(Running):
+    """A Routed is a Running whose rows go through blocks a visit at a time.
+
+    namespace of its rows
+    route     the visits that are known: blocks, PRELUDE first and CODA last where the model has them
+    is_open   whether the router has still to say how the route goes on
+    prefixes  the route prefix of each visit
+    exits     when rows leave
+    keys      what deeper visits see of a row that left: the K/V of its "last" visit to that block, or K/V that is made
+              of its state ("project")
+    decided   what was decided once
+    tails     where what its tail has lies, while it runs
+    visit     the index of the visit that its rows come to next; as many as the route has: all rows are there
+    waited    for how many steps it has waited
+    most      visits to blocks that any route may make
+    found     how many leading rows of the prompt were there at each of the visits that it has come to
+    """
+
+    __slots__ = ("decided", "exits", "found", "is_open", "keys", "most", "namespace", "prefixes", "tails")
+
+    tail: TailNode
+
+    def __init__(
+        self,
+        key: Hashable,
+        sample: int,
+        leaf: Node,
+        tokens: list[int],
+        limit: int,
+        reserve: bool,
+        priority: int,
+        owner: Owner = NOBODY,
+        *,
+        tails: Tails,
+        namespace: tuple[Hashable, ...],
+        exits: Exits,
+        keys: Literal["last", "project"],
+        decided: Decided,
+    ):
+        super().__init__(key, sample, leaf, tokens, limit, reserve, priority, owner)
+        self.tails = tails
+        self.tail = TailNode(leaf, self.tail.tokens, leaf.stop, tails)
+        self.tail.lost = bool(tokens)
+        self.namespace, self.exits, self.keys, self.decided = namespace, exits, keys, decided
+        self.route: list[int] = []  # type: ignore[assignment]
+        self.prefixes: list[Prefix] = []
+        self.is_open = True
+        self.most = NEVER
+        self.found = leaf.stop
+
+    @property
+    def visit(self) -> int:
+        place = self.tail.place
+        return 0 if place is None else int(self.tails.visit[place])
+
+    @visit.setter
+    def visit(self, visit: int) -> None:
+        assert self.tail.place is not None
+        self.tails.visit[self.tail.place] = visit
+
+    @property
+    def waited(self) -> int:
+        place = self.tail.place
+        return 0 if place is None else int(self.tails.waited[place])
+
+    @waited.setter
+    def waited(self, steps: int) -> None:
+        assert self.tail.place is not None
+        self.tails.waited[self.tail.place] = steps
+
+    def run(self) -> None:
+        """Lets it run: its tail has a place from now on, and its rows come to the first visit."""
+        self.state, self.ready = "running", False
+        self.tail.find_place()
+        self._come_to_row()
+
+    @property
+    def is_plain(self) -> bool:
+        """Returns whether all rows of its tail but the last have left, and the last and those to come leave by its rule
+        alone: then nothing is to be looked up for them."""
+        made = self.decided.tails.get(self.sample, ())
+        return self.ready and not self.exits.visits and len(made) == len(self.tail.tokens) - 1
+
+    def take(self, token: int) -> None:
+        """Adds a token to its own. All rows before it have been computed."""
+        self.tail.computed = len(self.tail.tokens)
+        self.tail.tokens.append(token)
+        self.known += 1
+        self._come_to_row()
+
+    def _come_to_row(self) -> None:
+        """Notes what there is to know of the row of its last token."""
+        tails, place, row = self.tails, self.tail.place, len(self.tail.tokens) - 1
+        tails.room_for(row + 1)
+        tails.row[place] = row
+        if row >= 0:
+            tails.token[place] = self.tail.tokens[row]
+            tails.decides[place], tails.leaves[place] = self.when(row)
+
+    def set_out(self, visits: VisitOptions) -> None:
+        """Enters its rows at as much of its route as is known."""
+        route, self.most = self.decided.route, len(visits.order)
+        if route is None:
+            known = self.exits.route or (() if visits.routed else visits.order)
+            route = (*((PRELUDE,) if visits.prelude else ()), *known)
+            if known:
+                route = self.decided.route = (*route, *((CODA,) if visits.coda else ()))
+        self.is_open = self.decided.route is None
+        for unit in route:
+            self.go_on(unit)
+
+    def nodes(self) -> list[VisitNode]:
+        """Returns the nodes of the prompt and the tail, from the root down."""
+        return [*self.leaf.path(), self.tail]  # type: ignore[list-item]
+
+    def go_on(self, unit: int) -> None:
+        """Adds a visit to the route, and enters its rows there."""
+        self.route.append(unit)
+        self.prefixes.append((*self.prefixes[-1], unit) if self.prefixes else (unit,))
+        for node in self.nodes():
+            node.visit(self.prefixes[-1]).users += 1
+
+    def find(self, prefixes: Sequence[Prefix]) -> None:
+        """Notes how many leading rows of its prompt are there at visits that it comes to."""
+        path: list[VisitNode] = self.leaf.path()  # type: ignore[assignment]
+        for prefix in prefixes:
+            self.found = min(self.found, sum(node.visits[prefix].done for node in path))
+
+    def at(self, t: int) -> Iterator[NodeVisit]:
+        """Yields what its rows have at visit t, from the root down; those of the tail alone once the prompt is done."""
+        prefix = self.prefixes[t]
+        if not self.ready:
+            for node in self.leaf.path():
+                yield node.visits[prefix]  # type: ignore[attr-defined]
+        yield self.tail.visits[prefix]
+
+    @property
+    def num_visits(self) -> int:
+        """Returns how many of its visits are to blocks."""
+        return sum(unit >= 0 for unit in self.route)
+
+    def before(self, node: VisitNode, t: int) -> NodeVisit | None:
+        """Returns what a node's rows have at the visit before visit t; None before the first."""
+        return node.visits[self.prefixes[t - 1]] if t else None
+
+    def left_before(self, visit: NodeVisit, t: int) -> bool:
+        """Returns whether the next row that is not settled at a visit, which is visit t, had left before it."""
+        if not t or self.route[t] == CODA:
+            return False
+        return bool(visit.node.visits[self.prefixes[t - 1]].left[visit.done])
+
+    def has_left(self, node: VisitNode, t: int, rows: slice) -> np.ndarray | None:
+        """Returns which of a node's rows left before visit t, bool; None: none did."""
+        before = self.before(node, t)
+        if before is None or self.route[t] == CODA:
+            return None
+        left = before.left[rows]
+        return left if left.any() else None
+
+    def seen_of_left(self, node: VisitNode, t: int, rows: slice) -> np.ndarray:
+        """Returns the slots that visit t sees of rows that left before it, int64; 0 where K/V has to be projected."""
+        block = self.route[t]
+        earlier = next((one for one in range(t - 1, -1, -1) if self.route[one] == block), None)
+        if earlier is None:
+            return np.zeros(rows.stop - rows.start, np.int64)
+        slots = node.visits[self.prefixes[earlier]].slots[rows]
+        if self.keys == "project":
+            before = self.before(node, earlier)
+            return np.where(before.left[rows], slots, 0) if before is not None else np.zeros_like(slots)
+        return slots
+
+    def state_slots(self, node: VisitNode, t: int, rows: slice) -> np.ndarray:
+        """Returns the slots of the states with which rows come to visit t, int64; 0 before the first."""
+        slots = np.zeros(rows.stop - rows.start, np.int64)
+        for earlier in range(t - 1, -1, -1):
+            own = node.visits[self.prefixes[earlier]]
+            before = self.before(node, earlier)
+            made = own.owned[rows]
+            if before is not None and self.route[earlier] != CODA:  # projected for rows that had left
+                made = made & ~before.left[rows]
+            slots = np.where((slots == 0) & made, own.slots[rows], slots)
+            if slots.all():
+                break
+        return slots
+
+    def leaves(self, position: int, t: int) -> int:
+        """Returns whether its row at a position leaves after visit t, as the table of Decided says: LEAVES, STAYS or
+        DECIDES."""
+        if self.route[t] < 0:
+            return STAYS
+        number = t + (self.route[0] != PRELUDE)  # of visits to blocks, this one included
+        in_tail = position - self.leaf.stop
+        if in_tail >= 0:
+            decides, leaves = self.when(in_tail)
+        elif not self.exits.prompts:
+            return STAYS
+        else:
+            made = 0 if self.decided.prompt is None else int(self.decided.prompt[position])
+            ends = not self.is_open and made == self.num_visits
+            if made and (number < made or not ends):
+                return STAYS if number < made else LEAVES
+            decides, leaves = self._by_rule()
+        if number >= self.most and leaves != number:
+            return STAYS
+        return LEAVES if number >= leaves else DECIDES if number >= decides else STAYS
+
+    def when(self, row: int) -> tuple[int, int]:
+        """Returns two numbers of visits to blocks for a row of the tail, each of which may be NEVER: from how many on
+        its criteria decide, and after how many it leaves whatever they say. They are a row of the table of Decided."""
+        known = self.decided.tails.get(self.sample, ())
+        known = known if row < len(known) else self.exits.visits
+        made = known[row] if row < len(known) else 0
+        if not made:
+            return self._by_rule()
+        ends = not self.is_open and made == self.num_visits
+        return NEVER, NEVER if ends else made
+
+    def _by_rule(self) -> tuple[int, int]:
+        exits = self.exits
+        most = NEVER if exits.max_visits is None or exits.max_visits >= self.most else exits.max_visits
+        if exits.threshold in (None, 1) and exits.change is None:
+            return NEVER, NEVER if most == NEVER else max(most, exits.min_visits)
+        return exits.min_visits, most
+
+    def leaving(self, positions: range, t: int) -> tuple[list[int], tuple[float, float]]:
+        """Returns what `leaves` says of each row at visit t, and the threshold and the change of state at which rows
+        leave, nan where they do not."""
+        if positions.start < self.leaf.stop and not self.exits.prompts:
+            return [self.leaves(positions.start, t)] * len(positions), (NAN, NAN)
+        return [self.leaves(position, t) for position in positions], self.criteria
+
+    @property
+    def criteria(self) -> tuple[float, float]:
+        """Returns the threshold and the change of state at which its rows leave, nan where they do not."""
+        threshold, change = self.exits.threshold, self.exits.change
+        return NAN if threshold in (None, 1) else float(threshold), NAN if change is None else change  # type: ignore[arg-type]
+
+    def visits_made(self, node: VisitNode) -> np.ndarray:
+        """Returns after how many visits to blocks each row of a node left, int16, once all have left."""
+        made = np.zeros(len(node), np.int16)
+        number = 0
+        for unit, prefix in zip(self.route, self.prefixes, strict=True):
+            number += unit >= 0
+            if unit >= 0:
+                left = node.visits[prefix].left[: len(node)]  # of a tail perhaps fewer
+                first = made[: len(left)]
+                first[(first == 0) & left] = number
+        made[made == 0] = number
+        return made
+
+    def leave_with(self, t: int, token: int, stop: bool) -> bool:
+        """Books that its last row left after visit t, and gave a token, which is no part of the output if it stops
+        there; returns whether it has ended."""
+        self.leave(t)
+        if not stop:
+            self.take(int(token))
+        return stop or self.known == self.limit
+
+    def leave(self, t: int) -> None:
+        """Books that its last row has left after visit t, and gave a token: so it is known from now on."""
+        decided, tails = self.decided, self.decided.tails.setdefault(self.sample, [])
+        if not self.ready and self.exits.prompts and decided.prompt is None:
+            decided.prompt = np.concatenate([self.visits_made(node) for node in self.nodes()[:-1]])
+        rows = len(self.tail.tokens)
+        if self.ready and rows == len(tails) + 1 and self.route[t : t + 1] not in ([], [CODA]):
+            tails.append(t + (self.route[0] != PRELUDE))
+        elif rows > len(tails):
+            tails.extend(self.visits_made(self.tail)[len(tails) :].tolist())
+        self.ready, self.visit = True, 0

@@ -1,0 +1,335 @@
+"""Rows that go through a looped model a visit at a time: a store of what they have after each visit, and its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attention import KeyRuns, KVStore, SlotPlan
+from ..device import send
+from ..errors import InputError, UnsupportedModelError
+from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
+from ..model.config import ModelConfig
+from ..schedule.steps import NOT_FINITE, NOTHING, Drawing, Numbers, SlotStep
+from ..worker.attend import heads_of
+from ..worker.slot_reads import SlotReads
+from .gate import Seen
+from .model import LoopedLM
+from .rounds import part_of
+from .router import choose, summary
+from .scheduler import VisitOptions
+from .steps import CODA, DECIDES, LEAVES, PRELUDE, Routing, VisitResult, VisitRounds, VisitStep
+from .visits import Visits
+
+__all__ = ["VisitStore", "blocks_alike", "visit_options", "visit_slot_bytes"]
+
+
+def blocks_alike(config: ModelConfig) -> bool:
+    """Returns whether a model is looped, and any of its blocks may come at any visit: a plane of K/V is that of a
+    visit, so the blocks' layers must have the same windows and rotary settings."""
+    if config.loop is None:
+        return False
+    size = config.loop.per_block(config.layers)
+    first = config.loop.prelude
+    planes = config.planes[first : first + len(config.loop.order) * size]
+    return all(plane == planes[number % size] for number, plane in enumerate(planes))
+
+
+def visit_options(model: CausalLM) -> VisitOptions | None:
+    """Returns how rows go through a model a visit at a time; None where they cannot: it is not looped, or is split over
+    ranks. Raises UnsupportedModelError for a router that steps cannot follow."""
+    loop = model.config.loop
+    if not isinstance(model, LoopedLM) or loop is None:
+        return None
+    routing = loop.router
+    if routing is not None and routing.kind != "fixed" and (routing.kind in ("soft", "top") or routing.reads == "row"):
+        what = f"kind is {routing.kind!r}" if routing.reads == "request" else 'reads is "row"'
+        raise UnsupportedModelError(
+            f'loop.router.{what}; steps follow a router that reads requests and picks a block: give "hard" or "fixed"'
+        )
+    routed = routing is not None and routing.kind != "fixed"
+    if model.ranks.size > 1 and model.gate is not None and model.gate.reads == "features":
+        message = "the gate reads what the model says after each visit, which the first rank alone knows"
+        raise InputError(message, field="tensor_parallel", remedy='use 1, or a gate that reads "state"')
+    if model.ranks.size > 1:
+        if routed:
+            message = "a router picks blocks for a model in one piece"
+            raise InputError(message, field="tensor_parallel", remedy='use 1, or the kind "fixed"')
+        return None
+    return VisitOptions(
+        loop.order, loop.blocks, Visits(model).has_prelude, loop.coda > 0, routed, threshold=loop.threshold
+    )
+
+
+def visit_slot_bytes(model: LoopedLM) -> int:
+    """Returns the bytes of a slot: a row's K/V of one block, its state, and what its gate must know."""
+    visits = Visits(model)
+    kv = KVStore.bytes_per_slot(visits.most_layers, heads_of(model), model.device)
+    return kv + model.config.hidden * model.dtype.itemsize + 12
+
+
+class VisitStore:
+    """A VisitStore holds what rows have after a visit, and runs steps over it.
+
+    states  [slots, hidden]: the residual stream after the visit
+    odds    float32 [slots, 2]: the probability of not having left before the next visit, and that of having left
+    likely  int32 [slots]: the token that was the likeliest, where the gate asks for it
+    """
+
+    def __init__(self, model: LoopedLM, slots: int, adapters: Mapping[str, Adapter] | None = None):
+        self.model, self.visits, self.adapters = model, Visits(model), dict(adapters or {})
+        device = model.device
+        self.kv = KVStore(self.visits.most_layers, heads_of(model), slots, device)
+        shape = (slots, model.config.hidden)
+        if device.type == "cpu":  # a page takes memory when it is first written
+            memory = torch.from_numpy(np.zeros((slots, shape[1] * model.dtype.itemsize), np.uint8))
+            self.states = memory.view(model.dtype)
+        else:
+            self.states = torch.zeros(shape, dtype=model.dtype, device=device)
+        self.odds = torch.zeros(slots, 2, device=device)
+        self.likely = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._reads_features = model.gate is not None and model.gate.reads == "features"
+
+    def run(self, step: VisitStep) -> VisitTicket:
+        """Runs a step, and returns the ticket of what it gives."""
+        if len(step.project_slots):
+            self._project(step)
+        if step.rounds is not None:
+            return self._run_rounds(step, step.rounds)
+        left = self._compute(step) if step.num_rows else np.zeros(0, bool)
+        taken_slots = (
+            (step.read_rows < 0) | left[np.maximum(step.read_rows, 0)] if step.num_rows else step.read_rows < 0
+        )
+        taken = taken_slots[step.reads]
+        reads = self._read(step, step.read_slots[taken_slots], taken_slots, taken) if taken.any() else None
+        blocks = [self._route(routing) for routing in step.routings]
+        return VisitTicket(left, taken, np.concatenate(blocks) if blocks else NOTHING.reshape(0, 1), reads)
+
+    def _run_rounds(self, step: VisitStep, rounds: VisitRounds) -> VisitTicket:
+        """Runs a step whose rows make several visits one after another, each as long as it has not left."""
+        num_rows = int(rounds.offsets[1])
+        left, made, last = np.zeros(num_rows, bool), np.zeros(num_rows, np.int64), np.arange(num_rows)
+        cos_sin = self.visits.cos_sin(send(step.positions[:num_rows], self.model.device))
+        goes = np.zeros(step.num_rows, bool)  # which queries did not leave
+        for number, block in enumerate(rounds.blocks.tolist()):
+            first, stop = rounds.offsets[number : number + 2].tolist()
+            going = None
+            if number and not (there := goes[rounds.before[first:stop]]).all():
+                going = np.flatnonzero(there)
+            if (stop - first if going is None else going.size) < rounds.least[number]:
+                break
+            part = part_of(step, block, first, stop, slice(*rounds.runs[number : number + 2].tolist()), going)
+            queries = np.arange(first, stop) if going is None else first + going
+            rows = rounds.row[queries]
+            angles = cos_sin
+            if len(rows) < num_rows:
+                at = send(rows, self.model.device)
+                some = {id(plane): plane.index_select(0, at) for plane in {id(p): p for p in cos_sin}.values()}
+                angles = [some[id(plane)] for plane in cos_sin]
+            gone = self._compute(part, angles)
+            goes[queries] = ~gone
+            left[rows], last[rows] = gone, queries
+            made[rows] += 1
+        taken_slots = (left | rounds.ends[last])[step.read_rows]
+        taken = taken_slots[step.reads]
+        slots = step.slots[last[step.read_rows[taken_slots]]]
+        reads = self._read(step, slots, taken_slots, taken) if taken.any() else None
+        return VisitTicket(left, taken, NOTHING.reshape(0, 1), reads, made)
+
+    # ------------------------------------------------------------------------------------------------- rows
+
+    def _compute(self, step: VisitStep, cos_sin: list[Tensor] | None = None) -> np.ndarray:
+        """Takes the rows of a step through its block, and returns which of them left, bool [n]. cos_sin: of the rows'
+        positions, where it is known."""
+        device, visits = self.model.device, self.visits
+        positions, slots = send(step.positions, device), send(step.slots, device)
+        source = send(step.source, device)
+        attend = _VisitAttend(self, slots, self._plans(step), self._part(step.block))
+        adapters = NO_ADAPTERS
+        if step.adapters is not None:
+            adapters = RowAdapters(list(self.adapters.values()), step.adapters, None)
+        came = self._states(step, source, positions)
+        if step.block == CODA:
+            self.states[slots] = visits.end(came, positions, attend, adapters)
+            return step.leaves == LEAVES
+        if step.block == PRELUDE:
+            self.states[slots] = visits.through(visits.prelude, came, positions, attend, adapters, cos_sin)
+            self.odds[slots] = self.odds.new_tensor((1.0, 0.0))
+            return step.leaves == LEAVES
+        given = None if self.model.inject is None else self.states[send(step.given, device)]
+        before = came.clone() if np.isfinite(step.criteria[:, 1]).any() else came
+        went = visits.visit(step.block, came, given, positions, attend, adapters, cos_sin)
+        self.states[slots] = went
+        return self._leave(step, source, slots, before, went)
+
+    def _states(self, step: VisitStep, source: Tensor, positions: Tensor) -> Tensor:
+        """Returns the states with which rows come to the step's block."""
+        first = step.source == 0
+        if self.model.inject is not None and step.block >= 0:
+            first = step.source == step.given  # from the prelude
+        if not first.any():
+            return self.states[source]
+        begins = step.block >= 0 and self.model.inject is not None
+        at = send(np.flatnonzero(first), source.device)
+        tokens = send(step.tokens, source.device)
+        fresh = self.visits.begin(positions[at]) if begins else self.visits.embed(tokens[at], positions[at])
+        return fresh if first.all() else self.states[source].index_copy_(0, at, fresh)
+
+    def _leave(self, step: VisitStep, source: Tensor, slots: Tensor, before: Tensor, went: Tensor) -> np.ndarray:
+        """Returns which rows leave after their visit to a block, and keeps what the gate must know."""
+        left = step.leaves == LEAVES
+        asked = np.flatnonzero(np.isfinite(step.criteria[:, 0]))
+        decides = step.leaves == DECIDES
+        if asked.size:
+            at = send(asked, slots.device)
+            gone = self._gated(asked, step, source[at], slots[at], went[at])
+            left[asked] |= decides[asked] & gone
+        change = step.criteria[:, 1]
+        asked = np.flatnonzero(decides & np.isfinite(change))
+        if asked.size:
+            at = send(asked, slots.device)
+            was, now = before[at].float(), went[at].float()
+            moved = ((now - was).norm(dim=-1) / was.norm(dim=-1).clamp(min=1e-30)).cpu().numpy()
+            left[asked] |= moved <= change[asked].astype(np.float32)
+        return left
+
+    def _gated(self, asked: np.ndarray, step: VisitStep, source: Tensor, slots: Tensor, went: Tensor) -> np.ndarray:
+        """Returns which rows have left by the gate's sum, bool. A row whose gate gives no number leaves with a state
+        that is none, so that whoever reads it gets an error."""
+        # A row comes from the prelude, or from nowhere, and so has made no visit to a block.
+        is_first = (step.source == step.given)[asked]
+        hidden, before, first = self.visits.read(went), None, send(is_first, slots.device) > 0
+        if self._reads_features and not is_first.all():
+            before = Seen(self.visits.read(self.states[source]), self.likely[source].long())
+        logit, seen = self.model.leaves(hidden, before, first if is_first.any() else None)
+        if seen is not None:
+            self.likely[slots] = seen.likely.to(torch.int32)
+        share = torch.sigmoid(logit)
+        stays, gone = self.odds[source].T
+        stays, gone = stays.masked_fill(first, 1.0), gone.masked_fill(first, 0.0)
+        now = gone + share * stays
+        self.odds[slots] = torch.stack((stays * (1 - share), now), -1)
+        found = now.cpu().numpy()
+        wrong = np.flatnonzero(np.isnan(found))
+        if wrong.size:
+            self.states[slots[send(wrong, slots.device)]] = torch.nan
+        return ~(found < step.criteria[asked, 0].astype(np.float32))
+
+    def _project(self, step: VisitStep) -> None:
+        """Makes K/V of the step's block of the states of rows that have left."""
+        device = self.model.device
+        slots, sources, positions, given = (
+            send(array, device)
+            for array in (step.project_slots, step.project_sources, step.project_positions, step.project_given)
+        )
+        adapters = NO_ADAPTERS
+        if step.project_adapters is not None:
+            adapters = RowAdapters(list(self.adapters.values()), step.project_adapters, None)
+
+        def write(layer: int, k: Tensor, v: Tensor) -> None:
+            self.kv.write(layer, slots, k, v)
+
+        brought = None if self.model.inject is None else self.states[given]
+        self.visits.project(step.block, self.states[sources], brought, positions, write, adapters)
+
+    def _part(self, block: int) -> range:
+        visits = self.visits
+        return {PRELUDE: visits.prelude, CODA: visits.coda}[block] if block < 0 else visits.blocks[block]
+
+    def _plans(self, step: VisitStep) -> dict[int | None, SlotPlan]:
+        runs = KeyRuns(step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
+        positions = step.positions.astype(np.int64)
+        windows = {self.visits.planes[layer].window for layer in self._part(step.block)}
+        return {window: self.kv.plan(runs, step.num_rows, positions, window) for window in windows}
+
+    # ------------------------------------------------------------------------------------------ reads and routes
+
+    def _read(self, step: VisitStep, slots: np.ndarray, taken_slots: np.ndarray, taken: np.ndarray) -> SlotReads:
+        """Returns the ticket of those reads that are made, of the states in `slots`."""
+        hidden = self.visits.read(self.states[send(slots, self.model.device)])
+        number = np.cumsum(taken_slots) - 1
+        reads = number[step.reads[taken]]
+        order = np.cumsum(taken) - 1
+        drawing = None if step.drawing is None else _picked(step.drawing, taken, order)
+        numbers = tuple(_renumbered(some, taken, order) for some in step.numbers)
+        empty = (NOTHING,) * 8
+        return SlotReads(self.model, hidden, SlotStep(*empty, NOTHING, reads, drawing, numbers))
+
+    def _route(self, routing: Routing) -> np.ndarray:
+        """Returns what the router chooses for each request of a Routing, int64 [n, visits]."""
+        model, found, how = self.model, [], self.model.loop.router
+        assert model.router is not None and how is not None
+        for first, stop in zip(routing.offsets[:-1].tolist(), routing.offsets[1:].tolist(), strict=True):
+            if len(routing.tokens):
+                tokens = send(routing.tokens[first:stop], model.device)
+                states = self.visits.embed(tokens, torch.arange(stop - first, device=model.device))
+            else:
+                states = self.states[send(routing.slots[first:stop], model.device)]
+            # One request at a time: the sum does not depend on what is asked beside it.
+            found.append(summary(states[-1:], states.float().mean(0, keepdim=True)))
+        if how.kind == "planned":
+            assert model.planner is not None
+            logits = torch.cat([model.planner(one) for one in found], 1)
+        else:
+            logits = torch.cat([model.router(one, routing.step) for one in found])[None]
+        wrong = logits[..., :-1].isnan().any(-1) | logits[..., -1].isnan()
+        number = torch.arange(len(logits), device=logits.device)[:, None] + routing.step
+        too_early = number < send(routing.fewest, logits.device)
+        logits[..., -1].masked_fill_(too_early, -torch.inf)
+        blocks = choose(logits.flatten(0, 1), how.threshold).view(wrong.shape)
+        return torch.where(wrong, NOT_FINITE, blocks).T.cpu().numpy()
+
+
+@dataclass(frozen=True, slots=True)
+class _VisitAttend:
+    """`attend` of one part: its rows' K/V go into the store, then each row sees what the plan says."""
+
+    store: VisitStore
+    slots: Tensor
+    plans: dict[int | None, SlotPlan]
+    part: Sequence[int]
+
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        store = self.store
+        store.kv.write(plane, self.slots, k, v)
+        plan = self.plans[store.visits.planes[self.part[plane]].window]
+        return store.kv.attend(plane, q, plan, store.model.config.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class VisitTicket:
+    """A VisitTicket stands for a VisitStep; its result is on the way only as far as it is read from logits."""
+
+    left: np.ndarray
+    taken: np.ndarray
+    blocks: np.ndarray
+    reads: SlotReads | None
+    made: np.ndarray = field(default_factory=lambda: NOTHING)
+
+    def result(self) -> VisitResult:
+        ids = np.full(len(self.taken), -1, np.int64)
+        if self.reads is None:
+            return VisitResult(ids, left=self.left, taken=self.taken, blocks=self.blocks, made=self.made)
+        found, at = self.reads.result(), np.flatnonzero(self.taken)
+        ids[at] = found.ids
+        logprobs = {int(at[read]): one for read, one in found.logprobs.items()}
+        return VisitResult(ids, logprobs, found.numbers, self.left, self.taken, self.blocks, self.made)
+
+
+def _picked(drawing: Drawing, taken: np.ndarray, order: np.ndarray) -> Drawing | None:
+    """Returns how tokens are chosen at those reads that are made, numbered among themselves."""
+    keep = np.flatnonzero(taken[drawing.reads])
+    if not keep.size:
+        return None
+    some = drawing.pick(keep)
+    return replace(some, reads=order[some.reads])
+
+
+def _renumbered(some: Numbers, taken: np.ndarray, order: np.ndarray) -> Numbers:
+    """Returns the reads of numbers that are made, numbered among themselves."""
+    made = taken[some.reads]
+    return Numbers(some.readout, order[some.reads[made]], some.targets[made] if len(some.targets) else some.targets)

@@ -1,0 +1,288 @@
+"""Chunks of text that were met elsewhere: which stretches of a new prompt have rows in the cache at other places.
+
+Such rows are those of the same tokens behind other tokens, so what is made of them is an approximation (EPIC, Hu et al.
+2024; CacheBlend, Yao et al. 2024). Nothing here is used, and nothing is noted, unless `CacheOptions.shifted` is set.
+
+Rows are found by hashes of blocks. The rows of each path are cut into blocks at positions that are multiples of the
+block's size; a prompt is looked up at all of its positions. A block is half as long as the shortest chunk, so each
+common stretch that is long enough holds one. Hashes propose, the tokens themselves decide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..cache.tree import Node, RadixTree
+from ..errors import InputError
+from ..prefix import MEDIA_BASE
+
+__all__ = ["Chunk", "ChunkIndex", "ShiftedReuse"]
+
+# Of so many places where a block was met, the one with the longest chunk is taken.
+TRIES = 4
+# Places of a prompt that are looked at in vain, before it is given up: text that repeats itself would have one at each
+# position.
+MOST_IN_VAIN = 256
+# An odd number, so that it has an inverse modulo 2**64; and what spreads the bits of token ids (splitmix64).
+_BASE = 0x9E3779B97F4A7C15
+_INVERSE = pow(_BASE, -1, 1 << 64)
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+Key = tuple[bytes, int]  # the images before a block, digested, and the hash of the block
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftedReuse:
+    """A ShiftedReuse says which chunks of text are reused at other positions than they were computed at.
+
+    min_tokens   the fewest tokens of a chunk; it has more than `recompute` in any case
+    recompute    how many of the first rows of each chunk are computed anew; 0: none
+    max_matches  the most chunks of a prompt
+    min_share    the chunks of a prompt are reused where they are at least this part (0 to 1) of its tokens that no
+                 exact prefix holds
+    window       chunks are looked for among so many tokens behind the exact prefix
+    trial        whether this is for measuring, so that no bound of `prefold verify` need have been met
+
+    Raises InputError for values out of range.
+    """
+
+    min_tokens: int = 64
+    recompute: int = 64
+    max_matches: int = 64
+    min_share: float = 0.25
+    window: int = 8192
+    trial: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("min_tokens", 2), ("recompute", 0), ("max_matches", 1), ("window", 2)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InputError(f"{name} is {value!r}", field=name, remedy=f"give a whole number, {least} or more")
+        if not 0 <= self.min_share <= 1:
+            raise InputError(f"min_share is {self.min_share}", field="min_share", remedy="give 0 to 1")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Chunk:
+    """A Chunk is a stretch of a prompt that has rows elsewhere.
+
+    start, stop  where it begins in the prompt, and the position behind its end
+    slots        int64 [stop - start]: where the K/V of the same tokens lies
+    position     the position that the first of these rows was computed at
+    node         the node that the last of them is in
+    """
+
+    start: int
+    stop: int
+    slots: np.ndarray
+    position: int
+    node: Node
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def behind(self, at: int) -> Chunk:
+        """Returns the chunk without what comes before `at`, which is in it."""
+        first = at - self.start
+        return Chunk(at, self.stop, self.slots[first:], self.position + first, self.node)
+
+
+class ChunkIndex:
+    """A ChunkIndex finds chunks of text among the computed rows of a radix tree, whether in use or kept.
+
+    Rows of tails, and others that are not in the tree, are not found.
+    """
+
+    def __init__(self, tree: RadixTree, options: ShiftedReuse):
+        self.options = options
+        self._shortest = max(options.min_tokens, options.recompute + 1)
+        self._size = (self._shortest + 1) // 2
+        self._tree = tree
+        self._blocks: dict[Hashable, dict[Key, dict[Node, int]]] = {}  # by namespace: where each block ends
+        self._noted: dict[Node, tuple[Hashable, int, list[tuple[int, Key]]]] = {}  # how far, and (end, key) of blocks
+        tree.on_store.append(self._store)
+        tree.on_split.append(self._split)
+        tree.on_drop.append(self._drop)
+        tree.on_clear.append(self._clear)
+
+    def find(self, namespace: Hashable, tokens: np.ndarray, first: int) -> list[Chunk]:
+        """Returns chunks of the tokens int32 [n] of a prompt from `first` on, in their order; none overlap.
+
+        The last token is in none, since its row has to be computed. A chunk holds no row of an image, and its rows had
+        the same images before them, in the same order.
+        """
+        table = self._blocks.get(namespace)
+        stop = min(len(tokens) - 1, first + self.options.window)
+        if not table or stop - first < self._shortest:
+            return []
+        found: list[Chunk] = []
+        in_vain = 0
+        for start, end in _texts(tokens, first, stop):
+            behind = _images_before(tokens, start)
+            hashes = window_hashes(tokens[start:end], self._size).tolist()
+            at, i = start, 0
+            while i < len(hashes) and len(found) < self.options.max_matches and in_vain < MOST_IN_VAIN:
+                places = table.get((behind, hashes[i]))
+                chunk = places and self._longest(places, tokens, start + i, at, end)
+                if chunk:
+                    found.append(chunk)
+                    at, i = chunk.stop, chunk.stop - start
+                else:
+                    i, in_vain = i + 1, in_vain + (places is not None)
+        covered = sum(map(len, found))
+        return found if covered >= self.options.min_share * (len(tokens) - first) else []
+
+    def _longest(self, places: dict[Node, int], tokens: np.ndarray, at: int, first: int, stop: int) -> Chunk | None:
+        """Returns the longest chunk within [first, stop) around the block at `at`; None where all are too short."""
+        best = None
+        for node, _ in zip(reversed(places), range(TRIES), strict=False):
+            chunk = self._around(node, places[node], tokens, at, first, stop)
+            if chunk is not None and len(chunk) >= self._shortest and (best is None or len(chunk) > len(best)):
+                best = chunk
+        return best
+
+    def _around(self, node: Node, end: int, tokens: np.ndarray, at: int, first: int, stop: int) -> Chunk | None:
+        """Returns the chunk around the block at `at` that the rows of a path have which ends at `end` in `node`."""
+        there, slots = _rows(node.path())
+        source = end - self._size
+        back = min(at - first, source)
+        same = (there[source - back : source] == tokens[at - back : at]) & (slots[source - back : source] > 0)
+        before = _num_leading(same[::-1])
+        begin = source - before
+        start = at - before
+        while True:
+            size = min(len(there) - begin, stop - start)
+            same = (there[begin : begin + size] == tokens[start : start + size]) & (slots[begin : begin + size] > 0)
+            size = _num_leading(same)
+            follows = node.children.get(int(tokens[start + size])) if begin + size == len(there) else None
+            if follows is None or start + size >= stop:
+                break
+            node = follows
+            more, behind = _rows([node])
+            there, slots = np.concatenate((there, more)), np.concatenate((slots, behind))
+        if size < before + self._size:
+            return None
+        return Chunk(start, start + size, slots[begin : begin + size], begin, node)
+
+    # ------------------------------------------------------------------------------------------- what there is
+
+    def _store(self, node: Node) -> None:
+        if isinstance(node.tokens, list):  # it is not in the tree
+            return
+        path = node.path()
+        assert path[0].parent is not None
+        namespace, done, keys = self._noted.get(node) or (path[0].parent.namespace, node.start, [])
+        stop = node.start + node.computed
+        ends = [end for end in range(done // self._size * self._size + self._size, stop + 1, self._size)]
+        if ends:
+            tokens = np.concatenate([one.tokens for one in path])[:stop]
+            first = ends[0] - self._size
+            hashes = window_hashes(tokens[first:], self._size)[:: self._size].tolist()
+            has_images = bool(tokens.max() >= MEDIA_BASE)
+            for end, value in zip(ends, hashes, strict=True):
+                start = end - self._size
+                if has_images and tokens[start:end].max() >= MEDIA_BASE:
+                    continue
+                key = (_images_before(tokens, start) if has_images else b"", value)
+                keys.append((end, key))
+                self._blocks.setdefault(namespace, {}).setdefault(key, {})[node] = end
+        self._noted[node] = (namespace, max(done, stop), keys)
+
+    def _split(self, upper: Node, lower: Node) -> None:
+        if lower not in self._noted:
+            return
+        namespace, done, keys = self._forget(lower)
+        for node, low, high in ((upper, 0, upper.stop), (lower, upper.stop, lower.stop)):
+            own = [(end, key) for end, key in keys if low < end <= high]
+            for end, key in own:
+                self._blocks.setdefault(namespace, {}).setdefault(key, {})[node] = end
+            self._noted[node] = (namespace, min(max(done, node.start), node.stop), own)
+
+    def _drop(self, node: Node) -> None:
+        if node in self._noted:
+            self._forget(node)
+
+    def _forget(self, node: Node) -> tuple[Hashable, int, list[tuple[int, Key]]]:
+        namespace, done, keys = self._noted.pop(node)
+        table = self._blocks.get(namespace, {})
+        for _, key in keys:
+            places = table.get(key)
+            if places is not None:
+                places.pop(node, None)
+                if not places:
+                    del table[key]
+        if not table:
+            self._blocks.pop(namespace, None)
+        return namespace, done, keys
+
+    def _clear(self) -> None:
+        self._blocks.clear()
+        self._noted.clear()
+
+    def check(self) -> None:
+        """Raises AssertionError where the blocks that are noted and the rows of the tree do not agree; for tests."""
+        wanted: dict[Hashable, dict[Key, set[Node]]] = {}
+        for node in self._tree.nodes():
+            path, stop = node.path(), node.start + node.computed
+            tokens = np.concatenate([one.tokens for one in path])[:stop]
+            assert path[0].parent is not None
+            for end in range(self._size, stop + 1, self._size):
+                block = tokens[end - self._size : end]
+                if end > node.start and block.max() < MEDIA_BASE:
+                    key = (_images_before(tokens, end - self._size), int(window_hashes(block, self._size)[0]))
+                    wanted.setdefault(path[0].parent.namespace, {}).setdefault(key, set()).add(node)
+        found = {name: {key: set(places) for key, places in table.items()} for name, table in self._blocks.items()}
+        assert found == wanted
+
+
+def window_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
+    """Returns a hash of each `size` neighbouring tokens, uint64 [n - size + 1], of int32 [n]; it depends on them alone.
+
+    It is a polynomial in an odd number modulo 2**64 (Karp and Rabin 1987), from sums of the terms up to each token.
+    """
+    count = len(tokens) - size + 1
+    if count <= 0:
+        return np.empty(0, np.uint64)
+    mixed = tokens.astype(np.uint64) + np.uint64(_BASE)
+    for factor, shift in zip(_MIX, (30, 27), strict=True):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    sums = np.zeros(len(tokens) + 1, np.uint64)
+    np.cumsum(mixed * _powers(_BASE, len(tokens)), out=sums[1:])
+    return (sums[size:] - sums[:count]) * _powers(_INVERSE, count)
+
+
+def _powers(base: int, count: int) -> np.ndarray:
+    powers = np.full(count, base, np.uint64)
+    powers[:1] = 1
+    return np.multiply.accumulate(powers)
+
+
+def _rows(nodes: list[Node]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens of nodes below each other, int32 [n], and the slots of their rows, int64 [n]: 0 where the row
+    is not there."""
+    slots = [np.pad(node.slots[: node.computed], (0, len(node) - node.computed)) for node in nodes]
+    return np.concatenate([node.tokens for node in nodes]), np.concatenate(slots)
+
+
+def _num_leading(same: np.ndarray) -> int:
+    return len(same) if same.all() else int(same.argmin())
+
+
+def _texts(tokens: np.ndarray, first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yields where each stretch without rows of images begins and ends, among the tokens from `first` to `stop`."""
+    images = np.flatnonzero(tokens[first:stop] >= MEDIA_BASE) + first
+    start = first
+    for at in (*images.tolist(), stop):
+        if at > start:
+            yield start, at
+        start = at + 1
+
+
+def _images_before(tokens: np.ndarray, at: int) -> bytes:
+    """Returns a digest of the rows of images before a position; nothing where there are none."""
+    ids = tokens[:at][tokens[:at] >= MEDIA_BASE]
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest() if len(ids) else b""

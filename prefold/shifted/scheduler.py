@@ -1,0 +1,172 @@
+"""The generation scheduler that reuses chunks of text at other positions than they were computed at.
+
+When a request is admitted, the rows of its prompt that nobody else has or waits for are looked up in the `ChunkIndex`.
+From the first row on that is to be copied, the prompt then leaves the trie: its rows lie in nodes of its own, which
+know the node above them and are no children of it, as a tail is. So a row that is copied, or that sees one, is met by
+no other request, and is given up when the request ends.
+
+What is copied where is in `moves`, which the worker has to be given before the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..cache import CacheOptions, SlotPool
+from ..cache.tree import Node
+from ..schedule.generate import GenerateScheduler
+from ..schedule.generate_step import Running
+from ..schedule.steps import MoveRows
+from .chunks import ChunkIndex, ShiftedReuse
+
+__all__ = ["Moved", "ShiftingScheduler"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Moved:
+    """A Moved says that rows were copied for a request.
+
+    key      the request's
+    message  which rows, for the worker
+    """
+
+    key: Hashable
+    message: MoveRows
+
+    def __len__(self) -> int:
+        return len(self.message.slots)
+
+
+class ShiftingScheduler(GenerateScheduler):
+    """A ShiftingScheduler is a GenerateScheduler that reuses chunks, as `shifted.chunks` says.
+
+    moves  what the worker has to be given before the next step, in this order; whoever gives it empties the list
+    """
+
+    def __init__(self, pool: SlotPool, *, cache: CacheOptions, **how: Any):
+        super().__init__(pool, cache=cache, **how)
+        assert isinstance(cache.shifted, ShiftedReuse) and self.cache is not None
+        self.chunks = ChunkIndex(self.tree, cache.shifted)
+        self.moves: list[Moved] = []
+        self._may_shift: set[Hashable] = set()  # requests of which no sequence was admitted yet
+        self._apart: dict[Node, None] = {}  # the nodes of prompts that are not in the trie
+
+    def submit(self, key: Hashable, tokens: np.ndarray, *, shifts: bool = False, **how: Any) -> None:
+        """Takes a prompt, as a GenerateScheduler does. shifts: whether chunks are reused for it."""
+        super().submit(key, tokens, **how)
+        if shifts:
+            self._may_shift.add(key)
+
+    def clear(self) -> None:
+        super().clear()
+        self.moves.clear()
+        self._may_shift.clear()
+        self._apart.clear()
+
+    # ------------------------------------------------------------------------------------------ who comes
+
+    def _spare(self, sequence: Running) -> int:
+        if sequence.key not in self._may_shift:
+            return 0
+        self._may_shift.discard(sequence.key)
+        return self._shift(sequence)
+
+    def _shift(self, sequence: Running) -> int:
+        """Has chunks copied for a request whose first sequence was admitted; returns how many rows these are."""
+        request, path = self._requests[sequence.key], sequence.leaf.path()
+        # Rows that are there, that others wait for, or that kept rows lie below of, are in the trie, and exact.
+        first = 0
+        for node, below in zip(path, (*path[1:], None), strict=True):
+            if node.users > len(request) or any(child is not below for child in node.children.values()):
+                first = node.stop
+            elif node.computed:
+                first = node.start + node.computed
+        root = path[0].parent
+        assert root is not None and self.cache is not None
+        tokens = np.concatenate([node.tokens for node in path])
+        chunks = self.chunks.find(root.namespace, tokens, first)
+        if not chunks:
+            return 0
+        recompute = self.chunks.options.recompute
+        # The first row of a prompt is always computed: nodes lie below others.
+        cut = max(1, chunks[0].start + recompute)
+        above, slots = self._take_out(path, cut, len(request))
+        copies = [chunk.behind(max(cut, chunk.start + recompute)) for chunk in chunks]
+        for chunk in chunks:
+            self.cache.touch(chunk.node)
+        leaf, at = above, cut
+        for copy in copies:
+            leaf = self._hang(leaf, tokens[at : copy.start], slots[at - cut : copy.start - cut], request)
+            leaf = self._hang(leaf, tokens[copy.start : copy.stop], slots[copy.start - cut : copy.stop - cut], request)
+            leaf.computed, at = len(leaf), copy.stop
+        leaf = self._hang(leaf, tokens[at:], slots[at - cut :], request)
+        for one in request:
+            one.leaf = one.tail.parent = leaf
+        message = MoveRows(
+            sources=np.concatenate([copy.slots for copy in copies]),
+            positions=np.concatenate([np.arange(len(copy)) + copy.position for copy in copies]),
+            slots=np.concatenate([slots[copy.start - cut : copy.stop - cut] for copy in copies]),
+            new_positions=np.concatenate([np.arange(copy.start, copy.stop) for copy in copies]),
+        )
+        self.moves.append(Moved(sequence.key, message))
+        self.stats.copied_rows += len(message.slots)
+        return len(message.slots)
+
+    def _take_out(self, path: list[Node], cut: int, users: int) -> tuple[Node, np.ndarray]:
+        """Takes the rows of a prompt from `cut` on out of the trie. Returns the node that ends before them, and their
+        slots, int64."""
+        at = next(i for i, node in enumerate(path) if node.stop > cut)
+        above = path[at].parent if path[at].start == cut else self.tree.split(path[at], cut - path[at].start)
+        assert above is not None and above.parent is not None
+        slots = []
+        for node in reversed(path[at:]):
+            assert not node.children
+            node.users -= users
+            slots.append(self.tree.drop(node))
+            self._let_go(node)
+        return above, np.concatenate(slots[::-1])
+
+    def _hang(self, above: Node, tokens: np.ndarray, slots: np.ndarray, request: Collection[Running]) -> Node:
+        """Returns a node below `above` for rows that nobody else meets; `above` itself where there are none."""
+        if not len(tokens):
+            return above
+        node = Node(above, tokens.tolist(), above.stop)  # a list, as of a tail
+        node.claim(slots)
+        node.users, node.priority = len(request), above.priority
+        self._apart[node] = None
+        return node
+
+    # ------------------------------------------------------------------------------------------ who goes
+
+    def _end(self, sequence: Running) -> None:
+        super()._end(sequence)
+        if sequence.key not in self._requests:
+            self._may_shift.discard(sequence.key)
+
+    def _let_go(self, node: Node) -> None:
+        if node in self._apart:
+            del self._apart[node]
+            self.pool.free(node.give_up())
+        else:
+            super()._let_go(node)
+
+    def _is_prompt_like(self, sequence: Running) -> bool:
+        return sequence.leaf not in self._apart
+
+    def _nodes(self) -> Iterator[Node]:
+        yield from super()._nodes()
+        yield from self._apart
+
+    def check(self) -> None:
+        super().check()
+        self.chunks.check()
+        assert self._may_shift <= set(self._requests)
+        for node in self._apart:
+            above = node.parent
+            assert above is not None and (above in self._apart or above.parent is not None)
+            assert all(child is not node for child in above.children.values()), "rows apart are met by others"
+            assert not node.children

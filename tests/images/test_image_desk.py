@@ -1,0 +1,502 @@
+"""When the tower runs, in what parts, and whose results are kept, over a worker that only notes what it is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from generating import AtOnce
+
+from prefold.cache import CacheOptions
+from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine.meter import Meter
+from prefold.errors import InputError
+from prefold.images.desk import ImageDesk
+from prefold.images.pace import TowerPace
+from prefold.images.queue import ImageQueue
+from prefold.images.table import MediaTable
+from prefold.images.tower_config import TowerConfig
+from prefold.prefix import MEDIA_BASE
+from prefold.schedule.steps import DropImages, Encoded, EncodeImage, SlotResult, SlotStep
+from prefold.types import Request, Sampling
+from prefold.worker.protocol import Facts, Worker
+
+# Of one row a patch: six pieces of work, in the two stages of three layers.
+TOWER = TowerConfig("gemma3", 4, 3, 1, 4, image_size=8, patch_size=4, merge=1, output=5)
+PIECES, ROWS = 6, 4
+
+
+class Noting(Worker):
+    """Has the rows that it was told to make, and complains of a step with others."""
+
+    facts = Facts(tower=TOWER, image_row_bytes=10, vocab_size=8, max_positions=200)
+
+    def __init__(self) -> None:
+        self.done: dict[int, int] = {}  # pieces of images
+        self.made: dict[int, np.ndarray] = {}
+        self.told: list[tuple[int, int]] = []
+        self.fails: set[int] = set()
+        self.takes = lambda pieces: None
+        self.steps: list[SlotStep] = []
+
+    def start(self, message, prepared=None):
+        if isinstance(message, EncodeImage):
+            return Ticket(self.encode(message))
+        if isinstance(message, DropImages):
+            for first in message.firsts:
+                assert first in self.done or first in self.made
+                self.done.pop(first, None)
+                self.made.pop(first, None)
+        if isinstance(message, SlotStep):
+            there = {i for ids in self.made.values() for i in ids.tolist()}
+            assert {i for i in message.tokens.tolist() if i >= MEDIA_BASE} <= there
+            self.steps.append(message)
+            return Ticket(SlotResult(np.ones(len(message.reads), np.int64)))
+        return Ticket(None)
+
+    def encode(self, message: EncodeImage) -> Encoded:
+        first = int(message.ids[0])
+        assert (message.tiles is not None) == (first not in self.done)
+        assert self.done.get(first, 0) < message.stop <= PIECES
+        self.told.append((first, message.stop - self.done.get(first, 0)))
+        self.takes(self.told[-1][1])
+        self.done[first] = message.stop
+        if message.stop < PIECES:
+            return Encoded(False)
+        del self.done[first]
+        self.made[first] = message.ids
+        return Encoded(True, "made up" if first in self.fails else None)
+
+
+class Ticket:
+    def __init__(self, result):
+        self.result = lambda: result
+
+
+def desk_of(memory: int = 1000) -> tuple[ImageDesk, Noting, MediaTable, Meter]:
+    worker, table, meter = Noting(), MediaTable(), Meter()
+    desk = ImageDesk(worker, table, memory, meter)
+    desk._pool = AtOnce()
+    return desk, worker, table, meter
+
+
+def finish(desk: ImageDesk):
+    """Runs the tower for all that I want, or until it fails."""
+    for _ in range(4 * PIECES):
+        failed = desk.advance("me", 100.0)
+        if failed is not None:
+            return failed
+    return None
+
+
+def take(table: MediaTable, key: str, salt: str = "", load=lambda: np.zeros((1, 3, 2, 2), np.float32)):
+    return table.medium(key.encode(), tiles=1, rows_per_tile=ROWS, span=True, load=load, salt=salt)
+
+
+def test_a_piece_at_a_time():
+    desk, worker, table, meter = desk_of()
+    one, other = take(table, "one"), take(table, "other")
+    desk.want("me", [one, other])
+    assert not desk.held(np.concatenate((one.ids, other.ids))).any()
+    for piece in range(PIECES):
+        assert desk.advance("me", 0.0) is None
+        assert worker.told[-1] == (one.ids[0], 1) and len(worker.told) == piece + 1
+    assert desk.held(one.ids).all() and not desk.held(other.ids).any() and not desk.held(one.ids + ROWS).any()
+    assert meter.stats.tower_runs == 1 and "tower" in meter.stats.seconds
+    assert finish(desk) is None
+    assert meter.stats.tower_runs == 2 and desk.bytes_held == 80
+    assert worker.told[PIECES:] == [(other.ids[0], PIECES)], "all at once, where there is time"
+
+
+def test_as_much_as_the_time_allows():
+    desk, worker, table, _ = desk_of()
+    first, second = TOWER.pieces(1)
+    desk._rate = float(first)  # so the first piece takes a second
+    desk._note_rate = lambda operations, seconds: None
+    desk.want("me", [one := take(table, "one")])
+    desk.advance("me", 1.1 + second / first)
+    assert worker.told == [(one.ids[0], 2)]
+    desk.advance("me", 0.9 + second / first)
+    assert worker.told[1:] == [(one.ids[0], 1)]
+    desk.advance("me", 1.1 + second / first)
+    assert worker.told[2:] == [(one.ids[0], 2)]
+
+
+def test_a_step_and_the_tower_take_twice_the_time_of_a_step_alone():
+    pace = TowerPace()
+    for rows in (4, 8, 4, 8):
+        assert pace.seconds_after(rows, 0.01 + 0.001 * rows, disturbed=False) == pytest.approx(0.01 + 0.001 * rows)
+    # A step of eight rows takes 0.018 seconds where the tower has not run before it.
+    assert pace.seconds_after(8, 0.024, disturbed=True) == pytest.approx(2 * 0.018 - 0.024)
+    assert pace.seconds_after(8, 0.012, disturbed=True) == 0.012, "no more than the step"
+    assert pace.seconds_after(8, 10.0, disturbed=True) == 2.5, "the tower goes on"
+    for _ in range(15):
+        pace.seconds_after(8, 0.03, disturbed=False)
+    assert pace.seconds_after(8, 0.024, disturbed=True) == pytest.approx(2 * 0.018 - 0.024), "steps are slower yet"
+    for _ in range(40):
+        pace.seconds_after(8, 0.03, disturbed=False)
+    assert pace.seconds_after(8, 0.04, disturbed=True) == pytest.approx(0.02, rel=0.01), "it learns"
+
+
+def test_contexts_grow_while_the_tower_runs():
+    pace = TowerPace()
+    pace.seconds_after(8, 0.010, disturbed=False)
+    for _ in range(32):
+        pace.seconds_after(8, 0.011, disturbed=True)
+    for seconds in (0.011, 0.022, 0.033):
+        assert pace.seconds_after(8, seconds, disturbed=True) == pytest.approx(seconds * (2 / 1.1 - 1), rel=0.01)
+
+
+def test_steps_beside_the_reading_of_an_image_are_not_taken_for_steps_alone():
+    desk, _, table, _ = desk_of()
+    desk._pool = ThreadPoolExecutor(1)
+    read = threading.Event()
+    queue, one = ImageQueue(desk), take(table, "one", load=lambda: read.wait(60) and np.zeros((1, 3, 2, 2), np.float32))
+    assert queue.seconds_after(8, 0.01) == 0.01 and not desk.is_busy
+    desk.want(queue, [one])
+    queue.encode(0.01, idle=False)  # which begins to read it
+    assert desk.is_busy
+    for _ in range(40):
+        assert queue.seconds_after(8, 0.018) == pytest.approx(0.0045), "a step alone takes 0.01 seconds"
+    read.set()
+    while not desk.held(one.ids).all():
+        queue.encode(1.0, idle=True)
+    assert not desk.is_busy
+
+
+def test_steps_of_a_size_that_was_not_seen_alone():
+    pace = TowerPace()
+    assert pace.seconds_after(9, 0.026, disturbed=True) == 0.026, "nothing is known"
+    for _ in range(20):
+        pace.seconds_after(1, 0.010, disturbed=False)
+    for _ in range(40):
+        pace.seconds_after(1, 0.013, disturbed=True)
+    assert pace.seconds_after(9, 0.026, disturbed=True) == pytest.approx(2 * 0.02 - 0.026, rel=0.01)
+
+
+def test_others_keep_half_of_the_time():
+    """A piece that takes longer than a step of others waits until they have had as much."""
+    desk, worker, table, _ = desk_of()
+    desk._rate, desk._note_rate = float(TOWER.pieces(1)[0]) / 0.02, lambda operations, seconds: None
+    worker.takes = lambda pieces: time.sleep(0.02)
+    desk.want("me", [one := take(table, "one")])
+    given, done = 0.0, []
+    while not desk.held(one.ids).all():
+        desk.advance("me", 0.006, idle=False)
+        given += 0.006
+        done.append(len(worker.told))
+    assert done[:4] == [0, 0, 0, 1], "the first piece takes 0.02 seconds"
+    assert given >= 0.9 * PIECES * 0.02
+
+
+def test_the_rate_is_measured():
+    desk, _, table, _ = desk_of()
+    desk.want("me", [take(table, "one")])
+    noted = []
+    desk._note_rate = lambda operations, seconds: noted.append(operations)
+    for _ in range(PIECES):
+        desk.advance("me", 0.0)
+    assert noted == pytest.approx([*TOWER.pieces(1)] * 3)
+
+
+def test_several_are_on_their_way():
+    """What one asks for goes on where it was, whatever another asks for meanwhile."""
+    desk, worker, table, _ = desk_of()
+    one, other = take(table, "one"), take(table, "other")
+    desk.want("me", [one])
+    desk.want("you", [other])
+    for _ in range(PIECES):
+        assert not desk.held(one.ids).any() and not desk.held(other.ids).any()
+        desk.advance("me", 0.0)
+        desk.advance("you", 0.0)
+    assert desk.held(one.ids).all() and desk.held(other.ids).all()
+    assert worker.told == [(first, 1) for _ in range(PIECES) for first in (one.ids[0], other.ids[0])]
+
+
+def test_a_run_in_numbers_does_not_undo_what_another_waits_for():
+    desk, worker, table, _ = desk_of()
+    one, other = take(table, "one"), take(table, "other")
+    desk.want("me", [one])
+    desk.advance("me", 0.0)
+    with desk.using(other.ids):
+        assert desk.held(other.ids).all()
+    finish(desk)
+    assert worker.told == [(one.ids[0], 1), (other.ids[0], PIECES), (one.ids[0], PIECES - 1)]
+
+
+def test_an_image_that_nobody_wants_any_more_is_given_up():
+    desk, worker, table, _ = desk_of()
+    one, other = take(table, "one"), take(table, "other")
+    desk.want("me", [one])
+    desk.advance("me", 0.0)
+    desk.want("me", [other])
+    finish(desk)
+    assert not worker.done and list(worker.made) == [other.ids[0]]
+    desk.want("me", [one])
+    finish(desk)
+    assert set(worker.made) == {one.ids[0], other.ids[0]}
+
+
+def test_memory_and_shares_of_tenants():
+    """Room for five images. A tenant's flood is at its own cost, also where each image has a salt of its own: those of
+    others stay."""
+    desk, worker, table, meter = desk_of(memory=5 * ROWS * 10)
+    desk.set_tenants(lambda namespace: namespace[1].partition("/")[0])
+    quiet = [take(table, f"quiet {i}", "quiet/") for i in range(2)]
+    flood = [take(table, f"flood {i}", f"flood/{i}") for i in range(20)]
+    for medium in (*quiet, *flood):
+        desk.want("me", [medium])
+        finish(desk)
+        assert desk.bytes_held <= 5 * ROWS * 10
+        assert desk.bytes_held == sum(len(ids) * 10 for ids in worker.made.values())
+    assert all(desk.held(medium.ids).all() for medium in (*quiet, *flood[-3:]))
+    assert meter.stats.tower_runs == 22
+    # Of one tenant's what was used last stays.
+    desk.want("me", [flood[-3]])
+    desk.advance("me", 1.0)
+    desk.want("me", [flood[0]])
+    finish(desk)
+    assert desk.held(flood[-3].ids).all() and not desk.held(flood[-2].ids).any()
+
+
+def test_what_another_step_drops_is_asked_for():
+    """Another thread's step may drop an image until it is noted that somebody wants it."""
+    desk, worker, table, _ = desk_of()
+    one = take(table, "one")
+    desk.want("me", [one])
+    finish(desk)
+    desk.want("me", [])
+
+    class Late:
+        """The lock of a desk that another thread has first, whose step drops the image."""
+
+        def __enter__(self):
+            if worker.made:
+                desk._held.clear()
+                worker.made.clear()
+                desk._note()
+
+        def __exit__(self, *error):
+            pass
+
+    desk._lock = Late()
+    queue = ImageQueue(desk)
+    queue.add("key", one.ids)
+    node = SimpleNamespace(tokens=one.ids, computed=0, pending=True)
+    sequence = SimpleNamespace(ready=False, key="key", leaf=SimpleNamespace(path=lambda: [node]))
+    assert queue.want([sequence]) == (True, [])
+    assert desk._wanted == {queue: [one]}
+
+
+def test_rows_that_somebody_waits_for_stay():
+    desk, _, table, _ = desk_of(memory=2 * ROWS * 10)
+    waiting = [take(table, f"waiting {i}") for i in range(3)]
+    desk.want("me", waiting)
+    finish(desk)
+    assert [desk.held(medium.ids).all() for medium in waiting] == [True, True, False], "no more than there is room for"
+    with desk.using(waiting[2].ids):
+        assert all(desk.held(medium.ids).all() for medium in waiting), "who needs it now has it, in any case"
+    desk.want("me", waiting[2:])
+    others = [take(table, f"other {i}") for i in range(3)]
+    for medium in others:
+        with desk.using(medium.ids):
+            assert desk.held(medium.ids).all()
+    assert desk.held(waiting[2].ids).all() and not desk.held(waiting[0].ids).any()
+    assert desk.bytes_held <= 3 * ROWS * 10
+
+
+def test_ids_of_what_is_kept_are_not_given_to_another():
+    desk, _, table, _ = desk_of()
+    medium = take(table, "one")
+    ids = medium.ids
+    desk.want("me", [medium])
+    desk.advance("me", 0.0)
+    desk.want("me", [])
+    del medium
+    table.sweep()
+    assert not set(take(table, "other").ids.tolist()) & set(ids.tolist()), "it is on its way through the tower"
+
+
+@pytest.mark.parametrize("kind", ["load", "tower"])
+def test_failures(kind):
+    desk, worker, table, _ = desk_of()
+
+    def fail():
+        raise OSError("gone")
+
+    medium = take(table, "one", load=fail) if kind == "load" else take(table, "one")
+    worker.fails = {int(medium.ids[0])}
+    desk.want("me", [medium, other := take(table, "other")])
+    assert finish(desk) == (medium, "gone" if kind == "load" else "made up")
+    assert not worker.made and not worker.done and not desk.held(medium.ids).any()
+    desk.want("me", [other])
+    assert finish(desk) is None
+    assert desk.held(other.ids).all()
+
+
+def test_others_go_on_while_a_file_is_read():
+    desk, worker, table, _ = desk_of()
+    desk._pool = ThreadPoolExecutor(2)
+    may_end = threading.Event()
+
+    def load():
+        assert may_end.wait(60)
+        return np.zeros((1, 3, 2, 2), np.float32)
+
+    desk.want("me", [one := take(table, "one", load=load)])
+    for _ in range(3):
+        assert desk.advance("me", 100.0, idle=False) is None and not worker.told
+    assert desk.advance("me", 0.01) is None and not worker.told
+    may_end.set()
+    while not worker.told:
+        desk.advance("me", 0.01)
+    assert worker.told == [(one.ids[0], 1)]
+    finish(desk)
+    assert desk.held(one.ids).all()
+
+    def slow():
+        raise TimeoutError("it took too long")
+
+    desk.want("me", [bad := take(table, "bad", load=slow)])
+    assert finish(desk) == (bad, "it took too long")
+
+
+def test_a_file_that_is_read_in_the_last_moment():
+    """It may be there between the end of the waiting and a look whether it is."""
+
+    class Late(Future):
+        def result(self, timeout=None):
+            if not self.done():
+                self.set_result(np.zeros((1, 3, 2, 2), np.float32))
+                raise TimeoutError
+            return super().result(timeout)
+
+    desk, worker, table, _ = desk_of()
+    late = Late()
+    desk._pool = SimpleNamespace(submit=lambda load: late)
+    desk.want("me", [one := take(table, "one")])
+    assert desk.advance("me", 0.01) is None and not worker.told
+    late.set_result(np.zeros((1, 3, 2, 2), np.float32))
+    assert finish(desk) is None and desk.held(one.ids).all()
+
+
+def test_an_error_without_a_text_is_called_by_its_type():
+    desk, _, table, _ = desk_of()
+
+    def load():
+        raise MemoryError
+
+    desk.want("me", [bad := take(table, "bad", load=load)])
+    assert finish(desk) == (bad, "MemoryError")
+
+
+def engine_of(worker: Noting) -> Engine:
+    generation = GenerateOptions(kv_memory=100)
+    return Engine(worker, EngineOptions(max_batch_rows=20, generation=generation))
+
+
+def test_text_goes_on_while_images_wait():
+    worker = Noting()
+    engine = engine_of(worker)
+    desk, generator = engine.images, engine.generator
+    desk._stop = lambda run, seconds, idle: run.done + 1
+    image, told = take(engine.media, "one"), {}
+    text = Request(np.array([1, 2, 3], np.int32), sampling=Sampling(max_tokens=30))
+    generator.add(text, None, lambda answer: told.__setitem__("text", answer))
+    generator.step()
+    for name in ("first", "second"):
+        tokens = np.concatenate(([4], image.ids, [5, 6][: 1 + (name == "second")])).astype(np.int32)
+        request = Request(tokens, sampling=Sampling(max_tokens=2), media=(image,))
+        generator.add(request, None, lambda answer, name=name: told.__setitem__(name, answer))
+    del image, request
+    while "first" not in told:
+        before = len(worker.told)
+        assert generator.step()
+        assert len(worker.told) <= before + 1, "one piece between two steps"
+    assert [pieces for _, pieces in worker.told] == [1] * PIECES
+    assert all(len(step.reads) for step in worker.steps), "the text gets a token in every step"
+    while generator.has_work:
+        generator.step()
+    assert len(told["text"][0].tokens) == 30 and engine.stats.tower_runs == 1
+
+
+def test_half_of_the_rate_is_kept_where_the_tower_makes_steps_slower(monkeypatch):
+    """Of a step that takes 10 ms, and 13 ms behind the tower's work."""
+    worker, clock, ran = Noting(), [0.0], [False]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    engine = engine_of(worker)
+    engine.images._pool = AtOnce()
+
+    def encodes(pieces: int) -> None:
+        clock[0], ran[0] = clock[0] + 0.004 * pieces, True
+
+    def steps(message, prepared=None, start=worker.start):
+        if isinstance(message, SlotStep):
+            clock[0], ran[0] = clock[0] + (0.013 if ran[0] else 0.010), False
+        return start(message, prepared)
+
+    worker.takes, worker.start = encodes, steps
+    generator, told = engine.generator, []
+    generator.add(Request(np.array([1], np.int32), sampling=Sampling(max_tokens=60)), None, lambda answer: None)
+    for _ in range(5):
+        generator.step()
+    images = [take(engine.media, str(i)) for i in range(8)]
+    tokens = np.concatenate([*(image.ids for image in images), [2]]).astype(np.int32)
+    generator.add(Request(tokens, sampling=Sampling(max_tokens=1), media=tuple(images)), None, told.append)
+    began, before = clock[0], len(worker.steps)
+    while not told:
+        generator.step()
+    assert engine.stats.tower_runs == 8 and engine.stats.seconds["tower"] == pytest.approx(0.004 * 8 * PIECES)
+    spent = clock[0] - began + engine.images._credit  # its last pieces may take more than it was given until then
+    assert spent / (len(worker.steps) - before) == pytest.approx(0.020, rel=0.04)
+
+
+def test_who_waits_is_told_when_the_tower_fails():
+    worker = Noting()
+    engine = engine_of(worker)
+    generator, told = engine.generator, {}
+    bad, good = take(engine.media, "bad"), take(engine.media, "good")
+    worker.fails = {int(bad.ids[0])}
+    for name, images in {"bad": (bad,), "both": (good, bad), "good": (good,), "text": ()}.items():
+        tokens = np.concatenate(([1], *(image.ids for image in images), [2])).astype(np.int32)
+        request = Request(tokens, sampling=Sampling(max_tokens=2), media=images)
+        generator.add(request, None, lambda answer, name=name: told.__setitem__(name, answer))
+    while generator.has_work:
+        generator.step()
+        generator.scheduler.check()
+    assert {name for name, answer in told.items() if isinstance(answer, InputError)} == {"bad", "both"}
+    assert told["bad"].code == "image_failed" and "made up" in str(told["bad"])
+
+
+def test_requests_that_are_cancelled_stop_the_tower():
+    worker = Noting()
+    engine = engine_of(worker)
+    generator, image = engine.generator, take(engine.media, "one")
+    engine.images._stop = lambda run, seconds, idle: run.done + 1
+    tokens = np.concatenate(([1], image.ids, [2])).astype(np.int32)
+    key = generator.add(Request(tokens, sampling=Sampling(max_tokens=2), media=(image,)), None, lambda answer: None)
+    generator.step()
+    generator.cancel(key)
+    before = len(worker.told)
+    assert not generator.step()
+    assert len(worker.told) == before and not engine.images._wanted
+
+
+def test_an_image_whose_rows_are_cached_is_not_encoded():
+    worker = Noting()
+    generation = GenerateOptions(kv_memory=100, cache=CacheOptions(min_overlap=0))
+    engine = Engine(worker, EngineOptions(max_batch_rows=20, generation=generation))
+    generator = engine.generator
+    for number in range(2):
+        image = take(engine.media, "one")
+        tokens = np.concatenate(([1], image.ids, [2 + number])).astype(np.int32)
+        generator.add(Request(tokens, sampling=Sampling(max_tokens=2), media=(image,)), None, lambda answer: None)
+        while generator.has_work:
+            generator.step()
+        engine.images._drop(image)
+        assert not worker.made
+    assert engine.stats.tower_runs == 1
