@@ -14,7 +14,7 @@ import torch
 from common import attention_flops, median, table, visible_pairs
 
 from prefold.attention import RowAttention
-from prefold.checkpoint.geometries import GEOMETRIES
+from prefold.checkpoint import GEOMETRIES
 from prefold.model import CausalLM, config_from
 from prefold.prefix import Trie
 from prefold.schedule import PrefillScheduler

@@ -15,7 +15,7 @@ from common import run_engine
 from gpu_common import TINY, Bench, random_model
 
 from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, visibility
-from prefold.checkpoint.geometries import GEOMETRIES
+from prefold.checkpoint import GEOMETRIES
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.model import CausalLM
 from prefold.model.ops import choose_ops

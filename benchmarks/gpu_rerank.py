@@ -10,7 +10,7 @@ import torch
 from common import median, read_jsonl, run_engine
 from gpu_common import TINY, Bench, trie_of
 
-from prefold.checkpoint.geometries import GEOMETRIES
+from prefold.checkpoint import GEOMETRIES
 from prefold.engine import Engine, EngineOptions
 from prefold.types import Readout, Request
 from prefold.worker.local import LocalWorker

@@ -1,8 +1,7 @@
 """Finds a model's files: local folders, GGUF files, built-in names, hub ids. It never imports torch."""
 
 from .builtin import BUILT_IN, BuiltIn, cache_folder
-from .checkpoint import Checkpoint, read_object, resolve, served_name
-from .geometries import GEOMETRIES
+from .checkpoint import GEOMETRIES, Checkpoint, read_object, resolve, served_name
 from .gguf import GGUFFile
 
 __all__ = [

@@ -7,19 +7,22 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CheckpointError
 from ..images.gguf import config_with_tower, is_tower
 from .builtin import BUILT_IN, fetch
-from .geometries import GEOMETRIES
 from .gguf import GGUFFile
 from .gguf_config import config_from_gguf
 from .settings import Settings
 
-__all__ = ["Checkpoint", "read_object", "resolve"]
+__all__ = ["GEOMETRIES", "Checkpoint", "read_object", "resolve"]
 
+# {name: the config of a well-known model, as Hugging Face writes it}, for random weights (`--load-format dummy`).
+# A model of the size of "looped-2x4" is trained by examples/looped.py.
+GEOMETRIES: dict[str, dict[str, Any]] = json.loads(files(__package__).joinpath("geometries.json").read_text())
 SMALL_FILES = ["*.json", "*.jinja", "*.txt"]
 WEIGHT_FILES = ["*.safetensors"]
 # Some repositories keep second copies of their weights here.
