@@ -14,6 +14,10 @@ from typing import Any
 
 import numpy as np
 from common import median
+from simulate import policies  # noqa: F401  # other systems' policies are put into their table
+from simulate.driven import Driver, run_driven
+from simulate.fit import fit
+from simulate.scheduled import ScheduledEngine
 
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.live import limits_of
@@ -21,11 +25,10 @@ from prefold.cluster.policies import POLICIES, BestStart, LeastLoaded, Policy, S
 from prefold.cluster.ray_replicas import RayReplicas
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, RunCall
 from prefold.engine.meter import StepInfo
-from prefold.simulate.costs import StepCost, StepRows, fit, machine_named, model_named
+from prefold.simulate.costs import StepCost, StepRows, machine_named, model_named
 from prefold.simulate.feeders import Streamed
-from prefold.simulate.fleet import Driver, FleetOutcome, Replica, run_fleet
+from prefold.simulate.fleet import FleetOutcome, Replica
 from prefold.simulate.requests import SimRequest, prefix_repetition
-from prefold.simulate.scheduled import ScheduledEngine
 from prefold.stream import Feed, LiveInput
 from prefold.types import Readout, Request, Sampling
 
@@ -242,7 +245,7 @@ class Simulated:
         )
         feeder.limits = self._limits
         replicas = [Replica(engine.begin) for engine in self._engines]
-        return run_fleet(replicas, feeder, driver=DRIVER, alone=self._alone)
+        return run_driven(replicas, feeder, driver=DRIVER, alone=self._alone)
 
 
 # ----------------------------------------------------------------------------------------------------- idle

@@ -1,12 +1,11 @@
 """Rules by which a request gets its replica, all behind one method.
 
-`BestStart` is ours. The others are what is used elsewhere, for comparison: their formulas on the router's picture.
-A policy reads; what it must remember of its own decisions it is told by `sent`.
+`BestStart` is ours; the others need to know nothing of prefixes. A policy reads; what it must remember of its own
+decisions it is told by `sent`.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,8 +13,7 @@ import numpy as np
 
 from ..errors import InputError
 
-__all__ = ["POLICIES", "BestStart", "Daft", "LeastLoaded", "Policy", "Preble", "RoundRobin", "SGLang", "Standing",
-           "policy_named"]  # fmt: skip
+__all__ = ["POLICIES", "BestStart", "LeastLoaded", "Policy", "RoundRobin", "Standing", "policy_named"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -62,12 +60,12 @@ class Policy(Protocol):
         ...
 
 
-class _Forgetful:
+class Forgetful:
     def sent(self, standing: Standing, replica: int) -> None:
         """Nothing needs to be remembered."""
 
 
-class BestStart(_Forgetful):
+class BestStart(Forgetful):
     """The prompt goes where its prefill would be done first: after the prompts that the replica was sent before, when
     it has room, and after the rows that it does not hold. So a prefix is computed a second time where waiting for who
     holds it takes longer than that.
@@ -98,77 +96,17 @@ class RoundRobin:
         self._next = replica + 1
 
 
-class LeastLoaded(_Forgetful):
+class LeastLoaded(Forgetful):
     """The replica with the fewest requests that have not ended."""
 
     def choose(self, standing: Standing) -> int:
         return standing.least(standing.requests)
 
 
-class Daft:
-    """As daft 0.7.26: of the replicas that were ever sent at most 256 prompts more than the one that was sent least,
-    the one that saw this exact prefix most recently (it remembers 8 of each); else the last of them."""
-
-    slack = 256
-    remembered = 8
-
-    def __init__(self) -> None:
-        self._seen: dict[int, deque[bytes]] = {}
-
-    def choose(self, standing: Standing) -> int:
-        s = standing
-        near = s.allowed & (s.total <= s.total[s.allowed].min() + self.slack)
-        best, rank = None, self.remembered
-        for replica in np.flatnonzero(near).tolist():
-            seen = self._seen.get(replica, ())
-            if s.prefix and s.prefix in seen and (place := list(seen).index(s.prefix)) < rank:
-                best, rank = replica, place
-        return int(np.flatnonzero(near)[-1]) if best is None else best
-
-    def sent(self, standing: Standing, replica: int) -> None:
-        seen = self._seen.setdefault(replica, deque(maxlen=self.remembered))
-        if standing.prefix in seen:
-            seen.remove(standing.prefix)
-        seen.appendleft(standing.prefix)
-
-
-class SGLang(_Forgetful):
-    """As SGLang's gateway: the fewest requests where they are out of balance (by more than 64, and 1.5 times); else
-    the longest match if it is more than 0.3 of the prompt; else the replica that holds the fewest rows."""
-
-    absolute, relative, threshold = 64, 1.5, 0.3
-
-    def choose(self, standing: Standing) -> int:
-        s = standing
-        requests = s.requests[s.allowed]
-        most, least = int(requests.max()), int(requests.min())
-        if most - least > self.absolute and most > self.relative * least:
-            return s.least(s.requests)
-        best = s.least(-s.matched)
-        return best if s.matched[best] > self.threshold * s.rows else s.least(s.held)
-
-
-class Preble(_Forgetful):
-    """As Preble's E2 (Srivatsa et al. 2024): where more of the prompt is cached somewhere than not, the least loaded of
-    those that hold most of it; else the least of load, prefill and what it evicts, computed again."""
-
-    def choose(self, standing: Standing) -> int:
-        s = standing
-        longest = int(s.matched[s.allowed].max())
-        if longest > s.rows - longest:
-            return s.least(s.waits, s.allowed & (s.matched == longest))
-        fresh = s.rows - s.matched
-        evicted = np.clip(s.held + fresh - s.capacity, 0, fresh)
-        return s.least(s.waits + (fresh + evicted) * s.prefill_seconds)
-
-
 POLICIES: dict[str, type[Policy]] = {
     "prefix": BestStart,
     "round-robin": RoundRobin,
     "least-loaded": LeastLoaded,
-    "daft": Daft,
-    "sglang": SGLang,
-    "preble": Preble,
 }
 
 

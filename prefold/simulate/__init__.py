@@ -1,1 +1,1 @@
-"""A simulator of a fleet: the real window, router, scheduler and cache, over workers that return times. No torch."""
+"""A simulator of a fleet: the real window and router, over workers that return times. No torch."""

@@ -2,30 +2,26 @@
 
     seconds = overhead + max(weights / bandwidth, linear FLOPs / rate) + K/V read / bandwidth + attention FLOPs / rate
 
-A machine's numbers are what it reaches, not what its data sheet says; `fit` makes them of measured steps.
+A machine's numbers are what it reaches, not what its data sheet says.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..errors import InputError
 
-__all__ = ["TILE", "Machine", "ModelShape", "StepCost", "StepRows", "fit", "machine_named", "model_named"]
+__all__ = ["TILE", "WEIGHT_BYTES", "Machine", "ModelShape", "StepCost", "StepRows", "machine_named", "model_named"]
 
 # Decode rows for which a shared run of K/V is read once.
 TILE = 64
 
 _RESERVED = 1.5e9  # bytes of a GPU that neither weights nor K/V take, and the share that an engine may use at all
 _USABLE = 0.9
-_BYTES = 2  # of a number: bfloat16
-_ROUNDS = 40  # of a fit
+WEIGHT_BYTES = 2  # of a number: bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,7 @@ class ModelShape:
     @property
     def kv_bytes(self) -> int:
         """Returns the bytes of one row's K/V."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
+        return 2 * self.layers * self.kv_heads * self.head_dim * WEIGHT_BYTES
 
 
 class StepRows(NamedTuple):
@@ -88,7 +84,7 @@ class StepCost:
     def seconds(self, step: StepRows) -> float:
         """Returns how long one step takes."""
         machine, model = self.machine, self.model
-        weights = (model.linear + model.vocab * model.hidden) * _BYTES
+        weights = (model.linear + model.vocab * model.hidden) * WEIGHT_BYTES
         linear = 2 * (model.linear * (step.prefill + step.decode) + model.vocab * model.hidden * step.reads)
         attention = 4 * model.layers * model.heads * model.head_dim * step.pairs
         read = step.keys * model.kv_bytes
@@ -102,7 +98,9 @@ class StepCost:
     @property
     def kv_rows(self) -> int:
         """Returns how many rows' K/V fit beside the weights. Raises InputError where the weights do not."""
-        left = self.machine.memory * _USABLE - self.model.total * _BYTES - min(_RESERVED, self.machine.memory / 10)
+        left = (
+            self.machine.memory * _USABLE - self.model.total * WEIGHT_BYTES - min(_RESERVED, self.machine.memory / 10)
+        )
         if left < self.model.kv_bytes:
             raise InputError(
                 f"{self.model.name} does not fit on one {self.machine.name}",
@@ -116,7 +114,7 @@ class StepCost:
         """Returns how many rows a step computes while the weights are read: in a step of fewer, rows of prompts beside
         those of outputs cost nothing."""
         model, machine = self.model, self.machine
-        weights = (model.linear + model.vocab * model.hidden) * _BYTES / machine.bandwidth
+        weights = (model.linear + model.vocab * model.hidden) * WEIGHT_BYTES / machine.bandwidth
         return max(1, int(weights * machine.flops / (2 * model.linear)))
 
     @property
@@ -127,54 +125,6 @@ class StepCost:
     def decode_seconds(self, running: int) -> float:
         """Returns the seconds of one row of an output where so many sequences run."""
         return self.seconds(StepRows(0, running, 0, 0, running)) / running
-
-
-def fit(machine: Machine, model: ModelShape, steps: Iterable[tuple[StepRows, float]]) -> Machine:
-    """Returns the machine with overhead, bandwidth and rate that explain measured steps best.
-
-    The sum of relative errors is made least, so that short steps count as long ones do, and a step that something else
-    disturbed counts little. The larger of two terms is not linear: each step is given to the term that was larger at
-    the last of some rounds. Raises InputError for fewer than 8 steps.
-    """
-    measured = list(steps)
-    if len(measured) < 8:
-        raise InputError(f"{len(measured)} steps were measured", field="calibrate", remedy="give at least 8")
-    seconds = np.array([time for _, time in measured])
-    weights = (model.linear + model.vocab * model.hidden) * _BYTES
-    linear = np.array(
-        [2 * (model.linear * (s.prefill + s.decode) + model.vocab * model.hidden * s.reads) for s, _ in measured]
-    )
-    attention = np.array([4 * model.layers * model.heads * model.head_dim * s.pairs for s, _ in measured])
-    read = np.array([float(s.keys * model.kv_bytes) for s, _ in measured])
-    trust = np.ones(len(measured))
-    for _ in range(_ROUNDS):
-        is_compute = linear / machine.flops >= weights / machine.bandwidth
-        moved, computed = np.where(is_compute, 0.0, weights) + read, np.where(is_compute, linear, 0.0) + attention
-        columns = np.stack([np.ones(len(seconds)), moved, computed]).T
-        scale = columns.max(axis=0)
-        scale[scale == 0] = 1.0
-        found = _nonnegative(columns / scale * (trust / seconds)[:, None], trust) / scale
-        trust = np.maximum(np.abs(columns @ found / seconds - 1), 1e-3) ** -0.5
-        machine = replace(
-            machine,
-            overhead=float(found[0]),
-            bandwidth=1 / float(found[1]) if found[1] > 0 else machine.bandwidth,
-            flops=1 / float(found[2]) if found[2] > 0 else machine.flops,
-        )
-    return machine
-
-
-def _nonnegative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Returns the least-squares solution without negative parts: those are left out, one after the other."""
-    used = list(range(columns.shape[1]))
-    while used:
-        found = np.linalg.lstsq(columns[:, used], values, rcond=None)[0]
-        if (found >= 0).all():
-            solution = np.zeros(columns.shape[1])
-            solution[used] = found
-            return solution
-        del used[int(np.argmin(found))]
-    return np.zeros(columns.shape[1])
 
 
 def machine_named(name: str) -> Machine:

@@ -1,20 +1,28 @@
-"""What stands for a replica's engine in the simulator: it takes requests, and says what each of its steps does."""
+"""What stands for a replica's engine in the simulator: it takes requests, and says what each of its steps does.
+
+`RowEngine` is our engine: the rules of the real scheduler on (prefix, length) in place of tokens, for large fleets.
+"""
 
 from __future__ import annotations
 
+import heapq
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
 
 from ..cache import CacheEvents
-from ..cache.events import CacheEvent, Cleared
+from ..cache.events import CacheEvent, Cleared, Removed, RowsStored
 from ..engine.step_size import StepSize
-from .costs import StepCost
+from ..errors import InputError
+from .costs import TILE, StepCost, StepRows
 from .requests import SimRequest
 
-__all__ = ["MOST_ROWS", "Ended", "EventLog", "Hits", "SimEngine", "SlotEngine", "Stretch"]
+__all__ = ["MOST_ROWS", "Ended", "EventLog", "Hits", "RowEngine", "SlotEngine", "Stretch"]
 
-# Rows of a step where nobody says, at most: vLLM's own choice for offline use.
+# The most rows of a step where none are asked for.
 MOST_ROWS = 8192
 
 
@@ -25,32 +33,23 @@ class Hits:
     asked            of all requests, each once
     first_admission  there when the request was first admitted
     in_step          shared with a request that was admitted in the same step
-    recompute        found again by a request that had been preempted
-    tier             brought back from another tier than the KV store; no engine here has one
     computed         rows of prompts that were computed, again ones included
-    queries, found   as vLLM counts: each look-up, also those of requests that were preempted or did not fit yet
-    preemptions      sequences taken out because memory was full
     """
 
     asked: int = 0
     first_admission: int = 0
     in_step: int = 0
-    recompute: int = 0
-    tier: int = 0
     computed: int = 0
-    queries: int = 0
-    found: int = 0
-    preemptions: int = 0
 
     def add(self, other: Hits) -> None:
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        """Adds what another engine of the same kind has counted."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def rates(self) -> dict[str, float]:
-        """Returns the four counters as shares of the tokens asked for, and the rate that vLLM would print."""
+        """Returns the counters of what was found as shares of the tokens asked for."""
         asked = max(1, self.asked)
-        names = ("first_admission", "in_step", "recompute", "tier")
-        return {name: getattr(self, name) / asked for name in names} | {"vllm": self.found / max(1, self.queries)}
+        return {"first_admission": self.first_admission / asked, "in_step": self.in_step / asked}
 
 
 class Ended(NamedTuple):
@@ -92,13 +91,16 @@ class EventLog:
 
 
 class SlotEngine:
-    """A SlotEngine is what both grains of our engine begin with.
+    """A SlotEngine is what our engine begins with, in whatever grain.
 
     cost                         of its steps
     max_batch_rows, max_running  of a step; None: as many rows as it finds to be fast, as a real engine does
     slots                        rows that its KV store holds; None: what memory holds
     reports                      whether events are kept for a router
+    reserves                     whether it sets room aside for the longest output that a request may have
     """
+
+    reserves = True
 
     def __init__(
         self,
@@ -154,17 +156,208 @@ class SlotEngine:
         raise NotImplementedError
 
 
-class SimEngine(Protocol):
-    hits: Hits
+class _Node:
+    """A part of a path. mark: all its rows are computed once so many rows of prompts are."""
+
+    __slots__ = ("children", "mark", "number", "parent", "rows", "running", "users")
+
+    def __init__(self, parent: _Node | None, number: int, rows: int):
+        self.parent, self.number, self.rows = parent, number, rows
+        self.children: dict[int, _Node] = {}
+        self.users = 0  # sequences that run
+        self.mark = 0
+        self.running = 0  # of them, those that decode
+
+
+class _RowSequence:
+    __slots__ = ("cached", "leaf", "mark", "request")
+
+    def __init__(self, request: SimRequest):
+        self.request = request
+        self.leaf: _Node
+        self.mark = 0
+        self.cached = 0
+
+
+class RowEngine(SlotEngine):
+    """The rules of `GenerateScheduler` with room set aside for each output, on parts instead of tokens: prompts are
+    computed first come first, each part once; a part stays until its room is needed, the one used longest ago first.
+
+    Steps in which nobody comes or goes are one stretch, so time depends on requests, not on tokens.
+    """
+
+    def open(self) -> None:
+        self.free = self.slots
+        self._root = _Node(None, 0, 0)
+        self._waiting: deque[_RowSequence] = deque()
+        self._prefilling: deque[_RowSequence] = deque()
+        self._decoding: list[tuple[int, int, _RowSequence]] = []  # heap of (last step, number, sequence)
+        self._evictable: OrderedDict[_Node, None] = OrderedDict()
+        self._evictable_rows = 0
+        self._queued = self._done = 0  # rows of prompts, ever
+        self._steps = 0  # decode steps, ever
+        self._number = 0
+        self._is_stuck = False  # there is no room for whoever waits first, before another ends
+        self._shared_keys = 0  # rows of parts that decoding sequences read, each once for a tile of them
+        self._tail_keys = 0  # rows of outputs that they read
+        self._log = EventLog() if self.reports else None
 
     def submit(self, request: SimRequest) -> None:
-        """Take a request."""
-        ...
+        if request.rows + request.limit - 1 > self.slots:
+            raise InputError(
+                f"request {request.key} needs the K/V of {request.rows + request.limit - 1} rows, the KV store holds "
+                f"{self.slots}",
+                field="max_tokens",
+                remedy="name a machine with more memory",
+            )
+        self.hits.asked += request.rows
+        self._waiting.append(_RowSequence(request))
 
-    def step(self) -> Stretch | None:
-        """Run the next step, or several of which nothing comes but tokens; None when nobody waits or runs."""
-        ...
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._decoding) + len(self._prefilling)
+
+    def _step(self) -> Stretch | None:
+        if self._waiting and not self._is_stuck:
+            self._admit()
+        running = len(self._decoding)
+        if not running and not self._prefilling:
+            return None
+        budget = self.max_batch_rows - running
+        prefill = min(budget, self._queued - self._done)
+        if prefill or self._prefilling:
+            return self._mixed(prefill, running)
+        # Nobody waits whom there is room for, so nothing changes before the first of those that decode ends.
+        count = self._decoding[0][0] - self._steps
+        keys = self._shared_keys + self._tail_keys
+        first = self.cost.seconds(StepRows(0, running, keys, 0, running))
+        last = self.cost.seconds(StepRows(0, running, keys + running * (count - 1), 0, running))
+        self._steps += count
+        self._tail_keys += running * count
+        return Stretch((first + last) / 2 * count, 0, running * count, count, running, self._end())
+
+    def _mixed(self, prefill: int, running: int) -> Stretch:
+        prefilling = self._prefilling
+        # (row, key) pairs of the prompts' rows: they lie behind half of those who wait for them, on average.
+        pairs = prefill * prefilling[0].request.rows // 2 if prefilling else 0
+        done = self._done = self._done + prefill
+        self.hits.computed += prefill
+        ready = []
+        while prefilling and prefilling[0].mark <= done:
+            ready.append(prefilling.popleft())
+        keys = self._shared_keys + self._tail_keys
+        seconds = self.cost.seconds(StepRows(prefill, running, keys, pairs, running + len(ready)))
+        self._steps += 1
+        self._tail_keys += running + len(ready)  # a row for each token that was made
+        for sequence in ready:
+            self._number += 1
+            heapq.heappush(self._decoding, (self._steps + sequence.request.output - 1, self._number, sequence))
+            node = sequence.leaf
+            while node.parent is not None:
+                if node.running % TILE == 0:
+                    self._shared_keys += node.rows
+                node.running += 1
+                node = node.parent
+        return Stretch(seconds, prefill, running, 1, running + len(ready), self._end())
+
+    def _end(self) -> Sequence[Ended]:
+        decoding, steps = self._decoding, self._steps
+        if not decoding or decoding[0][0] > steps:
+            return ()
+        ended = []
+        self._is_stuck = False
+        while decoding and decoding[0][0] <= steps:
+            _, _, sequence = heapq.heappop(decoding)
+            request = sequence.request
+            self._tail_keys -= request.output
+            self.free += request.limit - 1
+            node = sequence.leaf
+            while node.parent is not None:
+                node.running -= 1
+                if node.running % TILE == 0:
+                    self._shared_keys -= node.rows
+                node.users -= 1
+                if not node.users:
+                    self._evictable_rows += node.rows
+                    if not node.children:
+                        self._evictable[node] = None
+                node = node.parent
+            ended.append(Ended(request, sequence.cached))
+        return ended
+
+    def _admit(self) -> None:
+        waiting = self._waiting
+        running = self.num_running
+        while waiting and running < self.max_running:
+            if self._queued - self._done >= self.max_batch_rows - running:
+                return
+            request = waiting[0].request
+            node, depth = self._root, 0
+            fresh, kept = request.rows, 0  # rows to compute; rows of the path that would be evictable
+            for number, rows in request.path:
+                child = node.children.get(number)
+                if child is None:
+                    break
+                node, depth = child, depth + 1
+                fresh -= rows
+                if not child.users:
+                    kept += rows
+            need = fresh + request.limit - 1
+            if need > self.free + self._evictable_rows - kept:
+                self._is_stuck = True
+                return
+            self._enter(waiting.popleft(), node, depth)
+            running += 1
+            if need > self.free:
+                self._evict(need - self.free)
+            self.free -= need
+
+    def _enter(self, sequence: _RowSequence, node: _Node, depth: int) -> None:
+        path, hits = sequence.request.path, self.hits
+        above = node
+        while above.parent is not None:
+            if not above.users:
+                self._evictable_rows -= above.rows
+                self._evictable.pop(above, None)
+            above.users += 1
+            if above.mark > self._done:
+                hits.in_step += above.rows
+            else:
+                hits.first_admission += above.rows
+            sequence.cached += above.rows
+            above = above.parent
+        for number, rows in path[depth:]:
+            child = node.children[number] = _Node(node, number, rows)
+            self._evictable.pop(node, None)
+            child.users = 1
+            self._queued += rows
+            child.mark = self._queued
+            if self._log is not None:
+                above_key = None if node.parent is None else node.number
+                self._log.add(RowsStored(number, above_key, np.full(rows, number, np.int32)))
+            node = child
+        sequence.leaf = node
+        sequence.mark = node.mark
+        self._prefilling.append(sequence)
+
+    def _evict(self, rows: int) -> None:
+        while rows > 0:
+            node, _ = self._evictable.popitem(last=False)
+            above = node.parent
+            assert above is not None
+            del above.children[node.number]
+            if not above.children and not above.users and above.parent is not None:
+                self._evictable[above] = None
+                self._evictable.move_to_end(above, last=False)
+            self._evictable_rows -= node.rows
+            self.free += node.rows
+            rows -= node.rows
+            if self._log is not None:
+                self._log.add(Removed(node.number))
 
     def events(self) -> CacheEvents | None:
-        """What its cache has to report since the last call."""
-        ...
+        return None if self._log is None else self._log.drain()

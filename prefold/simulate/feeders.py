@@ -1,4 +1,4 @@
-"""Ways in which a fleet is given its work: ours, and those that it is compared with."""
+"""Ways in which a fleet is given its work."""
 
 from __future__ import annotations
 
@@ -13,84 +13,28 @@ from ..cluster.policies import Policy
 from ..cluster.replica import Speed
 from ..cluster.router import Prompt, Router
 from .costs import StepCost
-from .engines import SimEngine, Stretch
-from .fleet import Idle
+from .engines import Stretch
+from .fleet import Feeder, Idle
 from .requests import SimRequest, shared_rows
 
-__all__ = ["FeederBase", "Lists", "Routed", "SharedQueue", "Streamed", "contiguous"]
+__all__ = ["Lists", "Routed", "Streamed", "contiguous"]
 
 
-class FeederBase:
-    """Knows what each replica has been given and has not ended."""
-
-    def __init__(self) -> None:
-        self.in_flight: dict[int, int] = {}
-
-    def joined(self, replica: int, engine: SimEngine, now: float) -> None:
-        self.in_flight[replica] = 0
-
-    def arrived(self, request: SimRequest, now: float) -> None:
-        raise TypeError("all requests are there from the start")
-
-    def worked(self, replica: int, stretch: Stretch, events: CacheEvents | None, now: float) -> None:
-        self.in_flight[replica] -= len(stretch.ended)
-
-    def idle_cause(self, replica: int) -> Idle:
-        return "border"
-
-    def next_time(self) -> float | None:
-        return None
-
-
-class SharedQueue(FeederBase):
-    """One queue: a replica takes the next `batch` requests whenever so many fit into its `in_flight`. With both alike
-    it is naive batching: the next batch begins when the last one is done.
-
-    nodes  each has a queue of its own, with an equal part of the requests
-    """
-
-    def __init__(self, requests: Sequence[SimRequest], *, batch: int, in_flight: int, nodes: int = 1):
-        super().__init__()
-        size = len(requests)
-        self._left = [deque(requests[i * size // nodes : (i + 1) * size // nodes]) for i in range(nodes)]
-        self._batch, self._most = batch, in_flight
-
-    def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
-        given = []
-        for replica, count in self.in_flight.items():
-            left = self._left[replica % len(self._left)]
-            while left and count + self._batch <= self._most:
-                batch = [left.popleft() for _ in range(min(self._batch, len(left)))]
-                count += len(batch)
-                given.append((replica, batch))
-            self.in_flight[replica] = count
-        return given
-
-
-class Lists(FeederBase):
-    """A list of requests for each replica, given in order. Nothing is given before `start`.
+class Lists(Feeder):
+    """A list of requests for each replica, given in order.
 
     in_flight  requests that a replica may have at a time; None: all at once
     steal      a replica that has none left takes the later half of what the replica with most left has not begun
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Sequence[SimRequest]],
-        *,
-        in_flight: int | None = None,
-        steal: bool = False,
-        start: float = 0.0,
-    ):
+    def __init__(self, parts: Sequence[Sequence[SimRequest]], *, in_flight: int | None = None, steal: bool = False):
         super().__init__()
         self._parts = [deque(part) for part in parts]
-        self._most, self._steal, self._start = in_flight, steal, start
+        self._most, self._steal = in_flight, steal
         self.steals = 0
 
     def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
         given: list[tuple[int, list[SimRequest]]] = []
-        if now < self._start:
-            return given
         for replica, count in self.in_flight.items():
             part = self._parts[replica]
             if self._most is not None and count >= self._most:
@@ -113,9 +57,6 @@ class Lists(FeederBase):
     def idle_cause(self, replica: int) -> Idle:
         return "input" if any(self._parts) and not self.in_flight[replica] else "border"
 
-    def next_time(self) -> float | None:
-        return self._start or None
-
 
 def contiguous(requests: Sequence[SimRequest], parts: int) -> list[list[SimRequest]]:
     """Returns segments of about equal cost of requests in order: rows of prompts that the one before does not have,
@@ -130,7 +71,7 @@ def contiguous(requests: Sequence[SimRequest], parts: int) -> list[list[SimReque
     return [list(requests[cuts[i] : cuts[i + 1]]) for i in range(parts)]
 
 
-class Routed(FeederBase):
+class Routed(Feeder):
     """Each request is given to a replica as it comes, by a policy on the real router."""
 
     def __init__(self, policy: Policy, cost: StepCost, *, reports: bool = True, requests: Sequence[SimRequest] = ()):
@@ -139,7 +80,7 @@ class Routed(FeederBase):
         self._cost, self._reports = cost, reports
         self._new = deque(requests)
 
-    def joined(self, replica: int, engine: SimEngine, now: float) -> None:
+    def joined(self, replica: int, engine: Any, now: float) -> None:
         super().joined(replica, engine, now)
         self.router.join(replica, speed=_speed(self._cost), capacity=self._cost.kv_rows, reports=self._reports)
 
@@ -166,7 +107,7 @@ class Routed(FeederBase):
         return "input"
 
 
-class Streamed(FeederBase):
+class Streamed(Feeder):
     """Ours: requests go into the live window as they come, and leave by `Dispatcher`.
 
     count    of the requests that will come, after which the input has ended
@@ -203,7 +144,7 @@ class Streamed(FeederBase):
         self.limits = Limits(int(backlog * self._slots), reserves=reserves)
         self._late: deque[SimRequest] = deque(requests)
 
-    def joined(self, replica: int, engine: SimEngine, now: float) -> None:
+    def joined(self, replica: int, engine: Any, now: float) -> None:
         super().joined(replica, engine, now)
         speed = Speed() if self._learns else _speed(self._cost)
         self.router.join(replica, speed=speed, capacity=self._slots, reports=self._reports)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import InputError
 
-__all__ = ["SimRequest", "prefix_repetition", "read_trace", "shared_rows", "unique_rows"]
+__all__ = ["SimRequest", "prefix_repetition", "read_trace", "shared_rows"]
 
 
 @dataclass(eq=False, slots=True)
@@ -121,14 +121,3 @@ def shared_rows(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]
             break
         shared += rows
     return shared
-
-
-def unique_rows(requests: list[SimRequest]) -> int:
-    """Returns the rows of the requests' trie."""
-    rows: dict[tuple[int, ...], int] = {}
-    for request in requests:
-        path: tuple[int, ...] = ()
-        for number, size in request.path:
-            path = (*path, number)
-            rows[path] = max(size, rows.get(path, 0))
-    return sum(rows.values())

@@ -9,9 +9,8 @@ import pytest
 
 from prefold.engine.step_size import StepSize
 from prefold.simulate.costs import StepCost, machine_named, model_named
+from prefold.simulate.engines import RowEngine
 from prefold.simulate.requests import SimRequest, prefix_repetition
-from prefold.simulate.rows import RowEngine
-from prefold.simulate.scheduled import ScheduledEngine
 
 # An L4 as the published job had it, a GPU with plenty of memory, one with little of it left, and a CPU.
 COSTS = {
@@ -85,12 +84,6 @@ def test_a_job_whose_requests_change(machine, order):
             path = tuple((part * 10**9 + number, rows) for number, rows in request.path)
             requests.append(replace(request, key=len(requests), path=path))
     assert seconds(COSTS[machine], requests, None) <= 1.01 * seconds(COSTS[machine], requests, 8192)
-
-
-def test_both_grains_find_the_same():
-    requests = requests_of("published")[:400]
-    coarse, exact = (seconds(COSTS["L4"], requests, None, kind) for kind in (RowEngine, ScheduledEngine))
-    assert coarse == pytest.approx(exact, rel=0.03)
 
 
 def told(size: StepSize, *, compiles: bool = False) -> None:

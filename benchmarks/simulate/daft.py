@@ -12,8 +12,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterator, Sequence
 
-from .feeders import FeederBase
-from .requests import SimRequest, shared_rows
+from prefold.simulate.fleet import Feeder
+from prefold.simulate.requests import SimRequest, shared_rows
 
 __all__ = ["DaftProvider", "DaftRouter"]
 
@@ -43,12 +43,11 @@ class DaftRouter:
         return best
 
 
-class DaftProvider(FeederBase):
+class DaftProvider(Feeder):
     """Gives everything away as soon as all replicas are there, partitions taking turns.
 
     partitions  tasks, each with an equal part of the requests
     batch       prompts of a batch without bucketing, in the order in which they come; None: by buckets
-    start       seconds before which nothing is given
     """
 
     buffered, threshold, least = 5000, 0.33, 16
@@ -60,18 +59,17 @@ class DaftProvider(FeederBase):
         *,
         partitions: int = 8,
         batch: int | None = None,
-        start: float = 0.0,
     ):
         super().__init__()
         self._router = DaftRouter(replicas)
-        self._replicas, self._start = replicas, start
+        self._replicas = replicas
         size = len(requests)
         parts = [requests[i * size // partitions : (i + 1) * size // partitions] for i in range(partitions)]
         self._batches = [self._buckets(part) if batch is None else _pieces(part, batch) for part in parts]
         self._has_given = False
 
     def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
-        if self._has_given or now < self._start or len(self.in_flight) < self._replicas:
+        if self._has_given or len(self.in_flight) < self._replicas:
             return []  # the provider waits for all of its actors
         self._has_given = True
         given = []
@@ -86,9 +84,6 @@ class DaftProvider(FeederBase):
                 self.in_flight[replica] += len(requests)
                 given.append((replica, requests))
         return given
-
-    def next_time(self) -> float | None:
-        return self._start or None
 
     def _buckets(self, part: Sequence[SimRequest]) -> Iterator[tuple[Hashable | None, list[SimRequest]]]:
         """Yields (prefix, requests) of each batch of a partition."""

@@ -1,20 +1,23 @@
-"""Measures what the simulator is calibrated with and held against: steps of this machine, and the router's speed.
-
-python benchmarks/simulate.py steps -o steps.jsonl      then: prefold simulate ... --calibrate steps.jsonl
-python benchmarks/simulate.py router
-"""
+"""Measures what the simulator is calibrated with and held against: steps of this machine, and the router's speed."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 
+from prefold.simulate.costs import StepRows, machine_named, model_named
 
-def steps(out: str, model: str, prompts: int) -> None:
-    """Generates after prompts that repeat prefixes, and writes a line for each step of the engine."""
+from .fit import fit
+
+__all__ = ["machine", "router", "steps"]
+
+
+def steps(out: Path, model: str, prompts: int) -> None:
+    """Generates after prompts that repeat prefixes, and writes a line of JSON for each step of the engine."""
     from prefold import LLM
     from prefold.simulate.requests import prefix_repetition
 
@@ -33,9 +36,22 @@ def steps(out: str, model: str, prompts: int) -> None:
 
     with llm.engine.meter.heard_by(note):
         llm.generate([request.drawn_tokens(40_000).tolist() for request in requests], max_tokens=24, ignore_eos=True)
-    with open(out, "w") as file:
+    with out.open("w") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
     print(f"{len(lines)} steps, {sum(line['seconds'] for line in lines):.1f} s: {out}")
+
+
+def machine(path: Path, out: Path, *, like: str, model: str) -> None:
+    """Writes a machine for `prefold simulate --machine FILE`: the one named `like`, with the constants that explain
+    best the steps of a file."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    measured = [(StepRows(**{name: line[name] for name in StepRows._fields}), line["seconds"]) for line in lines]
+    found = fit(machine_named(like), model_named(model), measured)
+    out.write_text(json.dumps(asdict(replace(found, name=f"{like}, calibrated"))) + "\n")
+    print(
+        f"{found.flops / 1e12:,.3g} TFLOP/s, {found.bandwidth / 1e9:,.4g} GB/s, {found.overhead * 1e3:,.3g} ms a step, "
+        f"by {len(measured)} steps: {out}"
+    )
 
 
 def router(prefixes: int, replicas: int) -> None:
@@ -79,20 +95,3 @@ def router(prefixes: int, replicas: int) -> None:
     print(f"decisions a second  {len(prompts) / (decided - began):>10,.0f}")
     print(f"with booking, end   {len(prompts) / (booked - decided):>10,.0f}")
     print(f"memory, GB          {held:>10.2f}")
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("steps")
-    one.add_argument("-o", "--out", default="steps.jsonl")
-    one.add_argument("--model", default="smollm2-135m")
-    one.add_argument("--prompts", type=int, default=64)
-    two = commands.add_parser("router")
-    two.add_argument("--prefixes", type=int, default=1_000_000)
-    two.add_argument("--replicas", type=int, default=128)
-    o = parser.parse_args()
-    if o.command == "steps":
-        steps(o.out, o.model, o.prompts)
-    else:
-        router(o.prefixes, o.replicas)

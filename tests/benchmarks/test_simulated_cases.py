@@ -1,4 +1,4 @@
-"""Daft's provider by its rules, and the cases of `prefold simulate` at a small size."""
+"""Daft's provider by its rules, and the cases of `python -m benchmarks.simulate` at a small size."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from simulated import unique_rows
 
-from prefold.cli import main
-from prefold.simulate.cases import Setup, run_setup
+from benchmarks.simulate import ablation
+from benchmarks.simulate.__main__ import main
+from benchmarks.simulate.daft import DaftProvider, DaftRouter
+from benchmarks.simulate.internet import _run, draw_prompts
+from benchmarks.simulate.published import vllm_blocks
+from prefold.simulate.cases import Setup
 from prefold.simulate.costs import StepCost, machine_named, model_named
-from prefold.simulate.daft import DaftProvider, DaftRouter
-from prefold.simulate.internet import _run, draw_prompts
-from prefold.simulate.published import vllm_blocks
-from prefold.simulate.requests import SimRequest, prefix_repetition, shared_rows, unique_rows
+from prefold.simulate.requests import prefix_repetition, shared_rows
 
 MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")
 
@@ -65,16 +66,6 @@ def test_what_vllm_tries_out_before_takes_room():
     assert 16 * small == pytest.approx(28_600, rel=0.02) and 16 * large == pytest.approx(22_500, rel=0.02)
 
 
-def test_half_of_the_replicas_may_be_slow():
-    requests = prefix_repetition(4000, prefixes=8, prefix=256, suffix=64, output=16)
-    fast, slow = (
-        run_setup(Setup(MACHINE, MODEL, replicas=4, feeder="segments", slow=factor), requests) for factor in (1.0, 2.0)
-    )
-    assert 1.2 < slow.seconds / fast.seconds < 1.7, "work was moved: 4 / 3, not 2"
-    fixed = run_setup(Setup(MACHINE, MODEL, replicas=4, feeder="segments", slow=2.0, steal=False), requests)
-    assert fixed.seconds > 1.1 * slow.seconds
-
-
 def test_prompts_as_arrays_share_what_their_paths_share():
     prompts = draw_prompts(3000, seed=3)
     lengths, shared = prompts.lengths_and_shared()
@@ -97,33 +88,26 @@ def test_a_large_fleet_computes_once_but_for_cuts_and_grains_agree():
     assert seconds["prefold"] == pytest.approx(seconds["prefold-steps"], rel=0.03)
 
 
-def invoke(*arguments: str):
-    done = CliRunner().invoke(main, ["simulate", *arguments, "--json"], catch_exceptions=False)
-    return [json.loads(line) for line in done.output.splitlines()]
+def invoke(capsys, *arguments: str):
+    main([*arguments, "--json"])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_internet_from_the_shell():
-    large, coarse, steps = invoke("internet", "--prompts", "600", "--replicas", "4")
+def test_internet_from_the_shell(capsys):
+    large, coarse, steps = invoke(capsys, "internet", "--prompts", "600", "--replicas", "4")
     assert large["requests"] == coarse["requests"] == steps["requests"] == 600
     assert large["gigabytes of memory at most"] > 0 and large["microseconds of CPU of planning a prompt"] > 0
     assert steps["times the seconds in coarse grain"] == pytest.approx(1, abs=0.05)
 
 
-def test_ablation_from_the_shell(tmp_path, monkeypatch):
-    from prefold.simulate import ablation
-
+def test_ablation_from_the_shell(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ablation, "_BACK", (6, 64, 60))
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp_ms": 0, "input_length": 5, "output_length": 7}\n')
-    found = invoke("ablation", "--prompts", "60", "--replicas", "2", "--outputs", str(trace))
+    found = invoke(capsys, "ablation", "--prompts", "60", "--replicas", "2", "--outputs", str(trace))
     ours = [one for one in found if one["system"].endswith(": ours")]
     assert len(ours) == 8 and len(found) == 8 * 12 + 2
     assert all(any(name.startswith("times the seconds of") for name in one) for one in ours)
     (azure,) = [one for one in ours if one["system"].startswith("Azure")]
     assert azure["output_tokens"] == 60 * 7
     assert found[-1]["replicas"] == 128 and found[-1]["times as fast as 32"] > 0
-
-
-def test_requests_are_made_of_parts():
-    one = SimRequest(0, ((1, 4), (2, 3)), 1, 1)
-    assert shared_rows(one.path, ((1, 4), (3, 3))) == 4 and shared_rows(one.path, ((2, 4),)) == 0

@@ -5,15 +5,36 @@ also the prefix cache, admission as long as the next chunk fits, preemption of t
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 
-from ..cache import CacheEvents
-from ..cache.events import Removed, RowsStored
-from ..errors import InputError
-from .costs import StepCost, StepRows
-from .engines import Ended, EventLog, Hits, Stretch
-from .requests import SimRequest
+from prefold.cache import CacheEvents
+from prefold.cache.events import Removed, RowsStored
+from prefold.errors import InputError
+from prefold.simulate.costs import StepCost, StepRows
+from prefold.simulate.engines import MOST_ROWS, Ended, EventLog, Hits, Stretch
+from prefold.simulate.requests import SimRequest
 
-__all__ = ["BlockEngine"]
+__all__ = ["BlockEngine", "BlockHits"]
+
+
+@dataclass(slots=True)
+class BlockHits(Hits):
+    """Counts what vLLM counts too.
+
+    recompute       found again by a request that had been preempted
+    queries, found  each look-up, also those of requests that were preempted or did not fit yet
+    preemptions     sequences taken out because memory was full
+    """
+
+    recompute: int = 0
+    queries: int = 0
+    found: int = 0
+    preemptions: int = 0
+
+    def rates(self) -> dict[str, float]:
+        """Returns the shares of the tokens asked for, and the rate that vLLM would print."""
+        again, printed = self.recompute / max(1, self.asked), self.found / max(1, self.queries)
+        return Hits.rates(self) | {"recompute": again, "vllm": printed}
 
 
 class _BlockSequence:
@@ -44,28 +65,32 @@ class _BlockSequence:
 
 
 class BlockEngine:
-    """cost: of its steps; max_batch_rows, max_running: of a step; blocks: of the pool, None: what memory holds.
+    """cost: of its steps; max_batch_rows, max_running: of a step; None: as vLLM has them for offline use
+
+    blocks   of the pool; None: what memory holds
 
     caching  False: nothing is found again
     reports  whether events are kept for a router
     """
 
     block = 16
+    reserves = False
 
     def __init__(
         self,
         cost: StepCost,
         *,
-        max_batch_rows: int = 2048,
+        max_batch_rows: int | None = 2048,
         max_running: int = 256,
         blocks: int | None = None,
         caching: bool = True,
         reports: bool = False,
     ):
         self.cost = cost
-        self.max_batch_rows, self.max_running = max_batch_rows, max_running
+        self.max_batch_rows = MOST_ROWS if max_batch_rows is None else max_batch_rows
+        self.max_running = max_running
         self.num_blocks = cost.kv_rows // self.block if blocks is None else blocks
-        self.hits = Hits()
+        self.hits = BlockHits()
         self._caching = caching
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self._users = [0] * self.num_blocks

@@ -10,17 +10,19 @@ import resource
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from ..cache import CacheEvents
-from ..prefix import RowCost, Segment, StreamCost
-from .cases import ENGINES, Outcome, Setup
-from .costs import StepCost
-from .engines import SimEngine, Stretch
-from .feeders import FeederBase
-from .fleet import FleetOutcome, Idle, Replica, run_fleet
-from .requests import SimRequest
+from prefold.cache import CacheEvents
+from prefold.prefix import RowCost, Segment, StreamCost
+from prefold.simulate.cases import ENGINES, Outcome, Setup
+from prefold.simulate.costs import StepCost
+from prefold.simulate.engines import Stretch
+from prefold.simulate.fleet import Feeder, FleetOutcome, Idle, Replica, run_fleet
+from prefold.simulate.requests import SimRequest
+
+from . import others  # noqa: F401  # their parts are put into the tables
 
 __all__ = ["Prompts", "Ranges", "draw_prompts", "internet"]
 
@@ -89,7 +91,7 @@ def _zipf(rng: np.random.Generator, kinds: int, count: int) -> np.ndarray:
     return np.searchsorted(sums, rng.random(count, dtype=np.float64) * sums[-1]).astype(np.int32)
 
 
-class Ranges(FeederBase):
+class Ranges(Feeder):
     """A segment of the order for each replica, given in order; one that has none left takes a part of the segment with
     most left, such that both end at the same time.
 
@@ -103,7 +105,7 @@ class Ranges(FeederBase):
         self._hungry: dict[int, None] = {}
         self.steals = 0
 
-    def joined(self, replica: int, engine: SimEngine, now: float) -> None:
+    def joined(self, replica: int, engine: Any, now: float) -> None:
         super().joined(replica, engine, now)
         self._hungry[replica] = None
 

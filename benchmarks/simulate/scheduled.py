@@ -1,15 +1,18 @@
-"""Our engine, step by step: the real scheduler and the real cache, with the costs of a step in place of a worker."""
+"""Our engine, step by step: the real scheduler and the real cache, with the costs of a step in place of a worker.
+
+What `prefold simulate` runs is held against it.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
-from ..schedule.generate import GenerateScheduler
-from ..stats import GenerationStats
-from .costs import TILE, StepRows
-from .engines import Ended, Hits, SlotEngine, Stretch
-from .requests import SimRequest
+from prefold.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
+from prefold.schedule.generate import GenerateScheduler
+from prefold.simulate.costs import TILE, StepRows
+from prefold.simulate.engines import Ended, Hits, SlotEngine, Stretch
+from prefold.simulate.requests import SimRequest
+from prefold.stats import GenerationStats
 
 __all__ = ["ScheduledEngine"]
 
@@ -87,8 +90,6 @@ class ScheduledEngine(SlotEngine):
         hits.computed += prefill
         hits.first_admission = stats.first_admission_hits + stats.cross_window_hits
         hits.in_step = stats.in_step_hits
-        hits.preemptions = stats.preemptions
-        hits.queries, hits.found = hits.asked, hits.first_admission + hits.in_step
 
     def events(self) -> CacheEvents | None:
         return None if self._reporter is None else self._reporter.drain()

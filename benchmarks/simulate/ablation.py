@@ -1,5 +1,5 @@
-"""Our rule against the others, on sets of prompts that differ in what they share and in how long outputs are, and on
-replicas of different speeds; and prefixes that come back, on as many caches as hold them and on fewer.
+"""Holds our rule against the others: on sets of prompts that differ in what they share and in how long outputs are, on
+replicas of different speeds, and with prefixes that come back, on as many caches as hold them and on fewer.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..cluster.policies import POLICIES
-from .cases import Outcome, Setup, run_setup
-from .requests import SimRequest, prefix_repetition
+from prefold.cluster.policies import POLICIES
+from prefold.simulate.cases import Outcome, Setup, run_setup
+from prefold.simulate.requests import SimRequest, prefix_repetition
+
+from . import others  # noqa: F401  # their parts are put into the tables
 
 __all__ = ["ablation"]
 

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+from prefold.simulate.cases import Outcome, Setup, run_setup
+from prefold.simulate.costs import StepCost, machine_named, model_named
+from prefold.simulate.fleet import Feeder, Replica, run_fleet
+from prefold.simulate.requests import SimRequest, prefix_repetition
 
 from .blocks import BlockEngine
-from .cases import Outcome, Setup, run_setup
-from .costs import StepCost, machine_named, model_named
 from .daft import DaftProvider
-from .feeders import SharedQueue
-from .fleet import Feeder, Replica, run_fleet
-from .requests import SimRequest, prefix_repetition
+from .others import SharedQueue
 
-__all__ = ["PUBLISHED", "published"]
+__all__ = ["PUBLISHED", "PublishedOutcome", "published"]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedOutcome(Outcome):
+    """An outcome beside the seconds and the hit rate that were published for it; None: nothing was."""
+
+    expected: tuple[float, float | None] | None = None
+
 
 # Seconds and vLLM's hit rate of https://www.daft.ai (dynamic prefix bucketing): 200,000 prompts of 512 tokens, 512
 # prefixes of 256, 128 output tokens, Qwen3-8B in bfloat16, by (system, number of L4).
@@ -48,9 +57,9 @@ _LEFT_OUT: tuple[dict[str, object], ...] = (
     {"feeder": "segments", "engine": "vllm"},
     {"feeder": "static"},
     {"feeder": "stream"},
-    {"feeder": "stream", "without": "runs"},
-    {"feeder": "stream", "without": "shares"},
-    {"feeder": "stream", "without": "copies"},
+    {"feeder": "stream without runs"},
+    {"feeder": "stream without shares"},
+    {"feeder": "stream without copies"},
     {"feeder": "stream", "reports": False},
     {"feeder": "stream", "policy": "least-loaded"},
     {"feeder": "stream", "engine": "vllm"},
@@ -83,7 +92,7 @@ def published(
         setup = replace(base, replicas=count, engine="vllm", feeder=name, **options)
         feeder = _FEEDERS[name](requests, count)
         shown = name if expected else f"{name}, steps of {options['max_batch_rows']}"
-        yield Outcome(shown, setup, run_fleet([engine] * count, feeder), expected)
+        yield PublishedOutcome(shown, setup, run_fleet([engine] * count, feeder), expected=expected)
     if not ours:
         return
     base = replace(base, load=0.0, max_batch_rows=cost.balanced_rows)
