@@ -96,7 +96,7 @@ def make_job(task: str | None, o: dict[str, Any], input: Input) -> Any:
             only_resume=o["resume"],
             limit=o["limit"],
             grown=partial(check_grown, input.source) if o["grown"] else None,
-            form=TableForm.of(input.adapter, input.source, tasks[task].columns if task is not None else ()),
+            form=TableForm.of(input.adapter, input.source, tasks[task].example if task is not None else None),
         ),
         fingerprint(task, o, input, seed),
     )

@@ -6,7 +6,7 @@ Nothing is rounded and nothing is guessed: where values have no type in common t
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,23 +31,36 @@ class TableForm:
     head    columns that come first, and exist even in a table without lines
     made    columns that a task makes; the values of other columns are the user's. None: the task makes all
     types   {column: Arrow type} of the columns that a Parquet input gives
-    empty   columns that a CSV table without lines has behind these, as one with lines would
+    empty   the object of a line, whose columns a table without lines has behind these
     """
 
     head: tuple[str, ...] = ("record",)
     made: Collection[str] | None = None
     types: Mapping[str, Any] = field(default_factory=dict)
-    empty: tuple[str, ...] = ()
+    empty: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, adapter: RecordAdapter, source: Source, empty: tuple[str, ...] = ()) -> TableForm:
-        """Returns the form of a job's output, in which columns that repeat columns of the input have their types."""
+    def of(cls, adapter: RecordAdapter, source: Source, example: Mapping[str, Any] | None = None) -> TableForm:
+        """Returns the form of a job's output, in which columns that repeat columns of the input have their types.
+
+        example: an answer, as a task gives it
+        """
         if not isinstance(adapter, TableAdapter):
             return cls(head=())
         kept = adapter.columns_used.repeated()
         found = {name: type_at(source.types, path) for name, path in kept.items()}
         types = {name: type for name, type in found.items() if type is not None}
+        empty = adapter.line(0, {}, [dict(example)]) if example is not None else {}
         return cls(("record", *kept), reserved_names(adapter.task), types, empty)
+
+    def objects(self, lines: Iterable[bytes]) -> Iterator[Mapping[str, Any]]:
+        """Yields the object of each line, or the one that stands for them where there is no line."""
+        are_none = True
+        for line in lines:
+            are_none = False
+            yield json.loads(line)
+        if are_none:
+            yield self.empty
 
     def is_made(self, name: str) -> bool:
         """Returns whether a task makes the column of this name."""

@@ -98,8 +98,7 @@ def _write_jsonl(opened: Any, lines: _OutputLines, path: Path, form: TableForm) 
 
 
 def _write_csv(opened: Any, delimiter: str, lines: _OutputLines, path: Path, form: TableForm) -> list[str]:
-    names = {name: None for line in lines for name in json.loads(line)} or form.empty
-    columns = list(dict.fromkeys((*form.head, *names)))
+    columns = list(dict.fromkeys((*form.head, *(name for line in form.objects(lines) for name in line))))
     columns.sort(key="error".__eq__)  # the column of errors is the last one
     with opened(path, "wb") as raw, TextIOWrapper(raw, encoding="utf-8", newline="") as file:
         table = csv.DictWriter(_UnixLines(file), columns, delimiter=delimiter, lineterminator="\r\n")

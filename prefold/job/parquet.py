@@ -58,8 +58,8 @@ def _column_types(pa: Any, lines: Iterable[bytes], form: TableForm) -> tuple[dic
     notes: dict[str, str] = {}
     kinds = {name: form.kind(name) for name in form.head if name not in types}
     order: dict[str, None] = dict.fromkeys(form.head)
-    for line in lines:
-        for name, value in json.loads(line).items():
+    for line in form.objects(lines):
+        for name, value in line.items():
             order.setdefault(name)
             if name in types:
                 continue

@@ -51,11 +51,11 @@ class Task(Protocol):
     name       the word for the task: "embed", "rerank", "classify", "score", "generate"
     readout    what the engine reads for every request
     item_type  the dataclass of an item; `prepare` also takes mappings with its fields
-    columns    the names that an answer to an item of one text has at least
+    example    an answer to an item of one text: the names that all have, with values of the types that these have
     """
 
     name: str
-    columns: tuple[str, ...]
+    example: Mapping[str, Any]
     readout: Readout
     item_type: type
 

@@ -59,7 +59,6 @@ class ClassifyTask:
     """
 
     name = "classify"
-    columns = ("label", "probabilities", "logprobs", "num_tokens")
     item_type = ClassifyItem
 
     def __init__(
@@ -209,6 +208,11 @@ class ClassifyTask:
             requests.append(self.inputs.request(tokens, "text", label))
         return Work(requests, {"tokens": sum(request.tokens.size for request in requests)} | notes_of(seen))
 
+    @property
+    def example(self) -> dict[str, Any]:
+        zeros = dict.fromkeys(self.labels, 0.0)
+        return {"label": "", "probabilities": zeros, "logprobs": zeros, "num_tokens": 0}
+
     def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
         sums = np.array([np.asarray(result.values, dtype=np.float64).sum() for result in results])
         scores = sums / self._lengths(results)
@@ -241,7 +245,6 @@ class ClassifyHeadTask:
     """
 
     name = "classify"
-    columns = ("label", "probabilities", "logits", "num_tokens")
     item_type = ClassifyItem
 
     def __init__(self, inputs: Inputs, labels: Sequence[str], *, multi_label: bool = False, truncate: Truncate = False):
@@ -297,6 +300,11 @@ class ClassifyHeadTask:
             return self.inputs.request(np.concatenate((before, first, between, second, after)), "text")
 
         return make
+
+    @property
+    def example(self) -> dict[str, Any]:
+        zeros = dict.fromkeys(self.labels, 0.0)
+        return {"label": "", "probabilities": zeros, "logits": zeros, "num_tokens": 0}
 
     def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
         logits = np.asarray(results[0].values, dtype=np.float64)

@@ -46,7 +46,7 @@ class EmbedTask:
     """
 
     name = "embed"
-    columns = ("embedding", "num_tokens")
+    example: Mapping[str, Any] = {"embedding": [0.0], "num_tokens": 0}
     item_type = EmbedItem
 
     def __init__(

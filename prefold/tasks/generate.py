@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from ..looped.requests import check_exits
 from ..options import Truncate
 from ..text import Filled
 from ..text.chat import TEMPLATE_SECONDS
+from ..text.schemas import example_of
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each
 from .conversations import Conversations, GenerateItem
@@ -98,9 +100,13 @@ class GenerateTask:
         self.readout = Readout("tokens")
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        answer = ("text", "finish_reason") if self.sampling.n == 1 else ("choices",)
-        return *answer, "num_tokens", "num_generated", "cached_tokens"
+    def example(self) -> dict[str, Any]:
+        grammar = self.sampling.grammar
+        is_described = grammar is not None and grammar.kind == "json_schema"
+        text = json.dumps(example_of(json.loads(grammar.text))) if is_described else ""
+        said, top = None if self.inputs.tokenizer is None else text, self.sampling.logprobs
+        logprobs = None if top is None else (TokenLogprobs(0.0, ((0, 0.0),) * top),)
+        return self.finish({"tokens": 0}, [[Generated((0,), said, "stop", logprobs=logprobs)] * self.sampling.n])
 
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
         return prepare_each(self.inputs.tokenizer, items, self._plan)

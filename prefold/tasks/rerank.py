@@ -66,7 +66,7 @@ class RerankTask:
     """
 
     name = "rerank"
-    columns = ("score", "num_tokens")
+    example: Mapping[str, Any] = {"score": 0.0, "num_tokens": 0}
     item_type = RerankItem
 
     def __init__(

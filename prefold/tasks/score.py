@@ -5,7 +5,7 @@ The conventions are those of EleutherAI's lm-evaluation-harness, so that its num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,7 +61,7 @@ class ScoreTask:
     """
 
     name = "score"
-    columns = ("logprob", "logprobs", "greedy", "num_tokens")
+    example: Mapping[str, Any] = {"logprob": 0.0, "logprobs": [0.0], "greedy": True, "num_tokens": 0}
     item_type = ScoreItem
 
     def __init__(self, inputs: Inputs, *, prefix_token: int | None = None, truncate: Truncate = False):

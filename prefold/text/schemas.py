@@ -1,14 +1,15 @@
-"""Changes keywords of JSON schemas, wherever in them these are keywords."""
+"""Changes keywords of JSON schemas, wherever in them these are keywords, and makes examples of what they describe."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["with_keywords"]
+__all__ = ["example_of", "with_keywords"]
 
 # Keywords that hold values, and those that hold schemas by names.
 _VALUES = ("const", "enum", "default", "examples")
+_SIMPLE = {"string": "", "integer": 0, "number": 0.0, "boolean": False}
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
@@ -34,3 +35,30 @@ def with_keywords(schema: Any, change: Callable[[str, str], str | None], *, name
         else:
             found[name] = with_keywords(value, change, named=name in _NAMED)
     return found
+
+
+def example_of(schema: Any, root: Any = None, seen: tuple[str, ...] = ()) -> Any:
+    """Returns a value of the type that a schema describes: of an object all properties, of several types the first but
+    for null. It is None where the schema says no type, or refers to itself.
+
+    root: where references begin. seen: the references that led here
+    """
+    root = schema if root is None else root
+    if not isinstance(schema, Mapping):
+        return None
+    if isinstance(reference := schema.get("$ref"), str):
+        found = None if reference in seen else root
+        for name in reference.split("/")[1:]:
+            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        return example_of(found, root, (*seen, reference))
+    types = schema.get("type")
+    kind = next((one for one in types if one != "null"), None) if isinstance(types, list) else types
+    if properties := schema.get("properties"):
+        return {name: example_of(one, root, seen) for name, one in properties.items()}
+    if kind == "array":
+        item = example_of(schema.get("items"), root, seen)
+        return [] if item is None else [item]
+    branches = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf") or ()
+    values = [schema["const"]] if "const" in schema else schema.get("enum") or ()
+    examples = (_SIMPLE.get(kind), *values, *(example_of(one, root, seen) for one in branches))
+    return next((value for value in examples if value is not None), None)

@@ -446,6 +446,29 @@ def test_an_id_column_of_that_name_is_kept_once(prefold, tmp_path, lines):
         assert list(lines("out.jsonl")[0])[:5] == ["record", "id", "text", "input_id", "k"]
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "k": {"type": "integer", "enum": [3]},
+        "mood": {"$ref": "#/$defs/mood"},
+        "text": {"type": ["null", "string"], "enum": ["x"]},
+        "sure": {"type": "boolean"},
+        "parts": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/part"}]}, "minItems": 1, "maxItems": 1},
+    },
+    "required": ["k", "mood", "text", "sure", "parts"],
+    "additionalProperties": False,
+    "$defs": {
+        "mood": {"enum": ["good", "bad"]},
+        "part": {
+            "type": "object",
+            "properties": {"share": {"const": 0.5}},
+            "required": ["share"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
 @pytest.mark.parametrize(
     ("task", "options"),
     [
@@ -454,14 +477,19 @@ def test_an_id_column_of_that_name_is_kept_once(prefold, tmp_path, lines):
         ("rerank", []),
         ("score", ["--prompt", "text", "--continuation", "query"]),
         ("generate", ["--raw", "--max-tokens", "2", "--ignore-eos"]),
-        ("generate", ["--raw", "--max-tokens", "2", "--ignore-eos", "--n", "2"]),
+        ("generate", ["--raw", "--max-tokens", "2", "--ignore-eos", "--n", "2", "--logprobs", "1"]),
+        ("generate", ["--raw", "--max-tokens", "200", "--json-schema", json.dumps(SCHEMA), "--json-columns"]),
     ],
 )
-def test_a_csv_without_rows_makes_the_header_of_one_with_rows(prefold, tmp_path, task, options):
+def test_a_table_without_rows_has_the_columns_of_one_with_rows(prefold, tmp_path, task, options):
+    pq = pytest.importorskip("pyarrow.parquet")
     header = "text,query,document,k\n"
     (tmp_path / "none.csv").write_text(header)
     (tmp_path / "some.csv").write_text(f"{header}a text,a query,a document,1\n")
     for name in ("none", "some"):
-        done = prefold(task, f"{name}.csv", *options, "--id", "k", "--keep", "t=text", "-o", f"{name}.out.csv")
-        assert done.exit_code == 0, done.output
+        for form in ("csv", "parquet"):
+            out = f"{name}.out.{form}"
+            done = prefold(task, f"{name}.csv", *options, "--id", "k", "--keep", "t=text", "-o", out)
+            assert done.exit_code == 0, done.output
     assert (tmp_path / "none.out.csv").read_text() == (tmp_path / "some.out.csv").read_text().splitlines(True)[0]
+    assert pq.read_schema(tmp_path / "none.out.parquet") == pq.read_schema(tmp_path / "some.out.parquet")
