@@ -2,8 +2,9 @@
 
 Whoever makes the front owns it, and it owns the replicas, so all of them end with the driver. The front gives each item
 to the replica that would begin with it first, by the router, which is fed with the bytes of items in place of their
-tokens. What a replica had when it was lost is given to others again, one item at a time; an item that was there when
-two were lost is given up. A replica that Ray starts anew gets nothing until its model is loaded and it answers.
+tokens. What a replica had when it was lost is given to others again, in groups beside which no other group runs (see
+`divided`); an item with which alone a second replica is lost is given up. A replica that Ray starts anew gets nothing
+until its model is loaded and it answers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ..cluster.leases import divided
 from ..cluster.router import Prompt, Router
 from ..errors import InputError, JobError, MissingExtraError
 from ..plugins import add_plugins, plugins
@@ -88,7 +90,7 @@ class _Member:
     life     names its process: one that was started anew has another; None: it has not been asked yet
     meeting  waits for it to answer, while it gets no items, and returns whether its process has ended
     gone     why it does not come back
-    alone    held by an item that was there when another replica was lost
+    alone    held by a group of items that were there when another replica was lost
     """
 
     actor: Any
@@ -130,7 +132,14 @@ class _Front:
             found = await self._ask(replica, name, options, [items[i] for i in some])
             for i, answer in zip(some, found or [None] * len(some), strict=True):
                 self._end(keys[i], answer)
-                answers[i] = answer if found else await self._again(name, options, items[i])
+                answers[i] = answer
+            if found is None:
+                await asyncio.gather(*(again(group) for group in divided(some)))
+
+        async def again(some: Sequence[int]) -> None:
+            found = await self._again(name, options, [items[i] for i in some])
+            for i, answer in zip(some, found, strict=True):
+                answers[i] = answer
 
         await asyncio.gather(*(run(*part) for part in parts.items()))
         return answers
@@ -210,21 +219,26 @@ class _Front:
         if member.meeting is None:
             member.life = member.life or life
 
-    async def _again(self, name: str, options: dict[str, Any], item: Any) -> Any:
-        """Returns the answer to an item whose replica was lost; the error of one that another is lost with."""
+    async def _again(self, name: str, options: dict[str, Any], items: Sequence[Any]) -> list[Any]:
+        """Returns the answers to items whose replica was lost. Where another is lost with them, they are divided; an
+        item that was alone gets an error."""
         while True:
-            key, replica = await self._send(_text(item), 0)
+            key, replica = await self._send(_text(items[0]), 0)
             member = self._members[replica]
             async with member.alone:
                 was_lost = member.meeting is not None or member.gone is not None  # while the item waited for its turn
-                found = None if was_lost else await self._ask(replica, name, options, [item])
+                found = None if was_lost else await self._ask(replica, name, options, list(items))
                 meeting = member.meeting
             self._end(key, found and found[0])
             if found is not None:
-                return found[0]
+                return found
             if not was_lost and (meeting is None or await meeting):
+                if len(items) > 1:
+                    parts = (self._again(name, options, part) for part in divided(items))
+                    return [answer for answers in await asyncio.gather(*parts) for answer in answers]
                 remedy = "see what is unusual about the row, or run it again by itself"
-                return InputError("two replicas were lost while they worked on it", remedy=remedy, code="replicas_lost")
+                message = "two replicas were lost while they worked on it"
+                return [InputError(message, remedy=remedy, code="replicas_lost")]
 
     async def stats(self) -> dict[str, Any]:
         there = [member for member in self._members if member.meeting is None and member.gone is None]

@@ -23,13 +23,14 @@ class Replica:
 
     def __init__(self, *, dies_at=lambda item: False, pings=3, torn=0):
         self.dies_at, self.pings, self.torn = dies_at, pings, torn
-        self.lives, self.left, self.refused, self.answered = 1, 0, 0, 0
+        self.lives, self.left, self.refused, self.answered, self.asked = 1, 0, 0, 0, 0
         self.run_many, self.life = Method(self._run_many), Method(self._life)
 
     async def _run_many(self, name, options, items):
         if self.left:
             self.refused += len(items)
             raise exceptions.ActorUnavailableError("it is restarting", None)
+        self.asked += 1
         await asyncio.sleep(0.001)
         if any(self.dies_at(item) for item in items):
             self.lives, self.left = self.lives + 1, self.pings
@@ -95,6 +96,22 @@ def test_a_row_that_two_replicas_die_of_is_given_up_and_no_other(monkeypatch):
     found = run(monkeypatch, replicas, items)
     assert isinstance(found[30], InputError) and found[30].code == "replicas_lost"
     assert [one["text"] for one in found if not isinstance(one, InputError)] == items[:30] + items[31:]
+
+
+def test_a_row_that_replicas_die_of_is_searched_in_groups(monkeypatch):
+    items = texts(256)
+    replicas = [Replica(dies_at=lambda item: item == items[100]) for _ in range(2)]
+    monkeypatch.setattr(on_ray, "_actors", lambda *_: replicas)
+    monkeypatch.setattr(on_ray, "_PAUSE", 0.01)
+
+    async def go():
+        front = on_ray._Front("m", {}, len(replicas))
+        return await asyncio.wait_for(front.run_many("generate", {"max_tokens": 16}, items), 60)
+
+    found = asyncio.run(go())
+    assert isinstance(found[100], InputError) and found[100].code == "replicas_lost"
+    assert [one["text"] for one in found if not isinstance(one, InputError)] == items[:100] + items[101:]
+    assert sum(replica.asked for replica in replicas) < 40, "each row by itself would be more than 100"
 
 
 def test_a_torn_connection_is_no_death_however_often_it_tears(monkeypatch):
