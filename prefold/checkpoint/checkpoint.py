@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -136,10 +137,11 @@ def resolve(
     elif HUB_ID.fullmatch(name) and not name.endswith(".gguf") and not name.startswith("."):
         checkpoint = _local(name, _from_hub(name, revision, weights and not dummy))
     else:
-        known = ", ".join(sorted({*BUILT_IN, *GEOMETRIES} if dummy else BUILT_IN))
+        known = sorted({*BUILT_IN, *GEOMETRIES} if dummy else BUILT_IN)
+        close = get_close_matches(name, known, n=1)
         raise CheckpointError(
-            f"there is no model {name!r}: no such folder or .gguf file, not a built-in name ({known}), "
-            "and not a hub id (owner/name)"
+            f"there is no model {name!r}: no such folder or .gguf file, not a built-in name ({', '.join(known)}), "
+            "and not a hub id (owner/name)" + (f"; did you mean {close[0]}?" if close else "")
         )
     if mmproj is not None:
         checkpoint = _with_tower(checkpoint, GGUFFile(_existing(mmproj)))

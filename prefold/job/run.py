@@ -25,6 +25,7 @@ from .reader import Ready
 __all__ = ["Interrupted", "Job", "Summary", "run_job"]
 
 TICK_SECONDS = 0.25
+WAITING = "the replicas load the model"  # what a job on a fleet does before the first is ready
 ENDING_SECONDS = 1.0
 
 
@@ -165,7 +166,7 @@ class _Run:
         shape = self.summary.shape
         # What is given away in ranges, or does not share, is looked at in its order afterwards; a stream as it goes by.
         seen = shape is not None and (batch.spool is None or (engine.sharing == "full" and not takes_ranges(engine)))
-        self.counts.phase, self.graceful = "computing", True
+        self.counts.phase, self.graceful = "computing" if getattr(engine, "num_ready", 1) else WAITING, True
         see = shape.see if shape is not None and seen else None
         if not self.flow.compute(engine, batch, see=see, on_step=self._step, stopping=self._stopping):
             assert self.signal is not None
@@ -192,6 +193,8 @@ class _Run:
 
     def _count(self) -> Counts:
         self.counts.done, self.counts.errors = self.output.count, self.output.errors
+        if self.counts.phase == WAITING and self._engine.num_ready:
+            self.counts.phase = "computing"
         return self.counts
 
     @contextmanager

@@ -170,7 +170,8 @@ class TableAdapter:
             if path == self.columns_used.id == "record":
                 continue  # it stands for the records' numbers
             if path not in have and path.split(".")[0] not in have:
-                raise JobError(f"the input has no column {path!r}; it has: {', '.join(have)}")
+                hint = "; in a text, columns stand in braces: '... {column} ...'" if " " in path.strip() else ""
+                raise JobError(f"the input has no column {path!r}; it has: {', '.join(have)}{hint}")
 
     def read(self, record: Record) -> Parsed:
         parsed = Parsed(task=self.task, error=record.error)

@@ -139,7 +139,7 @@ def _parse_line(line: bytes) -> dict[str, Any]:
         ) from None
     except json.JSONDecodeError as error:
         raise InputError(
-            f"the line is not valid JSON: {error.msg} at column {error.colno}",
+            f"the line is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}",
             remedy="write one JSON object a line",
             code="invalid_json",
         ) from None

@@ -244,6 +244,8 @@ def test_what_is_said_of_a_resumed_job_is_of_this_run(prefold, tmp_path):
         (["embed", "in.jsonl", "-o", "new.html", "--report", "new.html"], 1, "would replace the output"),
         (["classify", "in.jsonl", "--labels", "a,b", "--keep", "label=text"], 1, "--keep my_label=label"),
         (["embed", "in.jsonl", "-m", "no-such-model"], 1, "no model 'no-such-model'"),
+        (["embed", "in.jsonl", "-m", "smolm2-135"], 1, "did you mean smollm2-135m?"),
+        (["embed", "in.csv", "--prompt", "Sum up: text"], 1, "columns stand in braces: '... {column} ...'"),
         (["embed", "in.csv", "--prompt", "{other}"], 1, "no column 'other'"),
         (["embed", "in.jsonl", "--pooling", "max"], 2, "max"),
         (["embed", "in.jsonl", "--dimensions", "9999"], 1, "dimensions"),

@@ -48,8 +48,8 @@ class Replica:
         return f"life {self.lives}"
 
 
-def run(monkeypatch, replicas, items):
-    """What the front answers, row by row as Daft asks."""
+def run(monkeypatch, replicas, *waves):
+    """What the front answers, row by row as Daft asks; each wave of items comes when all replicas are there again."""
     monkeypatch.setattr(on_ray, "_actors", lambda *_: replicas)
     monkeypatch.setattr(on_ray, "_PAUSE", 0.01)
 
@@ -60,9 +60,14 @@ def run(monkeypatch, replicas, items):
             await asyncio.sleep(number * 0.0005)
             return await front.run_one("generate", {"max_tokens": 16}, item)
 
-        return await asyncio.wait_for(asyncio.gather(*(one(*pair) for pair in enumerate(items))), 60)
+        answers = []
+        for items in waves:
+            while any(member.meeting for member in front._members):
+                await asyncio.sleep(0.01)
+            answers += await asyncio.gather(*(one(*pair) for pair in enumerate(items)))
+        return answers
 
-    return asyncio.run(go())
+    return asyncio.run(asyncio.wait_for(go(), 60))
 
 
 def texts(count=200):
@@ -78,7 +83,7 @@ def test_a_replica_that_ray_starts_anew_gets_no_rows_until_it_is_there(monkeypat
         return item == items[9] and not died and not died.append(item)
 
     dead, other = Replica(dies_at=once), Replica(dies_at=once)
-    found = run(monkeypatch, [dead, other], items)
+    found = run(monkeypatch, [dead, other], items[:100], items[100:])
     assert [one["text"] for one in found] == items and died
     assert dead.refused + other.refused < 20, "what was on its way"
     assert min(dead.answered, other.answered) > 20, "it works again"

@@ -22,7 +22,7 @@ import pytest
 from prefold.errors import CheckpointError, JobError, UnsupportedModelError
 from prefold.job.journal import journal_path
 from prefold.job.output import OutputOptions, StreamOutput, open_output
-from prefold.job.run import Interrupted, Job, run_job
+from prefold.job.run import WAITING, Interrupted, Job, run_job
 from prefold.records.batch import OpenAIBatch
 from prefold.records.fields import Template
 from prefold.records.files import open_sources
@@ -421,6 +421,27 @@ def test_a_signal_that_compiled_code_makes_another_exception_of(tmp_path):
         run_job(table_job(source, out, load=load), Progress())
     assert error.value.signal == signal.SIGTERM
     run_job(table_job(source, out), Progress())
+    check_complete(source, out)
+
+
+def test_a_job_on_a_fleet_says_while_no_replica_is_ready(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 20)
+    seen = {WAITING: threading.Event(), "computing": threading.Event()}
+
+    class Phases(Progress):
+        def tick(self, counts):
+            if counts.phase in seen:
+                seen[counts.phase].set()
+
+    def before(i):
+        assert seen[WAITING].wait(60) and (llm.engine.num_ready or not seen["computing"].is_set())
+        llm.engine.num_ready = 1
+        assert seen["computing"].wait(60)
+
+    llm = fake_llm(before=before)
+    llm.engine.num_ready = 0
+    run_job(table_job(source, out, llm=llm), Phases())
     check_complete(source, out)
 
 

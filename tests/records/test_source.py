@@ -27,6 +27,7 @@ def test_jsonl_numbers_records_and_skips_blank_lines(tmp_path):
     [
         (b'{"a": ', "invalid_json"),
         (b"nonsense", "invalid_json"),
+        (b'{"a": "b', "invalid_json"),
         (b"[1, 2]", "wrong_type"),
         (b"null", "wrong_type"),
         (b'"text"', "wrong_type"),
@@ -41,6 +42,7 @@ def test_a_bad_json_line_is_one_error_and_the_rest_goes_on(tmp_path, line, code)
     got = rows(path)
     assert [r.number for r in got] == [1, 2, 3]
     assert got[1].data is None and got[1].error.code == code
+    assert " at at " not in str(got[1].error)
     assert got[0].data == {"a": 1} and got[2].data == {"a": 3}
 
 
