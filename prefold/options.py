@@ -291,7 +291,9 @@ class GenerationOptions(TaskOptions):
     )
     chat_template_kwargs: Mapping[str, object] | None = _option(None, "Further variables for the chat template.")
     template_seconds: float | None = _option(
-        None, "Processor seconds that the chat template may take for a conversation; by default 10.", journal=False
+        None,
+        "Processor seconds that a chat template which a record brings may take; by default 10.",
+        journal=False,
     )
     escape_special: bool = _option(
         False,

@@ -77,7 +77,7 @@ class GenerateTask:
         max_tokens  tokens of an output; "auto": AUTO_MAX_TOKENS, or fewer where the context ends; None: as many as fit
         sampling    {field of Sampling: value}; the others are Sampling's defaults, which are greedy
         system      a system message for conversations without one
-        template_seconds   processor seconds that the chat template may take for one conversation
+        template_seconds   processor seconds that a chat template which an item brings may take
         escape_special     whether special tokens in what an item's conversation holds stay text
         json_space  white space in answers that a grammar makes JSON: "compact", or "free" (see `Grammar.compact`)
         max_n, max_logprobs   the most that an item's own sampling may ask for, unless `sampling` itself asks for more

@@ -1,28 +1,29 @@
-"""Writes conversations by templates of strangers in a process of its own, which has limits of its own.
+"""Renders the chat templates that requests bring in a process of its own, with limits of time and memory.
 
-The sandbox bounds what a template does (`sandbox.py`). Where it has a hole, or Jinja or Python has, the process is
-ended by its system after the processor time that the template is allowed, and gets no more memory; nobody else
-notices. A short conversation took 0.09 ms in place of 0.02, and the first one 0.11 s.
+A template is a program, and Jinja's sandbox (`sandbox.py`) bounds neither. The system ends the process after the
+processor time that a template may take, within compiled code too, and gives it no more memory than it may have;
+others notice nothing. Only on Linux is the limit of memory known to hold: elsewhere such templates are refused.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
+import sys
 import threading
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from ..errors import InputError
 from ..helper import Ended, Helper, answer_all, limit_process
-from .writing import stopped, write
 
 __all__ = ["Apart", "main"]
 
-# Bytes that the process may have. Python and what it imports take about a twentieth of them.
-MEMORY = 2 << 30
-# Seconds of processor time between the sandbox's own limit and the end of the process.
-GRACE = 0.5
+# Bytes that the process may have. Python and what it imports take about a tenth of them.
+MEMORY = 1 << 30
+# Letters that a template may write. No conversation that fits a model has a tenth of them.
+LONGEST = 1 << 26
 # How much longer than its processor time a template may take by the clock, on a busy machine.
 PATIENCE = 20.0
 
@@ -37,45 +38,67 @@ class Apart:
         self._helper = Helper(__name__, [str(memory)])
 
     def write(self, name: str, source: str, values: Mapping[str, Any], seconds: float) -> str:
-        """Returns what `writing.write` returns for the same arguments, and raises what it raises; also InputError for
-        a template that ends the process."""
-        asked = {"name": name, "source": source, "values": values, "seconds": seconds}
+        """Returns what `sandbox.write` returns for the same arguments, and raises what it raises; also InputError for
+        a template that takes more than so many seconds of processor time, or more memory than the process may have."""
+        if sys.platform != "linux":
+            message = f"chat templates of requests are refused on {sys.platform}: their memory could not be limited"
+            remedy = "name one of the model's templates, or run prefold on Linux"
+            raise InputError(message, field="chat_template", remedy=remedy, code="unsupported")
         try:
-            request = json.dumps(asked).encode()
+            request = json.dumps({"name": name, "source": source, "values": values, "seconds": seconds}).encode()
         except ValueError as error:  # Python writes no number of more than 4,300 digits
             remedy = "give it as a text"
             raise InputError(f"a value of the chat is no JSON: {error}", field="messages", remedy=remedy) from None
         with self._lock:
             try:
-                said, text = self._helper.ask(request, PATIENCE * (seconds + GRACE))
+                said, text = self._helper.ask(request, PATIENCE * seconds)
             except Ended:
-                raise stopped(name, f"it ran for more than {seconds:g} s, or ended its process") from None
+                remedy = "correct it, or allow it more time with template_seconds (--template-seconds)"
+                why = f"it ran for more than {seconds:g} s, or ended its process"
+                raise _stopped(name, why, remedy) from None
         if "error" in said:
             raise InputError(said["error"], field=said["field"], remedy=said["remedy"], code=said["code"])
         return text.decode()
 
 
+def _stopped(name: str, why: str, remedy: str = "correct it, or give another one") -> InputError:
+    message = f"the chat template {name} was stopped: {why}"
+    return InputError(message, field="chat_template", remedy=remedy, code="template_limit")
+
+
 def main(argv: list[str], source: BinaryIO, sink: BinaryIO) -> None:
     """Answers requests until `source` ends. argv: bytes of memory."""
-    write("", "", {}, 1.0)  # what this imports is there before memory is limited
+    _answer(json.dumps({"name": "", "source": "", "values": {}, "seconds": 60}).encode())  # it imports what it needs
     limit_process(int(argv[0]))
     answer_all(_answer, source, sink)
 
 
 def _answer(request: bytes) -> tuple[dict[str, Any], bytes]:
+    from .sandbox import compile_template  # Jinja takes a while to import, and only this process needs it
+
     if not request:
         return {}, b""
     asked = json.loads(request)
+    signal.setitimer(signal.ITIMER_PROF, asked.pop("seconds"))
     try:
-        _end_after(asked["seconds"] + GRACE)
-        return {}, write(**asked).encode()
+        said, text = _written(asked)
+        if said.get("code") == "template_limit":
+            compile_template.cache_clear()  # programs of other templates may hold the memory that this one lacks
+            gc.collect()  # a program's functions and their globals hold each other
+            said, text = _written(asked)
+        return said, text
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _written(asked: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """Returns the answer to a request: the text that the template writes, or the parts of its error."""
+    from .sandbox import write
+
+    try:
+        text = write(**asked)
+        if len(text) > LONGEST:
+            raise _stopped(asked["name"], f"it writes more than {LONGEST:,} letters")
+        return {}, text.encode()
     except InputError as error:
         return {"error": error.message, "field": error.field, "remedy": error.remedy, "code": error.code}, b""
-    finally:
-        _end_after(0)
-
-
-def _end_after(seconds: float) -> None:
-    """Ends this process after so many seconds of its processor time, also within compiled code; 0: never."""
-    if hasattr(signal, "setitimer"):  # not on Windows, where it ends after PATIENCE
-        signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -1,8 +1,8 @@
 """Chat templates write a conversation as the text that a checkpoint was trained on.
 
-Templates see plain JSON values only, and run in a sandbox that bounds their time (`sandbox.py`), those of strangers in
-a process of their own besides (`apart.py`). Whatever a template does, `render` returns a text that UTF-8 can hold, or
-raises InputError.
+Templates see plain JSON values only, and run in Jinja's sandbox (`sandbox.py`); those of requests run in a process of
+their own, which bounds their time and memory (`apart.py`). Whatever a template raises, `render` returns a text that
+UTF-8 can hold, or raises InputError.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Any
 from ..errors import InputError
 from .apart import Apart
 from .valid import valid_text
-from .writing import write
 
 __all__ = ["TEMPLATE_SECONDS", "ChatTemplates"]
 
-# Processor seconds that writing one conversation may take. A usual one takes about a millisecond.
+# Processor seconds that the template of a request may take for a conversation. Usual ones take below a millisecond.
 TEMPLATE_SECONDS = 10.0
 # How deep objects and lists of a message or a tool may be nested. Real ones have about ten levels.
 DEEPEST = 100
@@ -63,9 +62,9 @@ class ChatTemplates:
         add_generation_prompt   whether to end with what introduces the assistant's next message
         continue_final_message  whether to leave the last message open, so that the model continues it
         tools, documents        passed to the template. A template that does not use them is refused
-        template_seconds        processor time that the template may take
         apart                   whether a template that is given as a text is rendered in a process of its own, with
-                                limits of processor time and memory: for texts that strangers give
+                                limits of processor time and memory: for texts that requests bring
+        template_seconds        processor time that it may take there
         variables               further names that the template may look up
 
         Raises InputError when there is no such template, or when the template does not take these messages.
@@ -82,8 +81,12 @@ class ChatTemplates:
         values: dict[str, Any] = {**self.variables, **{k: _plain(v, k) for k, v in variables.items()}}
         values |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
         values |= {"tools": _plain(tools, "tools"), "documents": _plain(documents, "documents")}
-        is_strange = apart and template is not None and template not in self.templates
-        text = (self._apart.write if is_strange else write)(name, source, values, template_seconds)
+        if apart and template is not None and template not in self.templates:
+            text = self._apart.write(name, source, values, template_seconds)
+        else:
+            from .sandbox import write  # Jinja takes a while to import, and only chats need it
+
+            text = write(name, source, values)
         return text if final is None else _close_final(text, final)
 
     def _choose(self, template: str | None, tools: object) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from prefold.text import apart, sandbox
 
 def main(argv, source, sink):
     holes = sandbox._environment().globals
-    holes["spin"] = lambda: all(itertools.repeat(1))  # compiled code, in which no clock is looked at
+    holes["spin"] = lambda: all(itertools.repeat(1))  # compiled code, which Python cannot interrupt
     holes["fill"] = lambda: len(bytearray(1 << 32))
     holes["die"] = lambda: os._exit(3)
     holes["open"] = lambda path: Path(path).write_text("x")

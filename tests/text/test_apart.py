@@ -1,4 +1,4 @@
-"""Templates of strangers are rendered in a process of its own, which bounds what the sandbox does not."""
+"""Templates of strangers are rendered in a process of its own, which bounds their time and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from prefold.errors import InputError
 from prefold.helper import Helper
-from prefold.text import ChatTemplates
+from prefold.text import ChatTemplates, apart
+from prefold.text.apart import Apart
 
 USER = {"role": "user", "content": "Grüße"}
 CHAT = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ x }}"
@@ -21,8 +22,29 @@ WRONG = [
     ("{{ '\\ud800' }}", {}),
     ("no tools {{ 1 }}", {"tools": [{"a": 1}]}),
     ("{{ messages[0].__class__.x }}", {}),
-    ("{{ 'a' * 10 ** 10 }}", {}),
-    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {"template_seconds": 0.1}),
+]
+BIG = "{% set x = 'a' * 9999999 %}"
+MORE = "{% set ns = namespace(s='ab', n=3, t=()) %}{% for i in range(99999) %}"
+LONG = [  # they end after the seconds that they may take, compiled code too
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(9) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for a in range(99999) if range(99999) | list | sort | length < 0 %}{% endfor %}",
+    "{{ 9 ** (9 ** 9) }}",
+    "{{ ('a' * 10 ** 7).rfind('ab' ~ 'a' * 10 ** 6) }}",
+    "{{ ('<!---->' * 10 ** 6) | striptags }}",
+]
+LARGE = [  # they get no more memory
+    "{{ 'a' * 10 ** 10 }}",
+    "{{ 10 ** 10 * [1] }}",
+    "{{ '%99999999999d' % 1 }}",
+    "{{ '{:99999999999}'.format(1) }}",
+    "{{ 'a'.ljust(10 ** 10) }}",
+    MORE + "{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    BIG + "{{ x.replace('a', x) }}",
+    BIG + "{{ [[x] * 99, {'a': [x] * 99}] | tojson }}",
+    BIG + "{% for i in range(99999) %}{{ x ~ i }}{% endfor %}",
+    BIG + "{% set y %}{% for i in range(99) %}{{ x }}{% endfor %}{% endset %}",
+    "{{ 'a' * 70000000 }}",  # what is written has a limit besides
 ]
 
 
@@ -37,6 +59,14 @@ def templates():
 def holed():
     made = ChatTemplates({}, {})
     made._apart._helper = Helper("holed", [str(1 << 30)])
+    yield made
+    made._apart._helper.end()
+
+
+@pytest.fixture(scope="module")
+def small():
+    made = ChatTemplates({}, {})
+    made._apart = Apart(300 << 20)
     yield made
     made._apart._helper.end()
 
@@ -60,6 +90,38 @@ def test_errors_are_the_same(templates, template, options):
         assert getattr(caught.value, name) == getattr(expected.value, name)
 
 
+@pytest.mark.parametrize("template", LONG + LARGE)
+def test_a_template_that_takes_too_much_is_stopped_and_harms_no_other(small, template):
+    with pytest.raises(InputError, match="the chat template that was given was stopped: it ") as caught:
+        small.render([USER], template=template, apart=True, template_seconds=0.3 if template in LONG else 60)
+    assert (caught.value.field, caught.value.code) == ("chat_template", "template_limit")
+    assert ("ran for more than 0.3 s" in str(caught.value)) == (template in LONG)
+    assert small.render([USER], template="{{ messages[0].content }}", apart=True) == "Grüße"
+
+
+def test_nothing_but_the_process_breaks_where_lists_are_nested_deep(small):
+    """Python's hash of a tuple goes as deep as it is, past the end of the stack."""
+    with pytest.raises(InputError):
+        small.render([USER], template=MORE + "{% set ns.t = (ns.t,) %}{% endfor %}{{ {ns.t: 1} }}", apart=True)
+    assert small.render([USER], template="{{ 'a' }}", apart=True) == "a"
+
+
+def test_memory_that_programs_of_other_templates_hold_is_free_for_a_template(small):
+    for i in range(6):  # Jinja computes what is constant when it compiles a template
+        template = "{{ 'a' * 20000000 }}" + str(i)
+        assert len(small.render([USER], template=template, apart=True)) == 20000001
+    template = "{% set x = messages[0].content * 24000000 %}{{ x | length }}"
+    assert small.render([USER], template=template, apart=True) == "120000000"
+
+
+def test_systems_that_do_not_limit_memory(templates, monkeypatch):
+    monkeypatch.setattr(apart.sys, "platform", "darwin")
+    with pytest.raises(InputError, match="refused on darwin: their memory could not be limited; name one") as caught:
+        templates.render([USER], template=CHAT, apart=True)
+    assert (caught.value.field, caught.value.code) == ("chat_template", "unsupported")
+    assert templates.render([USER], template=CHAT, x="") == templates.render([USER], apart=True, x="") == "<s>Grüße"
+
+
 def test_only_templates_that_are_given_as_texts():
     made = ChatTemplates({"default": CHAT}, {})
     assert made.render([USER], apart=True) == made.render([USER], template="default", apart=True) == "Grüße"
@@ -73,7 +135,7 @@ def test_a_number_that_python_does_not_write(templates):
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no such timers")
 @pytest.mark.parametrize("call", ["spin()", "die()"])
-def test_the_process_ends_where_the_sandbox_does_not_stop_a_template(holed, call):
+def test_the_process_ends_in_compiled_code_too(holed, call):
     assert holed.render([USER], template="{{ 'a' }}", apart=True) == "a"
     process = holed._apart._helper.process
     with pytest.raises(InputError, match=r"stopped: it ran for more than 0\.2 s, or ended its process") as caught:
