@@ -199,9 +199,6 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
         lines.append(f"  errors    {summary.errors:,} records failed; their lines say why")
         if summary.first_error:
             lines.append(f"            the first: {_told(json.loads(summary.first_error)):.300}")
-    if summary.lost_lines:
-        lost = f"{summary.lost_lines:,} lines of the input became no records, because of broken quotes"
-        lines.append(f"  lines     {lost}; the errors say where")
     if stats.tokens:
         outputs = " and what was generated" if stats.generation and stats.generation.generated_tokens else ""
         of = f", of the {summary.computed:,} records of this run" if summary.resumed else ""

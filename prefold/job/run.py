@@ -55,7 +55,6 @@ class Summary:
     dtype: str | None = None
     replicas: str = ""  # what became of them, in words, where there are several
     first_error: str | None = None  # the line of the first record that failed in this run
-    lost_lines: int = 0  # lines of the input that became no records, because of a broken quote (see Source)
 
     @property
     def computed(self) -> int:
@@ -131,7 +130,6 @@ class _Run:
             with contextlib.suppress(OSError):
                 self.progress.close(self._count())
         self.summary.records, self.summary.errors = self.output.count, self.output.errors
-        self.summary.lost_lines = self.job.source.lost_lines
         self.summary.first_error = self.output.first_error
         self.summary.seconds = time.perf_counter() - started
         return self.summary

@@ -111,16 +111,14 @@ class _Files(Source):
         return {name: types[0] for name, types in found.items() if all(type == types[0] for type in types)}
 
     def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
-        before = self.lost_lines = 0
+        before = 0
         for source in self._sources:
-            number = lost = 0
+            number = 0
             for record in source.records(columns):
                 number, error = record.number, record.error
                 if error is not None:
                     message = f"{source.name}: {error.message}"
                     error = InputError(message, field=error.field, remedy=error.remedy, code=error.code)
-                self.lost_lines += source.lost_lines - lost
-                lost = source.lost_lines
                 yield Record(before + number, record.data, error, record.size)
             before += number
 

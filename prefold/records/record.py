@@ -43,11 +43,9 @@ class Source:
                 file above 256 MiB that of blocks all over it, beside which stands when the file was last modified; of
                 standard input that of its first line. A file is read as far as its identity goes
     paths       the files of the input; empty for standard input
-    lost_lines  how many lines of the last pass a broken quote took in that did not become records of their own
     """
 
     paths: tuple[Path, ...] = ()
-    lost_lines = 0
 
     def __init__(self, name: str, format: str, identity: dict[str, Any], columns: list[str] | None):
         self.name = name

@@ -207,9 +207,7 @@ class _DelimitedSource(LineSource):
         width, most = len(self.columns), self._max_cell_lines
         rows = read_rows(self._lines(), self._delimiter, width=width, max_cell_lines=most)
         next(rows)  # the header
-        self.lost_lines = 0
         for row in rows:
             self._number += 1
-            self.lost_lines += row.lost
             data = None if row.cells is None else dict(zip(self.columns, row.cells, strict=True))
             yield Record(self._number, data, row.error, row.size)
