@@ -35,7 +35,7 @@ class ServiceInbox:
 
 def run_service(service_of: weakref.ref[Service], inbox: ServiceInbox) -> None:
     """Lets the service work whenever something comes, until it ends."""
-    while True:
+    while not inbox.is_closed:  # else what woke the thread at its end was taken from the inbox while it worked
         came = inbox.came.get()
         service = service_of()
         if service is None or inbox.is_closed:

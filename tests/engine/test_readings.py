@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from prefold import LLM
 from prefold.engine.pace import Pace
 from prefold.engine.reading import Reading, parts_of
 from prefold.engine.replies import Reply
+from prefold.engine.service_thread import ServiceInbox, run_service
 from prefold.errors import RankError
 from prefold.schedule.fair import FairAdmission
 from prefold.types import Owner, Readout, Request
@@ -150,7 +153,7 @@ def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, monkeypa
 def test_requests_of_a_batch_are_not_taken_for_live_ones(llm):
     """Neither numbers nor texts of a key whose class is batch keep the steps of batches short."""
     service = llm.engine.service
-    pace = Pace(FairAdmission())
+    pace = Pace(FairAdmission(), clock=lambda: 0.0)  # a pause goes by only where time does
     service.set_pace(pace)
 
     async def ask(is_batch):
@@ -165,3 +168,20 @@ def test_requests_of_a_batch_are_not_taken_for_live_ones(llm):
         assert pace.pause > 0.0
     finally:
         service.set_pace(None)
+
+
+def test_the_thread_of_a_service_ends_though_what_woke_it_was_taken_while_it_worked():
+    inbox = ServiceInbox()
+
+    class Working:
+        def work(self, came):
+            inbox.is_closed = True
+            inbox.came.put(None)  # so far as `close` does it
+            inbox.came.get()  # as every look for what came does
+
+    service = Working()
+    thread = threading.Thread(target=run_service, args=(weakref.ref(service), inbox), daemon=True)
+    thread.start()
+    inbox.came.put(None)
+    thread.join(10)
+    assert not thread.is_alive()
