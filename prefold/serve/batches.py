@@ -124,17 +124,23 @@ class Batches:
         return [[body["id"], body["status"], *(body["request_counts"][name] for name in names)] for body in seen]
 
     def uses(self, file: str) -> bool:
-        """Returns whether a batch that has not ended reads a file."""
+        """Returns whether a batch that has not ended reads a file. One that ended just now may still count."""
         return self._used[file] > 0
 
     def forget_file(self, tenant: str, file: str) -> bool:
         """Forgets an object of kind "file" and its content; returns False where a batch still reads it."""
         with self._using:
-            if self.uses(file):
+            if self.uses(file) and any(self._reads(one, file) for one in list(self._open.values())):
                 return False
             self._store.delete("file", tenant, file)
             self._store.drop_content(file)
         return True
+
+    def _reads(self, one: OpenBatch, file: str) -> bool:
+        """Returns whether a batch reads a file by what the store says of it, which is what clients see: it has ended
+        there a moment before it is dropped from the open ones."""
+        body = self._store.get("batch", None, one.id) if one.file == file else None
+        return body is not None and body["status"] in OPEN
 
     # ---------------------------------------------------------------------------------------------- the threads
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from batching import batch_of, completion, ended
+from serving import until
 
 from prefold.serve.batches import Batches
 from prefold.serve.http import Refusal
@@ -48,6 +51,25 @@ def test_what_the_store_knows_of_a_cancel_is_taken_from_it(kept, client, monkeyp
 
     monkeypatch.setattr(batches._work, "validate", behind)
     assert ended(client, batch_of(client, LINES), 20).status == "cancelled"
+
+
+def test_a_file_can_be_deleted_as_soon_as_clients_see_that_its_batch_has_ended(kept, client, monkeypatch):
+    batches, seen = kept.site.batches, threading.Event()
+    note = batches._note
+
+    def late(one, body):
+        if body["status"] == "completed":
+            assert seen.wait(60)
+        note(one, body)
+
+    monkeypatch.setattr(batches, "_note", late)
+    batch = batch_of(client, LINES)
+    try:
+        assert ended(client, batch).status == "completed" and batches.uses(batch.input_file_id)
+        assert client.files.delete(batch.input_file_id).deleted
+    finally:
+        seen.set()
+    until(lambda: not batches.uses(batch.input_file_id))
 
 
 def test_which_files_batches_read_is_known_without_the_store(tmp_path, monkeypatch):
