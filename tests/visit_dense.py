@@ -44,10 +44,12 @@ class RowByRow:
             self.order, self.between = tuple(loop["order"]), loop.get("between", "nothing")
             self.noise = (loop.get("seed", 0), loop.get("noise", 0.0))
 
+    @torch.inference_mode()
     def run(self, tokens: Sequence[int], prompt: int, exits: Exits, route: Sequence[int] | None = None) -> RowByRow:
         """tokens: those of the prompt, `prompt` many, and of the tail. exits: with a threshold."""
         self.route = tuple(self.order if route is None else route)
         self.own: dict[tuple, tuple[Tensor, Tensor]] = {}  # by row, visit and layer: keys and values
+        self.turns: dict[int, tuple[Tensor, Tensor]] = {}  # by row: cosines and sines of its angles
         self.state: list[Tensor] = []  # that each row left with
         self.given: list[Tensor] = []
         self.made: list[int] = []
@@ -137,7 +139,8 @@ class RowByRow:
             for earlier in range(self.made[row] - 1, -1, -1):
                 if self.route[earlier] == self.route[visit]:
                     return self.own[row, earlier, layer]
-        return self._qkv(self._brought(self.state[row], row), row, layer)[1:]
+        self.own[row, visit, layer] = self._qkv(self._brought(self.state[row], row), row, layer)[1:]
+        return self.own[row, visit, layer]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [heads, dim], k, v [keys, kv_heads, dim] -> [1, heads * dim]"""
@@ -158,16 +161,18 @@ class RowByRow:
             h = norm(x, layer + "input_layernorm")
             dim = c["hidden_size"] // c["num_attention_heads"]
             q, k, v = (linear(h, t[f"{layer}self_attn.{n}_proj.weight"]).view(-1, dim) for n in "qkv")
-        angles = self.dense._angles(row + 1, q.shape[-1])[-1]
-        return self._turned(q, angles), self._turned(k, angles), v
+        if row not in self.turns:
+            angles = self.dense._angles(row + 1, q.shape[-1])[-1]
+            self.turns[row] = angles.cos(), angles.sin()
+        q, k = self._turned(torch.cat((q, k)), *self.turns[row]).split((len(q), len(k)))
+        return q, k, v
 
-    def _turned(self, x: Tensor, angles: Tensor) -> Tensor:
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self.dense.family == "huginn":
             a, b = x[..., 0::2], x[..., 1::2]
-            pairs = (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin())
-            return torch.stack(pairs, -1).flatten(-2)
+            return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
         a, b = x.chunk(2, -1)
-        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
     def _finish(self, x: Tensor, o: Tensor, layer: str) -> Tensor:
         t, norm = self.t, self.dense._norm
