@@ -143,7 +143,7 @@ def test_several_visits_a_step_change_nothing(gated):
     """Rows go on within a step as their rules say; only steps become fewer."""
     llm, dense = gated
     rules = (Exits(0.5), Exits(0.8, 2), Exits(change=0.9), Exits(), Exits(route=(0, 1, 0)))
-    cases = [(tokens, exits) for tokens in prompts(5, count=4) for exits in rules]
+    cases = [(tokens, exits) for tokens in prompts(5, count=4)[::2] for exits in rules]  # one twice, and a part of one
     asked = [request_of(*case, max_tokens=12) for case in cases]
     found, steps, calls = {}, {}, {}
     for most in (1, 2, 8):
@@ -180,9 +180,9 @@ def test_few_sequences_make_all_visits_in_a_step(gated):
     steps = {}
     for count in (3, 12):
         engine = engine_of(gated[0], step_visits=2)
-        generate(engine, [request_of([number, 5, 6], Exits(), max_tokens=20) for number in range(count)])
+        generate(engine, [request_of([number, 5, 6], Exits(), max_tokens=10) for number in range(count)])
         steps[count] = engine.stats.generation.steps
-    assert steps[3] <= 5 + 19 + 1 and steps[12] >= 2 * 19
+    assert steps[3] <= 5 + 9 + 1 and steps[12] >= 2 * 9
 
 
 def test_a_second_call_finds_rows_of_the_first(gated):
