@@ -7,7 +7,6 @@ import json
 import os
 import sqlite3
 import threading
-import time
 
 import httpx
 import openai
@@ -83,10 +82,12 @@ def test_a_locked_database_is_told_and_loses_nothing(llm, tmp_path, monkeypatch)
 
 
 def test_a_full_disk_is_told_and_loses_nothing(llm, tmp_path, monkeypatch):
-    full, fsync = threading.Event(), os.fsync
+    full, fsync, batch_failures = threading.Event(), os.fsync, []
 
     def failing(number):
-        if full.is_set() and str(tmp_path) in os.readlink(f"/proc/self/fd/{number}"):
+        path = os.readlink(f"/proc/self/fd/{number}")
+        if full.is_set() and str(tmp_path) in path:
+            batch_failures.extend([path] * ("/batches/" in path))
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(number)
 
@@ -99,7 +100,7 @@ def test_a_full_disk_is_told_and_loses_nothing(llm, tmp_path, monkeypatch):
         with pytest.raises(openai.InternalServerError, match="No space left"):
             upload(client, ["x"])
         until(lambda: server.site.failing is not None)
-        time.sleep(1.5)
+        until(lambda: len(batch_failures) > 2)
         assert client.batches.retrieve(batch.id).status == "in_progress"
         assert client.completions.create(
             model="tiny", prompt="yes", max_tokens=2
