@@ -14,7 +14,7 @@ from ..errors import InputError
 from .apart import Apart
 from .valid import valid_text
 
-__all__ = ["TEMPLATE_SECONDS", "ChatTemplates"]
+__all__ = ["TEMPLATE_SECONDS", "THINK", "ChatTemplates"]
 
 # Processor seconds that the template of a request may take for a conversation. Usual ones take below a millisecond.
 TEMPLATE_SECONDS = 10.0
@@ -24,6 +24,8 @@ DEEPEST = 100
 _CONTENT = "give it a text, or a list of parts"
 # Names of the field that holds a message's reasoning. Most templates read the first, that of gpt-oss the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
+# Between these a model that thinks writes its reasoning; its chat template has them too.
+THINK = ("<think>", "</think>")
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -39,6 +41,11 @@ class ChatTemplates:
 
     def __bool__(self) -> bool:
         return bool(self.templates)
+
+    def thinks(self, template: str | None) -> bool:
+        """Returns whether a template, or where none is named one of the checkpoint's, has the mark of reasoning."""
+        named = self.templates.values() if template is None else [self.templates.get(template, template)]
+        return any(THINK[0] in source for source in named)
 
     def render(
         self,
@@ -61,7 +68,8 @@ class ChatTemplates:
         template                the name of one of the checkpoint's templates, or the text of a template
         add_generation_prompt   whether to end with what introduces the assistant's next message
         continue_final_message  whether to leave the last message open, so that the model continues it
-        tools, documents        passed to the template. A template that does not use them is refused
+        tools, documents        passed to the template. Tools are written into the messages for a template that does
+                                not use them (`default_tools.py`); documents are refused then
         apart                   whether a template that is given as a text is rendered in a process of its own, with
                                 limits of processor time and memory: for texts that requests bring
         template_seconds        processor time that it may take there

@@ -20,6 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InputError
+from .default_tools import with_tools
 from .valid import is_unicode
 
 __all__ = ["compile_template", "write"]
@@ -29,21 +30,22 @@ def write(name: str, source: str, values: Mapping[str, Any]) -> str:
     """Returns the text, which UTF-8 can hold, that a template writes.
 
     name     by which messages call the template
-    values   {name: value} of what it may look up, plain JSON values: "messages", and "tools" and "documents", which
-             it must look up where they are given
+    values   {name: value} of what it may look up, plain JSON values: "messages", "tools", which are written into the
+             messages where it does not look them up, and "documents", which it must look up where they are given
 
     Raises InputError for whatever the template raises.
     """
     with _input_errors(name):
         template, variables = compile_template(source)
-        for what in ("tools", "documents"):
-            if values.get(what) and what not in variables:
-                raise InputError(
-                    f"the chat template {name} does not use {what}, so the model would not see them",
-                    field=what,
-                    remedy=f"write them into a message, use a model whose template knows {what}, or give chat_template",
-                    code="unused_" + what,
-                )
+        if values.get("documents") and "documents" not in variables:
+            raise InputError(
+                f"the chat template {name} does not use documents, so the model would not see them",
+                field="documents",
+                remedy="write them into a message, use a model whose template knows documents, or give chat_template",
+                code="unused_documents",
+            )
+        if values.get("tools") and "tools" not in variables:
+            values = {**values, "messages": with_tools(values["messages"], values["tools"])}
         text = _write(template, values)
         if not is_unicode(text):
             raise ValueError("it wrote half of a surrogate pair, which is not valid Unicode")

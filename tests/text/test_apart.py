@@ -20,7 +20,7 @@ WRONG = [
     ("{% if %}", {}),
     ("{{ raise_exception('no\\ud800') }}", {}),
     ("{{ '\\ud800' }}", {}),
-    ("no tools {{ 1 }}", {"tools": [{"a": 1}]}),
+    ("no documents {{ 1 }}", {"documents": [{"a": 1}]}),
     ("{{ messages[0].__class__.x }}", {}),
 ]
 BIG = "{% set x = 'a' * 9999999 %}"
@@ -76,6 +76,8 @@ def test_a_template_of_a_stranger_writes_the_same(templates):
         found = templates.render([USER], template=CHAT, x=x, apart=True)
         assert found == templates.render([USER], template=CHAT, x=x) == templates.render([USER], x=x)
     assert templates.render([USER], template="{{ '' }}", apart=True) == ""
+    tools = {"template": "{{ messages[0].content }}", "tools": [{"a": 1}]}
+    assert '{"a": 1}' in templates.render([USER], **tools, apart=True) == templates.render([USER], **tools)
     more = {"continue_final_message": True, "apart": True}
     assert templates.render([USER], template="{{ messages[0].content }}.", **more) == "Grüße"
 

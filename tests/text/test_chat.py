@@ -217,14 +217,13 @@ def test_contents_that_are_no_text(pair, content, role, message, code):
     assert (caught.value.field, caught.value.code) == ("messages[0].content", code)
 
 
-def test_tools_and_documents_that_the_template_does_not_use_are_refused():
+def test_documents_that_the_template_does_not_use_are_refused():
     plain = ChatTemplates({"default": CHATML, "rag": CHATML + "{{ documents[0].text }}"}, {})
-    for what, name in [("tools", "default"), ("documents", "default"), ("tools", "rag")]:
-        with pytest.raises(InputError, match=f"the chat template '{name}' does not use {what}") as caught:
-            plain.render([USER], template=name, **{what: [{"text": "x"}]})
-        assert (caught.value.field, caught.value.code) == (what, f"unused_{what}")
-    with pytest.raises(InputError, match="the chat template that was given does not use tools"):
-        plain.render([USER], template="{{ messages }}{# tools #}", tools=[TOOL])
+    with pytest.raises(InputError, match="the chat template 'default' does not use documents") as caught:
+        plain.render([USER], documents=[{"text": "x"}])
+    assert (caught.value.field, caught.value.code) == ("documents", "unused_documents")
+    with pytest.raises(InputError, match="the chat template that was given does not use documents"):
+        plain.render([USER], template="{{ messages }}{# documents #}", documents=[{"text": "x"}])
     assert plain.render([USER], tools=[], documents=None) == plain.render([USER])
     assert plain.render([USER], template="rag", documents=[{"text": "x"}]).endswith("x")
 

@@ -6,7 +6,6 @@ import model_templates
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from prefold.errors import InputError
 from prefold.text import Tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -56,10 +55,9 @@ def test_models(pair, name, talk):
         options["documents"] = [{"title": "t", "text": "x\ny"}]
     for opened in (True, False):
         options["add_generation_prompt"] = opened
-        try:
-            found = ours.render_chat(TALKS[talk], template=template, **options)
-        except InputError as error:  # PHI takes its tools as a text in a message
-            assert error.code == "unused_tools" and name == "PHI"
+        found = ours.render_chat(TALKS[talk], template=template, **options)
+        if name == "PHI" and "tools" in options:  # which takes its tools as a text in a message
+            assert "<tools>" in found and "<tool_response>" in found
             continue
         assert found == theirs.apply_chat_template(TALKS[talk], chat_template=template, tokenize=False, **options)
 
