@@ -67,7 +67,8 @@ def read_message(body: Mapping[str, Any], *, answered: bool = True) -> tuple[lis
     if body.get("tool_choice") is not None:
         chat["tool_choice"] = _choice(body["tool_choice"])
         chat["parallel_tool_calls"] = not flag(body["tool_choice"], "disable_parallel_tool_use")
-    return read_chat(chat, {})
+    items, meta = read_chat(chat, {})
+    return [item | {"with_reasoning": False} for item in items], meta
 
 
 def _format(config: Any) -> Body | None:
@@ -225,9 +226,9 @@ class MessageEvents:
         self._meta, self._model, self._id = meta, model, id
         self._text, self._has_text = GrowingText(meta.get("calls")), False
 
-    def begin(self, input_tokens: int) -> Iterator[Body]:
-        """Yields what comes before any text."""
-        usage = {"input_tokens": input_tokens, "output_tokens": 0}
+    def begin(self, prompts: list[Body]) -> Iterator[Body]:
+        """Yields what comes before any text. prompts: what the task notes of each."""
+        usage = {"input_tokens": prompts[0]["tokens"], "output_tokens": 0}
         empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield {"type": "message_start", "message": _head(self._model, self._id) | empty}
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from ..errors import InputError
 from .asked import flag
-from .completions import chat_logprobs, completion_logprobs, usage_of
+from .completions import chat_logprobs, completion_logprobs, reasoning_of, usage_of
 from .endpoints import KINDS, openai_error, response_body
+from .reasoning import Parting
 from .tools import GrowingText
 
 __all__ = ["Chunks", "read_stream"]
@@ -64,32 +65,49 @@ class Chunks:
         self._chat = kind == "chat"
         name = "chat.completion.chunk" if self._chat else "text_completion"
         self._head = {"id": f"{KINDS[kind].id}{id}", "object": name, "created": int(time.time()), "model": model}
+        self._head |= {name: meta[name] for name in ("system_fingerprint",) if name in meta}
+        self._prompts: list[Body] = []
+        self._partings: dict[int, Parting] = {}  # {choice: what parts its text}
+        self._thoughts: dict[int, int] = {}  # {choice: letters of its reasoning that were sent}
+        self._ids: dict[int, list[int]] = {}  # {choice: ids of its tokens so far}
+        self._ids_told: dict[int, int] = {}  # {choice: how many of them were sent}
         self._texts: dict[int, GrowingText] = {}  # {choice: its text}
         self._told: dict[int, tuple[int, int]] = {}  # {choice: tokens whose log-probabilities were told, their letters}
         self._results: dict[int, Body] = {}
         self._input_tokens = 0
         self._made: dict[int, dict[int, int]] = {}  # {item: {sample: tokens}}
 
-    def begin(self, input_tokens: int) -> Iterator[Body]:
-        """Yields what comes before any text."""
-        self._input_tokens = input_tokens
+    def begin(self, prompts: list[Body]) -> Iterator[Body]:
+        """Yields what comes before any text. prompts: what the task notes of each."""
+        self._prompts, self._input_tokens = prompts, sum(prompt["tokens"] for prompt in prompts)
         if self._chat:
             for index in range(self._items * self._samples):
-                yield self._chunk(index, {"role": "assistant", "content": ""})
+                ids = {"prompt_token_ids": prompts[0]["ids"]} if "ids" in prompts[0] else {}
+                yield self._chunk(index, {"role": "assistant", "content": ""}) | ids
 
     def piece(self, item: int, sample: int, text: str, tokens: list[Body], count: int) -> Iterator[Body]:
-        """Yields what sends some more of a sample's text, with the log-probabilities of its tokens. What may be a
-        function call is kept until the end.
+        """Yields what sends some more of a sample's text, with its tokens. What may be a function call is kept until
+        the end.
 
         count  how many tokens the sample has so far
         """
         self._made.setdefault(item, {})[sample] = count
-        index = item * self._samples + sample
+        index, thought, prompt = item * self._samples + sample, "", self._prompts[item]
+        if "ids" in prompt:
+            self._ids.setdefault(index, []).extend(token["id"] for token in tokens)
+        if "thinks" in prompt:
+            thought, text = self._partings.setdefault(index, Parting(prompt["thinks"])).add(text)
+            self._thoughts[index] = self._thoughts.get(index, 0) + len(thought)
+        if thought and "hides_reasoning" not in self.meta:
+            chunk = self._chunk(index, reasoning_of(thought))
+            self._send_ids(chunk, index, self._ids.get(index, []))
+            yield chunk
         if text := self._text(index).add(text):
             chunk = self._chunk(index, {"content": text} if self._chat else text)
             # Where text was kept back, it is not known which tokens are in it.
-            if tokens and "calls" not in self.meta:
+            if tokens and "logprob" in tokens[0] and "calls" not in self.meta and "thinks" not in prompt:
                 chunk["choices"][0]["logprobs"] = self._logprobs(index, tokens)
+            self._send_ids(chunk, index, self._ids.get(index, []))
             yield chunk
 
     def end(self, item: int, result: Body) -> Iterator[Body]:
@@ -103,6 +121,9 @@ class Chunks:
             text = choice["message"]["content"] if self._chat else choice["text"]
             rest = self._text(index).rest(text or "")
             chunk = self._chunk(index, ({"content": rest} if rest else {}) if self._chat else rest)
+            self._send_ids(chunk, index, choice.get("token_ids", []))
+            if self._chat and (thought := choice["message"].get("reasoning", "")[self._thoughts.get(index, 0) :]):
+                chunk["choices"][0]["delta"] |= reasoning_of(thought)
             if self._chat and "tool_calls" in choice["message"]:
                 calls = [{"index": i} | call for i, call in enumerate(choice["message"]["tool_calls"])]
                 chunk["choices"][0]["delta"]["tool_calls"] = calls
@@ -121,6 +142,17 @@ class Chunks:
     def failed(self, status: int, message: str, code: str, param: str | None) -> Body:
         """Returns the chunk that says that the response could not be ended."""
         return openai_error(status, message, code, param)[1]
+
+    def _send_ids(self, chunk: Body, index: int, ids: list[int]) -> None:
+        """Puts the ids of a choice's tokens that have not been sent into a chunk, where they are asked for. A chat's
+        prompt stands in the chunk that begins it, that of a text in its first."""
+        prompt = self._prompts[index // self._samples]
+        if "ids" not in prompt:
+            return
+        if not self._chat and index not in self._ids_told:
+            chunk["choices"][0]["prompt_token_ids"] = prompt["ids"]
+        chunk["choices"][0]["token_ids"] = ids[self._ids_told.get(index, 0) :]
+        self._ids_told[index] = len(ids)
 
     def _logprobs(self, index: int, tokens: list[Body]) -> Body:
         """Returns the log-probabilities of tokens that follow those that were told."""

@@ -13,7 +13,9 @@ from uuid import uuid4
 
 from ..errors import InputError
 from ..tasks.sampling import format_grammar
+from .asked import flag
 from .echo import prompt_logprobs
+from .reasoning import parted
 from .tools import calls_in, read_tools
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "completion_logprobs",
     "read_chat",
     "read_completion",
+    "reasoning_of",
     "usage_of",
 ]
 
@@ -43,10 +46,10 @@ _SAMPLING = {
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 # {vLLM's name: the name that `grammar_from` knows}
 _STRUCTURED = {"json": "json_schema", "json_object": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}
-_COMMON = {*_SAMPLING, *_GUIDED, "logprobs", "response_format", "structured_outputs", "cache_salt"}
+_COMMON = {*_SAMPLING, *_GUIDED, "logprobs", "response_format", "structured_outputs", "cache_salt", "return_token_ids"}
 _CHAT = {
     "messages", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "documents", "chat_template",
-    "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+    "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "reasoning_effort", "include_reasoning",
 }  # fmt: skip
 CHAT_NAMES, COMPLETION_NAMES = _COMMON | _CHAT, _COMMON | {"prompt"}
 # Parameters that change no result here: bookkeeping, and hints for other servers.
@@ -59,15 +62,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,), "echo": (False,), "suffix": ("",), "best_of": (1,), "use_beam_search": (False,),
     "length_penalty": (1,), "early_stopping": (False,), "skip_special_tokens": (True,), "prompt_logprobs": (),
     "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "truncate_prompt_tokens": (),
-    "allowed_token_ids": (), "bad_words": ([],), "return_token_ids": (False,), "return_tokens_as_token_ids": (False,),
-    "logits_processors": (), "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": (),
+    "allowed_token_ids": (), "bad_words": ([],), "return_tokens_as_token_ids": (False,),
+    "logits_processors": (), "modalities": (["text"],), "audio": (), "prediction": (),
     "function_call": ("none",), "functions": (), "guided_whitespace_pattern": (), "add_special_tokens": (),
 }  # fmt: skip
+# How much a model that thinks is to think, in OpenAI's words and vLLM's.
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _REMEDIES = {
     "stream": "leave it out, since a batch answers with whole responses",
     "best_of": "use n, and choose among the choices",
     "truncate_prompt_tokens": "leave it out, and give --truncate to cut what is too long",
-    "reasoning_effort": "pass it to the chat template, in chat_template_kwargs",
     "echo": "use the task score, or ask for it outside of a batch",
     "prompt_logprobs": "use the task score, or ask for them outside of a batch",
     "function_call": "use tools",
@@ -93,7 +97,14 @@ def read_chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[d
     item: dict[str, Any] = {"messages": body["messages"], "tools": tools}
     names = ("documents", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
     item |= {name: body[name] for name in names if body.get(name) is not None}
-    meta: dict[str, Any] = {}
+    if (effort := body.get("reasoning_effort")) is not None:
+        if effort not in _EFFORTS:
+            message, remedy = f"'reasoning_effort' is {effort!r:.100}", f"give one of {', '.join(_EFFORTS)}"
+            raise InputError(message, field="reasoning_effort", remedy=remedy, code="wrong_type")
+        # What is wrong with the object itself, the task says.
+        own = item.get("chat_template_kwargs", {})
+        item["chat_template_kwargs"] = {"reasoning_effort": effort, **own} if isinstance(own, Mapping) else own
+    meta: dict[str, Any] = {} if flag(body, "include_reasoning", True) else {"hides_reasoning": True}
     sampling = {**CHAT_DEFAULTS, **defaults, **_sampling(body, meta)}
     if calls is not None:
         meta["calls"] = calls
@@ -106,6 +117,8 @@ def read_chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[d
         sampling["logprobs"] = body.get("top_logprobs") or 0
     elif body.get("top_logprobs"):
         raise InputError("top_logprobs needs logprobs", field="top_logprobs", remedy='give "logprobs": true')
+    # An answer that a grammar makes is of that form from its beginning on.
+    item["with_reasoning"] = "grammar" not in sampling
     return [item | {"sampling": sampling} | _beside(body)], meta
 
 
@@ -138,7 +151,8 @@ def _check(body: dict[str, Any], known: set[str], neutral: dict[str, tuple[Any, 
 
 def _beside(body: dict[str, Any]) -> dict[str, Any]:
     names = {"cache_salt": "salt", "priority": "priority"}
-    return {field: body[name] for name, field in names.items() if body.get(name) is not None}
+    found = {field: body[name] for name, field in names.items() if body.get(name) is not None}
+    return found | ({"with_ids": True} if flag(body, "return_token_ids") else {})
 
 
 def _sampling(body: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
@@ -192,18 +206,27 @@ _FORMATS: dict[str, Callable[[Any], dict[str, Any] | None]] = {
 
 def chat_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the response to a chat request, without its id, time, model and usage."""
-    choices = []
-    for index, choice in enumerate(_choices(results[0])):
+    choices, (result,) = [], results
+    for index, choice in enumerate(_choices(result)):
         logprobs = chat_logprobs(choice["logprobs"]) if "logprobs" in choice else None
-        message, ending = {"role": "assistant", "content": choice.get("text"), "refusal": None}, _ending(choice)
-        text, calls = calls_in(choice.get("text") or "", meta["calls"]) if "calls" in meta else ("", [])
+        content, thought, ending = choice.get("text"), "", _ending(choice)
+        if "thinks" in result and content:
+            thought, content = parted(content, result["thinks"])
+        message = {"role": "assistant", "content": content or None if thought else content, "refusal": None}
+        if thought and "hides_reasoning" not in meta:
+            message |= reasoning_of(thought)
+        text, calls = calls_in(content or "", meta["calls"]) if "calls" in meta else ("", [])
         if calls:
             message |= {"content": text or None, "tool_calls": [_tool_call(*call) for call in calls]}
             ending["finish_reason"] = "tool_calls"
         choices.append({"index": index, "message": message, "logprobs": logprobs} | ending)
-    told = {}
+    told = _fingerprint(meta)
     if "prompt_logprobs" in meta:
-        told["prompt_logprobs"] = prompt_logprobs(results[0]["prompt"], meta["prompt_logprobs"])
+        told["prompt_logprobs"] = prompt_logprobs(result["prompt"], meta["prompt_logprobs"])
+    if "prompt_ids" in result:
+        told["prompt_token_ids"] = result["prompt_ids"]
+        for made, choice in zip(choices, _choices(result), strict=True):
+            made["token_ids"] = choice["tokens"]
     return {"object": "chat.completion", "choices": choices} | told
 
 
@@ -225,8 +248,19 @@ def completion_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict
             head = {"index": len(choices), "text": text, "logprobs": logprobs}
             if "prompt_logprobs" in meta:
                 head["prompt_logprobs"] = prompt_logprobs(result["prompt"], meta["prompt_logprobs"])
+            if "prompt_ids" in result:
+                head |= {"token_ids": choice["tokens"], "prompt_token_ids": result["prompt_ids"]}
             choices.append(head | _ending(choice))
-    return {"object": "text_completion", "choices": choices}
+    return {"object": "text_completion", "choices": choices} | _fingerprint(meta)
+
+
+def reasoning_of(thought: str) -> dict[str, str]:
+    """Returns the fields of a message, or of a piece of it, that hold reasoning: DeepSeek's name for it, and vLLM's."""
+    return {"reasoning_content": thought, "reasoning": thought}
+
+
+def _fingerprint(meta: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: meta[name] for name in ("system_fingerprint",) if name in meta}
 
 
 def usage_of(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -237,7 +271,10 @@ def usage_of(results: list[dict[str, Any]]) -> dict[str, Any]:
     details = {"cached_tokens": cached}
     if approximate := sum(result.get("approximate_tokens", 0) for result in results):
         details["approximate_tokens"] = approximate
-    return {
+    choices = [choice for result in results if "thinks" in result for choice in _choices(result)]
+    thought = sum(choice["reasoning_tokens"] for choice in choices)
+    made = {"completion_tokens_details": {"reasoning_tokens": thought}} if choices else {}
+    return made | {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,

@@ -50,7 +50,7 @@ class RequestKind:
         return field and self.fields.get(name, name) + bracket + index
 
 
-_SAMPLING = {"stop_ids": "stop_token_ids", "salt": "cache_salt"}
+_SAMPLING = {"stop_ids": "stop_token_ids", "salt": "cache_salt", "with_ids": "return_token_ids"}
 _PAIR = {"query": "text_1", "document": "text_2", "documents": "text_2"}
 KINDS = {
     "embeddings": RequestKind("embed", read_embeddings, embeddings_body, EMBEDDINGS_NAMES, {"text": "input"}),

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import InputError
 from .asked import metadata_of
 from .completions import chat_body, read_chat, usage_of
+from .reasoning import Parting
 from .tools import GrowingText
 
 __all__ = ["RESPONSE_NAMES", "ResponseEvents", "input_items", "read_responses", "responses_body"]
@@ -24,6 +25,7 @@ _SAME = (
 )  # fmt: skip
 _OWN = {
     "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "include", "top_logprobs", "metadata",
+    "reasoning",
 }  # fmt: skip
 RESPONSE_NAMES = _OWN | set(_SAME)
 # Parameters that change no result here.
@@ -33,23 +35,26 @@ _IGNORED = {
 }  # fmt: skip
 # Parameters that are not supported, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,), "background": (False,), "truncation": ("disabled",), "reasoning": ({},), "conversation": (),
-    "prompt": (), "max_tool_calls": (), "previous_response_id": (),
+    "stream": (False,), "background": (False,), "truncation": ("disabled",), "conversation": (), "prompt": (),
+    "max_tool_calls": (), "previous_response_id": (),
 }  # fmt: skip
 _REMEDIES = {
     "truncation": "shorten the input, or give truncate_prompt_tokens",
-    "reasoning": "pass it to the chat template, in chat_template_kwargs",
     "stream": "leave it out, since a batch answers with whole responses",
     "previous_response_id": "send the whole conversation as input, since no responses are stored",
 }
 # {what a chat request calls it: what it is here}
-_NAMES = {"response_format": "text.format", "messages": "input", "max_completion_tokens": "max_output_tokens"}
+_NAMES = {
+    "reasoning_effort": "reasoning.effort", "response_format": "text.format", "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+}  # fmt: skip
 # Parameters that the response repeats.
 _SAID = (
     "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "parallel_tool_calls", "text",
-    "top_logprobs",
+    "top_logprobs", "reasoning",
 )  # fmt: skip
-_LOGPROBS = "message.output_text.logprobs"
+_LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"  # the latter there is none of
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text")
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
@@ -81,11 +86,16 @@ def read_responses(body: Body, defaults: Mapping[str, Any]) -> tuple[list[Body],
     format = _format(body.get("text"))
     if format is not None:
         chat["response_format"] = format
+    if (reasoning := body.get("reasoning")) is not None:
+        if not isinstance(reasoning, Mapping) or set(reasoning) - {"effort", "summary", "generate_summary"}:
+            message, remedy = f"'reasoning' is {reasoning!r:.100}", 'give {"effort": ...}'
+            raise InputError(message, field="reasoning", remedy=remedy, code="wrong_type")
+        chat["reasoning_effort"] = reasoning.get("effort")
     include = body.get("include") or []
-    if include not in ([], [_LOGPROBS]):
+    if not isinstance(include, list) or any(one not in (_LOGPROBS, _ENCRYPTED) for one in include):
         message, remedy = f"'include' is {include!r:.100}", f'give ["{_LOGPROBS}"], or leave it out'
         raise InputError(message, field="include", remedy=remedy, code="unsupported")
-    if include or body.get("top_logprobs"):
+    if _LOGPROBS in include or body.get("top_logprobs"):
         chat |= {"logprobs": True, "top_logprobs": body.get("top_logprobs") or 0}
     metadata = metadata_of(body)
     try:
@@ -109,8 +119,10 @@ def input_items(value: Any) -> list[Body]:
 
 
 def _messages(items: list[Body]) -> Iterator[Body]:
-    """Yields the messages of a chat request. Function calls that follow each other belong to one message."""
+    """Yields the messages of a chat request. Function calls that follow each other belong to one message, and so does
+    the reasoning before them, or before a text."""
     calls: list[Body] = []
+    thought: Body = {}
     for i, item in enumerate(items):
         place = f"input[{i}]"
         kind = item.get("type", "message") if isinstance(item, Mapping) else None
@@ -120,19 +132,27 @@ def _messages(items: list[Body]) -> Iterator[Body]:
             calls.append({"id": item.get("call_id"), "type": "function", "function": function})
             continue
         if calls:
-            yield {"role": "assistant", "content": "", "tool_calls": calls}
-            calls = []
+            yield {"role": "assistant", "content": "", "tool_calls": calls} | thought
+            calls, thought = [], {}
+        if thought and not (kind == "message" and item.get("role") == "assistant"):
+            yield {"role": "assistant", "content": ""} | thought
+            thought = {}
+        if kind == "reasoning":
+            if text := _content(item.get("content") or "", f"{place}.content"):
+                thought = {"reasoning_content": text}
+            continue
         if kind == "function_call_output":
             content = _content(item.get("output"), f"{place}.output")
             yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
         elif kind == "message" and item.get("role") in _ROLES:
             content = _parts(item.get("content"), f"{place}.content")
-            yield {"role": _ROLES[item["role"]], "content": content}
+            yield {"role": _ROLES[item["role"]], "content": content} | thought
+            thought = {}
         else:
             remedy = "give messages of user, assistant, system or developer, function_call, function_call_output"
             raise InputError(f"'{place}' is no item that is known", field=place, remedy=remedy, code="unsupported")
-    if calls:
-        yield {"role": "assistant", "content": "", "tool_calls": calls}
+    if calls or thought:
+        yield {"role": "assistant", "content": ""} | ({"tool_calls": calls} if calls else {}) | thought
 
 
 def _parts(value: Any, field: str) -> Any:
@@ -163,7 +183,7 @@ def _content(value: Any, field: str) -> str:
         return value
     texts = []
     for i, part in enumerate(_list(value, field)):
-        if not isinstance(part, Mapping) or part.get("type") not in ("input_text", "output_text", "text"):
+        if not isinstance(part, Mapping) or part.get("type") not in _TEXTS:
             remedy = 'give {"type": "input_text", "text": ...}'
             raise InputError(f"'{field}[{i}]' is no text", field=f"{field}[{i}]", remedy=remedy, code="unsupported")
         texts.append(_text(part.get("text"), f"{field}[{i}].text"))
@@ -220,7 +240,11 @@ def responses_body(meta: Body, results: list[Body]) -> Body:
     calls = message.get("tool_calls", [])
     cut = choice["finish_reason"] == "length"
     output: list[Body] = []
-    if message["content"] or not calls:
+    thought = message.get("reasoning")
+    if thought:
+        ended = "completed" if message["content"] or calls or not cut else "incomplete"
+        output.append(_reasoning(id, ended, [_thought(thought)]))
+    if message["content"] or not (calls or thought):
         logprobs = (choice["logprobs"] or {}).get("content") or []
         part = _part(message["content"] or "") | {"logprobs": logprobs}
         output.append(_message(id, "incomplete" if cut else "completed", [part]))
@@ -237,7 +261,7 @@ def responses_body(meta: Body, results: list[Body]) -> Body:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
             "total_tokens": usage["total_tokens"],
         },
     }
@@ -251,7 +275,7 @@ def _head(meta: Body) -> Body:
         "background": False, "error": None, "incomplete_details": None, "instructions": asked.get("instructions"),
         "max_output_tokens": asked.get("max_output_tokens"), "metadata": meta["metadata"], "output": [],
         "parallel_tool_calls": asked.get("parallel_tool_calls", True), "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None}, "store": False,
+        "reasoning": {"effort": None, "summary": None} | (asked.get("reasoning") or {}), "store": False,
         "temperature": asked.get("temperature", 1.0), "text": asked.get("text", {"format": {"type": "text"}}),
         "tool_choice": asked.get("tool_choice", "auto"), "tools": asked.get("tools", []),
         "top_logprobs": asked.get("top_logprobs", 0), "top_p": asked.get("top_p", 1.0), "truncation": "disabled",
@@ -267,6 +291,15 @@ def _message(id: str, status: str, content: list[Body]) -> Body:
     return {"id": f"msg_{id}", "type": "message", "status": status, "role": "assistant", "content": content}
 
 
+def _thought(text: str) -> Body:
+    return {"type": "reasoning_text", "text": text}
+
+
+def _reasoning(id: str, status: str, content: list[Body]) -> Body:
+    more = {"summary": [], "content": content, "encrypted_content": None}
+    return {"id": f"rs_{id}", "type": "reasoning", "status": status} | more
+
+
 class ResponseEvents:
     """Makes the events of one response; each is a dict whose "type" is its name."""
 
@@ -274,21 +307,32 @@ class ResponseEvents:
         self._meta, self._model = meta | {"id": id}, model
         self._text, self._has_text, self._number = GrowingText(meta.get("calls")), False, 0
         self._place = {"item_id": f"msg_{id}", "output_index": 0, "content_index": 0}
+        self._parting: Parting | None = None
+        self._thinking: Body = self._place | {"item_id": f"rs_{id}"}
+        self._thought, self._is_thinking = "", False
 
-    def begin(self, input_tokens: int) -> Iterator[Body]:
-        """Yields what comes before any text."""
+    def begin(self, prompts: list[Body]) -> Iterator[Body]:
+        """Yields what comes before any text. prompts: what the task notes of each."""
+        self._parting = Parting(prompts[0]["thinks"]) if "thinks" in prompts[0] else None
         head = _head(self._meta) | {"model": self._model}
         yield self._event("response.created", response=head)
         yield self._event("response.in_progress", response=head)
 
     def piece(self, item: int, sample: int, text: str, tokens: list[Body], count: int) -> Iterator[Body]:
         """Yields what sends some more of the text. What may be a function call is kept until the end."""
+        if self._parting is not None:
+            thought, text = self._parting.add(text)
+            yield from self._think(thought)
         yield from self._send(self._text.add(text))
 
     def end(self, item: int, result: Body) -> Iterator[Body]:
         """Yields what ends the response: the rest of its text, its function calls, and the response itself."""
         whole = responses_body(self._meta, [result]) | {"model": self._model}
         for index, one in enumerate(whole["output"]):
+            if one["type"] == "reasoning":
+                yield from self._think(one["content"][0]["text"][len(self._thought) :])
+                yield from self._end_thinking(one["status"])
+                continue
             if one["type"] == "message":
                 (part,) = one["content"]
                 yield from self._send(self._text.rest(part["text"]), always=True)
@@ -314,11 +358,33 @@ class ResponseEvents:
         """Returns the event that says that the response could not be ended."""
         return self._event("error", message=message, code=code, param=param)
 
+    def _think(self, thought: str) -> Iterator[Body]:
+        """Yields what sends some more of the reasoning."""
+        if not thought:
+            return
+        if not self._thought:
+            self._is_thinking, self._place["output_index"] = True, 1
+            item = _reasoning(self._meta["id"], "in_progress", [])
+            yield self._event("response.output_item.added", output_index=0, item=item)
+            yield self._event("response.content_part.added", **self._thinking, part=_thought(""))
+        self._thought += thought
+        yield self._event("response.reasoning_text.delta", **self._thinking, delta=thought)
+
+    def _end_thinking(self, status: str = "completed") -> Iterator[Body]:
+        """Yields what ends the reasoning, if it has not ended."""
+        if self._is_thinking:
+            self._is_thinking, part = False, _thought(self._thought)
+            yield self._event("response.reasoning_text.done", **self._thinking, text=self._thought)
+            yield self._event("response.content_part.done", **self._thinking, part=part)
+            item = _reasoning(self._meta["id"], status, [part])
+            yield self._event("response.output_item.done", output_index=0, item=item)
+
     def _send(self, text: str, *, always: bool = False) -> Iterator[Body]:
         if not self._has_text and (text or always):
+            yield from self._end_thinking()
             self._has_text = True
             item = _message(self._meta["id"], "in_progress", [])
-            yield self._event("response.output_item.added", output_index=0, item=item)
+            yield self._event("response.output_item.added", output_index=self._place["output_index"], item=item)
             yield self._event("response.content_part.added", **self._place, part=_part(""))
         if text:
             yield self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])

@@ -109,6 +109,12 @@ def option(name: str, *more: str, **settings: Any) -> Any:
 @option("max_grammar_bytes", type=Bytes(), help="Size of a schema, regular expression or grammar.")
 @click.option("--allow-chat-template", is_flag=True, help="Requests may bring a chat template of their own.")
 @click.option("--escape-special", is_flag=True, help="Special tokens in what messages hold stay text.")
+@option(
+    "reasoning_parser",
+    type=click.Choice(["auto", "think", "none"]),
+    help="Part answers of chats into reasoning, between <think> and </think>, and text. auto: where the model's chat"
+    " template has <think>.",
+)
 @click.option("--access-log", is_flag=True, help="Log a line about each request: never prompts, answers or keys.")
 @click.option(
     "--adapter",

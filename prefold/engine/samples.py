@@ -19,13 +19,13 @@ __all__ = ["OnText", "Sample", "TextPiece"]
 class TextPiece(NamedTuple):
     """A TextPiece is some more text of a sample.
 
-    tokens  (id, log-probabilities) of the tokens whose text began with this piece; empty unless they were asked for
+    tokens  (id, log-probabilities) of the tokens whose text began with this piece; None unless they were asked for
     count   how many tokens the sample has so far
     """
 
     sample: int
     text: str
-    tokens: tuple[tuple[int, TokenLogprobs], ...] = ()
+    tokens: tuple[tuple[int, TokenLogprobs | None], ...] = ()
     count: int = 0
 
 
@@ -70,7 +70,7 @@ class Sample:
         self._stop_ids = set(sampling.stop_ids)
         self._end_ids = self._stop_ids | (set() if sampling.ignore_eos else set(eos_ids))
         self._logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
-        self._told = 0  # tokens whose log-probabilities were told with their text
+        self._told = 0  # tokens that were told with their text
         self._tokenizer = tokenizer
         self._on_text = on_text
         # Where nobody waits for it, text is made at the end.
@@ -170,8 +170,9 @@ class Sample:
 
     def _say(self, piece: str) -> None:
         if piece and self._on_text is not None:
-            given: tuple[tuple[int, TokenLogprobs], ...] = ()
-            if self._logprobs is not None and self._text is not None:
-                first, self._told = self._told, self._text.num_given
-                given = tuple(zip(self.tokens[first : self._told], self._logprobs[first : self._told], strict=True))
+            assert self._text is not None
+            first, self._told = self._told, self._text.num_given
+            ids = self.tokens[first : self._told]
+            found = [None] * len(ids) if self._logprobs is None else self._logprobs[first : self._told]
+            given = tuple(zip(ids, found, strict=True))
             self._on_text(TextPiece(self.number, piece, given, len(self.tokens)))

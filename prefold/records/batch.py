@@ -61,6 +61,7 @@ class OpenAIBatch:
     adapters      names of LoRA adapters: a line whose model is one of them runs with it
     names         names of the model, of which a line must ask for one where it names a model; None: any name will do
     endpoint      the URL that all lines must have; None: any that is served
+    fingerprint   the system_fingerprint of texts; None: they have none
     """
 
     columns: Collection[str] | None = None
@@ -74,12 +75,14 @@ class OpenAIBatch:
         adapters: Collection[str] = (),
         names: Collection[str] | None = None,
         endpoint: str | None = None,
+        fingerprint: str | None = None,
     ):
         self.served = served
         self.seed = seed
         self.sampling = sampling or {}
         self.adapters = frozenset(adapters)
         self.names, self.endpoint = names, endpoint
+        self._about = {} if fingerprint is None else {"system_fingerprint": fingerprint}
         self.other_models: Counter[str] = Counter()
         self.usage: Counter[str] = Counter()
         self._ids = TextSet()
@@ -131,7 +134,7 @@ class OpenAIBatch:
 
     def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
         model = meta.get("model", self.served)
-        body = response_body(meta["kind"], meta, results, model=model, id=self._digest(number))
+        body = response_body(meta["kind"], meta | self._about, results, model=model, id=self._digest(number))
         add_usage(self.usage, body.get("usage") or {})
         return self._response(number, meta["id"], 200, body)
 

@@ -135,6 +135,7 @@ class BatchWork:
             adapters=adapters,
             names=self._desk.known_names,
             endpoint=body["endpoint"],
+            fingerprint=self._desk.fingerprint,
         )
         found.desk = self._desk
         return found

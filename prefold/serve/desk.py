@@ -8,6 +8,8 @@ the engine's; the event loop only waits, and does what is short itself (see `sho
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Mapping, Sequence
@@ -19,6 +21,7 @@ from itertools import repeat
 from typing import Any, TypeVar
 from uuid import uuid4
 
+from .. import __version__
 from ..api.echo import Echo
 from ..checkpoint import served_name
 from ..engine.pace import Pace
@@ -105,6 +108,8 @@ class Desk:
         local = (path for path in (str(checkpoint.path), checkpoint.name) if served_name(path) != path)
         paths = dict.fromkeys(local, self.names[0]) | {str(options.data_dir): "the data folder"}
         self._paths = {path: paths[path] for path in sorted(paths, key=len, reverse=True) if os.sep in path}
+        self._parses = options.reasoning_parser
+        self.fingerprint = fingerprint(llm)
         names = ("max_n", "max_logprobs", "escape_special")
         self._of_texts = {name: getattr(options, name) for name in names}
 
@@ -178,16 +183,18 @@ class Desk:
 
     async def stream(
         self, order: TaskOrder, num_bytes: int
-    ) -> AsyncGenerator[tuple[int] | tuple[int, int, str, list[dict[str, Any]], int] | tuple[int, dict[str, Any]]]:
-        """Yields (item, sample, piece of its text, log-probabilities of its tokens, how many it has so far) as they
-        come, and (item, its result) as items end.
+    ) -> AsyncGenerator[
+        tuple[list[Any]] | tuple[int, int, str, list[dict[str, Any]], int] | tuple[int, dict[str, Any]]
+    ]:
+        """Yields (item, sample, piece of its text, its tokens, how many the sample has so far) as they come, and
+        (item, its result) as items end. Tokens have their ids, and log-probabilities where these are asked for.
 
-        (tokens of the prompts,) is yielded before, once the request has been taken: what is wrong with it is raised by
-        then.
+        ([what the task notes of each prompt],) is yielded before, once the request has been taken: what is wrong with
+        it is raised by then.
         """
         started, is_first = time.perf_counter(), True
         async with self._entered(order, num_bytes, text=True) as (task, works, replies):
-            yield (sum(reply.tokens for reply in replies),)
+            yield ([work.note for work in works],)
             async with aclosing(events_of(replies)) as events:
                 async for number, what in events:
                     if is_first:
@@ -196,7 +203,9 @@ class Desk:
                     for gap in replies[number].taken_gaps():
                         self._metrics.between.observe(gap)
                     if isinstance(what, TextPiece):
-                        tokens = [task.token_logprobs(*pair) for pair in what.tokens]
+                        tokens = [
+                            {"id": id} if found is None else task.token_logprobs(id, found) for id, found in what.tokens
+                        ]
                         yield number, what.sample, what.text, tokens, what.count
                     else:
                         finish = partial(finish_items, task, [works[number]], [[what]])
@@ -224,6 +233,8 @@ class Desk:
             inputs = inputs_of(self.llm.config, self.llm.tokenizer, given.pop("max_length", None))
             return GenerateTask(inputs, **given)
         task = self.llm.task(name, **bounds, **options)
+        if name == "generate":
+            task.reasoning_parser = self._parses
         images = getattr(task.inputs, "images", None)
         if images is None:
             return task
@@ -345,6 +356,15 @@ class Desk:
             self.service.set_pace(None)
         for pool in (self._pool, self._pool_of_images, self._pool_of_templates):
             pool.close()
+
+
+def fingerprint(llm: Any) -> str:
+    """Returns a text that is another one where answers may be others: of the version, the model, and how it is
+    computed."""
+    engine = llm.engine.options
+    how = [llm.device.type, engine.sharing, engine.generation.exits, getattr(engine.generation.cache, "shifted", None)]
+    content = json.dumps([__version__, llm.identity, how], sort_keys=True, default=str)
+    return f"fp_{hashlib.blake2b(content.encode(), digest_size=6).hexdigest()}"
 
 
 def apart(work: Work, namespace: str) -> None:

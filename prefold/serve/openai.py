@@ -82,6 +82,8 @@ async def answer_kind(asking: Asking, kind: str) -> Response:
         stream, usage, body = read_stream(body) if is_text else (False, (False, False), body)
         options, share, body = read_options(found.task, body)
         items, meta = found.read(body, {})
+        if is_text:
+            meta["system_fingerprint"] = asking.desk.fingerprint
         order = asking.order(found.task, items, options, share=share)
         if echo is not None:
             meta |= await _echoed(asking, echo, items)

@@ -45,6 +45,8 @@ class ServeOptions:
     ping_seconds          after so long without an event a stream sends a comment, so that proxies keep it open
     allow_chat_template   whether requests may bring a chat template of their own, which is a program in a sandbox
     escape_special        whether special tokens in what a conversation holds stay text
+    reasoning_parser      whether answers of chats are parted into reasoning and text: "auto", where the chat template
+                          has <think>; "think": where they begin with it; "none": never
     access_log            whether a line is logged about each request
     send_seconds          in which a client must take what it is sent
     """
@@ -75,6 +77,7 @@ class ServeOptions:
     ping_seconds: float = 15.0
     allow_chat_template: bool = False
     escape_special: bool = False
+    reasoning_parser: str = "auto"
     access_log: bool = False
     send_seconds: float = 60.0
 

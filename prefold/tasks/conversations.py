@@ -43,6 +43,8 @@ class GenerateItem:
     adapter                 the LoRA adapter; None: the task's
     salt                    as in Request; None: the task's
     priority                as in Request; None: the task's
+    with_ids                whether the result has the ids of the prompt's tokens, and of the text's
+    with_reasoning          whether the result says of a model that thinks what is known of its reasoning
     """
 
     prompt: Any = None
@@ -58,6 +60,8 @@ class GenerateItem:
     adapter: str | None = None
     salt: str | None = None
     priority: int | None = None
+    with_ids: bool = False
+    with_reasoning: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,8 +15,9 @@ from ..errors import InputError
 from ..images.items import Chat, Picture, Pictured, all_images, chat_of, check_cut, refuse_images, too_long
 from ..looped.requests import check_exits
 from ..options import Truncate
+from ..prefix import MEDIA_BASE
 from ..text import Filled
-from ..text.chat import TEMPLATE_SECONDS
+from ..text.chat import TEMPLATE_SECONDS, THINK
 from ..text.schemas import example_of
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each
@@ -41,8 +43,10 @@ class GenerateTask:
     "cached_tokens" (tokens of the prompt that were not computed for it)}, with "approximate_tokens" where some of the
     prompt's K/V was computed at other positions and copied, "stop" (the text or id) where one ended the output,
     "logprobs" if asked for, a list of {"id", "token", "logprob", "top": [{"id", "token", "logprob"}]}, and "tokens"
-    (ids) in place of "text" where the model has no tokenizer. With several samples "text", "finish_reason", "stop",
-    "logprobs" and "tokens" are in "choices", one object a sample.
+    (ids) in place of "text" where the model has no tokenizer. An item `with_ids` has "prompt_ids", and "tokens" in any
+    case; `with_reasoning` it has "thinks" (whether the prompt ends with <think>) and "reasoning_tokens" (how many
+    tokens of the text are reasoning) where the model may think. With several samples "text", "finish_reason", "stop",
+    "logprobs", "tokens" and "reasoning_tokens" are in "choices", one object a sample.
 
     The tokenizer's leading special tokens (BOS) come before a prompt, unless it begins with the BOS itself. A chat
     template writes its own. Token ids are taken as they are.
@@ -50,6 +54,7 @@ class GenerateTask:
 
     name = "generate"
     item_type = GenerateItem
+    reasoning_parser = "auto"  # whether models think: where their chat template says so; "think": all; "none": none
 
     def __init__(
         self,
@@ -125,7 +130,7 @@ class GenerateTask:
         }
         item = self._bounded(item)
         seen = self._seen(item)
-        before, get, field = self._prompt(item, batch, seen, beside["salt"])
+        before, get, field, text = self._prompt(item, batch, seen, beside["salt"])
         cut = partial(self._cut, item, batch, before.size, seen, beside["salt"]) if self.truncate is True else None
 
         def make() -> Work:
@@ -133,6 +138,10 @@ class GenerateTask:
             drawn = sampling if asked else self._within_context(sampling, made.tokens.size)
             request = replace(made, sampling=drawn, **beside)
             note: dict[str, Any] = {"tokens": request.tokens.size}
+            if item.with_ids:
+                note["ids"] = _plain_ids(request)
+            if item.with_reasoning and text is not None and self._may_think(item):
+                note["thinks"] = text.rstrip().endswith(THINK[0])
             return Work([request], note | notes_of(seen))
 
         return make
@@ -180,9 +189,9 @@ class GenerateTask:
 
     def _prompt(
         self, item: GenerateItem, batch: TextBatch, seen: list[Picture], salt: str
-    ) -> tuple[np.ndarray, Callable[[], np.ndarray], str]:
+    ) -> tuple[np.ndarray, Callable[[], np.ndarray], str, str | None]:
         """Returns the special tokens before a prompt, a function that gives its other tokens once the batch is
-        encoded, and the field that they come from. seen: the item's images."""
+        encoded, the field that they come from, and the text of a conversation. seen: the item's images."""
         nothing = np.empty(0, np.int32)
         if item.messages is not None:
             if item.prompt is not None:
@@ -190,18 +199,23 @@ class GenerateTask:
                 raise InputError(message, field="prompt", remedy="give one of them")
             text, encode = self.conversations.written(item, self.inputs, seen, salt)
             if encode is not None:
-                return nothing, batch.add(encode(text)), "messages"
+                return nothing, batch.add(encode(text)), "messages", text
             if self.truncate is not True:
                 text = self._part(text, "messages", left=self.truncate == "left")
-            return nothing, batch.add(text), "messages"
+            return nothing, batch.add(text), "messages", text
         if item.prompt is None:
             raise InputError("'prompt' is missing", field="prompt", remedy="give it, or messages", code="missing_field")
         if seen:
             assert self.inputs.images is not None
             ids = self.inputs.images.encode_pictured(item.prompt, seen, "prompt", salt)
-            return leading_ids(self.inputs.tokenizer, ids), batch.add(ids), "prompt"
+            return leading_ids(self.inputs.tokenizer, ids), batch.add(ids), "prompt", None
         text = self.inputs.said(item.prompt, "prompt", blank=True)
-        return leading_ids(self.inputs.tokenizer, text), batch.add(text), "prompt"
+        return leading_ids(self.inputs.tokenizer, text), batch.add(text), "prompt", None
+
+    def _may_think(self, item: GenerateItem) -> bool:
+        tokenizer, template = self.inputs.tokenizer, item.chat_template or self.conversations.chat_template
+        auto = self.reasoning_parser == "auto" and tokenizer is not None and tokenizer.chat_templates.thinks(template)
+        return auto or self.reasoning_parser == "think"
 
     def _bounded(self, item: GenerateItem) -> GenerateItem:
         """Returns the item with what may be kept of texts that are far too long (see `Inputs.bounded`)."""
@@ -323,11 +337,16 @@ class GenerateTask:
         }
         if samples[0].approximate_tokens:
             counts["approximate_tokens"] = samples[0].approximate_tokens
-        choices = [self._choice(sample) for sample in samples]
+        choices = [self._choice(sample, note) for sample in samples]
+        counts |= {name: note[field] for name, field in (("prompt_ids", "ids"), ("thinks", "thinks")) if field in note}
         return with_notes((choices[0] if len(choices) == 1 else {"choices": choices}) | counts, note)
 
-    def _choice(self, sample: Generated) -> dict[str, Any]:
-        choice: dict[str, Any] = {"tokens": list(sample.tokens)} if sample.text is None else {"text": sample.text}
+    def _choice(self, sample: Generated, note: Mapping[str, Any]) -> dict[str, Any]:
+        choice: dict[str, Any] = {} if sample.text is None else {"text": sample.text}
+        if sample.text is None or "ids" in note:
+            choice["tokens"] = list(sample.tokens)
+        if "thinks" in note:
+            choice["reasoning_tokens"] = self._reasoning_tokens(sample, note["thinks"])
         choice["finish_reason"] = sample.finish_reason
         if sample.stop is not None:
             choice["stop"] = sample.stop
@@ -335,6 +354,17 @@ class GenerateTask:
             pairs = zip(sample.tokens, sample.logprobs, strict=True)
             choice["logprobs"] = [self.token_logprobs(token, found) for token, found in pairs]
         return choice
+
+    def _reasoning_tokens(self, sample: Generated, opened: bool) -> int:
+        """Returns how many tokens of a sample are reasoning, up to what ends it. opened: whether the prompt ends with
+        what begins it."""
+        (begin, end), text, ids = THINK, sample.text or "", sample.tokens
+        if not opened and not text.lstrip().startswith(begin):
+            return 0
+        if self.inputs.tokenizer is None or end not in text:
+            return len(ids)
+        decode = self.inputs.tokenizer.decode
+        return bisect_left(range(len(ids)), True, key=lambda n: end in decode(ids[:n], skip_special=True))
 
     def token_logprobs(self, token: int, found: TokenLogprobs) -> dict[str, Any]:
         """Returns a token of an output with its log-probabilities, as they stand in the result."""
@@ -352,6 +382,14 @@ def _named(item: Any) -> Any:
     if isinstance(item, (list, tuple)) and item and isinstance(item[0], Mapping):
         return GenerateItem(messages=item)
     return GenerateItem(prompt=item) if isinstance(item, (str, list, tuple, np.ndarray, Pictured)) else item
+
+
+def _plain_ids(request: Request) -> list[int]:
+    """Returns the ids of a prompt's tokens. Raises InputError for one with images, whose rows have no such ids."""
+    if request.media or (request.tokens >= MEDIA_BASE).any():
+        message, remedy = "the prompt has images, whose rows are no tokens of the vocabulary", "leave it out"
+        raise InputError(message, field="with_ids", remedy=remedy, code="unsupported")
+    return request.tokens.tolist()  # type: ignore[no-any-return]
 
 
 def _of_type(value: Any, field: str, kind: type) -> Any:

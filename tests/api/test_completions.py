@@ -40,7 +40,8 @@ def body_of(batch, parsed, *results):
 
 def test_a_chat_request_and_its_response():
     batch, parsed = read(CHAT, {"model": "m", "messages": USER, "max_tokens": 5})
-    assert parsed.items == [{"messages": USER, "tools": None, "sampling": {"temperature": 1.0, "max_tokens": 5}}]
+    sampling = {"temperature": 1.0, "max_tokens": 5}
+    assert parsed.items == [{"messages": USER, "tools": None, "sampling": sampling, "with_reasoning": True}]
     body = body_of(batch, parsed, result())
     assert body["object"] == "chat.completion" and body["model"] == "m" and body["id"].startswith("chatcmpl-")
     assert isinstance(body["created"], int)

@@ -154,7 +154,7 @@ def test_nothing_is_stored(client, store):
     ("wrong", "param"),
     [
         ({"input": []}, "input"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "input[0]"),
+        ({"input": [{"type": "computer_call"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"background": True}, "background"),
@@ -162,7 +162,8 @@ def test_nothing_is_stored(client, store):
         ({"max_output_tokens": "many"}, "max_output_tokens"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": 5}}}}, "text.format"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
+        ({"reasoning": {"budget": 5}}, "reasoning"),
         ({"include": ["file_search_call.results"]}, "include"),
     ],
 )
