@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from unittest.mock import Mock
 
 import httpx
@@ -12,6 +11,7 @@ import pytest
 from serving import serving, until
 
 from prefold.errors import OutOfMemoryError, RankError
+from prefold.serve.batch import BatchWork
 
 BODY = {"prompt": "yes the no", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 
@@ -65,9 +65,10 @@ def test_memory_that_is_too_small(llm, broken):
 
 @pytest.mark.parametrize("error", [RankError("rank 1 has died"), OutOfMemoryError("not even one row fits")])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
-def test_a_batch_waits_until_the_engine_works_again(llm, broken, tmp_path, path, error):
+def test_a_batch_waits_until_the_engine_works_again(llm, broken, tmp_path, path, error, monkeypatch):
     """None of its lines is answered with an error that is the engine's."""
-    lines = []
+    lines, tries, finish = [], [], BatchWork.finish
+    monkeypatch.setattr(BatchWork, "finish", lambda work, one: tries.append(one) or finish(work, one))
     for i in range(40):
         body = BODY | {"prompt": f"{i} yes", "max_tokens": 30} if path == "/v1/completions" else {"input": f"{i} yes"}
         lines.append(json.dumps({"custom_id": str(i), "method": "POST", "url": path, "body": body | {"model": "tiny"}}))
@@ -77,7 +78,7 @@ def test_a_batch_waits_until_the_engine_works_again(llm, broken, tmp_path, path,
             file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
             batch = client.batches.create(input_file_id=file.id, endpoint=path, completion_window="24h")
             until(lambda: server.site.failing is not None)
-            time.sleep(1)
+            until(lambda: len(tries) > 3)
             assert client.batches.retrieve(batch.id).status == "in_progress"
             broken.clear()
             until(lambda: client.batches.retrieve(batch.id).status == "completed", 30)
