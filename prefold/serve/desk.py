@@ -363,7 +363,9 @@ def fingerprint(llm: Any) -> str:
     computed."""
     engine = llm.engine.options
     how = [llm.device.type, engine.sharing, engine.generation.exits, getattr(engine.generation.cache, "shifted", None)]
-    content = json.dumps([__version__, llm.identity, how], sort_keys=True, default=str)
+    named = llm.identity
+    identity = {**named, "model": {**named["model"], "name": ""}}  # which may be the path of its folder
+    content = json.dumps([__version__, identity, how], sort_keys=True, default=str)
     return f"fp_{hashlib.blake2b(content.encode(), digest_size=6).hexdigest()}"
 
 

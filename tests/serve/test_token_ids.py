@@ -120,3 +120,6 @@ def test_fingerprint(server, llm):
     assert marks == {fingerprint(llm)}
     other = SimpleNamespace(engine=llm.engine, device=llm.device, identity=llm.identity | {"dtype": "bfloat16"})
     assert fingerprint(other) not in marks
+    elsewhere = llm.identity | {"model": llm.identity["model"] | {"name": "/elsewhere/model"}}
+    moved = SimpleNamespace(engine=llm.engine, device=llm.device, identity=elsewhere)
+    assert fingerprint(moved) in marks
