@@ -22,6 +22,7 @@ class Exchange:
     body   bytes, or what is sent as JSON; <NAME> in it, and in the path, is what an earlier exchange kept as NAME
     keep   {NAME: field of the answer}
     until  a pattern: the request is sent again until the answer has it
+    rough  whether the answer is lines of a batch, whose order and last digits follow the clock, as its steps do
     """
 
     name: str
@@ -31,6 +32,7 @@ class Exchange:
     headers: Mapping[str, str] = field(default_factory=dict)
     keep: Mapping[str, str] = field(default_factory=dict)
     until: str | None = None
+    rough: bool = False
 
 
 @dataclass(frozen=True)
@@ -408,7 +410,7 @@ def batches() -> list[Exchange]:
                 until='"status":"(completed|failed)"',
                 keep={"output": "output_file_id"} | (more if has_errors else {}),
             ),
-            get(f"{name}-output", "/v1/files/<output>/content"),
+            get(f"{name}-output", "/v1/files/<output>/content", rough=True),
         ]
         if has_errors:
             found.append(get(f"{name}-errors", "/v1/files/<errors>/content"))

@@ -119,6 +119,9 @@ class Recorder:
             kept[name] = json.loads(body).get(field) or "nothing"
         if "event-stream" in headers.get("content-type", ""):
             body = joined_events(body)
+        if one.rough:
+            body = re.sub(r"-?\d+\.\d+(e-?\d+)?", '"<number>"', "\n".join(sorted(body.splitlines(), key=custom_id)))
+            body = re.sub(r'("embedding": )"[^"]*"', r'\1"<numbers>"', body)
         lines = [f"{one.method} {one.path}", f"status {status}", *(f"{n}: {v}" for n, v in sorted(headers.items()))]
         return "\n".join(lines) + "\n\n" + body
 
@@ -147,6 +150,11 @@ class Recorder:
         finally:
             process.kill()
             process.join()
+
+
+def custom_id(line: str) -> str:
+    """Returns the id of a batch's line."""
+    return str(json.loads(line)["custom_id"])
 
 
 def until(done: Any) -> None:
