@@ -193,7 +193,7 @@ JOBS = [
     job("adapter", "embed @texts.jsonl --prompt text --adapter warm={warm}"),
     job(
         "images",
-        "generate @pictures.jsonl --prompt text --image picture --max-tokens 6 --temperature 0",
+        "generate @pictures.jsonl --prompt text --image picture --max-tokens 6 --temperature 0 --quiet",
         model="images",
     ),
     job("images-embed", "embed @pictures.jsonl --prompt text --image picture", model="images", output="out.parquet"),

@@ -27,7 +27,8 @@ _PATTERNS = [
     (r"(?m)^(prefold:\w*(?:seconds|time|lag|bytes|memory|rss|steps)\w*(?:{[^}]*})?) .*$", r"\1 <number>"),
     # A batch that has just been created may have begun.
     (r'("status":"validating".*?"request_counts":)\{[^}]*\}', r'\1"<counts>"'),
-    # The page's steps of the last minutes, each with its time.
+    # The page's steps: how many there were, and those of the last minutes, each with its time.
+    (r'("rows":\d+,"steps":)\d+', r'\1"<number>"'),
     (r'"steps":\[\[.*?\]\]', '"steps":["<time>"]'),
     (r"(?m)^((?:process|python)_\w+(?:{[^}]*})?) .*$", r"\1 <number>"),
 ]
