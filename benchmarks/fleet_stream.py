@@ -20,7 +20,7 @@ from simulate.fit import fit
 from simulate.scheduled import ScheduledEngine
 
 from prefold.cluster.fleet import Fleet
-from prefold.cluster.live import limits_of
+from prefold.cluster.online import limits_of
 from prefold.cluster.policies import POLICIES, BestStart, LeastLoaded, Policy, Standing, policy_named
 from prefold.cluster.ray_replicas import RayReplicas
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, RunCall

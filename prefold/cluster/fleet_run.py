@@ -1,6 +1,7 @@
-"""One run of a fleet: what is known is divided as segments, what comes goes through the live window and the router.
+"""One run of a fleet: its lease book is fed by a sorted job, by a stream, or by both one after the other.
 
-Here replicas are told of decisions, and answers come back as events; decisions are made in `known.py` and `live.py`.
+Here replicas are told of decisions, and answers come back as events; decisions are made in `leases.py`, and by the
+sources `offline.py` and `online.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from ..images.sending import SentPictures
 from ..stream import LiveInput, Spool, Window, Windows
 from ..stream.order import unique_tokens
 from ..types import Generated, GenerationStats, Request
-from .known import Answered, KnownWork
-from .live import LiveLeases
-from .replicas import ReplicaEvent, ReplicaLost, ReplicaReady, ReplicaReport, RunCall, tagged_windows
+from .leases import LeaseBook
+from .offline import OfflineSource, offline_source
+from .online import OnlineSource
+from .replicas import ReplicaEvent, ReplicaLost, ReplicaReady, ReplicaReport, RunCall
 
 if TYPE_CHECKING:
     from .fleet import Fleet
@@ -56,35 +58,31 @@ class FleetRun:
         on_step: Callable[[StepInfo], None] | None,
     ):
         self.fleet, self.on_step = fleet, on_step
-        self.known: KnownWork | None = None
-        self.live: LiveLeases | None = None
-        self._source: LiveInput | None = None
-        self._shown_to = source.see if isinstance(source, LiveInput) else None
+        self.offline: OfflineSource | None = None
+        self.online: OnlineSource | None = None
+        self._input: LiveInput | None = None
         self._begun: dict[str, _Done] = {}
         self._pictures = None if fleet.media is None else SentPictures(fleet.media)
         self._killed: dict[str, float] = {}  # when those were killed that hung, and of which no `ReplicaLost` came yet
-        is_known = not isinstance(source, LiveInput)
-        is_early = not is_known and source.rest is not None
-        self.call = call = replace(call, live=not (is_known or is_early))
+        is_early = isinstance(source, LiveInput) and source.rest is not None
+        self.call = call = replace(call, live=isinstance(source, LiveInput) and not is_early)
         # Whether rows of prompts are counted here; replicas count them where nobody knows all beforehand.
         self._counts_rows = call.readout.kind != "first" and not call.live
         self._generates = call.readout.kind == "tokens"
         self._counted_rows = False  # whether a replica has counted rows: servers and vLLM do not
         self._early = Spool() if is_early else None  # the prompts that run before the others are known
+        self.book = LeaseBook([], numbers=fleet.numbers, patience=fleet.patience)
         if isinstance(source, LiveInput):
-            self._source = source
-            self.live = LiveLeases(
-                call, max_tokens=source.max_tokens, numbers=fleet.numbers, patience=fleet.patience, early=is_early,
-                policy=fleet.policy, **fleet.live,
-            )  # fmt: skip
+            self._input = source
+            how = {"max_tokens": source.max_tokens, "early": is_early, "policy": fleet.policy, "see": source.see}
+            self.online = OnlineSource(call, **how, **fleet.live)
+            self.book.add(self.online)
         else:
-            self._know(source)
+            self._divide(source)
 
-    def _know(self, windows: Windows) -> None:
-        fleet = self.fleet
-        self.known = KnownWork(windows, self.call, fleet.row_cost, fleet.numbers, fleet.patience)
-        for name in self._begun:
-            self.known.join(name, fleet.ready[name], fleet.expected, time.monotonic())
+    def _divide(self, windows: Windows) -> None:
+        self.offline = offline_source(windows, self.call, self.fleet.row_cost, self.fleet.expected)
+        self.book.add(self.offline, time.monotonic())
 
     def answers(self, stopping: Callable[[], bool]) -> Iterator[tuple[bytes, Any]]:
         """Yields (tag, answer) of every request, once."""
@@ -106,20 +104,17 @@ class FleetRun:
     @property
     def _pause(self) -> float:
         """Returns the seconds after which it looks again at what may be sent, though nothing has been told."""
-        if self._source is None or self.live is None:
+        if self._input is None or self.online is None:
             return _TICK
-        return _LIVE_TICK if self._source.feed.since is None or self.live.is_full else 0.0
+        return _LIVE_TICK if self._input.feed.since is None or self.online.is_full else 0.0
 
     def end(self) -> None:
         """Ends the run on all replicas that take part."""
         fleet = self.fleet
         for name in self._begun.keys() & fleet.ready.keys():
             fleet.replicas.end(name)
-        if self.known is not None and self.known.leases is not None:
-            fleet.steals += self.known.leases.steals
-            fleet.moved += self.known.leases.moved
-        if self.live is not None:
-            fleet.moved += self.live.moved
+        fleet.steals += 0 if self.offline is None else self.offline.steals
+        fleet.moved += self.book.moved
         if self._counts_rows and (self._counted_rows or not self._generates):
             fleet.stats.unique_tokens += self._unique_rows()
         fleet.counted_apart |= self.call.live and self._counted_rows and len(fleet.replicas.names) > 1
@@ -129,32 +124,20 @@ class FleetRun:
     def _unique_rows(self) -> int:
         """Returns the rows of the stream that all prompts of the run make together."""
         if self._early is None or not self._early.num_requests:
-            return 0 if self.known is None else self.known.num_rows
-        orders = [self._early.order()] + ([] if self.known is None else [self.known.order])
-        return unique_tokens(orders)
+            return 0 if self.offline is None else self.offline.num_rows
+        return unique_tokens([self._early.order(), *([] if self.offline is None else [self.offline.order])])
 
     @property
     def _is_done(self) -> bool:
-        known = self.known is None or self.known.is_done
-        return known and self._source is None and (self.live is None or not self.live.num_left)
+        return self._input is None and not self.book.num_left
 
     # ------------------------------------------------------------------------------------------------ sending
 
     def _send(self) -> None:
-        now = time.monotonic()
-        if self._source is not None:
-            self._take_in(self._source)
-        if self.live is not None and self.live.num_unsent:
-            share = self.call.sharing == "full"
-            for lease in self.live.dispatch(now):
-                windows = list(tagged_windows(lease.number, lease.requests, share=share))
-                self._see(windows)
-                self._give(str(lease.replica), windows)
-                if self.known is not None:
-                    self.known.forget_path(str(lease.replica))
-        if self.known is not None:
-            for name, windows in self.known.send(now):
-                self._give(name, windows)
+        if self._input is not None:
+            self._take_in(self._input)
+        for lease in self.book.send(time.monotonic()):
+            self._give(lease.replica, lease.source.windows(lease))
 
     def _give(self, name: str, windows: list[Window]) -> None:
         if self._pictures is not None:
@@ -165,29 +148,25 @@ class FleetRun:
 
     def _take_in(self, source: LiveInput) -> None:
         """Moves what has come into the window; where nothing comes any more, begins with the rest."""
-        live, feed = self.live, source.feed
-        assert live is not None
+        online, feed = self.online, source.feed
+        assert online is not None
         if source.rest is not None:
-            feed.bound = live.room()
+            feed.bound = online.room()
         now = time.monotonic()
         until = now + _LIVE_TICK  # for replicas are not heard meanwhile
-        while not live.is_full and not feed.is_over and time.monotonic() < until:
+        while not online.is_full and not feed.is_over and time.monotonic() < until:
             if (came := feed.take()) is None:
                 break
             for reads in came:
-                live.put(reads, now)
+                online.put(reads, now)
                 if self._early is not None:
                     self._early.add(Request(reads[0].tokens, adapter=reads[0].adapter, salt=reads[0].salt))
-        feed.is_hungry = not live.num_unsent and live.room() > 0
+        feed.is_hungry = not online.num_waiting and online.room() > 0
         if feed.is_over:
-            self._source = None
-            live.close()
+            self._input = None
+            online.close()
             if source.rest is not None:
-                self._know(source.rest())
-
-    def _see(self, windows: list[Window]) -> None:
-        for window in windows if self._shown_to is not None else ():
-            self._shown_to(window)
+                self._divide(source.rest())
 
     # ---------------------------------------------------------------------------------------- what comes back
 
@@ -224,26 +203,17 @@ class FleetRun:
             if self._pictures is not None:
                 self._pictures.answered(name, number, place)
         for number, answers in by_lease.items():
-            for tag, tokens, answer in self._commit(name, number, answers, now):
+            for tag, tokens, answer in self.book.commit(name, number, answers, now):
                 self._count_answer(name, tokens, answer)
                 yield tag, answer
-
-    def _commit(self, name: str, number: int, answers: dict[int, Any], now: float) -> Iterator[Answered]:
-        if self.live is not None:
-            for one, tokens in self.live.commit(name, number, answers, now):
-                yield one.tag, tokens, answers[one.number]
-        if self.known is not None and self.known.leases is not None:
-            yield from self.known.commit(name, number, answers, now)
 
     def _tell_router(self, name: str, report: ReplicaReport, now: float) -> None:
         """Tells the books of what a replica has done, and the router of what its cache holds."""
         if report.shows_progress:
-            for one in (self.live, None if self.known is None else self.known.leases):
-                if one is not None:
-                    one.heard(name, now)
-        if self.live is None:
+            self.book.heard(name, now)
+        if self.online is None:
             return
-        if report.events is not None and not self.live.router.take(name, report.events):
+        if report.events is not None and not self.online.router.take(name, report.events):
             self.fleet.retold += 1
             self.fleet.replicas.retell(name)
         if not report.steps:
@@ -253,38 +223,29 @@ class FleetRun:
         seconds = sum(step.seconds for step in report.steps)
         if self.fleet.ready[name].steps_overlap:
             seconds, done.heard = min(seconds, now - done.heard), now
-        self.live.router.worked(name, max(0, rows - decode), decode, seconds)
+        self.online.router.worked(name, max(0, rows - decode), decode, seconds)
 
     def _join(self, name: str) -> None:
         fleet, now = self.fleet, time.monotonic()
         self._begun[name] = _Done(heard=now)
         fleet.replicas.begin(name, self.call)
-        if self.live is not None:
-            self.live.join(name, fleet.ready[name], now)
-            if self.call.in_slots and not fleet.ready[name].reports_cache:
-                fleet.estimated.add(name)
-        if self.known is not None:
-            self.known.join(name, fleet.ready[name], fleet.expected, now)
+        self.book.join(name, fleet.ready[name], now)
+        if self.online is not None and self.call.in_slots and not fleet.ready[name].reports_cache:
+            fleet.estimated.add(name)
 
     def _lose(self, name: str, lost: ReplicaLost) -> Iterator[tuple[bytes, Any]]:
         self._count_loss(self._begun.pop(name, None))
         self._killed.pop(name, None)
         if self._pictures is not None:
             self._pictures.lose(name)
-        tags, now, died = [], time.monotonic(), lost.died
-        if self.known is not None:
-            tags += self.known.lose(name, now, returns=lost.returns, died=died)
-        if self.live is not None:
-            tags += [request.tag for request in self.live.lose(name, died=died)]
-        for tag in tags:
+        for tag in self.book.lose(name, died=lost.died):
             message = f"replicas were lost while they worked on it, the last one on it alone: {lost.reason}"
             remedy = "see what is unusual about the record, or run it again by itself"
             yield tag, InputError(message, remedy=remedy, code="replicas_lost")
 
     def _kill_hung(self) -> None:
-        now, books = time.monotonic(), (self.live, None if self.known is None else self.known.leases)
-        hung = {str(name) for one in books if one is not None for name in one.hung(now)}
-        for name in hung:
+        now = time.monotonic()
+        for name in self.book.hung(now):
             killed = self._killed.get(name)
             if killed is None:
                 self.fleet.notify(f"{name} has done nothing for {self.fleet.patience:.0f} s and is killed")

@@ -1,335 +1,284 @@
-"""Who computes which requests of a stream whose order is known: segments, leases, stealing, and what becomes of what
-a lost replica had. Plain Python: no I/O, and the clock is handed in.
+"""The lease book of a run on a fleet: which replica has which requests, and what becomes of what a lost one had.
 
-    leases.admit(now)                   work goes to replicas that run out of it
-    lease = leases.plan()               reads the books, changes nothing; None: nobody can take more now
-    leases.begin(lease, now)            it has been sent
-    fresh = leases.commit(number, places, now)
-    blamed = leases.lose(replica, now)  its work goes out again, but for those that replicas died of
+No I/O, and the clock is handed in:
 
-A request is named by its place in the order. Each replica has a segment of it and takes small leases off its front, so
-that only requests that have not begun are moved when others run out of work. Every request is fresh once: an answer
-to a lease that is over, or a second answer, is dropped.
+    book.join(replica, facts, now)
+    for lease in book.send(now): ...                    leases to be sent now; they are booked as sent
+    fresh = book.commit(replica, number, answers, now)  the answers that are the first ones
+    tags = book.lose(replica)                           its work goes out again, but for requests that replicas died of
 
-What a lost replica may have begun is under suspicion. It goes out again in groups, when a replica has nothing else to
-do, and nothing runs beside a group. One that another replica is lost with is divided, until a request is alone.
+Requests come from sources: `offline.py` divides a sorted job in segments, `online.py` serves a live window. A source
+decides which replica takes which requests, and how many; all else is decided here, for both alike. Every request is
+fresh once: an answer to a lease that is over, or a second answer, is dropped.
+
+What a lost replica may have begun is under suspicion. It goes out again in groups, to replicas that have nothing else
+to do, and nothing runs beside a group; where all are at work, one of them takes nothing more until it has run them.
+A group that another replica is lost with is divided, until a prompt is alone.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
-from ..prefix import Segment, StreamCost
+from ..stream import Window
+from .replicas import ReplicaFacts
 
-__all__ = ["Lease", "LeaseOptions", "Leases", "divided", "ranges_of"]
+__all__ = ["Answered", "Lease", "LeaseBook", "OpenLease", "Source", "divided"]
 
-_SPEED_SECONDS = 20.0  # what was measured longer ago counts for less than 1/e
 _PARTS = 4  # of a group under suspicion: the search runs as many groups as with halves, and loses half as many replicas
 
 T = TypeVar("T")
+# A request's tag, the tokens of its prompt (0 where the prompt is counted with another of its reads), and its answer.
+Answered = tuple[bytes, int, Any]
+Places = tuple[int, ...]  # the reads of one prompt, which are sent and given up together
 
 
 class Lease(NamedTuple):
-    """A lease is the requests at some places, given to a replica under a number.
+    """A lease is the requests of a source at some places, given to a replica under a number.
 
-    places: ascending. suspect: a replica was lost while it worked on these requests.
+    before      the last place of the source that the replica was given before this; None where it was given none, or
+                requests of another source since
+    is_suspect  whether a replica was lost while it worked on these requests
     """
 
     number: int
-    replica: Hashable
+    replica: str
+    source: Source
     places: Sequence[int]
-    suspect: bool = False
+    before: int | None = None
+    is_suspect: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseOptions:
-    """Says how large leases are, and when a replica is given up.
+class OpenLease(NamedTuple):
+    """A lease that a replica has not answered in full. left: the places without an answer."""
 
-    seconds     what a lease takes about
-    least       cost below which work is not divided any further
-    most        cost of a lease, at most
-    waiting     requests that a replica shall have at least, beside two leases
-    begun       requests, and cost, that a replica may have begun at once: these are under suspicion when it is lost
-    patience    seconds without any progress after which a replica that has work is given up
-    """
-
-    seconds: float = 2.0
-    least: float = 1.0
-    most: float = math.inf
-    waiting: int = 0
-    begun: tuple[int, float] = (1 << 30, math.inf)
-    patience: float = 300.0
-
-
-@dataclass(slots=True)
-class _OpenLease:
     lease: Lease
     left: set[int]
 
 
+class Source(ABC):
+    """A source holds requests that no replica has. A place names one of them; the source's book calls its methods."""
+
+    book: LeaseBook
+
+    @property
+    @abstractmethod
+    def num_left(self) -> int:
+        """Returns how many requests have no answer."""
+
+    @abstractmethod
+    def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
+        """Notes that a replica can take requests."""
+
+    @abstractmethod
+    def leave(self, replica: str) -> None:
+        """Notes that a replica is gone, or does not come; what the source kept for it is for others."""
+
+    @abstractmethod
+    def pause(self, replica: str, paused: bool) -> None:
+        """Notes that a replica takes no requests for now, or takes them again."""
+
+    @abstractmethod
+    def take(self, now: float) -> Iterator[tuple[str, Sequence[int]]]:
+        """Yields (replica, places) of what leaves the source now; each is in the book before the next is asked for."""
+
+    @abstractmethod
+    def windows(self, lease: Lease) -> list[Window]:
+        """Returns what a replica is sent for a lease."""
+
+    @abstractmethod
+    def answered(self, replica: str, answers: Mapping[int, Any], now: float) -> list[Answered]:
+        """Takes the first answers to requests, by their places, which a replica gave."""
+
+    @abstractmethod
+    def prompts(self, places: Sequence[int]) -> list[Places]:
+        """Returns places by prompt."""
+
+    @abstractmethod
+    def num_begun(self, facts: ReplicaFacts, prompts: Sequence[Places]) -> int:
+        """Returns how many of the prompts that a replica was given it may have begun, in the order of sending."""
+
+    @abstractmethod
+    def put_back(self, prompts: Sequence[Places]) -> None:
+        """Takes back prompts that had left."""
+
+    @abstractmethod
+    def give_up(self, places: Places) -> list[bytes]:
+        """Forgets requests; returns their tags."""
+
+    def resend(self, replica: str, prompts: Sequence[Places]) -> None:  # noqa: B027  # most book nothing
+        """Notes that a replica is sent prompts which had left."""
+
+    @abstractmethod
+    def check(self, sent: set[int]) -> list[int]:
+        """Returns the places that have not left, for tests. sent: the places of open leases."""
+
+
 @dataclass(slots=True)
 class _Replica:
-    """What a replica has to do. is_ready: it can take leases; before that its segment waits for it."""
-
-    segment: list[Segment] = field(default_factory=list)
-    open: dict[int, _OpenLease] = field(default_factory=dict)
-    is_ready: bool = False
-    done: float = 0.0  # cost and seconds of work, of late
-    seconds: float = 0.0
-    measured: float = 0.0  # when they were added up last
-    heard: float = 0.0
-
-    @property
-    def has_suspects(self) -> bool:
-        """Returns whether what it has is under suspicion; it then has nothing else."""
-        return any(entry.lease.suspect for entry in self.open.values())
+    facts: ReplicaFacts
+    heard: float  # when it made progress
+    open: dict[int, OpenLease] = field(default_factory=dict)
+    last: Lease | None = None
+    is_paused: bool = False  # takes nothing but what is under suspicion
 
 
-class Leases:
-    """Holds the books of one job on a fleet.
+class LeaseBook:
+    """Holds the leases of one run.
 
-    cost      of the job's requests, in their order
-    replicas  those that are there or shall come; the stream is cut into a segment for each
     numbers   where the leases' numbers come from
+    patience  seconds without any progress after which a replica that has work is given up
     """
 
-    def __init__(
-        self,
-        cost: StreamCost,
-        replicas: Iterable[Hashable],
-        options: LeaseOptions = LeaseOptions(),
-        *,
-        numbers: Iterator[int] | None = None,
-    ):
-        self.cost, self.options = cost, options
-        self.num_left = cost.num_prompts
-        self.steals = 0
+    def __init__(self, sources: Iterable[Source], *, numbers: Iterator[int], patience: float = 300.0):
+        self.sources: list[Source] = []
         self.moved = 0  # requests that were sent again because a replica was lost
-        self._numbers = itertools.count() if numbers is None else numbers
-        self._next = next(self._numbers)
-        self._replicas = {replica: _Replica() for replica in replicas}
-        self._free: list[Segment] = []  # of nobody
-        self._suspects: deque[Sequence[int]] = deque()  # groups of requests, none of them empty
-        if self._replicas:
-            segments = cost.cut(0, cost.num_prompts, [1.0] * len(self._replicas))
-            for replica, segment in zip(self._replicas.values(), segments, strict=True):
-                replica.segment = [segment] if segment.start < segment.stop else []
-        elif cost.num_prompts:
-            self._free = [Segment(0, cost.num_prompts)]
+        self._numbers, self._patience = numbers, patience
+        self._replicas: dict[str, _Replica] = {}
+        self._suspects: deque[tuple[Source, Sequence[Places]]] = deque()  # groups, none of them empty
+        for source in sources:
+            self.add(source)
+
+    def add(self, source: Source, now: float = 0.0) -> None:
+        """Takes in a source, from which all replicas take that are there."""
+        source.book = self
+        self.sources.append(source)
+        for name, replica in self._replicas.items():
+            source.join(name, replica.facts, now)
+            source.pause(name, replica.is_paused)
 
     @property
-    def replicas(self) -> tuple[Hashable, ...]:
-        """Returns the replicas that are there or shall come."""
-        return tuple(self._replicas)
+    def num_left(self) -> int:
+        """Returns how many requests have no answer."""
+        return sum(source.num_left for source in self.sources)
 
-    def open_leases(self, replica: Hashable) -> tuple[Lease, ...]:
-        """Returns what a replica was given and has not answered in full."""
-        return tuple(entry.lease for entry in self._replicas[replica].open.values())
+    def open_leases(self, replica: str, source: Source) -> list[OpenLease]:
+        """Returns the leases of a source that a replica, if it is there, has not answered in full."""
+        entry = self._replicas.get(replica)
+        return [] if entry is None else [open_ for open_ in entry.open.values() if open_.lease.source is source]
 
     # ------------------------------------------------------------------------------------------ who is there
 
-    def join(self, replica: Hashable, now: float) -> None:
-        """Notes that a replica can take leases; also one that was not expected."""
-        entry = self._replicas.setdefault(replica, _Replica())
-        entry.is_ready, entry.heard, entry.measured = True, now, now
+    def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
+        """Notes that a replica can take leases; what it may have had before goes out again."""
+        if replica in self._replicas:
+            self.lose(replica, died=False)
+        self._replicas[replica] = _Replica(facts, now)
+        for source in self.sources:
+            source.join(replica, facts, now)
 
-    def expect(self, replica: Hashable) -> None:
-        """Notes that a replica shall come."""
-        self._replicas.setdefault(replica, _Replica())
-
-    def heard(self, replica: Hashable, now: float) -> None:
+    def heard(self, replica: str, now: float) -> None:
         """Notes that a replica makes progress."""
         if replica in self._replicas:
             self._replicas[replica].heard = now
 
-    def hung(self, now: float) -> list[Hashable]:
+    def hung(self, now: float) -> list[str]:
         """Returns the replicas that have work and have made no progress for longer than is waited for."""
-        late = now - self.options.patience
+        late = now - self._patience
         return [name for name, replica in self._replicas.items() if replica.open and replica.heard < late]
 
-    def lose(self, replica: Hashable, now: float, *, died: bool = True) -> list[int]:
-        """Takes back what a replica has, which is gone; returns the requests that are given up.
+    def lose(self, replica: str, *, died: bool = True) -> list[bytes]:
+        """Takes back what a replica has, which is gone; returns the tags of the requests that are given up.
 
-        That is a request that ran under suspicion alone: another replica was lost with it before. Where several ran
-        under suspicion, their group is divided; where none did, what the replica may have begun is under suspicion
-        from now on. Where it has not died, nothing is held against any request. A replica that is not known has
-        nothing.
+        Those are the reads of a prompt that ran under suspicion alone: another replica was lost with it before. Where
+        several prompts ran under suspicion, their group is divided; where none did, what the replica may have begun is
+        under suspicion from now on. Where it has not died, nothing is held against any request. A replica that is not
+        known has nothing.
         """
         entry = self._replicas.pop(replica, None)
-        if entry is None:
-            return []
-        self._free += entry.segment
-        blamed: list[int] = []
-        left = sorted(place for open_ in entry.open.values() for place in open_.left)
-        if entry.has_suspects:
-            blamed = left if died and len(left) == 1 else []
-            self._suspects += [] if blamed else divided(left) if died else [left]
-        else:
-            begun = self._begun(entry) if died else []
-            self._suspects += divided(begun)
-            self._free += ranges_of(sorted(set(left).difference(begun)))
-        self.moved += len(left) - len(blamed)
-        self.num_left -= len(blamed)
-        return blamed
-
-    def _begun(self, replica: _Replica) -> list[int]:
-        """Returns what a replica may have begun, in the order of the places."""
-        count, cost = self.options.begun
-        begun = []
-        for place in itertools.chain.from_iterable(sorted(entry.left) for entry in replica.open.values()):
-            if len(begun) == count or cost <= 0:
-                break
-            begun.append(place)
-            cost -= self.cost.of(place, place + 1)
-        return sorted(begun)
+        open_leases = [] if entry is None else list(entry.open.values())
+        were_suspects = any(open_.lease.is_suspect for open_ in open_leases)
+        tags: list[bytes] = []
+        for source in self.sources:
+            source.leave(replica)
+            own = [open_.left for open_ in open_leases if open_.lease.source is source]
+            if entry is None or not own:
+                continue
+            prompts = source.prompts([place for left in own for place in sorted(left)])
+            if were_suspects and died and len(prompts) == 1:
+                tags += source.give_up(prompts.pop())
+            self.moved += sum(map(len, prompts))
+            begun = len(prompts)
+            if not were_suspects:
+                begun = source.num_begun(entry.facts, prompts) if died and entry.facts.dies_of_requests else 0
+            suspects = sorted(prompts[:begun])
+            self._suspects += [(source, group) for group in (divided(suspects) if died else [suspects]) if group]
+            source.put_back(prompts[begun:])
+        return tags
 
     # ------------------------------------------------------------------------------------------------- work
 
-    def admit(self, now: float) -> None:
-        """Gives work to replicas that run out of it: what is nobody's, or a part of what another has not begun."""
-        if not self._replicas:
-            return
-        mean = self._mean_speed()
-        for name, replica in self._replicas.items():
-            if not replica.is_ready or replica.segment or not self._wants(replica):
+    def send(self, now: float) -> Iterator[Lease]:
+        """Yields what leaves now, booked as sent."""
+        yield from self._send_suspects(now)
+        for source in self.sources:
+            for replica, places in source.take(now):
+                yield self._begin(source, replica, places, now)
+
+    def _send_suspects(self, now: float) -> Iterator[Lease]:
+        for name, replica in list(self._replicas.items()):
+            if replica.open:
                 continue
-            if self._free:
-                self._free.sort(key=lambda segment: self.cost.of(*segment))
-                replica.segment = [self._free.pop()]
-            else:
-                self._steal(name, mean)
+            if self._suspects:
+                source, group = self._suspects.popleft()
+                self._pause(name, True)
+                source.resend(name, group)
+                yield self._begin(source, name, [place for places in group for place in places], now, is_suspect=True)
+            elif replica.is_paused:
+                self._pause(name, False)
+        if self._suspects and self._replicas and not any(replica.is_paused for replica in self._replicas.values()):
+            self._pause(min(self._replicas, key=lambda name: len(self._replicas[name].open)), True)
 
-    def _steal(self, thief: Hashable, mean: float) -> None:
-        """Cuts what the slowest has not begun in two, so that both end at the same time."""
-        mine = self._replicas[thief]
-        others = [r for name, r in self._replicas.items() if name != thief and r.segment]
-        if not others:
-            return
-        victim = max(others, key=lambda r: self._left(r) / self._speed(r, mean))
-        *before, last = victim.segment
-        busy = [self._open_cost(victim) + sum(self.cost.of(*s) for s in before), self._open_cost(mine)]
-        kept, stolen = self.cost.cut(*last, [self._speed(victim, mean), self._speed(mine, mean)], busy=busy)
-        if stolen.start == stolen.stop or self.cost.of(*stolen) < self.options.least:
-            if victim.is_ready or mine.open:
-                return
-            kept, stolen = Segment(last.start, last.start), last  # nobody knows when its owner comes
-        victim.segment = [*before, kept] if kept.start < kept.stop else before
-        mine.segment = [stolen]
-        self.steals += 1
+    def _pause(self, name: str, paused: bool) -> None:
+        self._replicas[name].is_paused = paused
+        for source in self.sources:
+            source.pause(name, paused)
 
-    def plan(self) -> Lease | None:
-        """Returns the next lease to be sent, None where no replica can take more."""
-        mean = self._mean_speed()
-        for name, replica in self._replicas.items():
-            if not replica.is_ready:
-                continue
-            if self._suspects and not replica.open and not replica.segment:
-                return Lease(self._next, name, self._suspects[0], suspect=True)
-            if replica.segment and self._wants(replica):
-                start, stop = replica.segment[0]
-                return Lease(self._next, name, range(start, self.cost.reach(start, stop, self._size(replica, mean))))
-        return None
-
-    def begin(self, lease: Lease, now: float) -> None:
-        """Enters a lease that `plan` returned as sent."""
-        replica = self._replicas[lease.replica]
-        assert lease.number == self._next
-        self._next = next(self._numbers)
-        if lease.suspect:
-            assert self._suspects.popleft() is lease.places
-        else:
-            (start, stop), end = replica.segment[0], lease.places[-1] + 1
-            assert start == lease.places[0] < end <= stop
-            replica.segment[:1] = [Segment(end, stop)] if end < stop else []
+    def _begin(
+        self, source: Source, name: str, places: Sequence[int], now: float, *, is_suspect: bool = False
+    ) -> Lease:
+        replica = self._replicas[name]
+        before = replica.last.places[-1] if replica.last is not None and replica.last.source is source else None
+        replica.last = lease = Lease(next(self._numbers), name, source, places, before, is_suspect)
         if not replica.open:
-            replica.heard = replica.measured = now
-        replica.open[lease.number] = _OpenLease(lease, set(lease.places))
+            replica.heard = now
+        replica.open[lease.number] = OpenLease(lease, set(places))
+        return lease
 
-    def commit(self, replica: Hashable, number: int, places: Iterable[int], now: float) -> list[int]:
-        """Takes answers to a lease, and returns the places whose answers are the first and the only ones."""
+    def commit(self, replica: str, number: int, answers: Mapping[int, Any], now: float) -> list[Answered]:
+        """Takes answers to a lease, by the requests' places; returns those that are the first and the only ones."""
         entry = self._replicas.get(replica)
         open_ = None if entry is None else entry.open.get(number)
         if entry is None or open_ is None:
             return []
-        fresh = []
-        for place in places:
-            if place in open_.left:
-                open_.left.discard(place)
-                fresh.append(place)
-        decay = math.exp((entry.measured - now) / _SPEED_SECONDS)
-        entry.done = entry.done * decay + sum(self.cost.own(place) for place in fresh)
-        entry.seconds = entry.seconds * decay + (now - entry.measured)
-        entry.heard = entry.measured = now
+        fresh = {place: answer for place, answer in answers.items() if place in open_.left}
+        open_.left.difference_update(fresh)
         if not open_.left:
             del entry.open[number]
-        self.num_left -= len(fresh)
-        return fresh
-
-    # ------------------------------------------------------------------------------------------------ sums
-
-    def _wants(self, replica: _Replica) -> bool:
-        if replica.has_suspects:
-            return False
-        num_open = sum(len(entry.left) for entry in replica.open.values())
-        return len(replica.open) < 2 or num_open < self.options.waiting
-
-    def _speed(self, replica: _Replica, mean: float) -> float:
-        """Returns the cost that a replica does in a second; of one that has not been measured, what others do."""
-        return replica.done / replica.seconds if replica.done > 0 and replica.seconds > 0 else mean
-
-    def _mean_speed(self) -> float:
-        known = [r.done / r.seconds for r in self._replicas.values() if r.done > 0 and r.seconds > 0]
-        return sum(known) / len(known) if known else 1.0
-
-    def _open_cost(self, replica: _Replica) -> float:
-        return sum(self.cost.own(place) for entry in replica.open.values() for place in entry.left)
-
-    def _left(self, replica: _Replica) -> float:
-        return self._open_cost(replica) + sum(self.cost.of(*segment) for segment in replica.segment)
-
-    def _size(self, replica: _Replica, mean: float) -> float:
-        """Returns the cost of a replica's next lease: small before anything is measured, and near the end."""
-        o = self.options
-        if not (replica.done > 0 and replica.seconds > 0):
-            return o.least
-        left = sum(self.cost.of(*segment) for segment in replica.segment)
-        return max(o.least, min(o.most, self._speed(replica, mean) * o.seconds, left / 4))
+        entry.heard = now
+        return open_.lease.source.answered(replica, fresh, now)
 
     def check(self) -> None:
         """Raises AssertionError where a request is in two places, or in none."""
-        assert all(self._suspects)
-        found: list[int] = [place for group in self._suspects for place in group]
-        segments = list(self._free)
+        assert all(group for _, group in self._suspects)
         for replica in self._replicas.values():
-            segments += replica.segment
-            found += [place for entry in replica.open.values() for place in entry.left]
-            assert not replica.has_suspects or len(replica.open) == 1
-            assert all(entry.left for entry in replica.open.values())
-        for start, stop in segments:
-            assert 0 <= start < stop <= self.cost.num_prompts
-            found += range(start, stop)
-        assert len(found) == len(set(found)) == self.num_left, (len(found), len(set(found)), self.num_left)
+            assert all(open_.left for open_ in replica.open.values())
+            assert len(replica.open) <= 1 or not any(open_.lease.is_suspect for open_ in replica.open.values())
+        for source in self.sources:
+            sent = [
+                place for name in self._replicas for open_ in self.open_leases(name, source) for place in open_.left
+            ]
+            places = [*sent, *source.check(set(sent))]
+            places += [place for its, group in self._suspects if its is source for own in group for place in own]
+            assert len(places) == len(set(places)) == source.num_left, (len(places), source.num_left)
 
 
 def divided(group: Sequence[T]) -> list[Sequence[T]]:
     """Returns a group under suspicion in parts, none of them empty, of sizes that differ by 1 at most."""
     bounds = [len(group) * part // _PARTS for part in range(_PARTS + 1)]
-    return [group[start:stop] for start, stop in itertools.pairwise(bounds) if start < stop]
-
-
-def ranges_of(places: Sequence[int]) -> list[Segment]:
-    """Returns ascending places as ranges."""
-    if isinstance(places, range):
-        return [Segment(places.start, places.stop)]
-    out: list[Segment] = []
-    for place in places:
-        if out and out[-1].stop == place:
-            out[-1] = Segment(out[-1].start, place + 1)
-        else:
-            out.append(Segment(place, place + 1))
-    return out
+    return [group[start:stop] for start, stop in pairwise(bounds) if start < stop]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,10 @@ from ..cache import CacheEvents
 from ..engine.meter import StepInfo
 from ..engine.requests import PROBED
 from ..errors import JobError
-from ..stream import Order, Window
-from ..stream.live_windows import window_of
+from ..stream import Window
 from ..stream.options import decode_options
 from ..stream.order import SpooledRequest
-from ..stream.window import cut_into_windows
 from ..types import Readout, Sharing, Stats
-from .leases import ranges_of
 
 __all__ = [
     "LONGEST_WAIT",
@@ -35,10 +31,9 @@ __all__ = [
     "Replicas",
     "RunCall",
     "expected_limit",
-    "lease_windows",
     "place_of",
     "requests_of",
-    "tagged_windows",
+    "tag_of",
 ]
 
 RESTARTS = 3  # of a replica that has answered nothing since
@@ -215,34 +210,13 @@ def expected_limit(request: SpooledRequest) -> int:
     return (_GUESSED_OUTPUT if sampling.max_tokens is None else sampling.max_tokens) * sampling.n
 
 
-def lease_windows(
-    order: Order, number: int, places: Sequence[int], *, max_tokens: int, before: int | None
-) -> tuple[list[Window], list[bytes]]:
-    """Returns (the windows of a lease, the tags of its requests), the windows tagged for `place_of`.
-
-    places: ascending. before: the last request that the replica was given in this run, whose path it holds; None: it
-    holds none, or that of a request that is not of this order.
-    """
-    windows: list[Window] = []
-    tags: list[bytes] = []
-    requests = itertools.chain.from_iterable(order.read(start, stop) for start, stop in ranges_of(places))
-    for window in cut_into_windows(requests, max_tokens=max_tokens, is_sorted=True):
-        own = places[len(tags) : len(tags) + window.num_requests]
-        tags += window.tags
-        windows.append(replace(window, tags=[_TAG.pack(number, place) for place in own]))
-    if windows and before is not None:
-        windows[0] = replace(windows[0], common=order.common(before, places[0]))
-    return windows, tags
-
-
-def tagged_windows(number: int, requests: Sequence[SpooledRequest], *, share: bool) -> Iterator[Window]:
-    """Yields the windows of a lease of a stream, tagged for `place_of`: a place is the request's number."""
-    for window in window_of(requests, share=share):
-        yield replace(window, tags=[_TAG.pack(number, place) for place in window.numbers.tolist()])
+def tag_of(number: int, place: int) -> bytes:
+    """Returns the tag of a request in a lease's windows."""
+    return _TAG.pack(number, place)
 
 
 def place_of(tag: bytes) -> tuple[int, int]:
-    """Returns (number of the lease, place of the request) of a request in `lease_windows`."""
+    """Returns (number of the lease, place of the request) of a request by `tag_of`."""
     number, place = _TAG.unpack(tag)
     return number, place
 

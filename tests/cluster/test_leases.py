@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefold.cluster.leases import Lease, LeaseOptions, Leases
+from prefold.cluster.leases import Lease, LeaseBook
+from prefold.cluster.offline import LeaseOptions, OfflineSource
+from prefold.cluster.replicas import ReplicaFacts
 from prefold.prefix import StreamCost
 
 
@@ -24,11 +26,27 @@ def stream_cost(rng: np.random.Generator, num: int, outputs: bool = False) -> St
     return StreamCost(lengths, shared, outputs=rng.integers(0, 50, num) if outputs else None)
 
 
+def book_of(cost: StreamCost, names, options: LeaseOptions | None = None, patience: float = 300.0) -> LeaseBook:
+    """The book of a sorted job of these costs; the tag of a request is its place."""
+    source = OfflineSource(cost, names, lambda facts: options or LeaseOptions())
+    source._under_way = {place: (place, 1) for place in range(cost.num_prompts)}
+    return LeaseBook([source], numbers=itertools.count(), patience=patience)
+
+
+def commit(book: LeaseBook, replica: str, number: int, places, now: float) -> list[int]:
+    """The places whose answers are the first."""
+    return [tag for tag, _, _ in book.commit(replica, number, dict.fromkeys(places), now)]
+
+
+def steals(book: LeaseBook) -> int:
+    return book.sources[0].steals
+
+
 @dataclass
 class FakeFleet:
     """Replicas that compute leases in order, at their speed, and the faults that a trace puts in their way."""
 
-    leases: Leases
+    leases: LeaseBook
     speeds: dict[str, float]
     poison: frozenset[int] = frozenset()
     now: float = 0.0
@@ -46,12 +64,12 @@ class FakeFleet:
     def at(self, when: float, what: str, *args) -> None:
         heapq.heappush(self.events, (when, next(self.order), what, args))
 
+    @property
+    def total(self) -> StreamCost:
+        return self.leases.sources[0].cost
+
     def send(self) -> None:
-        self.leases.admit(self.now)
-        self.leases.check()
-        while (lease := self.leases.plan()) is not None:
-            assert self.leases.plan() == lease  # planning reads only
-            self.leases.begin(lease, self.now)
+        for lease in self.leases.send(self.now):
             self.leases.check()
             self.sizes.append(len(lease.places))
             self._compute(lease)
@@ -59,7 +77,7 @@ class FakeFleet:
     def _compute(self, lease: Lease) -> None:
         name, start = lease.replica, max(self.now, self.free_at.get(lease.replica, 0.0))
         for place in lease.places:
-            cost = self.leases.cost.own(place) + 0.01
+            cost = self.total.own(place) + 0.01
             start += cost / self.speeds[name]
             self.cost[name] = self.cost.get(name, 0.0) + cost
             if place in self.poison:
@@ -75,25 +93,25 @@ class FakeFleet:
 
     def join(self, name: str) -> None:
         self.dead.discard(name)
-        self.leases.join(name, self.now)
+        self.leases.join(name, ReplicaFacts(), self.now)
         self.send()
 
     def answer(self, lease: Lease, place: int, late: bool = False) -> None:
         if lease.replica in self.dead and not late:
             return
-        for p in self.leases.commit(lease.replica, lease.number, [place], self.now):
+        for p in commit(self.leases, lease.replica, lease.number, [place], self.now):
             assert p == place
             self.answered[p] = self.answered.get(p, 0) + 1
             self.times[lease.replica] = self.now
         self.send()
 
     def kill(self, name: str, place: int | None = None, died: bool = True) -> None:
-        if name in self.dead or name not in self.leases.replicas:
+        if name in self.dead or name not in self.leases._replicas:
             return
         if place is not None:
             self.killers[place] = self.killers.get(place, 0) + 1
         self.dead.add(name)
-        blamed = self.leases.lose(name, self.now, died=died)
+        blamed = self.leases.lose(name, died=died)
         assert died or not blamed
         self.blamed += blamed
         self.free_at.pop(name, None)
@@ -118,7 +136,7 @@ def test_every_request_is_answered_exactly_once(data):
         begun=data.draw(st.sampled_from([(1 << 30, float("inf")), (3, 50.0)])),
     )
     names = [f"r{i}" for i in range(replicas)]
-    leases = Leases(stream_cost(rng, num, data.draw(st.booleans())), names, options)
+    leases = book_of(stream_cost(rng, num, data.draw(st.booleans())), names, options)
     fleet = FakeFleet(leases, {name: float(rng.choice([0.2, 1, 5])) for name in [*names, "late"]})
     leases.check()
     for name in names[1:]:
@@ -148,7 +166,7 @@ def test_every_request_is_answered_exactly_once(data):
 def test_a_request_that_kills_a_replica_alone_is_given_up_and_no_other(seed):
     rng = np.random.default_rng(seed)
     bad = int(rng.integers(0, 80))
-    leases = Leases(stream_cost(rng, 80), ["a", "b", "c"], LeaseOptions(seconds=5, least=20))
+    leases = book_of(stream_cost(rng, 80), ["a", "b", "c"], LeaseOptions(seconds=5, least=20))
     fleet = FakeFleet(leases, dict.fromkeys("abc", 10.0), frozenset([bad]))
     for name in "abc":
         fleet.at(0.0, "join", name)
@@ -158,53 +176,55 @@ def test_a_request_that_kills_a_replica_alone_is_given_up_and_no_other(seed):
 
 
 def test_only_where_its_replica_died_a_request_is_under_suspicion_and_given_up():
-    leases = Leases(StreamCost(np.full(1, 10), np.zeros(1, int)), ["a", "b", "c", "d"])
+    leases = book_of(StreamCost(np.full(1, 10), np.zeros(1, int)), ["a", "b", "c", "d"])
     found = []
     for name, died in (("a", False), ("b", True), ("c", False), ("d", True)):
-        leases.join(name, 0.0)
-        leases.admit(0.0)
-        leases.begin(leases.plan(), 0.0)
-        found.append([lease.suspect for lease in leases.open_leases(name)] + leases.lose(name, 1.0, died=died))
+        leases.join(name, ReplicaFacts(), 0.0)
+        found.append([lease.is_suspect for lease in leases.send(0.0)] + leases.lose(name, died=died))
         leases.check()
     assert found == [[False], [False], [True], [True, 0]] and not leases.num_left
 
 
 def test_only_what_may_have_begun_is_under_suspicion():
     cost = StreamCost(np.full(100, 10), np.zeros(100, int))
-    leases = Leases(cost, ["a", "b"], LeaseOptions(least=200, begun=(3, float("inf"))))
-    leases.join("a", 0.0)
-    fleet = FakeFleet(leases, {"a": 1.0, "b": 1.0})
-    fleet.send()
-    assert [len(lease.places) for lease in leases.open_leases("a")] == [20, 20]
-    leases.commit("a", leases.open_leases("a")[0].number, [0, 1], 20.0)
-    assert leases.lose("a", 21.0) == [] and leases.moved == 38
-    leases.join("b", 30.0)
+    leases = book_of(cost, ["a", "b"], LeaseOptions(least=200, begun=(3, float("inf"))))
+    leases.join("a", ReplicaFacts(), 0.0)
+    first, second = leases.send(0.0)
+    assert len(first.places) == len(second.places) == 20
+    commit(leases, "a", first.number, [0, 1], 20.0)
+    assert leases.lose("a") == [] and leases.moved == 38
+    leases.join("b", ReplicaFacts(), 30.0)
     found = []
     while leases.num_left:
-        leases.admit(30.0)
-        while (lease := leases.plan()) is not None:
-            leases.begin(lease, 30.0)
-            found.append(lease)
-        for lease in leases.open_leases("b"):
-            leases.commit("b", lease.number, lease.places, 31.0)
-    assert [place for lease in found if lease.suspect for place in lease.places] == [2, 3, 4]
-    assert leases.replicas == ("b",)
+        now = list(leases.send(30.0))
+        found += now
+        assert len(now) == 1 or not any(lease.is_suspect for lease in now), "nothing runs beside suspects"
+        for lease in now:
+            commit(leases, "b", lease.number, lease.places, 31.0)
+    assert [place for lease in found if lease.is_suspect for place in lease.places] == [2, 3, 4]
+
+
+def test_of_a_replica_that_no_request_can_end_nothing_is_under_suspicion():
+    leases = book_of(StreamCost(np.full(10, 10), np.zeros(10, int)), ["a"])
+    for now in (0.0, 1.0):
+        leases.join("a", ReplicaFacts(dies_of_requests=False), now)
+        assert not any(lease.is_suspect for lease in leases.send(now)) and leases.lose("a") == []
+    leases.check()
 
 
 def test_a_replica_that_is_lost_without_work_costs_nothing():
-    leases = Leases(StreamCost(np.ones(4), np.zeros(4)), ["a", "b"])
-    assert leases.lose("a", 0.0) == [] and leases.lose("unknown", 0.0) == []
+    leases = book_of(StreamCost(np.ones(4), np.zeros(4)), ["a", "b"])
+    assert leases.lose("a") == [] and leases.lose("unknown") == []
     leases.check()
-    leases.join("b", 0.0)
-    leases.admit(0.0)
-    assert leases.plan() is not None
+    leases.join("b", ReplicaFacts(), 0.0)
+    assert list(leases.send(0.0))
 
 
 def test_a_replica_hangs_only_while_it_has_work():
-    leases = Leases(StreamCost(np.ones(4), np.zeros(4)), ["a"], LeaseOptions(patience=10.0))
-    leases.join("a", 0.0)
+    leases = book_of(StreamCost(np.ones(4), np.zeros(4)), ["a"], patience=10.0)
+    leases.join("a", ReplicaFacts(), 0.0)
     assert leases.hung(100.0) == []
-    leases.begin(leases.plan(), 100.0)
+    list(leases.send(100.0))
     assert leases.hung(109.0) == []
     leases.heard("a", 109.0)
     assert leases.hung(115.0) == [] and leases.hung(120.0) == ["a"]
@@ -212,7 +232,7 @@ def test_a_replica_hangs_only_while_it_has_work():
 
 def ended(fleet: FakeFleet) -> tuple[float, float]:
     """When the last replica ended, and when all would have, had they shared the work perfectly."""
-    total = fleet.leases.cost.total + 0.01 * fleet.leases.cost.num_prompts
+    total = fleet.total.total + 0.01 * fleet.total.num_prompts
     return max(fleet.times.values()), total / sum(fleet.speeds.values())
 
 
@@ -221,7 +241,7 @@ def test_uneven_replicas_end_together(speeds):
     rng = np.random.default_rng(0)
     cost = stream_cost(rng, 20_000, outputs=True)
     names = {f"r{i}": 100.0 * speed for i, speed in enumerate(speeds)}
-    leases = Leases(cost, names, LeaseOptions(seconds=2, least=50))
+    leases = book_of(cost, names, LeaseOptions(seconds=2, least=50))
     leases.check = lambda: None  # slow on so many
     fleet = FakeFleet(leases, names)
     for name in names:
@@ -230,15 +250,15 @@ def test_uneven_replicas_end_together(speeds):
     last, ideal = ended(fleet)
     assert last < 1.05 * ideal
     excess = sum(fleet.cost.values()) - cost.total
-    assert excess <= 1.0 * (len(names) - 1 + leases.steals) * 40 + 0.01 * cost.num_prompts
-    assert leases.steals < 12 * len(names)
+    assert excess <= 1.0 * (len(names) - 1 + steals(leases)) * 40 + 0.01 * cost.num_prompts
+    assert steals(leases) < 12 * len(names)
 
 
 def test_work_goes_on_while_a_replica_loads_and_goes_to_it_when_it_is_there():
     rng = np.random.default_rng(1)
     cost = stream_cost(rng, 5000)
     names = {"a": 100.0, "b": 100.0}
-    leases = Leases(cost, names, LeaseOptions(seconds=2, least=50))
+    leases = book_of(cost, names, LeaseOptions(seconds=2, least=50))
     leases.check = lambda: None
     fleet = FakeFleet(leases, names)
     late = 0.3 * cost.total / 200
@@ -254,13 +274,13 @@ def test_one_division_by_speeds_is_enough(speeds):
     """What has not begun is cut so that both end together: nothing is left to be divided many times more."""
     cost = stream_cost(np.random.default_rng(0), 5000, outputs=True)
     names = {f"r{i}": 100.0 * speed for i, speed in enumerate(speeds)}
-    leases = Leases(cost, names, LeaseOptions(seconds=2, least=50))
+    leases = book_of(cost, names, LeaseOptions(seconds=2, least=50))
     leases.check = lambda: None
     fleet = FakeFleet(leases, names)
     for name in names:
         fleet.at(0.0, "join", name)
     fleet.run()
-    assert 1 <= leases.steals <= 3
+    assert 1 <= steals(leases) <= 3
 
 
 @dataclass
@@ -268,7 +288,7 @@ class Generating:
     """Replicas that generate: at each step all that run on a replica get a token, and a replica that runs a poison dies
     of its third token. They are started anew at once. steps: of all replicas, since the first was lost."""
 
-    leases: Leases
+    leases: LeaseBook
     names: str
     poison: frozenset[int] = frozenset()
     running: int = 64
@@ -281,18 +301,16 @@ class Generating:
 
     def join(self, name: str) -> None:
         self.made[name] = {}
-        self.leases.join(name, 0.0)
+        self.leases.join(name, ReplicaFacts(), 0.0)
 
     def lose(self, name: str, died: bool = True) -> None:
         self.losses += died
-        self.blamed += self.leases.lose(name, 0.0, died=died)
+        self.blamed += self.leases.lose(name, died=died)
         self.leases.check()
         self.join(name)
 
     def step(self, name: str) -> None:
-        self.leases.admit(0.0)
-        while (lease := self.leases.plan()) is not None:
-            self.leases.begin(lease, 0.0)
+        for lease in self.leases.send(0.0):
             self.made[lease.replica] |= {(lease.number, place): 0 for place in lease.places}
         made = self.made[name]
         now = list(made)[: self.running]
@@ -304,7 +322,7 @@ class Generating:
                 return
             if made[number, place] == self.length:
                 del made[number, place]
-                self.answered += self.leases.commit(name, number, [place], 0.0)
+                self.answered += commit(self.leases, name, number, [place], 0.0)
 
     def run(self, faults: dict[int, tuple[str, bool]]) -> None:
         """faults: after how many rounds, each a step of every replica, one is lost, and whether it died."""
@@ -322,7 +340,7 @@ class Generating:
 def generating(names: str, poison: tuple[int, ...], num: int = 600) -> Generating:
     cost = StreamCost(np.full(num, 30), np.zeros(num, int), outputs=np.full(num, 48))
     options = LeaseOptions(least=4 * cost.total / num, waiting=96, begun=(128, float("inf")))
-    return Generating(Leases(cost, names, options), names, frozenset(poison))
+    return Generating(book_of(cost, names, options), names, frozenset(poison))
 
 
 @pytest.mark.parametrize("names", ["a", "ab", "abcd"])

@@ -19,10 +19,13 @@ from prefold.cache.events import CacheEvents, Cleared, Removed, RowsStored
 from prefold.cluster import fleet_run
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.host import facts_of
-from prefold.cluster.live import LiveLeases
+from prefold.cluster.leases import LeaseBook
+from prefold.cluster.offline import offline_source
+from prefold.cluster.online import OnlineSource
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReport, RunCall
 from prefold.engine.meter import StepInfo
 from prefold.errors import FleetError, InputError
+from prefold.prefix import RowCost
 from prefold.stream import Feed, LiveInput, Spool
 from prefold.stream.order import encode
 from prefold.types import Generated, Readout, Request, Result, Sampling
@@ -40,7 +43,8 @@ def reads_of(rng, numbers, sampling=None):
     """The reads of one prompt: several where they have targets."""
     tokens, count = prompt_of(rng), 1 if sampling else rng.integers(1, 4)
     targets = [None if sampling else np.array([i]) for i in range(count)]
-    return tuple(encode(Request(tokens, t, sampling=sampling), b"", next(numbers)) for t in targets)
+    reads = [(next(numbers), Request(tokens, t, sampling=sampling)) for t in targets]
+    return tuple(encode(request, b"%d" % number, number) for number, request in reads)
 
 
 class Told:
@@ -85,11 +89,12 @@ def test_the_books_balance_in_long_random_runs(seed, kind):
     numbers, epochs = itertools.count(), itertools.count(1)
     call = RunCall(Readout(kind), live=True)
     facts = ReplicaFacts(max_rows=int(rng.integers(8, 40)), max_running=3, cache_rows=60, reports_cache=True)
-    live = LiveLeases(call, max_tokens=120, numbers=itertools.count(1), patience=10.0, grown_tokens=20, max_age=3.0)
+    live = OnlineSource(call, max_tokens=120, grown_tokens=20, max_age=3.0)
+    book = LeaseBook([live], numbers=itertools.count(1), patience=10.0)
     given, answered, blamed, now = {}, [], [], 0.0
     there: dict[str, Told] = {}
     leases: dict[int, tuple] = {}  # those that are over too: their answers come late
-    died_with: dict[int, int] = {}
+    suspects: set[int] = set()
     for _ in range(250):
         now += float(rng.exponential(0.3))
         what = rng.random()
@@ -100,21 +105,21 @@ def test_the_books_balance_in_long_random_runs(seed, kind):
         elif what < 0.37 and len(there) < 3:
             name = f"replica {next(epochs)}"
             there[name] = Told(rng, int(name.split()[1]))
-            live.join(name, facts, now)
+            book.join(name, facts, now)
         elif what < 0.42 and there:
             name = list(there)[rng.integers(len(there))]
             del there[name]
-            gone = [r for n, r, left in leases.values() if n == name for r in left]
+            gone = [r for n, places in leases.values() if n == name for r in places]
             died = bool(rng.random() < 0.7)
-            for one in live.lose(name, died=died):
+            for tag in book.lose(name, died=died):
                 assert died
-                blamed.append(one.number)
-                assert one.number in gone
+                blamed.append(int(tag))
+                assert int(tag) in gone
         elif what < 0.75 and leases:
             number = list(leases)[rng.integers(len(leases))]
-            name, requests, _ = leases[number]
-            some = {r.number: answer_of(r, kind) for r in requests if rng.random() < 0.6}
-            fresh = [one.number for one, _ in live.commit(name, number, some, now)]
+            name, places = leases[number]
+            some = {place: answer_of(kind) for place in places if rng.random() < 0.6}
+            fresh = [int(tag) for tag, _, _ in book.commit(name, number, some, now)]
             assert name in there or not fresh, "an answer of a replica that is gone"
             answered += fresh
         elif there:
@@ -128,35 +133,34 @@ def test_the_books_balance_in_long_random_runs(seed, kind):
             for _ in range(2 if fate > 0.9 else 1):
                 if not live.router.take(name, events):
                     assert live.router.take(name, told.snapshot())
-        for lease in live.dispatch(now):
-            leases[lease.number] = (lease.replica, lease.requests, {r.number for r in lease.requests})
+        for lease in book.send(now):
+            leases[lease.number] = (lease.replica, lease.places)
             assert lease.replica in there
-            if lease.suspect:
-                for request in lease.requests:
-                    died_with[request.number] = 1
-        live.check()
+            if lease.is_suspect:
+                suspects |= set(lease.places)
+        book.check()
     assert len(answered) == len(set(answered)) and not set(answered) & set(blamed)
-    assert set(blamed) <= set(died_with), "only what was under suspicion is given up"
+    assert set(blamed) <= suspects, "only what was under suspicion is given up"
     # To the end: everything that came is answered or given up.
     live.close()
     if not there:
-        live.join("last", facts, now)
+        book.join("last", facts, now)
         there["last"] = Told(rng, 10**6)
     for _ in range(1000):
         now += 1.0
-        for lease in live.dispatch(now):
-            leases[lease.number] = (lease.replica, lease.requests, set())
-        for number, (name, requests, _) in list(leases.items()):
-            fresh = live.commit(name, number, {r.number: answer_of(r, kind) for r in requests}, now)
-            answered += [one.number for one, _ in fresh]
+        for lease in book.send(now):
+            leases[lease.number] = (lease.replica, lease.places)
+        for number, (name, places) in list(leases.items()):
+            fresh = book.commit(name, number, {place: answer_of(kind) for place in places}, now)
+            answered += [int(tag) for tag, _, _ in fresh]
             del leases[number]
-        live.check()
+        book.check()
         if not live.num_left:
             break
     assert sorted(answered + blamed) == sorted(given)
 
 
-def answer_of(request, kind):
+def answer_of(kind):
     return [Generated((1, 2), "x", "length", None, 3)] if kind == "tokens" else Result(np.zeros(1))
 
 
@@ -290,7 +294,7 @@ def test_all_that_has_come_is_there_when_the_first_requests_leave(monkeypatch):
         source = LiveInput(feed, max_tokens)
         run = fleet_run.FleetRun(fleet, source, RunCall(Readout("last")), None)
         run._send()
-        assert run.live.num_unsent == there and (feed.since is None) == (there == 300)
+        assert run.online.num_waiting == there and (feed.since is None) == (there == 300)
         for number in range(300):
             feed.put([(Request(np.full(20, number, np.int32)), number.to_bytes(4, "little"))])
     fleet.close()
@@ -382,61 +386,59 @@ def test_streams_on_real_engines(tmp_path, kind, lose):
     assert fleet.stats.rows_computed < (1.0 if kind == "mean" else 0.8) * fleet.stats.tokens
 
 
-def live_leases(kind, **facts):
-    live = LiveLeases(
-        RunCall(Readout(kind), live=True), max_tokens=10_000, numbers=itertools.count(1), patience=10.0, grown_tokens=0
-    )
-    return live, ReplicaFacts(max_rows=64, max_running=4, cache_rows=4000, reports_cache=True, **facts)
+def book_of(kind, **facts):
+    live = OnlineSource(RunCall(Readout(kind), live=True), max_tokens=10_000, grown_tokens=0)
+    book = LeaseBook([live], numbers=itertools.count(1), patience=10.0)
+    return book, live, ReplicaFacts(max_rows=64, max_running=4, cache_rows=4000, reports_cache=True, **facts)
 
 
 def put(live, kind, numbers):
     for number in numbers:
         tokens = np.full(5, number, np.int32)
         sampling = Sampling(max_tokens=4) if kind == "tokens" else None
-        live.put((encode(Request(tokens, sampling=sampling), b"", number),), 0.0)
+        live.put((encode(Request(tokens, sampling=sampling), b"%d" % number, number),), 0.0)
 
 
 def test_a_replica_that_had_nothing_to_do_for_long_does_not_hang():
-    live, facts = live_leases("tokens")
-    live.join("a", facts, 0.0)
+    book, live, facts = book_of("tokens")
+    book.join("a", facts, 0.0)
     put(live, "tokens", [1])
-    assert len(live.dispatch(100.0)) == 1
-    assert live.hung(109.0) == [] and live.hung(111.0) == ["a"]
+    assert len(list(book.send(100.0))) == 1
+    assert book.hung(109.0) == [] and book.hung(111.0) == ["a"]
 
 
 @pytest.mark.parametrize("kind", ["tokens", "last"])
 def test_nothing_runs_beside_suspects(kind):
-    live, facts = live_leases(kind)
-    live.join("x", facts, 0.0)
+    book, live, facts = book_of(kind)
+    book.join("x", facts, 0.0)
     put(live, kind, [1, 2])
-    live.dispatch(0.0)
-    assert live.lose("x") == []
-    live.join("a", facts, 1.0)
+    list(book.send(0.0))
+    assert book.lose("x") == []
+    book.join("a", facts, 1.0)
     put(live, kind, [3, 4])
-    (lease,) = live.dispatch(1.0)
-    assert lease.suspect and [one.number for one in lease.requests] == [1]
-    (blamed,) = live.lose("a")
-    assert blamed.number == 1
-    live.join("b", facts, 2.0)
-    (lease,) = live.dispatch(2.0)
-    assert lease.suspect and [one.number for one in lease.requests] == [2]
-    live.commit("b", lease.number, {2: answer_of(lease.requests[0], kind)}, 3.0)
-    certain = {one.number for lease in live.dispatch(3.0) if not lease.suspect for one in lease.requests}
+    (lease,) = book.send(1.0)
+    assert lease.is_suspect and lease.places == [1]
+    assert book.lose("a") == [b"1"]
+    book.join("b", facts, 2.0)
+    (lease,) = book.send(2.0)
+    assert lease.is_suspect and lease.places == [2]
+    book.commit("b", lease.number, {2: answer_of(kind)}, 3.0)
+    certain = {place for lease in book.send(3.0) if not lease.is_suspect for place in lease.places}
     assert certain == {3, 4}
 
 
 def test_a_replica_takes_others_again_when_suspects_have_run():
-    live, facts = live_leases("last")
-    live.join("x", facts, 0.0)
+    book, live, facts = book_of("last")
+    book.join("x", facts, 0.0)
     put(live, "last", [1, 2])
-    live.dispatch(0.0)
-    live.lose("x")
-    live.join("a", facts, 1.0)
+    list(book.send(0.0))
+    book.lose("x")
+    book.join("a", facts, 1.0)
     for _ in range(2):
-        (lease,) = live.dispatch(1.0)
-        assert lease.suspect and not live.room()
-        live.commit("a", lease.number, {one.number: Result(np.zeros(1)) for one in lease.requests}, 1.0)
-    assert live.dispatch(1.0) == [] and live.room() > 0
+        (lease,) = book.send(1.0)
+        assert lease.is_suspect and not live.room()
+        book.commit("a", lease.number, dict.fromkeys(lease.places, Result(np.zeros(1))), 1.0)
+    assert list(book.send(1.0)) == [] and live.room() > 0
 
 
 def reported(facts):
@@ -445,7 +447,7 @@ def reported(facts):
     fleet = Fleet(replicas)
     run = fleet_run.FleetRun(fleet, LiveInput(Feed(), 1000), RunCall(Readout("tokens")), None)
     fleet.ready["a"], run._begun["a"] = facts, fleet_run._Done(heard=100.0)
-    run.live.join("a", facts, 100.0)
+    run.book.join("a", facts, 100.0)
     replicas.retold = []
     replicas.retell = replicas.retold.append
     return run, fleet, replicas
@@ -464,7 +466,7 @@ def test_a_replica_whose_events_do_not_follow_is_asked_to_tell_anew():
 def test_seconds_of_steps_that_overlap_count_once(overlap, seconds):
     run, fleet, _ = reported(ReplicaFacts(steps_overlap=overlap))
     told = []
-    run.live.router.worked = lambda *what: told.append(what)
+    run.online.router.worked = lambda *what: told.append(what)
     steps = [StepInfo(rows=8, path_rows=0, requests_done=0, tokens_done=0, started=0.0, seconds=5.0, running=3)] * 2
     run._tell_router("a", ReplicaReport(steps=steps), 102.0)
     assert told == [("a", 10, 6, seconds)]
@@ -474,26 +476,60 @@ def test_seconds_of_steps_that_overlap_count_once(overlap, seconds):
 @pytest.mark.parametrize("kind", ["tokens", "last"])
 @pytest.mark.parametrize("poison", [(), (17,), (3, 17, 18)])
 def test_suspects_of_a_stream_run_in_groups_that_are_divided(kind, poison):
-    live, facts = live_leases(kind)
+    book, live, facts = book_of(kind)
     facts = replace(facts, max_rows=128, max_running=32)
     numbers, answered, blamed, leases, losses = range(1, 41), [], [], [], 0
-    live.join("a", facts, 0.0)
+    book.join("a", facts, 0.0)
     put(live, kind, numbers)
-    live.dispatch(0.0)
-    lost = live.lose("a")
-    assert not lost and live.num_unsent == 40 and len(live._suspects) == 4
-    live.join("a", facts, 0.0)
+    list(book.send(0.0))
+    assert book.lose("a") == [] and not live.num_waiting and len(book._suspects) == 4
+    book.join("a", facts, 0.0)
     while live.num_left:
-        leases += live.dispatch(0.0)
+        leases += book.send(0.0)
         lease = leases.pop(0)
-        if lease.suspect and any(one.number in poison for one in lease.requests):
-            blamed += [one.number for one in live.lose("a")]
+        if lease.is_suspect and set(lease.places) & set(poison):
+            blamed += map(int, book.lose("a"))
             losses += 1
-            live.join("a", facts, 0.0)
+            book.join("a", facts, 0.0)
             leases = []
         else:
-            answers = {one.number: answer_of(one, kind) for one in lease.requests}
-            answered += [one.number for one, _ in live.commit("a", lease.number, answers, 0.0)]
-        live.check()
+            answers = dict.fromkeys(lease.places, answer_of(kind))
+            answered += [int(tag) for tag, _, _ in book.commit("a", lease.number, answers, 0.0)]
+        book.check()
     assert sorted(blamed) == list(poison) and sorted(answered) == [n for n in numbers if n not in poison]
     assert losses <= 3 * len(poison), "40 requests in groups of 10, of 2 or 3, and alone"
+
+
+def test_one_book_serves_a_stream_and_a_sorted_job_at_once():
+    """What a lost replica had of the stream runs with nothing of the sorted job beside it."""
+    book, live, facts = book_of("last")
+    put(live, "last", range(1, 9))
+    book.join("a", facts, 0.0)
+    leases = list(book.send(0.0))
+    live.close()
+    with Spool() as spool:
+        for number in range(20):
+            spool.add(Request(np.full(6, 50 + number, np.int32)), b"%d" % (100 + number))
+        book.add(offline_source(spool.windows(max_tokens=30), live._call, RowCost(), ["a", "b"]))
+        leases += book.send(0.0)
+        assert {lease.source is live for lease in leases} == {True, False}
+        assert book.lose("a") == []
+        answered = []
+        for name in "bc":
+            book.join(name, facts, 0.0)
+        while book.num_left:
+            for lease in book.send(1.0):
+                windows = lease.source.windows(lease)
+                assert sum(window.num_requests for window in windows) == len(lease.places)
+                leases.append(lease)
+            book.check()
+            for name in "bc":
+                own = list(book._replicas[name].open.values())
+                assert len(own) < 2 or not any(one.lease.is_suspect for one in own)
+                for one in own[:1]:
+                    answers = dict.fromkeys(one.lease.places, answer_of("last"))
+                    answered += book.commit(name, one.lease.number, answers, 2.0)
+        assert any(lease.is_suspect for lease in leases)
+        late = (book.commit("a", lease.number, dict.fromkeys(lease.places), 3.0) for lease in leases)
+        assert not any(late)
+    assert sorted(int(tag) for tag, *_ in answered) == [*range(1, 9), *range(100, 120)]

@@ -14,7 +14,8 @@ from prefold import LLM
 from prefold.cache.events import CacheEvents, Cleared, RowsStored
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.host import ReplicaHost, facts_of
-from prefold.cluster.replicas import Picture, RunCall, lease_windows
+from prefold.cluster.offline import order_windows
+from prefold.cluster.replicas import Picture, RunCall, tag_of
 from prefold.errors import InputError
 from prefold.images.image import Image
 from prefold.images.items import ImageInputs
@@ -176,7 +177,8 @@ def test_a_replica_has_its_own_ids_and_tells_of_the_drivers(llms):
     spool = Spool()
     for request in requests:
         spool.add(request, b"")
-    (window,) = lease_windows(spool.order(), 1, range(6), max_tokens=10**6, before=None)[0]
+    (window,) = order_windows(spool.order(), range(6), max_tokens=10**6)
+    window = replace(window, tags=[tag_of(1, place) for place in range(6)])
     (window,), found, gone = sent.send("a", [window])
     assert len(found) == 3 and not gone and sent.send("a", [window])[1] == []
     held = HeldPictures(one.engine.media, processor)

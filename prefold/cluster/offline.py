@@ -1,0 +1,289 @@
+"""The source of a job that is read: its requests in their sorted order, divided in segments.
+
+Each replica has a segment of the order and takes small leases off its front, so that only requests that have not begun
+are moved when others run out of work: then the end of the slowest replica's segment is stolen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from ..prefix import RowCost, Segment, StreamCost
+from ..stream import Order, Window, Windows
+from ..stream.window import cut_into_windows
+from .leases import Answered, Lease, OpenLease, Places, Source
+from .replicas import ReplicaFacts, RunCall, expected_limit, tag_of
+
+__all__ = ["LeaseOptions", "OfflineSource", "offline_source", "order_windows"]
+
+_SAMPLED = 256  # requests that are asked how many they may have
+_SPEED_SECONDS = 20.0  # what was measured longer ago counts for less than 1/e
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOptions:
+    """Says how large leases are.
+
+    seconds     what a lease takes about
+    least       cost below which work is not divided any further
+    most        cost of a lease, at most
+    waiting     requests that a replica shall have at least, beside two leases
+    begun       requests, and cost, that a replica may have begun at once: these are under suspicion when it is lost
+    """
+
+    seconds: float = 2.0
+    least: float = 1.0
+    most: float = math.inf
+    waiting: int = 0
+    begun: tuple[int, float] = (1 << 30, math.inf)
+
+
+@dataclass(slots=True)
+class _Replica:
+    """A replica's segment, which waits for it until it is ready; and cost and seconds of its work, of late."""
+
+    segment: list[Segment] = field(default_factory=list)
+    is_ready: bool = False
+    is_paused: bool = False
+    done: float = 0.0
+    seconds: float = 0.0
+    measured: float = 0.0  # when they were added up last
+
+
+class OfflineSource(Source):
+    """Holds the requests of a sorted order; a place is the request's place there.
+
+    cost        of the requests, in their order
+    expected    replicas that are there or shall come; the order is cut into a segment for each
+    options     called with the facts of the first replica: how large leases are
+    order       reads the requests; None: there is nothing to be sent
+    max_tokens  of a window
+    """
+
+    def __init__(
+        self,
+        cost: StreamCost,
+        expected: Iterable[str],
+        options: Callable[[ReplicaFacts], LeaseOptions],
+        *,
+        order: Order | None = None,
+        max_tokens: int = 1 << 20,
+    ):
+        self.cost, self.order, self.steals = cost, order, 0
+        self._num_left = cost.num_prompts
+        self._options_by, self._options = options, LeaseOptions()
+        self._max_tokens = max_tokens
+        self._replicas = {name: _Replica() for name in expected}
+        self._free: list[Segment] = []  # of nobody
+        self._under_way: dict[int, tuple[bytes, int]] = {}  # tag and counted tokens of what was sent
+        if self._replicas:
+            segments = cost.cut(0, cost.num_prompts, [1.0] * len(self._replicas))
+            for replica, segment in zip(self._replicas.values(), segments, strict=True):
+                replica.segment = [segment] if segment.start < segment.stop else []
+        elif cost.num_prompts:
+            self._free = [Segment(0, cost.num_prompts)]
+
+    @property
+    def num_left(self) -> int:
+        return self._num_left
+
+    @property
+    def num_rows(self) -> int:
+        """Returns the rows of the stream that the requests make."""
+        assert self.order is not None
+        return _num_rows(self.order)
+
+    def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
+        if not any(entry.is_ready for entry in self._replicas.values()):
+            self._options = self._options_by(facts)
+        entry = self._replicas.setdefault(replica, _Replica())
+        entry.is_ready, entry.measured = True, now
+
+    def leave(self, replica: str) -> None:
+        if (entry := self._replicas.pop(replica, None)) is not None:
+            self._free += entry.segment
+
+    def pause(self, replica: str, paused: bool) -> None:
+        self._replicas[replica].is_paused = paused
+
+    # ------------------------------------------------------------------------------------------------- leaving
+
+    def take(self, now: float) -> Iterator[tuple[str, range]]:
+        ready = {name: one for name, one in self._replicas.items() if one.is_ready and not one.is_paused}
+        mean = self._mean_speed()
+        for name, replica in ready.items():
+            if replica.segment or not self._wants(name):
+                continue
+            if self._free:
+                self._free.sort(key=lambda segment: self.cost.of(*segment))
+                replica.segment = [self._free.pop()]
+            else:
+                self._steal(name, mean)
+        for name, replica in ready.items():
+            while replica.segment and self._wants(name):
+                start, stop = replica.segment[0]
+                end = self.cost.reach(start, stop, self._size(replica, mean))
+                replica.segment[:1] = [Segment(end, stop)] if end < stop else []
+                if not self._open(name):
+                    replica.measured = now
+                yield name, range(start, end)
+
+    def _steal(self, thief: str, mean: float) -> None:
+        """Cuts what the slowest has not begun in two, so that both end at the same time."""
+        mine = self._replicas[thief]
+        others = [name for name, one in self._replicas.items() if name != thief and one.segment]
+        if not others:
+            return
+        slowest = max(others, key=lambda name: self._left(name) / self._speed(self._replicas[name], mean))
+        victim = self._replicas[slowest]
+        *before, last = victim.segment
+        busy = [self._open_cost(slowest) + sum(self.cost.of(*s) for s in before), self._open_cost(thief)]
+        kept, stolen = self.cost.cut(*last, [self._speed(victim, mean), self._speed(mine, mean)], busy=busy)
+        if stolen.start == stolen.stop or self.cost.of(*stolen) < self._options.least:
+            if victim.is_ready or self._open(thief):
+                return
+            kept, stolen = Segment(last.start, last.start), last  # nobody knows when its owner comes
+        victim.segment = [*before, kept] if kept.start < kept.stop else before
+        mine.segment = [stolen]
+        self.steals += 1
+
+    def windows(self, lease: Lease) -> list[Window]:
+        assert self.order is not None
+        windows = order_windows(self.order, lease.places, max_tokens=self._max_tokens)
+        if lease.before is not None:
+            windows[0] = replace(windows[0], common=self.order.common(lease.before, lease.places[0]))
+        tagged, at = [], 0
+        for window in windows:
+            own = lease.places[at : (at := at + window.num_requests)]
+            counted = np.where(window.twins, 0, np.diff(window.offsets)).tolist()
+            self._under_way.update(zip(own, zip(window.tags, counted, strict=True), strict=True))
+            tagged.append(replace(window, tags=[tag_of(lease.number, place) for place in own]))
+        return tagged
+
+    # ---------------------------------------------------------------------------------------- what comes back
+
+    def answered(self, replica: str, answers: Mapping[int, Any], now: float) -> list[Answered]:
+        entry = self._replicas[replica]
+        decay = math.exp((entry.measured - now) / _SPEED_SECONDS)
+        entry.done = entry.done * decay + sum(self.cost.own(place) for place in answers)
+        entry.seconds = entry.seconds * decay + (now - entry.measured)
+        entry.measured = now
+        self._num_left -= len(answers)
+        return [(*self._under_way.pop(place), answer) for place, answer in answers.items()]
+
+    def prompts(self, places: Sequence[int]) -> list[Places]:
+        return [(place,) for place in places]
+
+    def num_begun(self, facts: ReplicaFacts, prompts: Sequence[Places]) -> int:
+        count, cost = self._options.begun
+        for number, (place,) in enumerate(prompts):
+            if number == count or cost <= 0:
+                return number
+            cost -= self.cost.of(place, place + 1)
+        return len(prompts)
+
+    def put_back(self, prompts: Sequence[Places]) -> None:
+        self._free += _ranges_of(sorted(place for (place,) in prompts))
+
+    def give_up(self, places: Places) -> list[bytes]:
+        self._num_left -= len(places)
+        return [self._under_way.pop(place)[0] for place in places]
+
+    # ------------------------------------------------------------------------------------------------ sums
+
+    def _open(self, name: str) -> list[OpenLease]:
+        return self.book.open_leases(name, self)
+
+    def _wants(self, name: str) -> bool:
+        open_leases = self._open(name)
+        return len(open_leases) < 2 or sum(len(one.left) for one in open_leases) < self._options.waiting
+
+    def _speed(self, replica: _Replica, mean: float) -> float:
+        """Returns the cost that a replica does in a second; of one that has not been measured, what others do."""
+        return replica.done / replica.seconds if replica.done > 0 and replica.seconds > 0 else mean
+
+    def _mean_speed(self) -> float:
+        known = [r.done / r.seconds for r in self._replicas.values() if r.done > 0 and r.seconds > 0]
+        return sum(known) / len(known) if known else 1.0
+
+    def _open_cost(self, name: str) -> float:
+        return sum(self.cost.own(place) for one in self._open(name) for place in one.left)
+
+    def _left(self, name: str) -> float:
+        return self._open_cost(name) + sum(self.cost.of(*segment) for segment in self._replicas[name].segment)
+
+    def _size(self, replica: _Replica, mean: float) -> float:
+        """Returns the cost of a replica's next lease: small before anything is measured, and near the end."""
+        o = self._options
+        if not (replica.done > 0 and replica.seconds > 0):
+            return o.least
+        left = sum(self.cost.of(*segment) for segment in replica.segment)
+        return max(o.least, min(o.most, self._speed(replica, mean) * o.seconds, left / 4))
+
+    def check(self, sent: set[int]) -> list[int]:
+        segments = [*self._free, *(segment for replica in self._replicas.values() for segment in replica.segment)]
+        assert all(0 <= start < stop <= self.cost.num_prompts for start, stop in segments)
+        return [place for start, stop in segments for place in range(start, stop)]
+
+
+def offline_source(windows: Windows, call: RunCall, row_cost: RowCost, expected: Iterable[str]) -> OfflineSource:
+    """Returns the source of a spool's requests.
+
+    windows   gives their order, and how many tokens a window has
+    call      what is asked of every request
+    row_cost  what a row costs, by which work is divided
+    expected  replicas that are there or shall come
+    """
+    order = windows.order()
+    outputs = _expected_outputs(order) if call.readout.kind == "tokens" and len(order) else None
+    cost = StreamCost(order.lengths, order.shared, row_cost, outputs=outputs)
+
+    def options(facts: ReplicaFacts) -> LeaseOptions:
+        row = cost.total / max(1, _num_rows(order))
+        most = row * windows.max_tokens
+        if call.readout.kind == "tokens":
+            running = facts.max_running
+            least, waiting = 4 * cost.total / max(1, len(order)), running + running // 2
+            return LeaseOptions(least=least, most=most, waiting=waiting, begun=(2 * running, math.inf))
+        step = row * (call.max_batch_rows or facts.max_rows)
+        return LeaseOptions(least=step / 4, most=most, waiting=facts.at_once, begun=(1 << 30, 2 * step))
+
+    return OfflineSource(cost, expected, options, order=order, max_tokens=windows.max_tokens)
+
+
+def order_windows(order: Order, places: Sequence[int], *, max_tokens: int) -> list[Window]:
+    """Returns the windows of an order's requests at some places, which ascend."""
+    requests = chain.from_iterable(order.read(start, stop) for start, stop in _ranges_of(places))
+    return list(cut_into_windows(requests, max_tokens=max_tokens, is_sorted=True))
+
+
+def _num_rows(order: Order) -> int:
+    return int(order.lengths.sum(dtype=np.int64) - order.shared.sum(dtype=np.int64))
+
+
+def _expected_outputs(order: Order) -> np.ndarray:
+    """Returns how many tokens may be generated for each request, int64: the mean of some from all over the order."""
+    found = []
+    for place in np.linspace(0, len(order) - 1, min(_SAMPLED, len(order))).astype(int).tolist():
+        (request,) = order.read(place, place + 1)
+        found.append(expected_limit(request))
+    return np.full(len(order), round(float(np.mean(found))), np.int64)
+
+
+def _ranges_of(places: Sequence[int]) -> list[Segment]:
+    """Returns ascending places as ranges."""
+    if isinstance(places, range):
+        return [Segment(places.start, places.stop)]
+    out: list[Segment] = []
+    for place in places:
+        if out and out[-1].stop == place:
+            out[-1] = Segment(out[-1].start, place + 1)
+        else:
+            out.append(Segment(place, place + 1))
+    return out
