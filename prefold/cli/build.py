@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..errors import JobError
+from ..cluster.backends import Backend, backend_named
+from ..errors import InputError, JobError
 from ..images.table import MediaTable
 
 __all__ = [
     "LazyTasks",
     "adapter_folders",
+    "backend_name",
+    "backend_of",
     "check_tokenizer",
     "conversation_settings",
     "find_model",
@@ -30,17 +33,29 @@ __all__ = [
 Options = dict[str, Any]
 
 
+def backend_name(o: Options) -> str:
+    """Returns the name of what computes a job."""
+    return "url" if o.get("url") else o.get("backend") or "prefold"
+
+
+def backend_of(o: Options) -> Backend:
+    """Returns what computes a job. Raises UsageError where there is no such backend."""
+    try:
+        return backend_named(backend_name(o))
+    except InputError as error:
+        raise click.UsageError(f"--backend: {error}") from None
+
+
 def open_model(o: Options, *, weights: bool = True) -> tuple[Any, Any]:
     """Returns (checkpoint, tokenizer or None) of --model. Reads no weights.
 
     weights  whether those of a hub id are downloaded, as they are going to be read
     """
-    if o.get("url") or o.get("backend") == "vllm":
+    if (backend := backend_of(o)).where:
         from ..cluster.remote_model import remote_model
 
-        own = o["model"] if o.get("backend") == "vllm" else None
-        over = "in vLLM" if own else "over HTTP"
-        return remote_model(o["model"], o.get("tokenizer") or own, over, lambda line: click.echo(line, err=True))
+        notify = partial(click.echo, err=True)
+        return remote_model(o["model"], backend.tokenizer(o), backend.where, notify)
     from ..text import tokenizer_or_none
 
     checkpoint = find_model(o, weights=weights)

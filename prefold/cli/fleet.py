@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..errors import JobError
-from .build import Options, llm_options
+from ..cluster.backends import backend_named, backend_names
+from .build import Options, backend_name, backend_of, llm_options
 from .streams import say
 
 __all__ = ["FleetModel", "has_fleet", "load_fleet"]
@@ -34,26 +33,33 @@ class FleetModel:
 
 def has_fleet(o: Options) -> bool:
     """Returns whether the options ask for a fleet. Raises UsageError for those that make no sense together."""
-    on_ray, urls, in_vllm = o.get("ray") is not None, o.get("url"), o.get("backend") == "vllm"
-    if on_ray and urls:
-        raise click.UsageError("--ray and --url exclude each other")
-    if in_vllm and urls:
+    backend, on_ray = backend_of(o), o.get("ray") is not None
+    is_fleet = on_ray or bool(backend.where)
+    if on_ray and not backend.on_ray:
+        raise click.UsageError(f"--ray and {_asking_for(backend_name(o))} exclude each other")
+    if o.get("backend") and o.get("url"):
         raise click.UsageError("--backend and --url exclude each other: a server computes as it likes")
-    if (on_ray or urls or in_vllm) and o.get("sharing_threshold", "auto") != "auto":
+    if is_fleet and o.get("sharing_threshold", "auto") != "auto":
         raise click.UsageError("--sharing-threshold is for one process; leave it out, or --ray, --url and --backend")
-    if (on_ray or urls or in_vllm) and o.get("cache_reuse_shifted"):
+    if is_fleet and o.get("cache_reuse_shifted"):
         raise click.UsageError("--cache-reuse-shifted is for one process; leave it out, or --ray, --url and --backend")
-    if o.get("backend_option") and not in_vllm:
-        raise click.UsageError("--backend-option needs --backend vllm")
-    if o.get("pooling") and urls:
-        raise click.UsageError("--pooling cannot be asked of a server, which pools as its model does; leave it out")
+    for option in ("backend_option", "tokenizer"):
+        if o.get(option) and option not in backend.takes:
+            takes = [_asking_for(name) for name in backend_names() if option in backend_named(name).takes]
+            raise click.UsageError(f"--{option.replace('_', '-')} needs {', or '.join(takes)}")
     if o.get("replicas") and not on_ray:
         raise click.UsageError("--replicas needs --ray")
-    if o.get("tokenizer") and not urls and not in_vllm:
-        raise click.UsageError("--tokenizer needs --url, or --backend vllm")
     if on_ray and o["ray"] and Path(o["ray"]).exists():
         raise click.UsageError(f"--ray took {o['ray']} for its address; write --ray behind it")
-    return on_ray or bool(urls) or in_vllm
+    if refusal := backend.refusal(o):
+        raise click.UsageError(refusal)
+    _own_options(o)
+    return is_fleet
+
+
+def _asking_for(name: str) -> str:
+    """Returns the option that asks for a backend."""
+    return "--url" if name == "url" else f"--backend {name}"
 
 
 def load_fleet(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -> FleetModel:
@@ -66,17 +72,34 @@ def load_fleet(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -
         if not o["quiet"]:
             say(f"prefold: {line}")
 
-    in_vllm = o.get("backend") == "vllm"
-    if o.get("url"):
-        replicas = _servers(o, checkpoint, tokenizer, notify)
-    elif o.get("ray") is not None:
-        replicas = _on_ray(o, notify)
+    backend = backend_of(o)
+    options = backend.options(o, llm_options(o), _own_options(o))
+    if o.get("ray") is not None:
+        from ..cluster.ray_replicas import RayReplicas
+
+        where = {"count": o["replicas"], "address": o["ray"] or None, "backend": backend_name(o)}
+        replicas: Any = RayReplicas(_model(o), options, **where, notify=notify)
     else:
-        replicas = _in_vllm(o)
+        known = {"checkpoint": checkpoint, "tokenizer": tokenizer, "notify": notify}
+        replicas = backend.replicas(o, options, **known)
     sharing = "full" if o["sharing"] == "auto" else o["sharing"]
-    cost = RowCost() if o.get("url") or in_vllm else _row_cost(checkpoint)
+    cost = RowCost() if backend.where else _row_cost(checkpoint)
     how = {"patience": o["patience"], "notify": notify, "media": media}
     return FleetModel(Fleet(replicas, sharing=sharing, row_cost=cost, **how))
+
+
+def _own_options(o: Options) -> dict[str, Any]:
+    """Returns what --backend-option gives, by name."""
+    own = {}
+    for text in o.get("backend_option") or ():
+        name, _, value = text.partition("=")
+        if not name or not value:
+            raise click.UsageError(f"--backend-option {text!r} is not NAME=VALUE, such as block_size=32")
+        try:
+            own[name] = json.loads(value)
+        except ValueError:
+            own[name] = value
+    return own
 
 
 def _row_cost(checkpoint: Any) -> Any:
@@ -86,62 +109,5 @@ def _row_cost(checkpoint: Any) -> Any:
     return row_cost(config_from(checkpoint.config))
 
 
-def _on_ray(o: Options, notify: Callable[[str], None]) -> Any:
-    from ..cluster.ray_replicas import RayReplicas
-
-    options = llm_options(o) | {"load_format": o["load_format"]}
-    if o.get("backend") == "vllm":
-        options = {name: options[name] for name in ("device", "threads", "tensor_parallel") if name in options}
-        options |= _vllm_options(o)
-    where = {"count": o["replicas"], "address": o["ray"] or None}
-    return RayReplicas(_model(o), options, backend=o.get("backend") or "prefold", **where, notify=notify)
-
-
 def _model(o: Options) -> str:
     return str(Path(o["model"]).absolute()) if Path(o["model"]).exists() else o["model"]
-
-
-def _in_vllm(o: Options) -> Any:
-    from ..cluster.local_replicas import LocalReplicas
-
-    options = _vllm_options(o)
-
-    def make() -> Any:
-        from ..cluster.vllm_host import VllmHost
-
-        return VllmHost(_model(o), options["engine"], caching=options["caching"])
-
-    return LocalReplicas(make, name="vLLM")
-
-
-# Our options that vLLM has too, under other names.
-_VLLM_NAMES = {
-    "dtype": "dtype", "tensor_parallel": "tensor_parallel_size", "max_running": "max_num_seqs",
-    "max_batch_rows": "max_num_batched_tokens", "kv_memory": "kv_cache_memory_bytes", "tokenizer": "tokenizer",
-}  # fmt: skip
-
-
-def _vllm_options(o: Options) -> dict[str, Any]:
-    """Returns `engine` and `caching` of `VllmHost`. Raises JobError for what vLLM has not."""
-    if o["sharing"] == "mlp" or o.get("adapter"):
-        what = "--adapter" if o.get("adapter") else "--sharing mlp"
-        raise JobError(f"vLLM cannot be asked for {what}; leave it out, or leave out --backend vllm")
-    engine = {theirs: o[ours] for ours, theirs in _VLLM_NAMES.items() if o.get(ours) is not None}
-    for text in o.get("backend_option") or ():
-        name, _, value = text.partition("=")
-        if not name or not value:
-            raise click.UsageError(f"--backend-option {text!r} is not NAME=VALUE, such as block_size=32")
-        try:
-            engine[name] = json.loads(value)
-        except ValueError:
-            engine[name] = value
-    return {"engine": engine, "caching": o["sharing"] != "off"}
-
-
-def _servers(o: Options, checkpoint: Any, tokenizer: Any, notify: Callable[[str], None]) -> Any:
-    from ..cluster.http_replicas import HttpReplicas
-    from ..cluster.remote_model import context_of, is_of_bytes
-
-    how = {} if o.get("max_running") is None else {"most": o["max_running"]}
-    how |= {"takes_ids": not is_of_bytes(tokenizer), "context": context_of(checkpoint), "patience": o["patience"]}
-    return HttpReplicas(o["url"], o["model"], tokenizer, notify=notify, **how)

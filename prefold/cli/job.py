@@ -19,7 +19,7 @@ import click
 
 from ..checkpoint.stored import stored_as
 from ..errors import FleetError, JobError, RankError
-from .build import load_llm
+from .build import backend_of, load_llm
 from .fingerprint import fingerprint
 from .fleet import has_fleet, load_fleet
 from .input import Input, open_input
@@ -59,8 +59,7 @@ def run_command(
         raise
     if not o["quiet"]:
         notes = [f"  note      {note}" for note in job.output.notes]
-        is_here = not (o.get("url") or o.get("backend") == "vllm")  # else nobody has looked at the weights
-        stored = stored_as(input.checkpoint) if is_here else ""
+        stored = "" if backend_of(o).where else stored_as(input.checkpoint)  # else nobody has looked at the weights
         say("\n".join([*summary_lines(summary, o, input.adapter, stored), *notes]))
     if o["report"] and not was_ended:
         report(summary, task, input, o)

@@ -126,9 +126,10 @@ fleet_options = _all(
     click.option("--tokenizer", metavar="NAME",
                  help="With --url: a folder or hub id with the model's tokenizer, so that token ids are sent.  "
                       "[default: that of --model, if it is a folder; else texts are sent]"),
-    click.option("--backend", type=click.Choice(["prefold", "vllm"]),
-                 help="What computes, here or on the replicas of --ray. vLLM generates text only, and runs models that "
-                      "prefold does not know.  [default: prefold]"),
+    click.option("--backend", metavar="NAME",
+                 help="What computes, here or on the replicas of --ray: prefold, vllm, or what a package or --plugin "
+                      "adds. vLLM generates text only, and runs models that prefold does not know.  "
+                      "[default: prefold]"),
     click.option("--backend-option", metavar="NAME=VALUE", multiple=True,
                  help="With --backend vllm: a field of its AsyncEngineArgs, such as block_size=32. May be repeated."),
     click.option("--replicas", type=click.IntRange(1), metavar="N",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import islice, takewhile
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..errors import InputError, JobError
 from ..stream import Window
 from ..text import Tokenizer
 from ..types import Request, Stats
+from .backends import Backend
 from .http_bodies import (
     NOT_OPENAIS,
     RowError,
@@ -30,6 +31,7 @@ from .http_bodies import (
     logprobs_of,
 )
 from .http_server import API_KEY, FirstAnswer, RemoteServer, ServerDown, check_key, check_url, meet, reading
+from .remote_model import context_of, is_of_bytes
 from .replicas import (
     RESTARTS,
     ReplicaEvent,
@@ -42,7 +44,7 @@ from .replicas import (
     requests_of,
 )
 
-__all__ = ["API_KEY", "HttpReplicas"]
+__all__ = ["API_KEY", "SERVERS", "HttpReplicas"]
 
 _LOGPROBS = ("logprobs", "logits")  # kinds of Readout
 _BATCH = 16  # prompts of one request for embeddings
@@ -348,3 +350,33 @@ def _num_together(waiting: Sequence[tuple[int, int, Request]], call: RunCall) ->
         return 1
     adapter = waiting[0][2].adapter
     return sum(1 for _ in takewhile(lambda one: one[2].adapter == adapter, islice(waiting, _BATCH)))
+
+
+class _Servers(Backend):
+    """The backend whose replicas are the servers of --url."""
+
+    where = "over HTTP"
+    takes = frozenset({"tokenizer"})
+    on_ray = False
+
+    def refusal(self, o: Mapping[str, Any]) -> str:
+        pooling = "--pooling cannot be asked of a server, which pools as its model does; leave it out"
+        return pooling if o.get("pooling") else ""
+
+    def options(self, o: Mapping[str, Any], llm: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        return {} if o.get("max_running") is None else {"most": o["max_running"]}
+
+    def replicas(
+        self,
+        o: Mapping[str, Any],
+        options: Mapping[str, Any],
+        *,
+        checkpoint: Any,
+        tokenizer: Any,
+        notify: Callable[[str], None],
+    ) -> HttpReplicas:
+        how = {"takes_ids": not is_of_bytes(tokenizer), "context": context_of(checkpoint), "patience": o["patience"]}
+        return HttpReplicas(o["url"], o["model"], tokenizer, notify=notify, **how, **options)
+
+
+SERVERS = _Servers()

@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import JobError, MissingExtraError, PrefoldError
 from ..plugins import add_plugins, plugins
 from ..stream import Window
+from .backends import backend_named
 from .replicas import (
     LONGEST_WAIT,
     RESTARTS,
@@ -55,7 +56,7 @@ class _Actor:
     def load(self, model: str, options: dict[str, Any], backend: str, own: list[str]) -> ReplicaFacts:
         add_plugins(own)
         if self._host is None:
-            self._host = (_vllm_host if backend == "vllm" else _host)(model, options)
+            self._host = backend_named(backend).host(model, options)
         self._host.end()  # where only the connection was lost, the process has its model still
         return self._host.facts
 
@@ -78,20 +79,6 @@ class _Actor:
         return self._host.report(wait)
 
 
-def _host(model: str, options: dict[str, Any]) -> Any:
-    from ..llm import LLM
-    from .host import ReplicaHost, facts_of
-
-    llm = LLM(model, **options)
-    return ReplicaHost(llm, facts_of(llm))
-
-
-def _vllm_host(model: str, options: dict[str, Any]) -> Any:
-    from .vllm_host import VllmHost
-
-    return VllmHost(model, options["engine"], caching=options["caching"])
-
-
 @dataclass(slots=True)
 class _RayMember:
     """An actor, as it is known here.
@@ -112,10 +99,10 @@ class RayReplicas(Replicas):
     """Actors of a Ray cluster.
 
     model     what the LLM of each is made of: a name or path that every node can resolve
-    backend   "prefold", or "vllm"
-    options   keywords of `LLM`; of vLLM those for the machine, and `engine` and `caching` of `VllmHost`. threads,
-              tensor_parallel and device say how many CPUs and GPUs a replica has; without threads as many as let all
-              replicas lie on the cluster's nodes, each on one
+    backend   the name of a backend (see `backends.py`)
+    options   what its `host` takes, of prefold keywords of `LLM`. threads, tensor_parallel and device say how many
+              CPUs and GPUs a replica has; without threads as many as let all replicas lie on the cluster's nodes, each
+              on one
     count     replicas; None: as many as the cluster has room for
     address   of a cluster; None: the one that RAY_ADDRESS names, else one is started on this machine, and ended by
               `close`

@@ -28,11 +28,12 @@ from ..errors import InputError, JobError
 from ..prefix import MEDIA_BASE
 from ..stream import Window
 from ..types import GenerationStats, Request, Sampling, Stats
+from .backends import Backend
 from .block_events import BlockEvents
 from .replicas import LONGEST_WAIT, ReplicaFacts, ReplicaReport, RunCall, requests_of
 from .vllm_requests import generated, import_vllm, lacks, refused, sampling_params
 
-__all__ = ["VllmHost"]
+__all__ = ["VLLM", "VllmHost"]
 
 _SECONDS_TO_REPLAY = 2.0
 _END_OF_REPLAY = (1 << 64) - 1
@@ -338,3 +339,35 @@ def _digest(model: str) -> str:
     from ..checkpoint.identity import folder_digest
 
     return folder_digest(Path(model)) if Path(model).exists() else model
+
+
+# Options of jobs that vLLM has too, under other names.
+_NAMES = {
+    "dtype": "dtype", "tensor_parallel": "tensor_parallel_size", "max_running": "max_num_seqs",
+    "max_batch_rows": "max_num_batched_tokens", "kv_memory": "kv_cache_memory_bytes", "tokenizer": "tokenizer",
+}  # fmt: skip
+
+
+class _Vllm(Backend):
+    """The backend whose replicas are a `VllmHost` each."""
+
+    where = "in vLLM"
+    takes = frozenset({"backend_option", "tokenizer"})
+
+    def refusal(self, o: Mapping[str, Any]) -> str:
+        what = "--adapter" if o.get("adapter") else "--sharing mlp" if o["sharing"] == "mlp" else ""
+        return what and f"vLLM cannot be asked for {what}; leave it out, or leave out --backend vllm"
+
+    def tokenizer(self, o: Mapping[str, Any]) -> str | None:
+        return o.get("tokenizer") or o["model"]
+
+    def options(self, o: Mapping[str, Any], llm: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        place = {name: llm[name] for name in ("device", "threads", "tensor_parallel") if name in llm}
+        engine = {theirs: o[ours] for ours, theirs in _NAMES.items() if o.get(ours) is not None}
+        return place | {"engine": engine | own, "caching": o["sharing"] != "off"}
+
+    def host(self, model: str, options: Mapping[str, Any]) -> VllmHost:
+        return VllmHost(model, options["engine"], caching=options["caching"])
+
+
+VLLM = _Vllm()
