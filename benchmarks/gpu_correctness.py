@@ -19,6 +19,7 @@ from prefold.checkpoint import GEOMETRIES
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.model import CausalLM
 from prefold.model.ops import choose_ops
+from prefold.options import filters_of
 from prefold.prefix import Trie
 from prefold.types import Readout, Request, Sampling
 from prefold.worker.draw import draw
@@ -106,15 +107,16 @@ def check_draws(report: Report, bench: Bench) -> None:
     rows, vocab = (4, 300) if bench.smoke else (64, 151_936)
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(7)) * 3
     keys = np.random.default_rng(8).integers(0, 2**64, rows, np.uint64)
-    for temperature, min_p, top_k, top_p in ((0.8, 0, 0, 1), (1.0, 0, 50, 1), (1.0, 0, 0, 0.9), (1.2, 0.02, 100, 0.8)):
-        filters = np.array([(temperature, min_p, top_k, top_p)] * rows, np.float64)
+    three = {"temperature": 1.2, "min_p": 0.02, "top_k": 100, "top_p": 0.8}
+    for one in ({"temperature": 0.8}, {"top_k": 50}, {"top_p": 0.9}, three):
+        filters = np.array([filters_of(Sampling(**{"temperature": 1.0} | one))] * rows, np.float64)
 
         def both(filters=filters):
             found = draw(logits.to(bench.device), np.arange(rows), filters, keys)
             wanted = draw(logits, np.arange(rows), filters, keys)
             return 1 + (found.cpu() != wanted).double().mean().item(), 1.0
 
-        what = f"draw, top_k {top_k}, top_p {top_p}, min_p {min_p}"
+        what = f"draw, {', '.join(f'{name} {value}' for name, value in one.items())}"
         report.check(what, torch.float32, 0.02, both)
 
 

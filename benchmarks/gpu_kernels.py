@@ -17,6 +17,8 @@ from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows
 from prefold.attention.row_tiles import row_tiles
 from prefold.device import runs_triton
 from prefold.model.ops import PYTORCH, Ops, choose_ops
+from prefold.options import filters_of
+from prefold.types import Sampling
 from prefold.worker.draw import draw
 
 # heads, kv_heads, head_dim
@@ -278,13 +280,13 @@ def draws(bench: Bench) -> None:
         falling = falling.masked_fill(falling.cumsum(-1) - falling > 0.95, 0)
         return ids.gather(-1, torch.multinomial(falling, 1))
 
-    # Temperature, min_p, top_k, top_p.
-    filters = {
-        "temperature": (0.8, 0.0, 0, 1.0),
-        "top_k 40": (0.8, 0.0, 40, 1.0),
-        "top_p 0.95": (0.8, 0.0, 0, 0.95),
-        "min_p 0.05, top_p 0.95": (0.8, 0.05, 0, 0.95),
+    some = {
+        "temperature": {},
+        "top_k 40": {"top_k": 40},
+        "top_p 0.95": {"top_p": 0.95},
+        "min_p 0.05, top_p 0.95": {"min_p": 0.05, "top_p": 0.95},
     }
+    filters = {name: filters_of(Sampling(temperature=0.8, **one)) for name, one in some.items()}
     calls = {"arg-max": lambda: logits.argmax(-1)}
     if runs_triton(bench.device):
         calls |= {

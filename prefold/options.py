@@ -1,37 +1,49 @@
-"""Defines the options of each task as a dataclass, read by the methods of LLM, the command line, the journal and the
-docs.
+"""Declares the options of each task, once. All that knows options reads these dataclasses: the methods of LLM and their
+keywords, the command line, the bodies of HTTP and their schema, requests to other servers, the sampler's arrays, the
+journal and the docs.
 
-The metadata of a field say what it means (`doc`) and of which parameters of the command line it is made (`cli`; empty
-for an option that only Python has). Neither torch nor NumPy is imported here.
+The metadata of a field say what it means (`doc`), which values it may have, and where it stands under which name; see
+`_option`. `scripts/generate` writes what is made of them as text. Neither torch nor NumPy is imported here.
 """
 
 # ruff: noqa: RUF009  (a field that is made by a function of ours is a field)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from operator import attrgetter
+from typing import Any, ClassVar, Literal, cast
 
 from .errors import InputError
 
-if TYPE_CHECKING:
-    from .types import Grammar
-
 __all__ = [
+    "FILTERS",
     "OPTIONS",
+    "PENALTIES",
     "ClassifyOptions",
     "EmbedOptions",
     "GenerationOptions",
+    "Grammar",
+    "LoopedOptions",
     "RerankOptions",
+    "SamplerOptions",
     "ScoreOptions",
     "TaskOptions",
     "check_options",
     "cli_names",
     "doc_of",
+    "filters_of",
+    "http_names",
     "journal_names",
+    "kind_of",
+    "not_sent",
+    "option_of",
     "options_of",
+    "penalties_of",
+    "sent_names",
 ]
 
 Truncate = bool | Literal["left", "right"]
@@ -40,33 +52,179 @@ Normalization = Literal["tokens", "bytes"]
 JsonSpace = Literal["compact", "free"]
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A Grammar says what generated text must look like.
+
+    kind     "json_schema" (text: the schema as JSON), "json" (any JSON object), "regex", "choice" (text: a JSON
+             list of strings), "lark" (text: a grammar in Lark's syntax)
+    text     the schema, expression, list or grammar; empty for "json"
+    compact  for JSON: no white space between its parts but one blank after a comma or colon. False: up to 64
+             blanks and line ends, as the model likes. A schema's own "x-guidance" takes precedence
+    """
+
+    kind: Literal["json_schema", "json", "regex", "choice", "lark"]
+    text: str = ""
+    compact: bool = True
+
+
 def _option(
     default: Any,
     doc: str,
     *cli: str | None,
     one_of: tuple[Any, ...] = (),
-    kind: type | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    above: bool = False,
     journal: bool = True,
+    http: str | None = "",
+    sent: Literal["openai", "vllm", "set", "own"] | None = None,
+    draws: Literal["filter", "penalty"] | None = None,
 ) -> Any:
     """Returns a field of a dataclass of options.
 
-    cli      the parameters of the command line that it is made of: by default one of the field's own name; None: none
-    one_of   the values that are allowed, where not all are
-    kind     bool, str or int, where only that (or the default) is allowed
-    journal  whether a job with another value is another job
+    cli          the parameters of the command line that it is made of: by default one of the field's own name; None:
+                 none
+    one_of       the values that are allowed, where not all are
+    least, most  the bounds of a number
+    above        whether the number has to be above `least`, which itself is not allowed
+    journal      whether a job with another value is another job
+    http         of how answers are made: the parameters of a request that set it, parted by blanks; "": that of the
+                 field's own name; None: none
+    sent         how another server that generates text is asked for it. "openai": it is a parameter of OpenAI's API,
+                 and always sent, as a server may take what a body leaves out from its checkpoint's files; "vllm": it is
+                 none of OpenAI's, but most servers know it, so it is always sent to those that do; "set": it is sent
+                 where it is not the default; "own": bodies have a form of their own for it. None: no other server can
+                 be asked for it, so that a request which sets it is refused
+    draws        what it is to the sampler, which gets one column of numbers for each filter and each penalty
     """
-    metadata = {"doc": doc, "cli": cli, "one_of": one_of, "kind": kind, "journal": journal}
-    return field(default=default, metadata=metadata)
+    names = ("doc", "cli", "one_of", "least", "most", "above", "journal", "http", "sent", "draws")
+    values = (doc, cli, one_of, least, most, above, journal, http, sent, draws)
+    return field(default=default, metadata=dict(zip(names, values, strict=True)))
+
+
+def kind_of(option: Field[Any]) -> type | None:
+    """Returns the type of an option's values, besides None: bool, int, float or str; None for any other type."""
+    simple = re.fullmatch(r"(bool|int|float|str)( \| None)?", str(option.type))
+    return {"bool": bool, "int": int, "float": float, "str": str}[simple[1]] if simple else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskOptions:
+class LoopedOptions:
+    """Holds the options of looped models, for all tasks."""
+
+    exit_threshold: float | None = _option(
+        None,
+        "Of a looped model with a gate: read a row after the first visit at which its probability of having left is at"
+        " least this; 1: after its last visit. By default what the checkpoint says.",
+        least=0, most=1, above=True,
+    )  # fmt: skip
+    min_visits: int = _option(1, "Of a looped model with a gate: read no row after fewer visits.", least=1)
+    max_visits: int | None = _option(
+        None, "Of a looped model with a gate: read no row after more visits; by default all it makes.", least=1
+    )
+    exit_change: float | None = _option(
+        None,
+        "Of a looped model whose rows leave: a row leaves after the first visit that changes its state by at most this"
+        " part of it.",
+        least=0, above=True,
+    )  # fmt: skip
+    exit_prompts: bool = _option(
+        False, "Of a looped model whose rows leave: rows of prompts leave too, by the same rules."
+    )
+    route: Sequence[int] | None = _option(
+        None,
+        "Of a looped model whose rows leave or take routes: the numbers of the blocks that rows visit, from 0; by"
+        " default as the checkpoint says.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerOptions:
+    """Holds the options that say how the tokens of an answer are chosen, and when it ends, as users write them."""
+
+    max_tokens: int | Literal["auto"] | None = _option(
+        "auto",
+        "The most tokens of an answer; by default 256, or fewer where the context ends. None (on the command line 0):"
+        " until the model's context is full.",
+        least=1, http="max_tokens max_completion_tokens", sent="own",
+    )  # fmt: skip
+    min_tokens: int = _option(0, "The answer does not end before so many tokens.", least=0, sent="set")
+    temperature: float = _option(
+        0.0, "What logits are divided by before a token is drawn; 0: always the most likely token.",
+        least=0, sent="openai", draws="filter",
+    )  # fmt: skip
+    top_k: int = _option(
+        0, "Draw only from so many of the most likely tokens; 0 or -1: from all.", least=-1,
+        sent="vllm", draws="filter",
+    )  # fmt: skip
+    # Holtzman et al. 2020
+    top_p: float = _option(
+        1.0, "Draw only from the most likely tokens that together have this probability.",
+        least=0, most=1, sent="openai", draws="filter",
+    )  # fmt: skip
+    # Nguyen et al. 2024
+    min_p: float = _option(
+        0.0, "Draw only from tokens this likely, relative to the most likely one.",
+        least=0, most=1, sent="vllm", draws="filter",
+    )  # fmt: skip
+    # Keskar et al. 2019. Logits are divided or multiplied by it, in float32, which must neither take it for 0 nor
+    # overflow.
+    repetition_penalty: float = _option(
+        1.0,
+        "Divides the logits of tokens that the prompt or the answer holds already, where they are positive, and"
+        " multiplies them where they are negative: above 1 repetitions become rarer, below 1 more frequent; 1: off.",
+        least=1e-30, most=1e30, sent="vllm", draws="penalty",
+    )  # fmt: skip
+    presence_penalty: float = _option(
+        0.0, "Taken off the logits of tokens in the answer, once; 0: off.",
+        least=-2, most=2, sent="openai", draws="penalty",
+    )  # fmt: skip
+    frequency_penalty: float = _option(
+        0.0, "Taken off the logits of tokens in the answer, once for each time they occur; 0: off.",
+        least=-2, most=2, sent="openai", draws="penalty",
+    )  # fmt: skip
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = _option(
+        (), "{token id: what is added to its logit}.", sent="own"
+    )
+    seed: int | None = _option(
+        None, "The seed of sampling; by default drawn anew for each call.", None,
+        least=-(2**63), most=2**64 - 1, sent="set",
+    )  # fmt: skip
+    n: int = _option(1, "How many answers each prompt gets.", least=1, sent="set")
+    stop: str | Sequence[str] = _option((), "Texts that end the answer, which is cut off before them.", sent="own")
+    stop_ids: int | Sequence[int] = _option(
+        (), "Token ids that end the answer.", "stop_id", http="stop_token_ids", sent="own"
+    )
+    ignore_eos: bool = _option(False, "Go on after the model's end of text.", sent="set")
+    logprobs: int | None = _option(
+        None, "Give each token's log-probability, and those of so many of the most likely tokens.", least=0, http=None,
+        sent="own",
+    )  # fmt: skip
+    exit_visits: Sequence[int] = _option(
+        (),
+        "Of a looped model whose rows leave: after how many visits the row of each token of the answer leaves, in place"
+        " of other rules as far as the list goes.",
+        None, http=None,
+    )  # fmt: skip
+    grammar: Grammar | Mapping[str, object] | None = _option(
+        None, 'What the text must look like: {"json_schema": ...}, {"json": True}, {"regex": ...}, {"choice": [...]} or'
+        ' {"lark": ...}.',
+        "json_schema", "json_object", "regex", "choice", "grammar", http=None, sent="own",
+    )  # fmt: skip
+
+
+_SAMPLER = {one.name for one in fields(SamplerOptions)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions(LoopedOptions):
     """Holds the options of all tasks. Raises InputError for a value that no checkpoint could take."""
 
     task: ClassVar[str] = ""
 
     max_length: int | None = _option(
-        None, "The most tokens a prompt may have; by default what the model takes.", kind=int
+        None, "The most tokens a prompt may have; by default what the model takes.", least=1
     )
     truncate: Truncate = _option(
         False,
@@ -81,46 +239,30 @@ class TaskOptions:
         None, "The LoRA adapter to run with; in Python also a list of one a prompt. By default the model itself."
     )
 
-    exit_threshold: float | None = _option(
-        None,
-        "Of a looped model with a gate: read a row after the first visit at which its probability of having left is at"
-        " least this; 1: after its last visit. By default what the checkpoint says.",
-    )
-    min_visits: int = _option(1, "Of a looped model with a gate: read no row after fewer visits.", kind=int)
-    max_visits: int | None = _option(
-        None, "Of a looped model with a gate: read no row after more visits; by default all it makes.", kind=int
-    )
-    exit_change: float | None = _option(
-        None,
-        "Of a looped model whose rows leave: a row leaves after the first visit that changes its state by at most this"
-        " part of it.",
-    )
-    exit_prompts: bool = _option(
-        False, "Of a looped model whose rows leave: rows of prompts leave too, by the same rules.", kind=bool
-    )
-    route: Sequence[int] | None = _option(
-        None,
-        "Of a looped model whose rows leave or take routes: the numbers of the blocks that rows visit, from 0; by"
-        " default as the checkpoint says.",
-    )
-
     def __post_init__(self) -> None:
         for one in fields(self):
-            value, allowed, kind = getattr(self, one.name), one.metadata["one_of"], one.metadata["kind"]
+            if one.name in _SAMPLER:
+                continue  # the task, which knows the model, checks and converts these
+            value, allowed, kind = getattr(self, one.name), one.metadata["one_of"], kind_of(one)
             if allowed and not any(type(value) is type(each) and value == each for each in allowed):
-                remedy = f"use one of {', '.join(repr(each) for each in allowed)}"
-                raise InputError(f"{one.name} is {value!r:.80}", field=one.name, remedy=remedy)
-            if kind is not None and not _is_a(kind, value) and not (value is None and one.default is None):
+                raise _wrong(one, value, f"use one of {', '.join(repr(each) for each in allowed)}")
+            if allowed or kind is None or kind is float or (value is None and one.default is None):
+                continue
+            if not _is_a(kind, value):
                 remedy = {bool: "give True or False", str: "give a text", int: "give a whole number"}[kind]
-                raise InputError(f"{one.name} is {value!r:.80}", field=one.name, remedy=remedy, code="wrong_type")
+                raise _wrong(one, value, remedy, "wrong_type")
+            if one.metadata["least"] is not None and value < one.metadata["least"]:
+                raise _wrong(one, value, f"give {one.metadata['least']} or more")
         if self.adapter is not None and not isinstance(self.adapter, (str, list, tuple)):
             message = f"adapter is {self.adapter!r:.80}, not a name"
             raise InputError(message, field="adapter", remedy="give the name of an adapter", code="wrong_type")
-        if self.max_length is not None and self.max_length < 1:
-            raise InputError(f"max_length is {self.max_length}", field="max_length", remedy="give 1 or more")
 
 
-def _is_a(kind: type, value: object) -> bool:
+def _wrong(option: Field[Any], value: object, remedy: str, code: str = "invalid_input") -> InputError:
+    return InputError(f"{option.name} is {value!r:.80}", field=option.name, remedy=remedy, code=code)
+
+
+def _is_a(kind: type, value: Any) -> bool:
     """Returns whether a value is a `kind`; a NumPy integer is a whole number, and True is none."""
     return hasattr(value, "__index__") and not isinstance(value, bool) if kind is int else isinstance(value, kind)
 
@@ -144,13 +286,13 @@ class EmbedOptions(TaskOptions):
         "Whether to scale the embedding to length 1; by default what the checkpoint says, else yes.",
         one_of=(None, False, True),
     )
-    dimensions: int | None = _option(None, "Keep only so many values, the first (before they are scaled).", kind=int)
-    prompt: str | None = _option(None, "A text to put before every text.", None, kind=str)
+    dimensions: int | None = _option(None, "Keep only so many values, the first (before they are scaled).", least=1)
+    prompt: str | None = _option(None, "A text to put before every text.", None)
     prompt_name: str | None = _option(
-        None, "The name of one of the checkpoint's own prompts, which is put before every text.", kind=str
+        None, "The name of one of the checkpoint's own prompts, which is put before every text."
     )
     instruction: str | None = _option(
-        None, "What queries are for; written before each text as Qwen3-Embedding wants it.", kind=str
+        None, "What queries are for; written before each text as Qwen3-Embedding wants it."
     )
 
 
@@ -160,16 +302,14 @@ class RerankOptions(TaskOptions):
 
     task = "rerank"
 
-    instruction: str | None = _option(
-        None, "What is wanted of a document; by default that it answers a web search.", kind=str
-    )
+    instruction: str | None = _option(None, "What is wanted of a document; by default that it answers a web search.")
     template: str | None = _option(
         None,
         "The prompt, with {query}, {document} and, if wanted, {instruction}; by default Qwen3-Reranker's, or the bare"
         " pair for a cross-encoder that was trained on it.",
     )
     words: tuple[str, str] = _option(("yes", "no"), "The two words whose logits are compared, one token each.")
-    raw_scores: bool = _option(False, "Give the difference of the logits, without the sigmoid.", kind=bool)
+    raw_scores: bool = _option(False, "Give the difference of the logits, without the sigmoid.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,14 +323,13 @@ class ClassifyOptions(TaskOptions):
         None, "The labels, or {label: how it is written in the prompt}; by default those of the classification head.",
         "labels", "labels_file",
     )  # fmt: skip
-    instructions: str = _option("", "What comes before the examples and the text.", kind=str)
+    instructions: str = _option("", "What comes before the examples and the text.")
     examples: Sequence[object] = _option((), 'Pairs (text, label), or {"text": ..., "label": ...}.')
     template: str | None = _option(
         None,
         "How an example is written, with {text} and then {label}; by default two lines, Text: and Label:.",
-        kind=str,
     )
-    separator: str = _option("\n\n", "What stands between examples; by default an empty line.", None, kind=str)
+    separator: str = _option("\n\n", "What stands between examples; by default an empty line.", None)
     normalization: Normalization | None = _option(
         None,
         "Divide a label's log-likelihood by the label's length in tokens or bytes.",
@@ -199,7 +338,6 @@ class ClassifyOptions(TaskOptions):
     calibrate: bool = _option(
         False,
         "Whether to calibrate the labels with texts without content (contextual calibration, Zhao et al. 2021).",
-        kind=bool,
     )
 
 
@@ -213,64 +351,19 @@ class ScoreOptions(TaskOptions):
         None,
         "The token id that stands for an empty prompt; by default BOS, or EOS where there is none.",
         None,
-        kind=int,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationOptions(TaskOptions):
-    """Holds the options of `generate`, `chat` and `stream`: the fields of Sampling as users write them, and what
-    makes the prompt."""
+class GenerationOptions(TaskOptions, SamplerOptions):
+    """Holds the options of `generate`, `chat` and `stream`."""
 
     task = "generate"
 
-    max_tokens: int | Literal["auto"] | None = _option(
-        "auto",
-        "The most tokens of an answer; by default 256, or fewer where the context ends. None (on the command line 0):"
-        " until the model's context is full.",
-    )  # fmt: skip
-    min_tokens: int = _option(0, "The answer does not end before so many tokens.")
-    temperature: float = _option(
-        0.0, "What logits are divided by before a token is drawn; 0: always the most likely token."
-    )
-    top_k: int = _option(0, "Draw only from so many of the most likely tokens; 0: from all.")
-    top_p: float = _option(1.0, "Draw only from the most likely tokens that together have this probability.")
-    min_p: float = _option(0.0, "Draw only from tokens this likely, relative to the most likely one.")
-    repetition_penalty: float = _option(
-        1.0,
-        "Divides the logits of tokens that the prompt or the answer holds already, where they are positive, and"
-        " multiplies them where they are negative: above 1 repetitions become rarer, below 1 more frequent; 1: off.",
-    )
-    presence_penalty: float = _option(0.0, "Taken off the logits of tokens in the answer, once; 0: off.")
-    frequency_penalty: float = _option(
-        0.0, "Taken off the logits of tokens in the answer, once for each time they occur; 0: off."
-    )
-    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = _option(
-        (), "{token id: what is added to its logit}."
-    )
-    seed: int | None = _option(None, "The seed of sampling; by default drawn anew for each call.", None)
-    n: int = _option(1, "How many answers each prompt gets.")
-    stop: str | Sequence[str] = _option((), "Texts that end the answer, which is cut off before them.")
-    stop_ids: int | Sequence[int] = _option((), "Token ids that end the answer.", "stop_id")
-    ignore_eos: bool = _option(False, "Go on after the model's end of text.")
-    logprobs: int | None = _option(
-        None, "Give each token's log-probability, and those of so many of the most likely tokens."
-    )
-    max_n: int = _option(128, "The most answers that a prompt's own options may ask for, unless n is larger.", kind=int)
+    max_n: int = _option(128, "The most answers that a prompt's own options may ask for, unless n is larger.", least=1)
     max_logprobs: int = _option(
-        20, "The most log-probabilities that a prompt's own options may ask for, unless logprobs is larger.", kind=int
+        20, "The most log-probabilities that a prompt's own options may ask for, unless logprobs is larger.", least=0
     )
-    exit_visits: Sequence[int] = _option(
-        (),
-        "Of a looped model whose rows leave: after how many visits the row of each token of the answer leaves, in place"
-        " of other rules as far as the list goes.",
-        None,
-    )
-    grammar: Grammar | Mapping[str, object] | None = _option(
-        None, 'What the text must look like: {"json_schema": ...}, {"json": True}, {"regex": ...}, {"choice": [...]} or'
-        ' {"lark": ...}.',
-        "json_schema", "json_object", "regex", "choice", "grammar",
-    )  # fmt: skip
     json_space: JsonSpace = _option(
         "compact",
         "White space in JSON answers: compact (the default), one blank after a comma or colon at most; free, up to 64"
@@ -280,33 +373,33 @@ class GenerationOptions(TaskOptions):
     response_format: type | Mapping[str, object] | None = _option(
         None, "In place of grammar: a pydantic class, or OpenAI's object.", None
     )
-    system: str | None = _option(None, "A system message for conversations without one.", kind=str)
+    system: str | None = _option(None, "A system message for conversations without one.")
     tools: Sequence[object] | None = _option(
         None,
         "What the chat template is told of tools: JSON schemas as OpenAI writes them, or in Python functions with types"
         " and a docstring.",
     )
     chat_template: str | None = _option(
-        None, "The name of one of the checkpoint's chat templates, or the text of a template.", kind=str
+        None, "The name of one of the checkpoint's chat templates, or the text of a template."
     )
     chat_template_kwargs: Mapping[str, object] | None = _option(None, "Further variables for the chat template.")
     template_seconds: float | None = _option(
         None,
         "Processor seconds that a chat template which a record brings may take; by default 10.",
+        least=0,
+        above=True,
         journal=False,
     )
     escape_special: bool = _option(
         False,
         "Special tokens that are written in what a conversation holds (messages, tools, documents) stay text; only the"
         " chat template's own are special.",
-        kind=bool,
     )
     salt: str = _option(
         "",
         "A name for those who may share: prompts share keys and values, in a batch and in the cache, only where their"
         " salts are equal. With a salt for each customer nobody can find out by timing what others asked.",
         None,
-        kind=str,
     )
     priority: int = _option(
         0,
@@ -339,9 +432,14 @@ def check_options(owner: str, given: Iterable[str], known: Sequence[str]) -> Non
             raise InputError(f"{owner} has no option {name!r}", field=name, remedy=remedy, code="unknown_option")
 
 
+def option_of(task: str, name: str) -> Field[Any]:
+    """Returns the declaration of an option of a task."""
+    return next(one for one in fields(OPTIONS[task]) if one.name == name)
+
+
 def doc_of(task: str, name: str) -> str:
     """Returns what an option means, in a sentence or two."""
-    return cast(str, next(one.metadata["doc"] for one in fields(OPTIONS[task]) if one.name == name))
+    return cast(str, option_of(task, name).metadata["doc"])
 
 
 def cli_names(task: str) -> dict[str, tuple[str, ...]]:
@@ -366,3 +464,31 @@ def journal_names() -> tuple[str, ...]:
         for name in cli_names(task)[one.name]
     ]
     return tuple(dict.fromkeys(names))
+
+
+def http_names(*kinds: type) -> dict[str, str]:
+    """Returns {parameter of a request for completions: the option that it sets}; of some dataclasses' options alone."""
+    every = (one for kind in kinds or (SamplerOptions, LoopedOptions) for one in fields(kind))
+    names = {one.name: one.metadata["http"] for one in every if one.metadata["http"] is not None}
+    return {parameter: name for name, own in names.items() for parameter in (own or name).split()}
+
+
+def sent_names(*how: str | None) -> tuple[str, ...]:
+    """Returns the options of generation that another server is asked for in one of these ways (`sent` of `_option`)."""
+    return tuple(one.name for one in (*fields(SamplerOptions), *fields(LoopedOptions)) if one.metadata["sent"] in how)
+
+
+def not_sent(options: SamplerOptions) -> list[str]:
+    """Returns the options that differ from their defaults and that no other server can be asked for."""
+    defaults = {one.name: one.default for one in fields(options)}
+    return [name for name in sent_names(None) if getattr(options, name) != defaults[name]]
+
+
+def _drawn(how: str) -> tuple[str, ...]:
+    return tuple(one.name for one in fields(SamplerOptions) if one.metadata["draws"] == how)
+
+
+# The columns of the sampler's arrays, in order, and what takes the values of a row from Sampling or SamplerOptions. The
+# temperature is the first of the filters.
+FILTERS, PENALTIES = _drawn("filter"), _drawn("penalty")
+filters_of, penalties_of = attrgetter(*FILTERS), attrgetter(*PENALTIES)

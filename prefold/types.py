@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from .options import Grammar, LoopedOptions, SamplerOptions
 from .stats import GenerationStats, Jsonable, Stats
 
 __all__ = [
@@ -114,78 +115,30 @@ class Result:
     greedy: np.ndarray | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """A Grammar says what generated text must look like.
-
-    kind     "json_schema" (text: the schema as JSON), "json" (any JSON object), "regex", "choice" (text: a JSON
-             list of strings), "lark" (text: a grammar in Lark's syntax)
-    text     the schema, expression, list or grammar; empty for "json"
-    compact  for JSON: no white space between its parts but one blank after a comma or colon. False: up to 64
-             blanks and line ends, as the model likes. A schema's own "x-guidance" takes precedence
-    """
-
-    kind: Literal["json_schema", "json", "regex", "choice", "lark"]
-    text: str = ""
-    compact: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
+@dataclass(frozen=True, kw_only=True)
+class Sampling(LoopedOptions, SamplerOptions):
     """A Sampling says how the tokens of a request are chosen, and when they end.
 
-    max_tokens           the most tokens of an output; None: until the model's context is full
-    min_tokens           the output does not end before so many tokens
-    temperature          what logits are divided by; 0: the most likely token is always taken
-    top_k                only so many of the most likely tokens may be drawn; 0: all
-    top_p                only the most likely tokens that together have this probability (Holtzman et al. 2020)
-    min_p                only tokens this likely, relative to the most likely one (Nguyen et al. 2024)
-    repetition_penalty   for tokens in prompt or output (Keskar et al. 2019); 1: off
-    presence_penalty, frequency_penalty   for tokens in the output, as OpenAI defines them; 0: off
-    logit_bias           (id, what is added to its logit)
-    seed                 None: drawn once a job. The noise of a draw depends on seed, sample, position and token alone,
-                         on a CPU or a GPU; rounding of the logits changes a draw only where two tokens are that close
-    n                    samples of the prompt
-    stop, stop_ids       texts and ids that end the output; it is cut off where a stop text begins
-    ignore_eos           whether to go on after the model's end-of-text ids
-    logprobs             None: none; k: the chosen token's, and those of the k most likely tokens
-    grammar              what the text must look like
-    exit_threshold, min_visits, max_visits   after which visit of a looped model a row is read, as of Exits
-    exit_change, exit_prompts, exit_visits, route   change, prompts, visits and route, as of Exits
+    Its fields are the options that `prefold.options` declares, after they have been checked: max_tokens is no longer
+    "auto", and mappings and lists are tuples. seed None: it is drawn once a job. The noise of a draw depends on seed,
+    sample, position and token alone, on a CPU or a GPU; rounding of the logits changes a draw only where two tokens are
+    that close.
     """
 
     max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
-    n: int = 1
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
     grammar: Grammar | None = None
-    exit_threshold: float | None = None
-    min_visits: int = 1
-    max_visits: int | None = None
-    exit_change: float | None = None
-    exit_prompts: bool = False
     exit_visits: tuple[int, ...] = ()
     route: tuple[int, ...] | None = None
 
     @property
     def exits(self) -> Exits | None:
         """Returns after which visits rows are read; None: as the checkpoint says."""
-        route = None if self.route is None else tuple(self.route)
         exits = Exits(
-            self.exit_threshold, self.min_visits, self.max_visits, self.exit_change, self.exit_prompts, route,
-            tuple(self.exit_visits),
+            self.exit_threshold, self.min_visits, self.max_visits, self.exit_change, self.exit_prompts, self.route,
+            self.exit_visits,
         )  # fmt: skip
         return None if exits == Exits() else exits
 

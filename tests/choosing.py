@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from prefold.engine.sampling import SamplerState, drawing_of
+from prefold.options import FILTERS, filters_of
 from prefold.types import Sampling, TokenLogprobs
 from prefold.worker.draw import draw
 from prefold.worker.sampler import choose
@@ -36,6 +37,5 @@ def draw_for(
     logits: torch.Tensor, rows: Sequence[int], options: Sequence[Sampling], keys: Sequence[int]
 ) -> torch.Tensor:
     """A token drawn from each of `rows` by options alone."""
-    filters = [(one.temperature, one.min_p, one.top_k, one.top_p) for one in options]
-    filters = np.array(filters, np.float64).reshape(-1, 4)
+    filters = np.array([filters_of(one) for one in options], np.float64).reshape(-1, len(FILTERS))
     return draw(logits, np.array(rows, np.int64), filters, np.array(keys, np.uint64))

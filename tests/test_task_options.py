@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import typing
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 
 import click
 import pytest
 
-from prefold import InputError, Sampling, types
+from prefold import InputError, Sampling
+from prefold.api.schema import body_schema
 from prefold.cli import main
 from prefold.cli.fingerprint import RESULT_OPTIONS
-from prefold.face import keywords
-from prefold.options import OPTIONS, EmbedOptions, cli_names, doc_of, options_of
+from prefold.options import (
+    FILTERS,
+    OPTIONS,
+    EmbedOptions,
+    cli_names,
+    doc_of,
+    filters_of,
+    http_names,
+    kind_of,
+    option_of,
+    options_of,
+    penalties_of,
+)
+from prefold.tasks.sampling import sampling_from
 
-KEYWORDS = {
-    "embed": keywords.EmbedKeywords,
-    "rerank": keywords.RerankKeywords,
-    "classify": keywords.ClassifyKeywords,
-    "score": keywords.ScoreKeywords,
-    "generate": keywords.GenerationKeywords,
-}
-OWN_PLACE = {"classify": {"labels"}, "generate": {"n", "adapter"}}  # parameters of the methods themselves
-# What a command has that is no option of its task: the model, the input and output, how it runs.
-OTHER = {"seed", "adapter", "adapter_column", "chat", "recommended"}
 
-
-@pytest.mark.parametrize("task", OPTIONS)
-def test_the_keywords_of_a_method_are_its_options(task):
-    wanted = typing.get_type_hints(OPTIONS[task], localns=vars(types))
-    wanted = {one.name: wanted[one.name] for one in fields(OPTIONS[task]) if one.name not in OWN_PLACE.get(task, ())}
-    assert typing.get_type_hints(KEYWORDS[task]) == wanted
+def test_what_is_made_of_the_table_is_up_to_date():
+    """The keywords of the methods, which `mypy` reads, and the tables of docs/python.md."""
+    script = Path(__file__).parents[1] / "scripts" / "generate"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert not done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("task", OPTIONS)
@@ -43,12 +47,36 @@ def test_every_option_is_on_the_command_line_and_in_a_jobs_fingerprint(task):
             assert set(names) <= set(RESULT_OPTIONS)
 
 
-def test_what_is_sampled_with_is_an_option():
-    names = {one.name for one in fields(OPTIONS["generate"])}
-    assert {one.name for one in fields(Sampling)} <= names
-    for one in fields(Sampling):
-        default = next(o.default for o in fields(OPTIONS["generate"]) if o.name == one.name)
-        assert default == one.default or one.name == "max_tokens"
+def test_defaults_of_what_is_sampled_with_are_those_of_the_options():
+    """But for max_tokens, which only the task can make a number of."""
+    defaults = {one.name: one.default for one in fields(OPTIONS["generate"])}
+    assert {one.name for one in fields(Sampling) if one.default != defaults[one.name]} == {"max_tokens"}
+
+
+def test_every_number_of_an_option_has_its_bounds_everywhere():
+    """On the command line, in the schema of bodies, and where values are checked."""
+    generate = {p.name: p for p in main.commands["generate"].params}
+    for parameter, name in http_names().items():
+        option = option_of("generate", name)
+        least, most, above = (option.metadata[key] for key in ("least", "most", "above"))
+        if kind_of(option) not in (int, float):
+            continue
+        schema = body_schema("completion")["properties"][parameter]
+        assert (schema.get("exclusiveMinimum" if above else "minimum"), schema.get("maximum")) == (least, most)
+        if name != "seed":  # that of a job is a number which JSON has everywhere
+            kind = generate[name].type
+            assert (getattr(kind, "min", None), getattr(kind, "max", None)) == (least, most), name
+        for beyond in (least if above else least - 1, most and most * 1.1 + 1):
+            if beyond is not None:
+                with pytest.raises(InputError) as caught:
+                    sampling_from({name: kind_of(option)(beyond)}, vocab_size=9, tokenizer=None)
+                assert (caught.value.field, caught.value.code) == (name, "out_of_range")
+
+
+def test_the_sampler_gets_a_column_for_each_of_its_options():
+    assert FILTERS[0] == "temperature"
+    assert filters_of(Sampling(temperature=0.5, min_p=0.25))[FILTERS.index("min_p")] == 0.25
+    assert penalties_of(Sampling()) == (1.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(

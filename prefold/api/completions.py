@@ -12,6 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from ..errors import InputError
+from ..options import http_names
 from ..tasks.sampling import format_grammar
 from .asked import flag
 from .echo import prompt_logprobs
@@ -35,14 +36,7 @@ __all__ = [
 CHAT_DEFAULTS = {"temperature": 1.0, "max_tokens": None}
 COMPLETION_DEFAULTS = {"temperature": 1.0, "max_tokens": 16}
 # {parameter: field of Sampling that takes its value}
-_SAMPLING = {
-    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "n": "n", "seed": "seed",
-    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty", "logit_bias": "logit_bias", "min_tokens": "min_tokens",
-    "max_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "stop": "stop", "stop_token_ids": "stop_ids",
-    "ignore_eos": "ignore_eos", "exit_threshold": "exit_threshold", "min_visits": "min_visits",
-    "max_visits": "max_visits", "exit_change": "exit_change", "exit_prompts": "exit_prompts", "route": "route",
-}  # fmt: skip
+_SAMPLING = http_names()
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 # {vLLM's name: the name that `grammar_from` knows}
 _STRUCTURED = {"json": "json_schema", "json_object": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError
+from ..options import SamplerOptions, http_names
 from .asked import metadata_of
 from .completions import chat_body, read_chat, usage_of
 from .reasoning import Parting
@@ -18,11 +19,9 @@ __all__ = ["RESPONSE_NAMES", "ResponseEvents", "input_items", "read_responses", 
 Body = dict[str, Any]
 
 # {parameter: what a chat request calls it}; those of vLLM beside OpenAI's
-_SAME = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "cache_salt", "priority",
-    "chat_template_kwargs", "parallel_tool_calls",
-)  # fmt: skip
+# There is one answer, and `max_output_tokens`.
+_SAME = [name for name in http_names(SamplerOptions) if name not in ("n", "max_tokens", "max_completion_tokens")]
+_SAME += ["cache_salt", "priority", "chat_template_kwargs", "parallel_tool_calls"]
 _OWN = {
     "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "include", "top_logprobs", "metadata",
     "reasoning",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..options import http_names, kind_of, option_of
 from .anthropic import MESSAGE_NAMES
 from .cohere import COHERE_EMBED_NAMES
 from .endpoints import KINDS
@@ -46,6 +47,15 @@ _REQUIRED = {
 
 def _of(kind: str | list[str], description: str = "", **more: Any) -> Schema:
     return {"type": kind} | ({"description": description} if description else {}) | more
+
+
+def _of_option(name: str) -> Schema:
+    """Returns the schema of an option of generation, if it is a number or a flag."""
+    option = option_of("generate", name)
+    kind = {int: "integer", float: "number", bool: "boolean"}.get(kind_of(option))
+    least, most = option.metadata["least"], option.metadata["most"]
+    bounds = {"exclusiveMinimum" if option.metadata["above"] else "minimum": least, "maximum": most}
+    return _of(kind, option.metadata["doc"], **{k: v for k, v in bounds.items() if v is not None}) if kind else {}
 
 
 _TEXTS = {"type": "array", "items": {"type": "string"}}
@@ -93,24 +103,14 @@ _PARAMETERS: dict[Any, Schema] = {
     "task": _of("string", "What the model does: embed, or classify where it has a classification head."),
     ("response", "input"): {"anyOf": [{"type": "string"}, _OBJECTS], "description": "A text, or items."},
     "instructions": _of("string", "What stands before the input, as a system message."),
-    "temperature": _of("number", "0: always the most likely token.", minimum=0),
-    "top_p": _of("number", minimum=0, maximum=1),
-    "top_k": _of("integer", "0 or -1: all tokens.", minimum=-1),
-    "min_p": _of("number", minimum=0, maximum=1),
-    "n": _of("integer", "How many samples of each prompt are made.", minimum=1),
-    "seed": _of("integer", "Makes samples come out the same again."),
-    "presence_penalty": _of("number"),
-    "frequency_penalty": _of("number"),
-    "repetition_penalty": _of("number", minimum=1e-30, maximum=1e30),
+    **{name: _of_option(option) for name, option in http_names().items()},
     "logit_bias": _of("object", "{token id: what is added to its logit}."),
-    "min_tokens": _of("integer", minimum=0),
     "max_tokens": _of("integer", minimum=1),
     ("completion", "max_tokens"): _of("integer", "0 with echo or prompt_logprobs only.", minimum=0),
     "max_completion_tokens": _of("integer", minimum=1),
     "max_output_tokens": _of("integer", minimum=1),
     "stop": _TEXT_OR_TEXTS | {"description": "Texts that end a sample; they are left out of it."},
     "stop_token_ids": {"type": "array", "items": {"type": "integer"}},
-    "ignore_eos": _of("boolean", "Go on behind the end token."),
     "logprobs": _of(["boolean", "integer"], "Chat: whether; completion: how many most likely tokens are listed."),
     "top_logprobs": _of("integer", minimum=0),
     "response_format": _FORMAT,
@@ -129,11 +129,6 @@ _PARAMETERS: dict[Any, Schema] = {
     "chat_template_kwargs": _of("object", "Variables of the chat template."),
     "add_generation_prompt": _of("boolean"),
     "continue_final_message": _of("boolean"),
-    "exit_threshold": _of("number", "A looped model's: after which visit a row is read."),
-    "min_visits": _of("integer", "A looped model's.", minimum=1),
-    "max_visits": _of("integer", "A looped model's.", minimum=1),
-    "exit_change": _of("number", "A looped model's: rows leave once their state changes by so little."),
-    "exit_prompts": _of("boolean", "A looped model's: whether rows of prompts leave too."),
     "route": _of("array", "A looped model's: the blocks that rows visit.", items=_of("integer")),
     "cache_salt": _of("string", "Requests share a prefix only where this is equal."),
     "priority": _of("integer", "What a request of larger priority computed is kept longer (--cache priority)."),

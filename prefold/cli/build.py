@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import click
 from ..cluster.backends import Backend, backend_named
 from ..errors import InputError, JobError
 from ..images.table import MediaTable
+from ..options import LoopedOptions, SamplerOptions, kind_of
 
 __all__ = [
     "LazyTasks",
@@ -189,7 +191,7 @@ class LazyTasks(Mapping[str, Any]):
         return len(self._names)
 
 
-EXITS = ("exit_threshold", "min_visits", "max_visits", "exit_change", "exit_prompts", "route")
+EXITS = tuple(one.name for one in fields(LoopedOptions))
 
 
 def task_settings(task: str, o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
@@ -274,10 +276,8 @@ def read_bytes(name: str) -> bytes:
 
 # ----------------------------------------------------------------------------------------- generation
 
-SAMPLING = (
-    "min_tokens", "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logprobs", *EXITS,
-)  # fmt: skip
+# The options that the command line has as they are. The seed belongs to the job.
+SAMPLING = (*(one.name for one in fields(SamplerOptions) if kind_of(one) and one.name != "seed"), *EXITS)
 FORMATS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
@@ -319,8 +319,6 @@ def sampling_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, 
         settings["stop"] = o["stop"]
     if o.get("stop_id"):
         settings["stop_ids"] = o["stop_id"]
-    if o.get("ignore_eos"):
-        settings["ignore_eos"] = True
     if o.get("logit_bias"):
         settings["logit_bias"] = [_bias(text) for text in o["logit_bias"]]
     grammar = _grammar(o)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import click
 
-from ..options import doc_of
+from ..options import LoopedOptions, SamplerOptions, cli_names, kind_of, option_of
 from .kinds import Blocks, Bytes, Device, Threshold
 
 __all__ = ["DEFAULT_MODEL", "NUMERIC_TASKS", "TASKS", "column_options", "engine_options", "generation_options"]
@@ -33,9 +34,22 @@ FORMATS = ("jsonl", "csv", "tsv", "parquet")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def _of(task: str, option: str, *flags: str, **settings: Any) -> Decorator:
-    """Returns the command line's option for one of a task's options, with the help of `prefold.options`."""
-    return click.option(*flags, help=doc_of(task, option), **settings)
+def _of(task: str, name: str, *flags: str, **settings: Any) -> Decorator:
+    """Returns the command line's option for one of a task's options, with what `prefold.options` says of it, but for
+    the settings that are given here."""
+    option = option_of(task, name)
+    kind, words = kind_of(option), [value for value in option.metadata["one_of"] if isinstance(value, str)]
+    least, most, above = (option.metadata[bound] for bound in ("least", "most", "above"))
+    bounded = {int: click.IntRange, float: click.FloatRange}.get(kind) if (least, most) != (None, None) else None
+    found: dict[str, Any] = {"help": option.metadata["doc"], "metavar": {int: "N", float: "X", str: "TEXT"}.get(kind)}
+    if kind is bool:
+        found["is_flag"] = True
+    elif words:
+        found |= {"type": click.Choice(words), "metavar": None}
+    else:
+        found["type"] = kind if bounded is None else bounded(least, most, min_open=above)
+    flag = next(iter(cli_names(task)[name]), name).replace("_", "-")
+    return click.option(*(flags or (f"--{flag}",)), **found | settings)
 
 
 def _all(*decorators: Decorator) -> Decorator:
@@ -141,7 +155,7 @@ fleet_options = _all(
 
 limit_options = _all(
     click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N records."),
-    _of("embed", "max_length", "--max-length", type=click.IntRange(1), metavar="N"),
+    _of("embed", "max_length"),
     click.option("--truncate", is_flag=True,
                  help="Cut what is too long instead of failing: the longest column of a template, the longest content "
                       "of a conversation, of rerank the document. What is around it stays."),
@@ -195,75 +209,72 @@ chat_option = click.option(
     "--chat/--raw", default=None,
     help="Put prompts into the model's chat template, or not.  [default: if it has one]",
 )  # fmt: skip
+# Options of generation that the command line reads in a way of its own; the others are as `prefold.options` says.
+_BY_HAND = {
+    "max_tokens": {"type": click.IntRange(0), "metavar": "N"},
+    "temperature": {"help": "0: always the most likely token.  [default: 0; batch lines: 1]"},
+    "logit_bias": {"metavar": "ID=X", "multiple": True, "help": "Added to a token's logit. May be repeated."},
+    "seed": {"type": click.IntRange(0, 2**53 - 1),
+             "help": "Of sampling; each record's own is made of it.  [default: drawn, and kept in the journal]"},
+    "stop": {"metavar": "TEXT", "multiple": True, "help": "A text that ends the answer. May be repeated."},
+    "stop_ids": {"type": click.IntRange(0), "metavar": "ID", "multiple": True,
+                 "help": "A token id that ends the answer. May be repeated."},
+}  # fmt: skip
+_SAMPLER = {
+    one.name: _of("generate", one.name, **_BY_HAND.get(one.name, {}))
+    for one in fields(SamplerOptions)
+    if one.name not in ("exit_visits", "grammar")
+}
 # What commands that compare runs need to generate text.
 text_options = _all(
     chat_option,
-    _of("generate", "max_tokens", "--max-tokens", type=click.IntRange(0), metavar="N"),
-    _of("generate", "ignore_eos", "--ignore-eos", is_flag=True),
+    _SAMPLER["max_tokens"],
+    _SAMPLER["ignore_eos"],
 )
 # How conversations are written, for tasks that read them as for the one that continues them.
 _CONVERSATION = (
-    _of("generate", "system", "--system", metavar="TEXT"),
-    _of("generate", "chat_template", "--chat-template", metavar="TEXT"),
+    _of("generate", "system"),
+    _of("generate", "chat_template"),
     click.option("--chat-template-kwargs", metavar="JSON",
                  help='Variables of the chat template: {"enable_thinking": false}.'),
-    _of("generate", "template_seconds", "--template-seconds", type=click.FloatRange(0, min_open=True), metavar="X"),
-    _of("generate", "escape_special", "--escape-special", is_flag=True),
+    _of("generate", "template_seconds"),
+    _of("generate", "escape_special"),
 )  # fmt: skip
 
 _TASKS: dict[str, tuple[Decorator, ...]] = {
     "embed": (
-        _of("embed", "pooling", "--pooling", type=click.Choice(["last", "mean", "first"])),
+        _of("embed", "pooling"),
         _of("embed", "normalize", "--normalize/--no-normalize", default=None),
-        _of("embed", "dimensions", "--dimensions", type=click.IntRange(1), metavar="N"),
-        _of("embed", "prompt_name", "--prompt-name", metavar="NAME"),
+        _of("embed", "dimensions"),
+        _of("embed", "prompt_name", metavar="NAME"),
         *_CONVERSATION,
     ),
     "rerank": (
-        _of("rerank", "words", "--words", metavar="YES,NO"),
-        _of("rerank", "raw_scores", "--raw-scores", is_flag=True),
+        _of("rerank", "words", metavar="YES,NO"),
+        _of("rerank", "raw_scores"),
     ),
     "classify": (
         click.option("--labels", metavar="A,B,...", help="The labels."),
         click.option("--labels-file", metavar="FILE",
                      help='The labels, one a line, or as JSON ["a", ...] or {"label": "how it is written", ...}.'),
-        _of("classify", "instructions", "--instructions", metavar="TEXT"),
+        _of("classify", "instructions"),
         click.option("--examples", metavar="FILE", help="JSONL or CSV with the columns text and label."),
-        _of("classify", "normalization", "--normalization", type=click.Choice(["tokens", "bytes"])),
-        _of("classify", "calibrate", "--calibrate", is_flag=True),
+        _of("classify", "normalization"),
+        _of("classify", "calibrate"),
         *_CONVERSATION,
     ),
     "score": _CONVERSATION,
     "generate": (
         chat_option,
         *_CONVERSATION,
-        _of("generate", "max_tokens", "--max-tokens", type=click.IntRange(0), metavar="N"),
-        _of("generate", "min_tokens", "--min-tokens", type=click.IntRange(0), metavar="N"),
-        _of("generate", "n", "--n", type=click.IntRange(1), metavar="N"),
-        click.option("--temperature", type=click.FloatRange(0), metavar="X",
-                     help="0: always the most likely token.  [default: 0; batch lines: 1]"),
-        _of("generate", "top_k", "--top-k", type=click.IntRange(0), metavar="N"),
-        _of("generate", "top_p", "--top-p", type=click.FloatRange(0, 1), metavar="X"),
-        _of("generate", "min_p", "--min-p", type=click.FloatRange(0, 1), metavar="X"),
-        _of("generate", "repetition_penalty", "--repetition-penalty", type=click.FloatRange(0, min_open=True),
-            metavar="X"),
-        _of("generate", "presence_penalty", "--presence-penalty", type=float, metavar="X"),
-        _of("generate", "frequency_penalty", "--frequency-penalty", type=float, metavar="X"),
-        click.option("--logit-bias", metavar="ID=X", multiple=True, help="Added to a token's logit. May be repeated."),
+        *_SAMPLER.values(),
         click.option("--recommended", is_flag=True,
                      help="Where an option is not given, sample as the checkpoint's generation_config.json says."),
-        click.option("--seed", type=click.IntRange(0, 2**53 - 1), metavar="N",
-                     help="Of sampling; each record's own is made of it.  [default: drawn, and kept in the journal]"),
-        click.option("--stop", metavar="TEXT", multiple=True, help="A text that ends the answer. May be repeated."),
-        click.option("--stop-id", type=click.IntRange(0), metavar="ID", multiple=True,
-                     help="A token id that ends the answer. May be repeated."),
-        _of("generate", "ignore_eos", "--ignore-eos", is_flag=True),
-        _of("generate", "logprobs", "--logprobs", type=click.IntRange(0), metavar="K"),
-        _of("generate", "max_n", "--max-n", type=click.IntRange(1), metavar="N"),
-        _of("generate", "max_logprobs", "--max-logprobs", type=click.IntRange(0), metavar="N"),
+        _of("generate", "max_n"),
+        _of("generate", "max_logprobs"),
         click.option("--json-schema", metavar="FILE|JSON", help="Answers are JSON of this schema."),
         click.option("--json-object", is_flag=True, help="Answers are a JSON object."),
-        _of("generate", "json_space", "--json-space", type=click.Choice(["compact", "free"])),
+        _of("generate", "json_space"),
         click.option("--json-columns", is_flag=True,
                      help="Each property of a JSON answer becomes a column of its own, beside text. Needs "
                           "--json-schema or --json-object."),
@@ -285,13 +296,9 @@ _ADAPTER = click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
                              "model of a batch line chooses.")  # fmt: skip
 
 
-_EXITS = (
-    _of("embed", "exit_threshold", "--exit-threshold", type=click.FloatRange(0, 1, min_open=True), metavar="X"),
-    _of("embed", "min_visits", "--min-visits", type=click.IntRange(1), metavar="N"),
-    _of("embed", "max_visits", "--max-visits", type=click.IntRange(1), metavar="N"),
-    _of("embed", "exit_change", "--exit-change", type=click.FloatRange(0, min_open=True), metavar="X"),
-    _of("embed", "exit_prompts", "--exit-prompts", is_flag=True),
-    _of("embed", "route", "--route", type=Blocks(), metavar="0,1,..."),
+_EXITS = tuple(
+    _of("embed", one.name, **({"type": Blocks(), "metavar": "0,1,..."} if one.name == "route" else {}))
+    for one in fields(LoopedOptions)
 )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
+from ..options import not_sent, sent_names
 from ..prefix import MEDIA_BASE
 from ..types import Exits, Generated, GenerationStats, Readout, Request, Result, Sampling, Stats
 
@@ -21,12 +22,9 @@ __all__ = ["MESSAGES", "NOT_OPENAIS", "RowError", "contexts_of", "embedding_bodi
 MESSAGES = "\x00messages\x00"
 _NOT_KNOWN = -1  # the id of a generated token that the server does not name
 
-# Fields of Sampling that bodies have by the same name. The first are always sent, since a server such as vLLM takes
-# what a body leaves out from the checkpoint's generation_config.json. OpenAI has no name for NOT_OPENAIS; most other
-# servers know them. The last are sent where they are not the default.
-_ALWAYS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-NOT_OPENAIS = ("top_k", "min_p", "repetition_penalty")
-_WHERE_SET = ("seed", "n", "min_tokens", "ignore_eos")
+# Fields of Sampling that bodies have by the same name: what is always sent, what OpenAI has no name for (most other
+# servers know it), and what is sent where it is not the default.
+_ALWAYS, NOT_OPENAIS, _WHERE_SET = sent_names("openai"), sent_names("vllm"), sent_names("set")
 _DEFAULTS = {f.name: f.default for f in fields(Sampling)}
 
 
@@ -128,7 +126,8 @@ def _check(sampling: Sampling, with_text: bool) -> None:
         lacks = "tokens without text"
     if lacks is not None:
         raise _lacks(lacks)
-    _check_exits(sampling.exits)
+    for name in not_sent(sampling):
+        raise _lacks(name)
 
 
 def _check_exits(exits: Exits | None) -> None:

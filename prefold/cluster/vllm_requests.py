@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InputError, MissingExtraError
+from ..options import not_sent, sent_names
 from ..types import Generated, Sampling, TokenLogprobs
 
 __all__ = ["generated", "import_vllm", "lacks", "refused", "sampling_params"]
 
 # Fields of Sampling that vLLM calls by the same name.
-_SAME = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-         "min_tokens", "ignore_eos", "logprobs")  # fmt: skip
+_SAME = (*sent_names("openai", "vllm", "set"), "logprobs")
 _GRAMMARS = {"json_schema": "json", "regex": "regex", "choice": "choice"}
 
 
@@ -37,7 +37,7 @@ def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
     Raises InputError for what vLLM lacks, and for values that it refuses.
     """
     vllm = import_vllm()
-    for name in () if sampling.exits is None else sampling.exits.given:
+    for name in not_sent(sampling):
         raise lacks(name)
     grammar, structured = sampling.grammar, None
     if grammar is not None:
@@ -52,11 +52,11 @@ def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
         given |= {"disable_any_whitespace": True} if grammar.compact and grammar.kind.startswith("json") else {}
         structured = given
     values = {name: getattr(sampling, name) for name in _SAME}
+    values["seed"] = None if sampling.seed is None else sampling.seed & ((1 << 63) - 1)
     try:
         return vllm.SamplingParams(
             **values,
             max_tokens=max(1, room) if sampling.max_tokens is None else sampling.max_tokens,
-            seed=None if sampling.seed is None else sampling.seed & ((1 << 63) - 1),
             stop=list(sampling.stop),
             stop_token_ids=list(sampling.stop_ids),
             logit_bias=dict(sampling.logit_bias) or None,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from ..options import SamplerOptions, filters_of, penalties_of
 from ..prefix import MEDIA_BASE
 from ..schedule.steps import Drawing, Ragged
 from ..text.grammar import Matcher
@@ -16,7 +17,7 @@ __all__ = ["SamplerState", "drawing_of"]
 
 # A temperature this small divides logits into numbers that float32 cannot tell apart.
 GREEDY_BELOW = 1e-5
-NO_PENALTIES = (1.0, 0.0, 0.0)
+NO_PENALTIES = penalties_of(SamplerOptions())
 
 
 class SamplerState:
@@ -46,9 +47,9 @@ class SamplerState:
         self.greedy = sampling.temperature < GREEDY_BELOW
         self.bias_ids = np.array([token for token, _ in sampling.logit_bias], np.int64)
         self.bias = np.array([value for _, value in sampling.logit_bias], np.float32)
-        temperature = 0.0 if self.greedy else sampling.temperature
-        self.filters = (temperature, sampling.min_p, sampling.top_k, sampling.top_p)
-        self.penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        filters = filters_of(sampling)
+        self.filters = (0.0, *filters[1:]) if self.greedy else filters
+        self.penalties = penalties_of(sampling)
         self.penalised = self.penalties != NO_PENALTIES
         self._bare = self.greedy and not self.penalised and not sampling.logit_bias
         self._bare = self._bare and matcher is None and sampling.logprobs is None

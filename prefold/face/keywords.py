@@ -1,12 +1,12 @@
-"""Names the keywords of the methods of LLM, for editors and type checkers. They are the fields of `prefold.options`."""
+"""Names the keywords of the methods of LLM, for editors and type checkers. `scripts/generate` writes this file: they
+are the options that `prefold.options` declares."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
-from ..options import JsonSpace, Normalization, Pooling, Truncate
-from ..types import Grammar
+from ..options import Grammar, JsonSpace, Normalization, Pooling, Truncate
 
 __all__ = ["ClassifyKeywords", "EmbedKeywords", "GenerationKeywords", "RerankKeywords", "ScoreKeywords"]
 
@@ -92,10 +92,10 @@ class GenerationKeywords(TaskKeywords, total=False):
     stop_ids: int | Sequence[int]
     ignore_eos: bool
     logprobs: int | None
-    max_n: int
-    max_logprobs: int
     exit_visits: Sequence[int]
     grammar: Grammar | Mapping[str, object] | None
+    max_n: int
+    max_logprobs: int
     json_space: JsonSpace
     response_format: type | Mapping[str, object] | None
     system: str | None

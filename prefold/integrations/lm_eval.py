@@ -27,6 +27,7 @@ import torch
 
 from ..errors import InputError, MissingExtraError, PrefoldError
 from ..llm import LLM
+from ..options import FILTERS, PENALTIES
 from ..tasks import ScoreItem
 from ..tasks.score import leading_ids
 
@@ -43,10 +44,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefoldLM", "main"]
 
-# {option of a task's generation_kwargs: its name in prefold}. The first four count only where a request samples.
-_SAMPLED = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
-_ALWAYS = {name: name for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "seed")}
-_ALWAYS |= {"min_new_tokens": "min_tokens"}
+# {option of a task's generation_kwargs: its name in prefold}. The first count only where a request samples.
+_SAMPLED = {name: name for name in FILTERS}
+_ALWAYS = {name: name for name in (*PENALTIES, "seed")} | {"min_new_tokens": "min_tokens"}
 
 
 class PrefoldLM(LM):

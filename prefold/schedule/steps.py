@@ -140,13 +140,14 @@ class Drawing:
     """A Drawing says how tokens are chosen at n of a step's reads. At reads it does not name, the likeliest is taken.
 
     reads         int64 [n]: which reads
-    filters       float64 [n, 4]: temperature (0: the most likely token), min_p, top_k, top_p
+    filters       float64 [n, FILTERS]: a column for each of these options (`prefold.options`), the temperature first;
+                  where that is 0, the most likely token is taken
     keys          uint64 [n]: the keys of the noise that tokens are drawn with, made of seed, sample and position
     logprobs      int64 [n]: how many of the most likely tokens' log-probabilities are wanted beside the chosen one's;
                   -1: none at all
     bias          what is added to logits of tokens
     banned        tokens that may not be chosen
-    penalties     float64 [n, 3]: for repetition, presence, frequency
+    penalties     float64 [n, PENALTIES]: a column for each of these options
     counted       the tokens that these concern, and how often each is in the output
     masked        int64 [m]: those of the n reads whose token has to be one of `allowed`
     allowed       bool [m, vocabulary]

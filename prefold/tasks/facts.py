@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint import read_object
 from ..errors import UnsupportedModelError
 from ..model import ModelConfig
+from ..options import FILTERS
 from .base import Inputs
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ __all__ = ["generation_settings", "inputs_of", "labels_of_head", "require_lm_hea
 # even where its files name another EOS.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>", "<|eot|>")
 GGUF_EOS = ("eos", "eot", "eom")  # the {} of the keys tokenizer.ggml.{}_token_id
-# The settings of generation_config.json that Sampling has by the same name.
-SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 
 
 def inputs_of(
@@ -82,7 +81,7 @@ def generation_settings(
         ids += [i for name in TURN_ENDS if name in template for i in _ids(tokenizer.token_id(name))]
     recommended = {name: config[name] for name in ("repetition_penalty",) if config.get(name) is not None}
     if config.get("do_sample"):
-        recommended |= {"temperature": 1.0} | {name: config[name] for name in SAMPLED if config.get(name) is not None}
+        recommended |= {"temperature": 1.0} | {name: config[name] for name in FILTERS if config.get(name) is not None}
     return tuple(sorted(i for i in set(ids) if vocab_size is None or i < vocab_size)), recommended
 
 

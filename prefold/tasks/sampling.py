@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from numbers import Integral, Real
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InputError
+from ..options import LoopedOptions, SamplerOptions, kind_of
 from ..text.grammar import check_grammar
 from ..text.tokenizer import valid_text
 from ..types import Grammar, Sampling
@@ -24,11 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["format_grammar", "grammar_from", "sampling_from"]
 
 NAMES = [field.name for field in fields(Sampling)]
-# Logits are divided or multiplied by a repetition penalty, in float32, which must neither take it for 0 nor overflow.
-LEAST_PENALTY = 1e-30
 GRAMMARS = ("json_schema", "json", "regex", "choice", "lark")
 # None is a value of these fields. For all others it means that the default holds.
-NULLABLE = ("max_tokens", "seed", "logprobs", "grammar", "exit_threshold", "max_visits", "exit_change", "route")
+NULLABLE = {field.name for field in fields(Sampling) if field.default is None}
 
 
 def sampling_from(
@@ -118,15 +117,15 @@ def _wrong(value: Any, field: str, wanted: str, code: str = "wrong_type") -> Inp
     return InputError(f"{field!r} is {value!r:.200}", field=field, remedy=f"give {wanted}", code=code)
 
 
-def _whole(value: Any, field: str, *, least: int | None = None, below: int | None = None) -> int:
+def _whole(value: Any, field: str, *, least: int | None = None, most: int | None = None) -> int:
     wanted = "a whole number" + (f" from {least}" if least is not None else "")
-    wanted += f" to {below - 1}" if below is not None else ""
+    wanted += f" to {most}" if most is not None else ""
     # A whole number that was computed, or read from a table, may come as 5.0.
     if isinstance(value, Real) and not isinstance(value, (bool, np.bool_)) and value == value // 1:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise _wrong(value, field, wanted)
-    if (least is not None and value < least) or (below is not None and value >= below):
+    if (least is not None and value < least) or (most is not None and value > most):
         raise _wrong(value, field, wanted, "out_of_range")
     return int(value)
 
@@ -171,7 +170,7 @@ def _stop_ids(value: Any, field: str, *, vocab_size: int | None) -> tuple[int, .
 
 
 def _token(value: Any, field: str, vocab_size: int | None) -> int:
-    return _whole(value, field, least=0, below=vocab_size)
+    return _whole(value, field, least=0, most=None if vocab_size is None else vocab_size - 1)
 
 
 def _logit_bias(value: Any, field: str, *, vocab_size: int | None) -> tuple[tuple[int, float], ...]:
@@ -239,28 +238,18 @@ def _choice(value: Any, field: str) -> str:
     return json.dumps([valid_text(text, field) for text in value], ensure_ascii=False)
 
 
-_CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "max_tokens": partial(_whole, least=1),
-    "min_tokens": partial(_whole, least=0),
-    "temperature": partial(_number, least=0),
-    "top_k": _top_k,
-    "top_p": partial(_number, least=0, most=1),
-    "min_p": partial(_number, least=0, most=1),
-    "repetition_penalty": partial(_number, least=LEAST_PENALTY, most=1 / LEAST_PENALTY),
-    "presence_penalty": partial(_number, least=-2, most=2),
-    "frequency_penalty": partial(_number, least=-2, most=2),
-    "seed": partial(_whole, least=-(2**63), below=2**64),
-    "n": partial(_whole, least=1),
-    "ignore_eos": _bool,
-    "logprobs": partial(_whole, least=0),
-    "exit_threshold": partial(_number, least=0, most=1, above=True),
-    "min_visits": partial(_whole, least=1),
-    "max_visits": partial(_whole, least=1),
-    "exit_change": partial(_number, least=0, above=True),
-    "exit_prompts": _bool,
-    "exit_visits": _route,
-    "route": _route,
-}
+def _check_of(option: Field[Any]) -> Callable[[Any, str], Any]:
+    """Returns what checks and converts the values of an option, by its type and bounds."""
+    if kind_of(option) is bool:
+        return _bool
+    bounds = {name: option.metadata[name] for name in ("least", "most") if option.metadata[name] is not None}
+    if kind_of(option) is float:
+        return partial(_number, **bounds, above=option.metadata["above"])
+    return partial(_whole, **bounds)
+
+
+_CHECKS = {one.name: _check_of(one) for one in (*fields(SamplerOptions), *fields(LoopedOptions))}
+_CHECKS |= {"top_k": _top_k, "exit_visits": _route, "route": _route}
 _GRAMMAR_TEXTS: dict[str, Callable[[Any, str], str]] = {
     "json_schema": _schema,
     "json": _json,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..device import runs_triton, send
+from ..options import FILTERS, SamplerOptions, filters_of
 from .noise import gumbel, hash_ids
 
 __all__ = ["WORK_SIZE", "draw", "kept"]
@@ -24,6 +25,8 @@ WORK_SIZE = 1 << 20
 BLOCK = 128
 # Candidates for top_p that are tried first, at least.
 CANDIDATES = 256
+_OFF = np.array(filters_of(SamplerOptions())[1:])  # what filters are that leave all tokens
+_KEPT = [FILTERS.index(name) for name in ("min_p", "top_k", "top_p")]  # the columns that `kept` takes
 
 
 def draw(logits: Tensor, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray) -> Tensor:
@@ -32,7 +35,7 @@ def draw(logits: Tensor, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray
     It is -1 where a row's largest logit is not finite. A GPU that runs Triton is not waited for.
 
     rows     int64 [n]
-    filters  float64 [n, 4]: temperature (above 0), min_p, top_k (0: all), top_p
+    filters  float64 [n, FILTERS]; the temperature, the first of them, is above 0
     keys     uint64 [n]: of the noise (`noise.make_key`)
     """
     inverses = (1.0 / filters[:, 0]).astype(np.float32)
@@ -40,10 +43,10 @@ def draw(logits: Tensor, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray
         from . import draw_triton
 
         halves = keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)
-        asked = np.column_stack((rows, inverses, filters[:, 1:], *halves)).astype(np.float64)
+        asked = np.column_stack((rows, *halves, inverses, filters[:, 1:])).astype(np.float64)
         return draw_triton.draw(logits, send(asked, logits.device))
     tokens = np.zeros(len(rows), np.int64)
-    filtered = (filters[:, 1] > 0.0) | (filters[:, 2] > 0) | (filters[:, 3] < 1.0)
+    filtered = np.logical_or.reduce(filters[:, 1:] != _OFF, axis=1)
     compiled = kernels.load() if logits.device.type == "cpu" else None
     if compiled is not None and not filtered.all():
         bare = np.flatnonzero(~filtered)
@@ -52,7 +55,7 @@ def draw(logits: Tensor, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray
     at_once = max(1, WORK_SIZE // logits.shape[-1])
     for first in range(0, len(left), at_once):
         part = left[first : first + at_once]
-        tokens[part] = _draw_scaled(_scaled(logits, rows[part], inverses[part]), filters[part, 1:], keys[part])
+        tokens[part] = _draw_scaled(_scaled(logits, rows[part], inverses[part]), filters[part], keys[part])
     return send(tokens, logits.device)
 
 
@@ -63,14 +66,15 @@ def _scaled(logits: Tensor, rows: np.ndarray, inverses: np.ndarray) -> Tensor:
 
 
 def _draw_scaled(scaled: Tensor, filters: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Returns the token of each row [r, vocab], int64 [r]. filters: min_p, top_k and top_p of each."""
+    """Returns the token of each row [r, vocab], int64 [r]. filters: of each, as those of `draw`."""
     probs = torch.softmax(scaled, -1).cpu().numpy()
     values = scaled.cpu().numpy()
     tokens = np.full(len(values), -1)
     finite = np.flatnonzero(~np.isnan(probs[:, 0]))  # all of a row are NaN where its largest is not finite
     if not finite.size:
         return tokens
-    ids = [_candidates(probs[i], *filters[i].tolist(), keys[i]) for i in finite]
+    each = filters[:, _KEPT].tolist()
+    ids = [_candidates(probs[i], *each[i], keys[i]) for i in finite]
     counts = [len(some) for some in ids]
     all_ids = np.concatenate(ids)
     noise = gumbel(hash_ids(all_ids, keys[finite].repeat(counts)))

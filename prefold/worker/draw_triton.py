@@ -13,17 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..options import FILTERS
+
 __all__ = ["draw"]
 
-FIELDS = 7  # of a row of `asked`
+# The columns of `asked`: the row of the logits, the lower and the upper half of the key, then the filters, with the
+# inverse of the temperature in its place.
+FIELDS = 3 + len(FILTERS)
+TEMPERATURE, MIN_P, TOP_K, TOP_P = (
+    tl.constexpr(3 + FILTERS.index(name)) for name in ("temperature", "min_p", "top_k", "top_p")
+)
 SIZE = 2048  # logits worked on at once
 
 
 def draw(logits: Tensor, asked: Tensor) -> Tensor:
     """Returns the token that each draw gives, int64 [n]; -1 where a row's largest logit is not finite.
 
-    logits float32 [r, vocab]; asked float64 [n, FIELDS]: row of the logits, 1 / temperature, min_p, top_k (0: all),
-    top_p, lower and upper half of the key.
+    logits float32 [r, vocab]; asked float64 [n, FIELDS].
     """
     count, vocab = len(asked), logits.shape[1]
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
@@ -117,12 +123,12 @@ def _bound(ROW, vocab, largest, inverse, min_p, least, target, COUNT: tl.constex
 def _draw(LOGITS, ASKED, TOKENS, vocab, stride, SIZE: tl.constexpr, FIELDS: tl.constexpr):
     asked = ASKED + tl.program_id(0) * FIELDS
     ROW = LOGITS + tl.load(asked).to(tl.int64) * stride
-    inverse = tl.load(asked + 1).to(tl.float32)
-    min_p = tl.load(asked + 2).to(tl.float32)
-    top_k = tl.load(asked + 3)
-    top_p = tl.load(asked + 4)
-    low = tl.load(asked + 5).to(tl.int64).to(tl.uint32)
-    high = tl.load(asked + 6).to(tl.int64).to(tl.uint32)
+    low = tl.load(asked + 1).to(tl.int64).to(tl.uint32)
+    high = tl.load(asked + 2).to(tl.int64).to(tl.uint32)
+    inverse = tl.load(asked + TEMPERATURE).to(tl.float32)
+    min_p = tl.load(asked + MIN_P).to(tl.float32)
+    top_k = tl.load(asked + TOP_K)
+    top_p = tl.load(asked + TOP_P)
 
     most = tl.full([SIZE], -float("inf"), tl.float32)
     for start in range(0, vocab, SIZE):

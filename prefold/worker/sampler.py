@@ -7,7 +7,7 @@ What is done to a row of logits, in this order (that of vLLM; each step as trans
     presence and frequency penalty     of tokens in the output
     min_tokens                         what would end the sample is banned
     temperature                        at 0: the most likely token, the first of equals
-    min_p, top_k, top_p                each among what the one before left
+    the filters                        each among what the one before left
 
 The last two lines, and drawing from what is left, are `draw`'s. The noise a token is drawn with is made of the seed,
 the sample, the position and the token (`noise`), so it depends on neither neighbours nor batch nor what ran before.
@@ -110,7 +110,8 @@ def _places(work: Tensor, each: Ragged) -> Tensor:
 def _penalise(work: Tensor, penalties: np.ndarray, counted: Ragged) -> None:
     """Changes logits as CTRL (Keskar et al. 2019) says for the repetition penalty, and OpenAI's API reference for the
     other two."""
-    repetition, presence, frequency = penalties.astype(np.float32).repeat(np.diff(counted.offsets), axis=0).T
+    each = penalties.astype(np.float32).repeat(np.diff(counted.offsets), axis=0)
+    repetition, presence, frequency = each.T  # in the order of PENALTIES
     less = send(presence * (counted.values > 0) + frequency * counted.values, work.device)
     factor = send(repetition, work.device)
     places = _places(work, counted)

@@ -1,39 +1,16 @@
-"""docs/python.md: its examples run, its tables are those of the options, and it names all there is."""
+"""docs/python.md: its examples run, and it names all there is."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from tiny import tiny_checkpoint
 
 import prefold
-from prefold.options import OPTIONS, TaskOptions, cli_names, doc_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
-COMMON = [one.name for one in fields(TaskOptions)]
-
-
-def option_tables() -> str:
-    """The tables of the options, as the page has them."""
-
-    def row(task: str, name: str) -> str:
-        default = next(one.default for one in fields(OPTIONS[task]) if one.name == name)
-        return f"| `{name}` | `{default!r}` | {doc_of(task, name).replace('|', chr(92) + '|')} |"
-
-    tables = [["| all methods | default | |", "|---|---|---|", *(row("embed", name) for name in COMMON)]]
-    for task in OPTIONS:
-        own = [row(task, name) for name in cli_names(task) if name not in COMMON]
-        title = "`generate`, `chat`, `stream`, `agenerate`, `astream`" if task == "generate" else f"`{task}`"
-        tables.append([f"| {title} | default | |", "|---|---|---|", *own])
-    return "\n\n".join("\n".join(table) for table in tables)
-
-
-def test_the_tables_are_those_of_the_options():
-    tables = option_tables()
-    assert tables in PAGE.read_text(encoding="utf-8"), f"docs/python.md should have these tables:\n{tables}"
 
 
 def test_all_that_is_public_is_named():

@@ -116,9 +116,9 @@ def test_messages_in_openais_format():
 
 def test_sampling_of_the_task_and_of_the_item():
     made = task(temperature=0.5, stop=["x"], logprobs=2)
-    assert request(made, "a").sampling == Sampling(256, temperature=0.5, stop=("x",), logprobs=2)
+    assert request(made, "a").sampling == Sampling(max_tokens=256, temperature=0.5, stop=("x",), logprobs=2)
     item = {"prompt": "a", "sampling": {"temperature": 0.0, "n": 3, "max_tokens": None}}
-    assert request(made, item).sampling == Sampling(None, stop=("x",), logprobs=2, n=3)
+    assert request(made, item).sampling == Sampling(max_tokens=None, stop=("x",), logprobs=2, n=3)
     assert request(task(max_tokens=None), "a").sampling.max_tokens is None
     assert request(task(grammar=Grammar("regex", "a+")), "a").sampling.grammar == Grammar("regex", "a+")
     with pytest.raises(InputError, match="temperature"):
