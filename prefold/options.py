@@ -168,6 +168,12 @@ class SamplerOptions:
         0.0, "Draw only from tokens this likely, relative to the most likely one.",
         least=0, most=1, sent="vllm", draws="filter",
     )  # fmt: skip
+    # Tang et al. 2024: the same tokens are left at any temperature.
+    top_n_sigma: float = _option(
+        0.0, "Draw only from tokens whose logit is within so many standard deviations of all logits of the largest; 0:"
+        " from all.",
+        least=0, draws="filter",
+    )  # fmt: skip
     # Keskar et al. 2019. Logits are divided or multiplied by it, in float32, which must neither take it for 0 nor
     # overflow.
     repetition_penalty: float = _option(

@@ -83,6 +83,7 @@ class GenerationKeywords(TaskKeywords, total=False):
     top_k: int
     top_p: float
     min_p: float
+    top_n_sigma: float
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float

@@ -1,4 +1,4 @@
-"""Drawing a token from a row of logits: temperature, min_p, top_k and top_p, and the noise of a key.
+"""Drawing a token from a row of logits: temperature, top_n_sigma, min_p, top_k and top_p, and the noise of a key.
 
 Each filter keeps the tokens at least as likely as some token, so of equally likely ones it keeps all or none, and
 nothing depends on the order in which a sort leaves them. Of what is left, the token whose logit over the temperature
@@ -27,6 +27,7 @@ BLOCK = 128
 CANDIDATES = 256
 _OFF = np.array(filters_of(SamplerOptions())[1:])  # what filters are that leave all tokens
 _KEPT = [FILTERS.index(name) for name in ("min_p", "top_k", "top_p")]  # the columns that `kept` takes
+_TOP_N_SIGMA = FILTERS.index("top_n_sigma")
 
 
 def draw(logits: Tensor, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray) -> Tensor:
@@ -74,6 +75,8 @@ def _draw_scaled(scaled: Tensor, filters: np.ndarray, keys: np.ndarray) -> np.nd
     if not finite.size:
         return tokens
     each = filters[:, _KEPT].tolist()
+    for i in finite[filters[finite, _TOP_N_SIGMA] > 0.0].tolist():
+        each[i][0] = max(each[i][0], _likeliness(values[i], filters[i, _TOP_N_SIGMA]))
     ids = [_candidates(probs[i], *each[i], keys[i]) for i in finite]
     counts = [len(some) for some in ids]
     all_ids = np.concatenate(ids)
@@ -82,6 +85,12 @@ def _draw_scaled(scaled: Tensor, filters: np.ndarray, keys: np.ndarray) -> np.nd
     ends = np.cumsum(counts)
     tokens[finite] = [some[scores[end - len(some) : end].argmax()] for some, end in zip(ids, ends, strict=True)]
     return tokens
+
+
+def _likeliness(scaled: np.ndarray, sigmas: float) -> float:
+    """Returns how likely a token is, relative to the most likely one, whose logit is `sigmas` standard deviations below
+    the largest. Tokens that are forbidden do not count. scaled: a row, as `_scaled` gives it."""
+    return float(np.exp(-sigmas * scaled[np.isfinite(scaled)].std(dtype=np.float64)))
 
 
 def _candidates(probs: np.ndarray, min_p: float, top_k: float, top_p: float, key: np.uint64) -> np.ndarray:

@@ -20,8 +20,8 @@ __all__ = ["draw"]
 # The columns of `asked`: the row of the logits, the lower and the upper half of the key, then the filters, with the
 # inverse of the temperature in its place.
 FIELDS = 3 + len(FILTERS)
-TEMPERATURE, MIN_P, TOP_K, TOP_P = (
-    tl.constexpr(3 + FILTERS.index(name)) for name in ("temperature", "min_p", "top_k", "top_p")
+TEMPERATURE, TOP_N_SIGMA, MIN_P, TOP_K, TOP_P = (
+    tl.constexpr(3 + FILTERS.index(name)) for name in ("temperature", "top_n_sigma", "min_p", "top_k", "top_p")
 )
 SIZE = 2048  # logits worked on at once
 
@@ -66,6 +66,23 @@ def _upper(hashes):
 def _scaled(ROW, at, vocab, largest, inverse):
     """Returns (logit - the row's largest) / temperature."""
     return (tl.load(ROW + at, mask=at < vocab, other=-float("inf")) - largest) * inverse
+
+
+@triton.jit
+def _deviation(ROW, vocab, largest, SIZE: tl.constexpr):
+    """Returns the standard deviation of the logits that are finite, as a float64 number."""
+    count = tl.zeros([SIZE], tl.float64)
+    sums = tl.zeros([SIZE], tl.float64)
+    for start in range(0, vocab, SIZE):
+        below = _scaled(ROW, start + tl.arange(0, SIZE), vocab, largest, 1.0).to(tl.float64)
+        count += tl.where(below > -float("inf"), 1.0, 0.0)
+        sums += tl.where(below > -float("inf"), below, 0.0)
+    mean = tl.sum(sums, 0) / tl.sum(count, 0)
+    squares = tl.zeros([SIZE], tl.float64)
+    for start in range(0, vocab, SIZE):
+        below = _scaled(ROW, start + tl.arange(0, SIZE), vocab, largest, 1.0).to(tl.float64)
+        squares += tl.where(below > -float("inf"), (below - mean) * (below - mean), 0.0)
+    return tl.sqrt(tl.sum(squares, 0) / tl.sum(count, 0))
 
 
 @triton.jit
@@ -136,6 +153,10 @@ def _draw(LOGITS, ASKED, TOKENS, vocab, stride, SIZE: tl.constexpr, FIELDS: tl.c
         most = tl.maximum(most, tl.load(ROW + at, mask=at < vocab, other=-float("inf")) + 0.0)
     largest = tl.max(most, 0)
 
+    sigmas = tl.load(asked + TOP_N_SIGMA)
+    if sigmas > 0:
+        sigma = _deviation(ROW, vocab, largest, SIZE) * inverse
+        min_p = tl.maximum(min_p, tl.exp(-sigmas * sigma).to(tl.float32))
     least = tl.full([], -2147483648, tl.int32)
     if (top_k > 0) & (top_k < vocab):
         least = _bound(ROW, vocab, largest, inverse, min_p, least, top_k, True, SIZE)

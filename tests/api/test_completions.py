@@ -82,6 +82,7 @@ def test_prompts_of_every_kind(prompt, prompts):
 def test_parameters_of_sampling():
     given = {
         "temperature": 0, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "n": 2, "seed": 5, "presence_penalty": 0.5,
+        "top_n_sigma": 1.5,
         "frequency_penalty": -0.5, "repetition_penalty": 1.1, "min_tokens": 1, "stop": ["a"], "stop_token_ids": [3],
         "ignore_eos": True, "logit_bias": {"5": -100}, "user": "u",
     }  # fmt: skip

@@ -52,6 +52,13 @@ def test_sampling_options_are_sent_though_they_change_nothing():
     assert generation_body(request, "m", None, True, knows_all=False)[1] == sent | {"top_k": 20}
 
 
+@pytest.mark.parametrize("name, value", [("top_n_sigma", 1.0), ("exit_threshold", 0.5), ("exit_visits", (1,))])
+def test_an_option_that_servers_do_not_know_is_refused_by_its_name(name, value):
+    with pytest.raises(InputError, match=f"cannot be asked for {name}") as found:
+        body_at(30, 512, **{name: value})
+    assert found.value.field == name
+
+
 @pytest.mark.parametrize("rest", [" x", "[1]", "{}", '{"messages": [], "model": "other"}', "[" * 100_000])
 def test_a_prompt_that_only_begins_as_a_conversation_is_refused(rest):
     with pytest.raises(InputError, match="and is none") as found:

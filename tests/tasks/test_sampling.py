@@ -44,6 +44,7 @@ def test_every_option_is_taken():
         "top_k": 5,
         "top_p": 0.5,
         "min_p": 0.1,
+        "top_n_sigma": 1.5,
         "repetition_penalty": 1.5,
         "presence_penalty": -2,
         "frequency_penalty": 0.25,

@@ -26,6 +26,8 @@ OPTIONS = [
     Sampling(temperature=1.5, min_p=0.05),
     Sampling(temperature=1.0, min_p=0.02, top_k=7, top_p=0.8),
     Sampling(temperature=1.0, min_p=1.0),
+    Sampling(temperature=1.5, top_n_sigma=1.0),
+    Sampling(temperature=3.0, top_n_sigma=1.7, top_p=0.9),
 ]
 
 
@@ -68,6 +70,8 @@ def test_equals_are_kept_or_left_together(both, option):
     for row, token in zip(logits, found, strict=True):
         probs = torch.softmax(row / option.temperature, -1).numpy()
         assert token in kept(probs, option.min_p, option.top_k, option.top_p)[0]
+        if option.top_n_sigma:
+            assert row[token] >= row.max() - option.top_n_sigma * row[row.isfinite()].std(correction=0)
         assert probs[token] > 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,6 +71,8 @@ def slow_probs(row: np.ndarray, options: Sampling) -> np.ndarray:
     row = row / options.temperature
     probs = np.exp(row - row.max())
     probs /= probs.sum()
+    if options.top_n_sigma:
+        probs[row < row.max() - options.top_n_sigma * row[np.isfinite(row)].std()] = 0
     probs[probs < options.min_p * probs.max()] = 0
     if options.top_k:
         probs[probs < np.sort(probs)[::-1][min(options.top_k, probs.size) - 1]] = 0
@@ -98,10 +101,12 @@ OPTIONS = [
     Sampling(temperature=1.0, top_k=1),
     Sampling(temperature=5.0, top_p=0.999),
     Sampling(temperature=0.8, top_k=200, top_p=0.5),
+    Sampling(temperature=2.0, top_n_sigma=2.0),
+    Sampling(temperature=1.5, top_n_sigma=1.2, min_p=0.001, top_k=40, top_p=0.9),
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [one for one in OPTIONS if not one.top_n_sigma], ids=str)
 def test_kept_is_what_the_filters_leave_one_after_the_other(options):
     for seed in range(20):
         row = random_logits(1, seed=seed)
@@ -181,18 +186,11 @@ def test_everything_together_equals_the_slow_definition():
     """Greedy and drawn, with every option on, along an output that grows."""
     rng = np.random.default_rng(0)
     common = {"repetition_penalty": 1.2, "presence_penalty": 0.7, "frequency_penalty": 0.4, "min_tokens": 5}
-    for trial in range(20):
+    for trial in range(2 * len(OPTIONS)):
         some = rng.choice(VOCAB, 40, replace=False).tolist()
         bias = tuple((token, float(rng.normal() * 5)) for token in some[:10])
-        filters = OPTIONS[trial % len(OPTIONS)]
-        drawn = Sampling(
-            temperature=filters.temperature * (trial % 2),
-            top_k=filters.top_k,
-            top_p=filters.top_p,
-            min_p=filters.min_p,
-            logit_bias=bias,
-            **common,
-        )
+        filters = OPTIONS[trial // 2]
+        drawn = replace(filters, temperature=filters.temperature * (trial % 2), logit_bias=bias, **common)
         prompt, output = rng.integers(0, VOCAB, 30).tolist(), []
         made = state(drawn, prompt=prompt, end_ids=some[:5], matcher=OnlyThese(some), seed=trial)
         for step in range(8):
