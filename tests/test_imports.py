@@ -39,6 +39,7 @@ UNOPENED = {
     "engine/stream.py": ["images"],
     "face/arguments.py": ["images"],
     "face/running.py": ["images"],
+    "integrations/on_ray.py": ["images"],
     "llm.py": ["images", "shifted"],
     "looped/engine.py": ["shifted"],
     "model/config.py": ["images", "looped"],

@@ -1,40 +1,40 @@
-"""A model of a Ray cluster that all its processes find by name: one actor that stands in front, and replicas behind it.
+"""A model of a Ray cluster that all its processes find by name: one actor with a fleet, whose replicas are on Ray too.
 
-Whoever makes the front owns it, and it owns the replicas, so all of them end with the driver. The front gives each item
-to the replica that would begin with it first, by the router, which is fed with the bytes of items in place of their
-tokens. What a replica had when it was lost is given to others again, in groups beside which no other group runs (see
-`divided`); an item with which alone a second replica is lost is given up. A replica that Ray starts anew gets nothing
-until its model is loaded and it answers.
+Whoever makes the actor owns it, and it owns the replicas, so all of them end with the driver. Items come to it from any
+process; it makes requests of them, and the requests of all callers go to the replicas as a stream.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import sys
 import threading
-import uuid
+import time
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from ..cluster.leases import divided
-from ..cluster.router import Prompt, Router
-from ..errors import InputError, JobError, MissingExtraError
+from ..cluster.fleet import Fleet
+from ..errors import FleetError, InputError, JobError, MissingExtraError, PrefoldError
+from ..images.items import image_inputs
+from ..images.table import MediaTable
 from ..plugins import add_plugins, plugins
-from .shared import SharedModel
+from ..stream import Feed, LiveInput
+from ..tasks import make_task
+from ..tasks.run import calibrated_by, draw_seed, finish_items, results_of, with_seed
 
 __all__ = ["RayModel"]
 
-_AT_ONCE = 1000  # calls that an actor answers at once
-_LONGEST = 1 << 14  # bytes of an item that the router looks at
+_AT_ONCE = 1000  # calls that the actor answers at once
+_WINDOW = 1 << 20  # tokens that wait for replicas
+_TURN = 1.0  # seconds after which the requests of one kind make room for those of another
+Make = Callable[[str, Mapping[str, Any]], Any]  # a task of a name and options
 _models: dict[str, RayModel] = {}
 _lock = threading.Lock()
-_OUTPUT = 64  # tokens that an item is thought to generate, where nothing says how many
-_PAUSE = 1.0  # seconds before a replica that does not answer is asked again
-_TRIES = 5  # of a replica of which Ray says that it has died, and not that it is started anew
 
 
 class RayModel:
@@ -53,11 +53,13 @@ class RayModel:
         ray = _ray()
         front = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_AT_ONCE)(_Front)
         name = f"prefold-{zlib.crc32(key.encode()):08x}"
-        self._actor = front.options(name=name, get_if_exists=True).remote(model, dict(options), replicas)
+        made = front.options(name=name, get_if_exists=True)
+        self._actor = made.remote(_OnRay(model, dict(options), replicas, plugins()))
 
     async def run_one(self, name: str, options: Mapping[str, Any], item: Any) -> Any:
         """Returns what a task gives for an item, or its InputError."""
-        return await self._actor.run_one.remote(name, dict(options), item)
+        (answer,) = await self.run_many_async(name, options, [item])
+        return answer
 
     def run_many(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
         """Returns what a task gives for each item, or the item's InputError."""
@@ -72,225 +74,188 @@ class RayModel:
         return _ray().get(self._actor.stats.remote())
 
 
-def _actors(model: str, options: dict[str, Any], replicas: int) -> list[Any]:
-    """Returns the replicas, each with the GPUs or CPUs of all its ranks."""
-    ray = _ray()
-    device, ranks = str(options.get("device", "auto")), options.get("tensor_parallel") or 1
-    on_gpu = device.startswith("cuda") or (device == "auto" and ray.cluster_resources().get("GPU"))
-    threads = options.get("threads") or 1
-    place = {"num_gpus": ranks, "num_cpus": 0} if on_gpu else {"num_gpus": 0, "num_cpus": threads * ranks}
-    actor = ray.remote(max_restarts=-1, max_task_retries=0, max_concurrency=_AT_ONCE, **place)(_Replica)
-    return [actor.remote(model, options, plugins()) for _ in range(replicas)]
+@dataclass(frozen=True)
+class _OnRay:
+    """Makes the fleet of a model, and what makes its tasks. own: plugins of the driver."""
+
+    model: str
+    options: dict[str, Any]
+    replicas: int
+    own: Sequence[str]
+
+    def __call__(self) -> tuple[Fleet, Make]:
+        from ..cluster.ray_replicas import RayReplicas
+
+        add_plugins(self.own)
+        make, media = self.tasks()
+        replicas = RayReplicas(self.model, {"threads": 1} | self.options, count=self.replicas, notify=_notify)
+        sharing = self.options.get("sharing", "auto")
+        return Fleet(replicas, sharing="full" if sharing == "auto" else sharing, notify=_notify, media=media), make
+
+    def tasks(self) -> tuple[Make, MediaTable | None]:
+        """Returns what makes the tasks, and what gives their images ids; None for a model that takes text alone."""
+        from ..checkpoint import resolve
+        from ..images.fetch import MediaHosts
+        from ..images.reading import Reader
+        from ..model import config_from
+        from ..text import tokenizer_or_none
+
+        o, media = self.options, MediaTable()
+        known = {name: o[name] for name in ("revision", "load_format", "mmproj") if name in o}
+        checkpoint = resolve(self.model, weights=False, **known)
+        tokenizer = tokenizer_or_none(checkpoint) if o.get("tokenizer") is None else o["tokenizer"]
+        images = None
+        if o.get("images", True):
+            reader = Reader(hosts=MediaHosts(frozenset(o.get("allow_media_host") or ())))
+            images = image_inputs(checkpoint, config_from(checkpoint.config).tower, tokenizer, media, reader)
+
+        def make(name: str, options: Mapping[str, Any]) -> Any:
+            adapters = tuple(o.get("adapters") or ())
+            return make_task(name, checkpoint, tokenizer, dict(options), adapters=adapters, images=images)
+
+        return make, None if images is None else media
 
 
 @dataclass(eq=False)
-class _Member:
-    """A replica, as the front knows it.
+class _Batch:
+    """The items of one call. left: requests without a result."""
 
-    life     names its process: one that was started anew has another; None: it has not been asked yet
-    meeting  waits for it to answer, while it gets no items, and returns whether its process has ended
-    gone     why it does not come back
-    alone    held by a group of items that were there when another replica was lost
-    """
+    results: list[Any]
+    left: int
+    done: Future[None]
 
-    actor: Any
-    life: str | None = None
-    meeting: asyncio.Task[bool] | None = None
-    gone: str | None = None
-    alone: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+class _Lane:
+    """The requests of one readout on their way to the fleet, which runs one readout at a time."""
+
+    def __init__(self, task: Any, is_urgent: Callable[[_Lane], bool]):
+        self.task = task
+        self.feed = Feed(is_urgent=lambda: is_urgent(self))
 
 
 class _Front:
-    """The process that knows the replicas."""
+    """The actor. open: returns a fleet, and what makes tasks of a name and options."""
 
-    def __init__(self, model: str, options: dict[str, Any], replicas: int):
-        self._members = [_Member(actor) for actor in _actors(model, options, replicas)]
-        self._router = Router()
-        for number in range(replicas):
-            self._router.join(number, reports=False)
-        self._changed = asyncio.Condition()  # somebody is back, or gone
-        self._keys = 0
-        self._first: asyncio.Future[Any] | None = None
+    def __init__(self, open: Callable[[], tuple[Fleet, Make]]):
+        self._open = open
+        self._opened: Future[tuple[Fleet, Make]] = Future()
+        self._opened.set_running_or_notify_cancel()  # so that no caller can cancel it
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._numbers = itertools.count()
+        self._lanes: list[_Lane] = []
+        self._open_requests: dict[bytes, tuple[_Batch, int, int]] = {}
+        self._failure: Exception | None = None
+        self._changed = threading.Condition()
+        self._began = 0.0  # when the run of a lane did
+        threading.Thread(target=self._drive, name="prefold-front", daemon=True).start()
 
-    async def run_one(self, name: str, options: dict[str, Any], item: Any) -> Any:
-        (answer,) = await self.run_many(name, options, [item])
-        return answer
+    # ---------------------------------------------------------------------------------------- calls of others
 
     async def run_many(self, name: str, options: dict[str, Any], items: list[Any]) -> list[Any]:
-        if self._first is None:
-            self._first = asyncio.gather(*(self._ask_life(member) for member in self._members))
-        texts = [_text(item) for item in items]
-        limit = int(options.get("max_tokens") or _OUTPUT) if name == "generate" else 0
-        parts: dict[int, list[int]] = {}
-        keys: dict[int, int] = {}
-        for i in sorted(range(len(items)), key=texts.__getitem__):
-            keys[i], replica = await self._send(texts[i], limit)
-            parts.setdefault(replica, []).append(i)
-        answers: list[Any] = [None] * len(items)
+        key = json.dumps([name, options], sort_keys=True, default=str)
+        if key not in self._tasks:
+            self._tasks[key] = asyncio.create_task(self._make(name, options))
+        return await self._run(await asyncio.shield(self._tasks[key]), items)
 
-        async def run(replica: int, some: list[int]) -> None:
-            found = await self._ask(replica, name, options, [items[i] for i in some])
-            for i, answer in zip(some, found or [None] * len(some), strict=True):
-                self._end(keys[i], answer)
-                answers[i] = answer
-            if found is None:
-                await asyncio.gather(*(again(group) for group in divided(some)))
+    async def stats(self) -> dict[str, Any]:
+        fleet, _ = await asyncio.wrap_future(self._opened)
+        return fleet.stats.to_dict()
 
-        async def again(some: Sequence[int]) -> None:
-            found = await self._again(name, options, [items[i] for i in some])
-            for i, answer in zip(some, found, strict=True):
-                answers[i] = answer
+    async def _make(self, name: str, options: dict[str, Any]) -> Any:
+        """Returns a task, calibrated where it asks for that."""
+        _, make = await asyncio.wrap_future(self._opened)
+        task = await asyncio.to_thread(make, name, options)
+        items = task.calibration_items() if hasattr(task, "calibration_items") else []
+        return calibrated_by(task, await self._run(task, items)) if items else task
 
-        await asyncio.gather(*(run(*part) for part in parts.items()))
-        return answers
+    async def _run(self, task: Any, items: Sequence[Any]) -> list[Any]:
+        works = await asyncio.to_thread(task.prepare, items)
+        batch = self._put(task, works)
+        await asyncio.wrap_future(batch.done)
+        return await asyncio.to_thread(finish_items, task, works, batch.results)
 
-    async def _send(self, text: bytes, limit: int) -> tuple[int, int]:
-        """Returns (a key, the replica that is to get the item); waits while there is none, and raises JobError when
-        none comes back."""
-        prompt = Prompt(np.frombuffer(text, np.uint8).astype(np.int32), limit)
-        while (replica := self._router.choose(prompt)) is None:
-            if self._all_gone:
-                raise JobError(f"no replica is left: {self._members[-1].gone}")
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._router.replicas or self._all_gone)
-        assert isinstance(replica, int)
-        self._keys += 1
-        self._router.send(self._keys, prompt, replica)
-        return self._keys, replica
+    def _put(self, task: Any, works: Sequence[Any]) -> _Batch:
+        """Puts requests on their way; returns what will have their results."""
+        counts = [0 if isinstance(work, InputError) else len(work.requests) for work in works]
+        batch = _Batch([[None] * count for count in counts], sum(counts), Future())
+        batch.done.set_running_or_notify_cancel()
+        if not batch.left:
+            batch.done.set_result(None)
+            return batch
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            lane = next((one for one in self._lanes if one.task.readout == task.readout), None)
+            if lane is None:
+                self._lanes.append(lane := _Lane(task, self._is_over))
+            seed = draw_seed()
+            for number, work in enumerate(works):
+                reads = []
+                for part in range(counts[number]):
+                    tag = next(self._numbers).to_bytes(8, "little")
+                    self._open_requests[tag] = batch, number, part
+                    reads.append((with_seed(work.requests[part], seed, number, part), tag))
+                if reads:
+                    lane.feed.put(reads)
+            self._changed.notify()
+        return batch
 
-    @property
-    def _all_gone(self) -> bool:
-        return all(member.gone is not None for member in self._members)
+    # ------------------------------------------------------------------------------------------ in the thread
 
-    def _end(self, key: int, answer: Any) -> None:
-        if key in self._router.in_flight:
-            made = answer.get("num_generated", 0) if isinstance(answer, dict) else None
-            self._router.end(key, output_rows=made)
-
-    async def _ask(self, replica: int, name: str, options: dict[str, Any], items: list[Any]) -> list[Any] | None:
-        """Returns a replica's answers, None where they were lost. Raises JobError where it cannot load its model."""
-        from ray.exceptions import RayActorError
-
-        member = self._members[replica]
+    def _drive(self) -> None:
+        """Runs the requests of one lane after the other, as long as the actor lives."""
         try:
-            return await member.actor.run_many.remote(name, options, items)
-        except RayActorError as error:
-            if error.actor_init_failed:
-                raise JobError(f"a replica cannot load its model: {_in_short(error)}") from None
-            if member.meeting is None and member.gone is None:  # the first call that says so
-                self._router.leave(replica)
-                member.meeting = asyncio.create_task(self._meet(replica))
-            return None
-
-    async def _meet(self, replica: int) -> bool:
-        """Waits until a replica that was lost answers again, and lets it take items; what it held is forgotten. Returns
-        whether its process has ended, and not only what it said was lost."""
-        from ray.exceptions import ActorUnavailableError, RayActorError
-
-        member, tries, life = self._members[replica], 0, None
-        while life is None and member.gone is None:
-            try:
-                life = await member.actor.life.remote()
-            except ActorUnavailableError:  # Ray starts it anew, and it loads its model
-                await asyncio.sleep(_PAUSE)
-            except RayActorError as error:
-                tries += 1
-                if error.actor_init_failed or tries == _TRIES:
-                    member.gone = _in_short(error)
-                else:
-                    await asyncio.sleep(_PAUSE)
-        has_ended = life is None or life != member.life
-        member.life, member.meeting = life, None
-        if life is not None:
-            self._router.join(replica, reports=False)
-        async with self._changed:
-            self._changed.notify_all()
-        return has_ended
-
-    @staticmethod
-    async def _ask_life(member: _Member) -> None:
-        """Learns the name of a replica's first process. Where that does not answer, whoever asks for more notices."""
-        from ray.exceptions import RayActorError
-
-        try:
-            life = await member.actor.life.remote()
-        except RayActorError:
+            self._opened.set_result(found := self._open())
+        except Exception as error:
+            self._opened.set_exception(error if isinstance(error, PrefoldError) else JobError(repr(error)))
             return
-        if member.meeting is None:
-            member.life = member.life or life
-
-    async def _again(self, name: str, options: dict[str, Any], items: Sequence[Any]) -> list[Any]:
-        """Returns the answers to items whose replica was lost. Where another is lost with them, they are divided; an
-        item that was alone gets an error."""
+        fleet, _ = found
         while True:
-            key, replica = await self._send(_text(items[0]), 0)
-            member = self._members[replica]
-            async with member.alone:
-                was_lost = member.meeting is not None or member.gone is not None  # while the item waited for its turn
-                found = None if was_lost else await self._ask(replica, name, options, list(items))
-                meeting = member.meeting
-            self._end(key, found and found[0])
-            if found is not None:
-                return found
-            if not was_lost and (meeting is None or await meeting):
-                if len(items) > 1:
-                    parts = (self._again(name, options, part) for part in divided(items))
-                    return [answer for answers in await asyncio.gather(*parts) for answer in answers]
-                remedy = "see what is unusual about the row, or run it again by itself"
-                message = "two replicas were lost while they worked on it"
-                return [InputError(message, remedy=remedy, code="replicas_lost")]
+            with self._changed:
+                self._changed.wait_for(lambda: any(map(_waits, self._lanes)))
+                lane = next(filter(_waits, self._lanes))
+                self._lanes.remove(lane)  # the others come first next time
+                self._lanes.append(lane)
+            self._began = time.monotonic()
+            try:
+                for tag, answer in results_of(fleet, lane.task, LiveInput(lane.feed, _WINDOW)):  # type: ignore[arg-type]
+                    self._answer(tag, answer)
+            except Exception as error:
+                self._fail(error)
 
-    async def stats(self) -> dict[str, Any]:
-        there = [member for member in self._members if member.meeting is None and member.gone is None]
-        return _added(await asyncio.gather(*(member.actor.stats.remote() for member in there)))
+    def _is_over(self, lane: _Lane) -> bool:
+        """Returns whether the run of a lane should come to its end, as another lane waits. Otherwise it goes on, though
+        nothing is asked: only a run hears of replicas."""
+        others = any(_waits(other) for other in tuple(self._lanes) if other is not lane)
+        return others and time.monotonic() - self._began > _TURN
 
+    def _answer(self, tag: bytes, answer: Any) -> None:
+        batch, number, part = self._open_requests.pop(tag)
+        batch.results[number][part] = answer
+        batch.left -= 1
+        if not batch.left:
+            batch.done.set_result(None)
 
-class _Replica:
-    """The process that holds a model."""
-
-    def __init__(self, model: str, options: dict[str, Any], own: list[str]):
-        add_plugins(own)
-        self._model = SharedModel(model, {"threads": 1} | options)
-        self._life = uuid.uuid4().hex
-
-    async def life(self) -> str:
-        """Returns the name of this process."""
-        return self._life
-
-    async def run_many(self, name: str, options: dict[str, Any], items: list[Any]) -> list[Any]:
-        if name == "generate":
-            return list(await asyncio.gather(*(self._model.run_one(name, options, item) for item in items)))
-        return await asyncio.to_thread(self._model.run_many, name, options, items)
-
-    async def stats(self) -> dict[str, Any]:
-        return self._model.stats()
+    def _fail(self, error: Exception) -> None:
+        """Ends all calls that wait with an error, and where no replica is left all that come."""
+        said = error if isinstance(error, PrefoldError) else JobError(f"the fleet has failed: {error!r}")
+        with self._changed:
+            self._failure = said if isinstance(error, FleetError) else None
+            for lane in self._lanes:
+                while lane.feed.take() is not None:
+                    pass
+            batches = {id(batch): batch for batch, _, _ in self._open_requests.values()}
+            self._open_requests.clear()
+        for batch in batches.values():
+            batch.done.set_exception(said)
 
 
-def _text(item: Any) -> bytes:
-    """Returns an item as bytes, at least one: items that begin alike begin alike."""
-    return json.dumps(item, default=str).encode()[:_LONGEST] or b"-"
+def _waits(lane: _Lane) -> bool:
+    return lane.feed.since is not None
 
 
-def _in_short(error: BaseException) -> str:
-    """Returns the last line of what Ray says, which is the error itself: before it is where that was raised."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:400] if lines else type(error).__name__
-
-
-def _added(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the sums of counters, by name."""
-    out: dict[str, Any] = {}
-    for name in dict.fromkeys(name for one in found for name in one):
-        # A replica that has generated nothing yet has no counters of that.
-        values = [one[name] for one in found if one.get(name) is not None]
-        value = values[0] if values else None
-        if isinstance(value, Mapping):
-            out[name] = _added(values)
-        elif isinstance(value, (int, float)):
-            out[name] = max(values) if name.endswith("_peak") else sum(values)
-        else:
-            out[name] = value
-    return out
+def _notify(line: str) -> None:
+    print(f"prefold: {line}", file=sys.stderr, flush=True)
 
 
 def _ray() -> Any:

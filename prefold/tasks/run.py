@@ -21,6 +21,7 @@ from .base import attempt
 __all__ = [
     "all_finite",
     "calibrated",
+    "calibrated_by",
     "checked",
     "draw_seed",
     "finish",
@@ -138,9 +139,11 @@ def run_items(engine: Any, task: Any, items: Sequence[Any], **run: Any) -> list[
 def calibrated(engine: Any, task: Any, **run: Any) -> Any:
     """Returns the task, which for a classification that asks for it is calibrated first. run: as in `run_works`."""
     items = task.calibration_items() if hasattr(task, "calibration_items") else []
-    if not items:
-        return task
-    outputs = run_items(engine, task, items, **run)
+    return calibrated_by(task, run_items(engine, task, items, **run)) if items else task
+
+
+def calibrated_by(task: Any, outputs: Sequence[Any]) -> Any:
+    """Returns a task calibrated by the answers to its `calibration_items`. Raises the first InputError among them."""
     for output in outputs:
         if isinstance(output, InputError):
             raise output

@@ -1,166 +1,182 @@
-"""The front of a model on Ray, with actors that stand for real ones: what becomes of rows when replicas are lost."""
+"""What stands in front of a fleet on Ray: items of many callers, over a fleet of threads in place of one on Ray."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import time
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from tiny import tiny_checkpoint
+from tiny_vision import tiny_vision
 
-from prefold.errors import InputError, JobError
+from prefold.cluster.fleet import Fleet
+from prefold.errors import FleetError, InputError, JobError
 from prefold.integrations import on_ray
-
-exceptions = pytest.importorskip("ray.exceptions")
-
-
-class Method:
-    def __init__(self, call):
-        self.remote = call
+from prefold.tasks.base import Work
+from prefold.types import Readout, Request, Sampling
+from tests.cluster.fakes import ThreadReplicas
+from tests.job.fakes import digest
 
 
-class Replica:
-    """Echoes items. dies_at: it ends at an item for which that holds, and is there again after so many pings."""
+class Task:
+    """Makes a request of each item, which is a text: "echo" says it again, "digest" reads a number of it."""
 
-    def __init__(self, *, dies_at=lambda item: False, pings=3, torn=0):
-        self.dies_at, self.pings, self.torn = dies_at, pings, torn
-        self.lives, self.left, self.refused, self.answered, self.asked = 1, 0, 0, 0, 0
-        self.run_many, self.life = Method(self._run_many), Method(self._life)
+    def __init__(self, name, options):
+        if name not in ("echo", "digest"):
+            raise InputError(f"there is no task {name!r}", field="task")
+        self.name, self.options, self.shift = name, options, 0.0
+        self.readout = Readout("tokens" if name == "echo" else "last")
+        self.inputs = SimpleNamespace(tokenizer=None)
 
-    async def _run_many(self, name, options, items):
-        if self.left:
-            self.refused += len(items)
-            raise exceptions.ActorUnavailableError("it is restarting", None)
-        self.asked += 1
-        await asyncio.sleep(0.001)
-        if any(self.dies_at(item) for item in items):
-            self.lives, self.left = self.lives + 1, self.pings
-            raise exceptions.ActorUnavailableError("it has died", None)
-        if self.torn:
-            self.torn -= 1
-            raise exceptions.ActorUnavailableError("the connection is torn", None)
-        self.answered += len(items)
-        return [{"text": item, "num_generated": 1} for item in items]
+    def prepare(self, items):
+        sampling = Sampling(max_tokens=4, seed=0) if self.name == "echo" else None
+        return [self._work(item, sampling) for item in items]
 
-    async def _life(self):
-        if self.left:
-            self.left -= 1
-            raise exceptions.ActorUnavailableError("it is restarting", None)
-        return f"life {self.lives}"
+    def _work(self, item, sampling):
+        if not item:
+            return InputError("it is empty")
+        return Work([Request(np.frombuffer(item.encode(), np.uint8).astype(np.int32), sampling=sampling)], item)
+
+    def calibration_items(self):
+        return ["calibrate"] if self.options.get("calibrated") else []
+
+    def with_calibration(self, outputs):
+        self.shift = outputs[0]["value"]
+        return self
+
+    def finish(self, note, results):
+        (found,) = results
+        if self.name == "echo":
+            return {"text": found[0].text}
+        return {"value": float(found.values[0]) - self.shift}
 
 
-def run(monkeypatch, replicas, *waves):
-    """What the front answers, row by row as Daft asks; each wave of items comes when all replicas are there again."""
-    monkeypatch.setattr(on_ray, "_actors", lambda *_: replicas)
-    monkeypatch.setattr(on_ray, "_PAUSE", 0.01)
-
-    async def go():
-        front = on_ray._Front("m", {}, len(replicas))
-
-        async def one(number, item):
-            await asyncio.sleep(number * 0.0005)
-            return await front.run_one("generate", {"max_tokens": 16}, item)
-
-        answers = []
-        for items in waves:
-            while any(member.meeting for member in front._members):
-                await asyncio.sleep(0.01)
-            answers += await asyncio.gather(*(one(*pair) for pair in enumerate(items)))
-        return answers
-
-    return asyncio.run(asyncio.wait_for(go(), 60))
+def run(replicas, go, **fleet):
+    """What `go(front)` returns, with a front of a fleet of these replicas."""
+    with closing(Fleet(replicas, **fleet)) as made:
+        front = on_ray._Front(lambda: (made, Task))
+        try:
+            return asyncio.run(asyncio.wait_for(go(front), 100))
+        finally:  # so that the front's thread has nothing to do any more
+            replicas.returns = False
+            for name in list(replicas.hosts):
+                replicas.lose(name, "the test is over")
 
 
 def texts(count=200):
     rng = random.Random(0)
-    return ["".join(rng.choice("abcdefgh ") for _ in range(50)) for _ in range(count)]
+    return ["".join(rng.choice("abcefgh ") for _ in range(50)) for _ in range(count)]
 
 
-def test_a_replica_that_ray_starts_anew_gets_no_rows_until_it_is_there(monkeypatch):
-    items = texts()
-    died = []
+def test_items_of_many_callers_and_of_two_tasks_are_each_answered_once():
+    items = texts(120)
 
-    def once(item):
-        return item == items[9] and not died and not died.append(item)
+    async def go(front):
+        async def one(name, number):
+            await asyncio.sleep(number * 0.0005)
+            return await front.run_many(name, {}, [items[number]])
 
-    dead, other = Replica(dies_at=once), Replica(dies_at=once)
-    found = run(monkeypatch, [dead, other], items[:100], items[100:])
-    assert [one["text"] for one in found] == items and died
-    assert dead.refused + other.refused < 20, "what was on its way"
-    assert min(dead.answered, other.answered) > 20, "it works again"
+        echoes = asyncio.gather(*(one("echo", number) for number in range(120)))
+        numbers = asyncio.gather(*(one("digest", number) for number in range(120)))
+        many = front.run_many("digest", {}, ["", *items])
+        found = await echoes, await numbers, await many
+        return *found, (await front.stats())["requests"]
 
-
-def test_the_only_replica_is_waited_for(monkeypatch):
-    items, died = texts(40), []
-    replica = Replica(dies_at=lambda item: item == items[5] and not died and not died.append(item))
-    assert [one["text"] for one in run(monkeypatch, [replica], items)] == items
-
-
-def test_a_row_that_two_replicas_die_of_is_given_up_and_no_other(monkeypatch):
-    items = texts(60)
-    replicas = [Replica(dies_at=lambda item: item == items[30]) for _ in range(2)]
-    found = run(monkeypatch, replicas, items)
-    assert isinstance(found[30], InputError) and found[30].code == "replicas_lost"
-    assert [one["text"] for one in found if not isinstance(one, InputError)] == items[:30] + items[31:]
+    replicas = ThreadReplicas("ab", before=lambda name, tokens: time.sleep(0.001))
+    echoes, numbers, (empty, *many), requests = run(replicas, go)
+    assert [one["text"] for (one,) in echoes] == [f"{item}/0" for item in items]
+    wanted = [{"value": digest(item.encode())} for item in items]
+    assert [one for (one,) in numbers] == many == wanted
+    assert isinstance(empty, InputError) and requests == 3 * 120 and all(replicas.given.values())
 
 
-def test_a_row_that_replicas_die_of_is_searched_in_groups(monkeypatch):
-    items = texts(256)
-    replicas = [Replica(dies_at=lambda item: item == items[100]) for _ in range(2)]
-    monkeypatch.setattr(on_ray, "_actors", lambda *_: replicas)
-    monkeypatch.setattr(on_ray, "_PAUSE", 0.01)
+def test_requests_of_one_kind_make_room_for_those_of_another(monkeypatch):
+    """As long as echoes are asked for without end, a digest is answered too."""
+    monkeypatch.setattr(on_ray, "_TURN", 0.05)
+    answered = []
 
-    async def go():
-        front = on_ray._Front("m", {}, len(replicas))
-        return await asyncio.wait_for(front.run_many("generate", {"max_tokens": 16}, items), 60)
+    async def go(front):
+        async def echo():
+            while not answered:
+                await front.run_many("echo", {}, ["abc"])
 
-    found = asyncio.run(go())
-    assert isinstance(found[100], InputError) and found[100].code == "replicas_lost"
-    assert [one["text"] for one in found if not isinstance(one, InputError)] == items[:100] + items[101:]
-    assert sum(replica.asked for replica in replicas) < 40, "each row by itself would be more than 100"
+        async def number():
+            await asyncio.sleep(0.2)
+            answered.extend(await front.run_many("digest", {}, ["abc"]))
 
+        await asyncio.gather(echo(), echo(), echo(), number())
 
-def test_a_torn_connection_is_no_death_however_often_it_tears(monkeypatch):
-    items = texts(5)
-    assert [one["text"] for one in run(monkeypatch, [Replica(torn=9)], items)] == items
-
-
-def test_a_model_that_cannot_be_loaded_is_said(monkeypatch):
-    async def fails(*_):
-        error = exceptions.ActorDiedError()
-        error._actor_init_failed, error.error_msg = True, "Traceback ...\nCheckpointError: there is no model 'misspelt'"
-        raise error
-
-    replica = Replica()
-    replica.run_many = replica.life = Method(fails)
-    with pytest.raises(JobError, match=r"cannot load its model.*no model 'misspelt'"):
-        run(monkeypatch, [replica], ["a"])
+    run(ThreadReplicas("a", before=lambda name, tokens: time.sleep(0.001)), go)
+    assert answered == [{"value": digest(b"abc")}]
 
 
-def test_counters_of_replicas_are_added_though_one_has_generated_nothing():
-    ours = {"requests": 1, "rows_peak": 5, "generation": None, "seconds": {"plan": 0.5}}
-    other = {"requests": 2, "rows_peak": 3, "generation": {"generated_tokens": 7}, "seconds": {"model": 1.0}}
-    both = {
-        "requests": 3,
-        "rows_peak": 5,
-        "generation": {"generated_tokens": 7},
-        "seconds": {"plan": 0.5, "model": 1.0},
-    }
-    for found in ([ours, other], [other, ours]):
-        assert on_ray._added(found) == both
-    assert on_ray._added([ours, ours])["generation"] is None
+def test_a_task_that_asks_for_it_is_calibrated_once():
+    replicas = ThreadReplicas("a")
+
+    async def go(front):
+        return await asyncio.gather(*(front.run_many("digest", {"calibrated": True}, [text]) for text in "ab"))
+
+    (a,), (b,) = run(replicas, go)
+    shift = digest(b"calibrate")
+    assert (a["value"], b["value"]) == (digest(b"a") - shift, digest(b"b") - shift)
+    assert replicas.given == {"a": 3}
 
 
-@pytest.mark.parametrize("options, place", [({"device": "cuda", "tensor_parallel": 2}, (2, 0)),
-                                            ({"device": "cpu", "threads": 3, "tensor_parallel": 2}, (0, 6)),
-                                            ({"device": "cpu"}, (0, 1))])  # fmt: skip
-def test_a_replica_is_given_room_for_all_its_ranks(monkeypatch, options, place):
-    asked = []
+def test_an_item_that_replicas_die_of_is_given_up_and_no_other():
+    items, poison = texts(60), texts(60)[30].encode()
 
-    class Ray:
-        @staticmethod
-        def remote(**given):
-            asked.append((given["num_gpus"], given["num_cpus"]))
-            return lambda cls: type("Actor", (), {"remote": staticmethod(lambda *_: None)})
+    def before(name, tokens):
+        if bytes(tokens.astype(np.uint8)) == poison:
+            replicas.lose(name, "it died")
+            time.sleep(0.2)
 
-    monkeypatch.setattr(on_ray, "_ray", lambda: Ray)
-    assert len(on_ray._actors("m", options, 3)) == 3 and asked == [place]
+    replicas = ThreadReplicas("ab", before=before, returns=True)
+    found = run(replicas, lambda front: front.run_many("echo", {}, items))
+    assert isinstance(found[30], InputError) and found[30].code == "replicas_lost" and len(replicas.killed) >= 2
+    assert [one["text"] for one in found if not isinstance(one, InputError)] == [
+        f"{item}/0" for item in items[:30] + items[31:]
+    ]
+
+
+def test_where_no_replica_can_start_callers_are_told_those_who_wait_and_those_who_come():
+    replicas = ThreadReplicas("ab", loads=dict.fromkeys("ab", "there is no model 'misspelt'"))
+
+    async def go(front):
+        for _ in range(2):
+            with pytest.raises(FleetError, match="no model 'misspelt'"):
+                await front.run_many("echo", {}, ["a"])
+
+    run(replicas, go)
+
+
+def test_what_cannot_be_opened_or_made_is_said():
+    async def go(front):
+        with pytest.raises(InputError, match="no task 'sing'"):
+            await front.run_many("sing", {}, ["a"])
+        return await front.run_many("echo", {}, ["a"])
+
+    assert run(ThreadReplicas("a"), go) == [{"text": "a/0"}]
+
+    def fails():
+        raise JobError("there is no room")
+
+    with pytest.raises(JobError, match="no room"):
+        asyncio.run(on_ray._Front(fails).run_many("echo", {}, ["a"]))
+
+
+@pytest.mark.parametrize("sees", [False, True])
+def test_tasks_are_made_without_the_weights(tmp_path, sees):
+    """So that the actor needs no memory for a model that only replicas run."""
+    folder = tiny_vision(tmp_path) if sees else tiny_checkpoint(tmp_path, "llama")
+    for file in Path(folder).glob("*.safetensors"):
+        file.write_bytes(b"")
+    make, media = on_ray._OnRay(str(folder), {"adapters": {"fr": "nowhere"}, "dtype": "float32"}, 2, ()).tasks()
+    task = make("generate", {"max_tokens": 3})
+    good, other = task.prepare([{"prompt": "a", "adapter": "fr"}, {"prompt": "a", "adapter": "de"}])
+    assert good.requests[0].adapter == "fr" and isinstance(other, InputError)
+    assert (media is not None) == (task.inputs.images is not None) == sees
