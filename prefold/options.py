@@ -24,6 +24,7 @@ __all__ = [
     "OPTIONS",
     "PENALTIES",
     "ClassifyOptions",
+    "ConversationOptions",
     "EmbedOptions",
     "GenerationOptions",
     "Grammar",
@@ -220,6 +221,34 @@ class SamplerOptions:
     )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConversationOptions:
+    """Holds the options that say how a conversation becomes the text of a prompt."""
+
+    system: str | None = _option(None, "A system message for conversations without one.")
+    tools: Sequence[object] | None = _option(
+        None,
+        "What the chat template is told of tools: JSON schemas as OpenAI writes them, or in Python functions with types"
+        " and a docstring.",
+    )
+    chat_template: str | None = _option(
+        None, "The name of one of the checkpoint's chat templates, or the text of a template."
+    )
+    chat_template_kwargs: Mapping[str, object] | None = _option(None, "Further variables for the chat template.")
+    template_seconds: float | None = _option(
+        None,
+        "Processor seconds that a chat template which a record brings may take; by default 10.",
+        least=0,
+        above=True,
+        journal=False,
+    )
+    escape_special: bool = _option(
+        False,
+        "Special tokens that are written in what a conversation holds (messages, tools, documents) stay text; only the"
+        " chat template's own are special.",
+    )
+
+
 _SAMPLER = {one.name for one in fields(SamplerOptions)}
 
 
@@ -361,7 +390,7 @@ class ScoreOptions(TaskOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationOptions(TaskOptions, SamplerOptions):
+class GenerationOptions(TaskOptions, ConversationOptions, SamplerOptions):
     """Holds the options of `generate`, `chat` and `stream`."""
 
     task = "generate"
@@ -378,28 +407,6 @@ class GenerationOptions(TaskOptions, SamplerOptions):
     )
     response_format: type | Mapping[str, object] | None = _option(
         None, "In place of grammar: a pydantic class, or OpenAI's object.", None
-    )
-    system: str | None = _option(None, "A system message for conversations without one.")
-    tools: Sequence[object] | None = _option(
-        None,
-        "What the chat template is told of tools: JSON schemas as OpenAI writes them, or in Python functions with types"
-        " and a docstring.",
-    )
-    chat_template: str | None = _option(
-        None, "The name of one of the checkpoint's chat templates, or the text of a template."
-    )
-    chat_template_kwargs: Mapping[str, object] | None = _option(None, "Further variables for the chat template.")
-    template_seconds: float | None = _option(
-        None,
-        "Processor seconds that a chat template which a record brings may take; by default 10.",
-        least=0,
-        above=True,
-        journal=False,
-    )
-    escape_special: bool = _option(
-        False,
-        "Special tokens that are written in what a conversation holds (messages, tools, documents) stay text; only the"
-        " chat template's own are special.",
     )
     salt: str = _option(
         "",

@@ -14,7 +14,7 @@ import click
 from ..cluster.backends import Backend, backend_named
 from ..errors import InputError, JobError
 from ..images.table import MediaTable
-from ..options import LoopedOptions, SamplerOptions, kind_of
+from ..options import OPTIONS, ConversationOptions, LoopedOptions, SamplerOptions, cli_names, kind_of
 
 __all__ = [
     "LazyTasks",
@@ -191,40 +191,42 @@ class LazyTasks(Mapping[str, Any]):
         return len(self._names)
 
 
-EXITS = tuple(one.name for one in fields(LoopedOptions))
+def given_options(task: str, o: Options, *kinds: type) -> dict[str, Any]:
+    """Returns {option: value} of those options of some dataclasses that were given and that the command line has as
+    they are: numbers, flags, words, routes, and texts, which @FILE reads."""
+    from ..records.fields import read_argument
+
+    parameters, settings = cli_names(task), {}
+    for one in (one for kind in kinds for one in fields(kind)):
+        value, kind = o.get(one.name), kind_of(one)
+        is_none = value is None or (value == "" and hasattr(ConversationOptions, one.name))
+        simple = kind is not None or one.metadata["one_of"] or one.name == "route"
+        if simple and not is_none and parameters[one.name] == (one.name,):
+            settings[one.name] = read_argument(value) if kind is str else value
+    return settings
 
 
 def task_settings(task: str, o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
     """Returns the keyword arguments for `make_task` out of the options that were given."""
     from ..records.fields import read_argument
 
-    limits = {"max_length": o["max_length"]} if o.get("max_length") else {}
+    settings = given_options(task, o, OPTIONS[task])
     if o.get("truncate_side") or o.get("truncate"):
-        limits["truncate"] = o.get("truncate_side") or True
-    limits |= {name: o[name] for name in EXITS if o.get(name) not in (None, False)}
+        settings["truncate"] = o.get("truncate_side") or True
     folders = adapter_folders(o)
     if len(folders) == 1 and not o.get("adapter_column"):
-        limits["adapter"] = next(iter(folders))
+        settings["adapter"] = next(iter(folders))
     if task == "generate":
-        return generate_settings(o, checkpoint, tokenizer) | limits
-    names = {
-        "embed": ("pooling", "normalize", "dimensions", "prompt_name", "instruction"),
-        "rerank": ("instruction", "raw_scores", "template"),
-        "classify": ("instructions", "normalization", "calibrate", "template"),
-        "score": (),
-    }
-    settings = {name: o[name] for name in names[task] if o.get(name) not in (None, False) or name == "normalize"}
-    if settings.get("normalize", 0) is None:
-        del settings["normalize"]
-    for name in {"instruction", "instructions", "template"} & set(settings):
-        settings[name] = read_argument(settings[name])
+        settings |= sampling_settings(o, checkpoint, tokenizer) | conversation_settings(o)
+        if (o.get("tools") or "").startswith("@"):
+            settings["tools"] = _json_option(read_argument(o["tools"]), "--tools", list)
     if task == "rerank" and o.get("words"):
         settings["words"] = tuple(word.strip() for word in o["words"].split(","))
     if task == "classify":
         settings |= _labels(o)
         if o.get("examples"):
             settings["examples"] = _examples(o["examples"])
-    return settings | limits
+    return settings
 
 
 def _labels(o: Options) -> dict[str, Any]:
@@ -276,32 +278,15 @@ def read_bytes(name: str) -> bytes:
 
 # ----------------------------------------------------------------------------------------- generation
 
-# The options that the command line has as they are. The seed belongs to the job.
-SAMPLING = (*(one.name for one in fields(SamplerOptions) if kind_of(one) and one.name != "seed"), *EXITS)
 FORMATS = ("json_schema", "json_object", "regex", "choice", "grammar")
-
-
-def generate_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
-    """Returns the keyword arguments of `make_task` for the task "generate", out of the options that were given."""
-    from ..records.fields import read_argument
-
-    settings = sampling_settings(o, checkpoint, tokenizer) | conversation_settings(o)
-    given = ("max_n", "max_logprobs", "json_space")
-    settings |= {name: o[name] for name in given if o.get(name) is not None}
-    if (o.get("tools") or "").startswith("@"):
-        settings["tools"] = _json_option(read_argument(o["tools"]), "--tools", list)
-    return settings
 
 
 def conversation_settings(o: Options) -> dict[str, Any]:
     """Returns {field of Conversations: value} of the options that were given, but tools, which only generation has."""
-    from ..records.fields import read_argument
-
-    settings: dict[str, Any] = {name: read_argument(o[name]) for name in ("system", "chat_template") if o.get(name)}
+    settings = given_options("generate", o, ConversationOptions)
     if o.get("chat_template_kwargs"):
         settings["chat_template_kwargs"] = _json_option(o["chat_template_kwargs"], "--chat-template-kwargs", dict)
-    given = ("template_seconds", "escape_special")
-    return settings | {name: o[name] for name in given if o.get(name) is not None}
+    return settings
 
 
 def sampling_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
@@ -312,7 +297,7 @@ def sampling_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, 
     from ..tasks import generation_settings
 
     settings: dict[str, Any] = generation_settings(checkpoint, tokenizer)[1] if o.get("recommended") else {}
-    settings |= {name: o[name] for name in SAMPLING if o.get(name) is not None}
+    settings |= given_options("generate", o, SamplerOptions, LoopedOptions)
     if o.get("max_tokens") is not None:
         settings["max_tokens"] = o["max_tokens"] or None
     if o.get("stop"):

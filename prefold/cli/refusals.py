@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import fields
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from ..options import ConversationOptions
 from .options import TASKS, options_for
 
 __all__ = ["refuse_conversation_options", "refuse_other_tasks_options"]
 
-_CONVERSATION = ("system", "chat_template", "chat_template_kwargs", "template_seconds", "escape_special")
+_CONVERSATION = [one.name for one in fields(ConversationOptions) if one.name != "tools"]  # which is a column
 
 
 def refuse_other_tasks_options(tasks: Collection[str], what: str) -> None:

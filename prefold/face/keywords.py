@@ -95,15 +95,15 @@ class GenerationKeywords(TaskKeywords, total=False):
     logprobs: int | None
     exit_visits: Sequence[int]
     grammar: Grammar | Mapping[str, object] | None
-    max_n: int
-    max_logprobs: int
-    json_space: JsonSpace
-    response_format: type | Mapping[str, object] | None
     system: str | None
     tools: Sequence[object] | None
     chat_template: str | None
     chat_template_kwargs: Mapping[str, object] | None
     template_seconds: float | None
     escape_special: bool
+    max_n: int
+    max_logprobs: int
+    json_space: JsonSpace
+    response_format: type | Mapping[str, object] | None
     salt: str
     priority: int

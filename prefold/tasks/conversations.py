@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..images.items import ImageIds, Picture, chat_of
+from ..options import ConversationOptions
 from ..text.chat import TEMPLATE_SECONDS
 from ..text.escaped import Escaping
 from .base import Inputs
@@ -65,16 +66,8 @@ class GenerateItem:
 
 
 @dataclass(frozen=True)
-class Conversations:
-    """A Conversations writes the texts of conversations; its fields are the options of a GenerateTask of these
-    names."""
-
-    system: str | None = None
-    tools: Any = None
-    chat_template: str | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    template_seconds: float = TEMPLATE_SECONDS
-    escape_special: bool = False
+class Conversations(ConversationOptions):
+    """A Conversations writes the texts of conversations, as its options say."""
 
     def ids(self, messages: Any, inputs: Inputs, *, add_generation_prompt: bool) -> np.ndarray:
         """Returns the token ids of a conversation, int32 [n], for a task that reads it and does not continue it.
@@ -150,7 +143,7 @@ class Conversations:
             continue_final_message=item.continue_final_message,
             tools=objects(self.tools if item.tools is None else asked["tools"], "tools", _TOOL),
             documents=objects(asked["documents"], "documents", '[{"title": "...", "text": "..."}]'),
-            template_seconds=self.template_seconds,
+            template_seconds=TEMPLATE_SECONDS if self.template_seconds is None else self.template_seconds,
             apart=item.chat_template is not None,
             **further,
         )

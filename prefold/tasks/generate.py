@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,10 @@ import numpy as np
 from ..errors import InputError
 from ..images.items import Chat, Picture, Pictured, all_images, chat_of, check_cut, refuse_images, too_long
 from ..looped.requests import check_exits
-from ..options import Truncate
+from ..options import GenerationOptions
 from ..prefix import MEDIA_BASE
 from ..text import Filled
-from ..text.chat import TEMPLATE_SECONDS, THINK
+from ..text.chat import THINK
 from ..text.schemas import example_of
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each
@@ -25,7 +25,7 @@ from .conversations import Conversations, GenerateItem
 from .cut import columns_of, cut_columns
 from .messages import has_images, is_cut, plain_message
 from .notes import notes_of, with_notes
-from .sampling import sampling_from
+from .sampling import format_grammar, sampling_from
 from .score import leading_ids
 from .tools import as_tools
 
@@ -57,51 +57,33 @@ class GenerateTask:
     reasoning_parser = "auto"  # whether models think: where their chat template says so; "think": all; "none": none
 
     def __init__(
-        self,
-        inputs: Inputs,
-        *,
-        context: int | None = None,
-        max_tokens: int | str | None = "auto",
-        sampling: Mapping[str, Any] | None = None,
-        system: str | None = None,
-        tools: Any = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        template_seconds: float = TEMPLATE_SECONDS,
-        escape_special: bool = False,
-        json_space: str = "compact",
-        max_n: int = 128,
-        max_logprobs: int = 20,
-        salt: str = "",
-        priority: int = 0,
-        truncate: Truncate = False,
+        self, inputs: Inputs, options: GenerationOptions | None = None, *, context: int | None = None, **given: Any
     ):
-        """Checks the options. Raises InputError for sampling options that are wrong.
+        """Checks the options, which are `options` or else `given`. Raises InputError for options that are wrong.
 
-        context     tokens of prompt and output together, None for any number
-        max_tokens  tokens of an output; "auto": AUTO_MAX_TOKENS, or fewer where the context ends; None: as many as fit
-        sampling    {field of Sampling: value}; the others are Sampling's defaults, which are greedy
-        system      a system message for conversations without one
-        template_seconds   processor seconds that a chat template which an item brings may take
-        escape_special     whether special tokens in what an item's conversation holds stay text
-        json_space  white space in answers that a grammar makes JSON: "compact", or "free" (see `Grammar.compact`)
-        max_n, max_logprobs   the most that an item's own sampling may ask for, unless `sampling` itself asks for more
-        truncate    whether to cut a prompt that leaves no room for the output: True its longest column or content,
-                    where it has any, else its beginning; "left", "right": the whole prompt at that end
+        context  tokens of prompt and output together, None for any number
         """
+        o = GenerationOptions(**given) if options is None else options
         self.inputs = inputs
         self.context = context
-        self.compact = json_space == "compact"
-        self.auto_max_tokens = max_tokens == "auto"
-        given = {**(sampling or {}), "max_tokens": AUTO_MAX_TOKENS if self.auto_max_tokens else max_tokens}
-        self.sampling = self._sampling(given, Sampling())
-        self.conversations = Conversations(
-            system, as_tools(tools), chat_template, chat_template_kwargs, template_seconds, escape_special
-        )
-        self.bounds = {"n": max(max_n, self.sampling.n), "logprobs": max(max_logprobs, self.sampling.logprobs or 0)}
-        self.salt = salt
-        self.priority = priority
-        self.truncate = truncate
+        self.compact = o.json_space == "compact"
+        self.auto_max_tokens = o.max_tokens == "auto"
+        asked = {one.name: getattr(o, one.name) for one in fields(Sampling)}
+        if o.response_format is not None:
+            if o.grammar is not None:
+                message = "grammar and response_format exclude each other"
+                raise InputError(message, field="response_format", remedy="give one of them")
+            asked["grammar"] = format_grammar(o.response_format)
+        if self.auto_max_tokens:
+            asked["max_tokens"] = AUTO_MAX_TOKENS
+        self.sampling = self._sampling(asked, Sampling())
+        written = {one.name: getattr(o, one.name) for one in fields(Conversations)}
+        self.conversations = Conversations(**written | {"tools": as_tools(o.tools)})
+        # An item's own sampling may ask for no more, unless the task's does.
+        self.bounds = {"n": max(o.max_n, self.sampling.n), "logprobs": max(o.max_logprobs, self.sampling.logprobs or 0)}
+        self.salt = o.salt
+        self.priority = o.priority
+        self.truncate = o.truncate
         self.readout = Readout("tokens")
 
     @property

@@ -20,15 +20,13 @@ from ..options import (
     options_of,
 )
 from ..text import RERANK_INSTRUCTION, FewShotPrompt
-from ..text.chat import TEMPLATE_SECONDS
-from ..types import Exits, Sampling
+from ..types import Exits
 from .base import Task
 from .classify import ClassifyHeadTask, ClassifyTask
 from .embed import EmbedTask
 from .facts import inputs_of, labels_of_head, require_lm_head
 from .generate import GenerateTask
 from .rerank import RerankTask
-from .sampling import format_grammar
 from .score import ScoreTask
 from .sentence import PairSettings, embed_settings, pair_settings
 
@@ -198,30 +196,8 @@ def _generate(
     adapters: Collection[str] = (),
 ) -> Task:
     require_lm_head(config, checkpoint, "generate")
-    sampling = {one.name: getattr(o, one.name) for one in fields(Sampling) if one.name != "max_tokens"}
-    if o.response_format is not None:
-        if o.grammar is not None:
-            message = "grammar and response_format exclude each other"
-            raise InputError(message, field="response_format", remedy="give one of them")
-        sampling["grammar"] = format_grammar(o.response_format)
-    return GenerateTask(
-        inputs_of(config, tokenizer, o.max_length, adapter=o.adapter, adapters=adapters),
-        context=config.max_positions,
-        max_tokens=o.max_tokens,
-        sampling=sampling,
-        system=o.system,
-        tools=o.tools,
-        chat_template=o.chat_template,
-        chat_template_kwargs=o.chat_template_kwargs,
-        template_seconds=TEMPLATE_SECONDS if o.template_seconds is None else o.template_seconds,
-        escape_special=o.escape_special,
-        json_space=o.json_space,
-        max_n=o.max_n,
-        max_logprobs=o.max_logprobs,
-        salt=o.salt,
-        priority=o.priority,
-        truncate=o.truncate,
-    )
+    inputs = inputs_of(config, tokenizer, o.max_length, adapter=o.adapter, adapters=adapters)
+    return GenerateTask(inputs, o, context=config.max_positions)
 
 
 TASKS: dict[str, Callable[..., Task]] = {
