@@ -210,7 +210,7 @@ def test_a_cross_encoder_scores_as_sentence_transformers_does(tmp_path):
         ({"words": "no"}, r"words \(--words\) is 'no'"),
         ({"words": ("yes",)}, r"words \(--words\) is"),
         ({"template": "{query}"}, "rerank template"),
-        ({"template": 5}, "'template' is of type int"),
+        ({"template": 5}, "template is 5"),
         ({"instruction": 5}, "instruction is 5"),
     ],
 )
