@@ -20,12 +20,12 @@ from prefold.cluster import fleet_run
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.host import facts_of
 from prefold.cluster.leases import LeaseBook
-from prefold.cluster.offline import offline_source
+from prefold.cluster.offline import LeaseOptions, OfflineSource, offline_source
 from prefold.cluster.online import OnlineSource
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReport, RunCall
 from prefold.engine.meter import StepInfo
 from prefold.errors import FleetError, InputError
-from prefold.prefix import RowCost
+from prefold.prefix import RowCost, StreamCost
 from prefold.stream import Feed, LiveInput, Spool
 from prefold.stream.order import encode
 from prefold.types import Generated, Readout, Request, Result, Sampling
@@ -81,9 +81,20 @@ class Told:
         return found
 
 
-@settings(max_examples=25)
-@given(st.integers(0, 2**32 - 1), st.sampled_from(["tokens", "last"]))
-def test_the_books_balance_in_long_random_runs(seed, kind):
+def sorted_job(rng) -> OfflineSource:
+    """A job of some requests whose tags are 10,000 and more."""
+    count, options = int(rng.integers(1, 60)), LeaseOptions(seconds=1.0, least=10.0, begun=(5, 1e9))
+    source = OfflineSource(
+        StreamCost(rng.integers(4, 9, count), np.zeros(count, int)), ["replica 1"], lambda _: options
+    )
+    source._under_way = {place: (b"%d" % (10_000 + place), 1) for place in range(count)}
+    return source
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["tokens", "last"]), st.booleans())
+def test_the_books_balance_in_long_random_runs(seed, kind, both):
+    """both: there is a sorted job beside the stream from some time on."""
     rng = np.random.default_rng(seed)
     sampling = Sampling(max_tokens=4) if kind == "tokens" else None
     numbers, epochs = itertools.count(), itertools.count(1)
@@ -95,8 +106,11 @@ def test_the_books_balance_in_long_random_runs(seed, kind):
     there: dict[str, Told] = {}
     leases: dict[int, tuple] = {}  # those that are over too: their answers come late
     suspects: set[int] = set()
-    for _ in range(250):
+    for step in range(250):
         now += float(rng.exponential(0.3))
+        if both and step == 60:
+            book.add(job := sorted_job(rng), now)
+            given |= {int(tag): None for tag, _ in job._under_way.values()}
         what = rng.random()
         if what < 0.3 and not live.is_full:
             reads = reads_of(rng, numbers, sampling)
@@ -109,7 +123,7 @@ def test_the_books_balance_in_long_random_runs(seed, kind):
         elif what < 0.42 and there:
             name = list(there)[rng.integers(len(there))]
             del there[name]
-            gone = [r for n, places in leases.values() if n == name for r in places]
+            gone = [number for n, numbers in leases.values() if n == name for number in numbers]
             died = bool(rng.random() < 0.7)
             for tag in book.lose(name, died=died):
                 assert died
@@ -117,8 +131,8 @@ def test_the_books_balance_in_long_random_runs(seed, kind):
                 assert int(tag) in gone
         elif what < 0.75 and leases:
             number = list(leases)[rng.integers(len(leases))]
-            name, places = leases[number]
-            some = {place: answer_of(kind) for place in places if rng.random() < 0.6}
+            name, tags = leases[number]
+            some = {place % 10_000: answer_of(kind) for place in tags if rng.random() < 0.6}
             fresh = [int(tag) for tag, _, _ in book.commit(name, number, some, now)]
             assert name in there or not fresh, "an answer of a replica that is gone"
             answered += fresh
@@ -134,10 +148,10 @@ def test_the_books_balance_in_long_random_runs(seed, kind):
                 if not live.router.take(name, events):
                     assert live.router.take(name, told.snapshot())
         for lease in book.send(now):
-            leases[lease.number] = (lease.replica, lease.places)
+            leases[lease.number] = (lease.replica, numbers_of(lease, live))
             assert lease.replica in there
             if lease.is_suspect:
-                suspects |= set(lease.places)
+                suspects |= set(numbers_of(lease, live))
         book.check()
     assert len(answered) == len(set(answered)) and not set(answered) & set(blamed)
     assert set(blamed) <= suspects, "only what was under suspicion is given up"
@@ -149,15 +163,20 @@ def test_the_books_balance_in_long_random_runs(seed, kind):
     for _ in range(1000):
         now += 1.0
         for lease in book.send(now):
-            leases[lease.number] = (lease.replica, lease.places)
-        for number, (name, places) in list(leases.items()):
-            fresh = book.commit(name, number, {place: answer_of(kind) for place in places}, now)
+            leases[lease.number] = (lease.replica, numbers_of(lease, live))
+        for number, (name, tags) in list(leases.items()):
+            fresh = book.commit(name, number, {place % 10_000: answer_of(kind) for place in tags}, now)
             answered += [int(tag) for tag, _, _ in fresh]
             del leases[number]
         book.check()
-        if not live.num_left:
+        if not book.num_left:
             break
     assert sorted(answered + blamed) == sorted(given)
+
+
+def numbers_of(lease, live) -> list[int]:
+    """The numbers in the tags of a lease's requests."""
+    return [place + 10_000 * (lease.source is not live) for place in lease.places]
 
 
 def answer_of(kind):
