@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
@@ -62,3 +66,17 @@ def as_transformers(llm: LLM, attention: str) -> torch.nn.Module:
         for name, parameter in names.items():
             source.read_into(name.removeprefix("model."), parameter)
     return model
+
+
+@contextmanager
+def no_steps(engine) -> Iterator[None]:
+    """A context in which the engine makes no step."""
+    entered, left = threading.Event(), threading.Event()
+    held = threading.Thread(target=engine.call, args=(lambda: (entered.set(), left.wait()),))
+    held.start()
+    entered.wait()
+    try:
+        yield
+    finally:
+        left.set()
+        held.join()

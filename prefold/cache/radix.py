@@ -12,7 +12,6 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
@@ -25,7 +24,7 @@ from ..shifted.chunks import ShiftedReuse
 from ..types import Share
 from .accounts import Account, Accounts
 from .slots import SlotPool
-from .tree import BrokenOff, Node, RadixTree, common_prefix
+from .tree import Node, RadixTree, common_prefix
 
 __all__ = ["POLICIES", "CacheOptions", "RadixCache"]
 
@@ -224,47 +223,51 @@ class RadixCache:
 
     def clear(self) -> None:
         """Evicts all rows that are not pinned."""
-        with suppress(BrokenOff), self._tree.change():
-            self.evict(self.rows)
+        self._tree.owner(lambda: self.evict(self.rows))
 
     def pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
         """Pins the rows of these tokens that are computed: they are not evicted until `unpin`. Returns how many leading
         tokens these are.
 
-        Where an exception breaks off a change in the engine (Ctrl-C may), all rows are forgotten, and all pins.
+        Where a step fails whose rows were booked, all rows are forgotten, and all pins.
         """
+        pinned: int = self._tree.owner(lambda: self._pin(namespace, tokens))
+        return pinned
+
+    def _pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
         pinned = 0
-        with suppress(BrokenOff), self._tree.change():
-            for node, same in self._tree.match(namespace, tokens)[0]:
-                there = clear_of_span(node.tokens, min(same, node.computed))
-                if not there:
-                    break
-                if there < len(node):
-                    node = self._tree.split(node, there)
-                if node.kept:
-                    self._count(node, -node.computed)
-                node.pins += 1
-                pinned += there
-                if there < same:
-                    break
+        for node, same in self._tree.match(namespace, tokens)[0]:
+            there = clear_of_span(node.tokens, min(same, node.computed))
+            if not there:
+                break
+            if there < len(node):
+                node = self._tree.split(node, there)
+            if node.kept:
+                self._count(node, -node.computed)
+            node.pins += 1
+            pinned += there
+            if there < same:
+                break
         return pinned
 
     def unpin(self, namespace: Hashable, tokens: np.ndarray) -> int:
         """Takes back the longest pin that lies along these tokens, and returns how many leading tokens it held."""
-        path: list[Node] = []
-        with suppress(BrokenOff), self._tree.change():
-            path = [node for node, same in self._tree.match(namespace, tokens)[0] if same == len(node) and node.pins]
-            while path and path[-1].pins == sum(child.pins for child in path[-1].children.values()):
-                path.pop()  # all its pins go on below
-            for node in path:
-                node.pins -= 1
-                if node.kept and not node.pins:
-                    self._count(node, node.computed)
-                    self._enter(node)
-            for node in path[:1]:
-                assert node.account is not None
-                self._cut_down(node.account)
-            self._cut_to_most()
+        held: int = self._tree.owner(lambda: self._unpin(namespace, tokens))
+        return held
+
+    def _unpin(self, namespace: Hashable, tokens: np.ndarray) -> int:
+        path = [node for node, same in self._tree.match(namespace, tokens)[0] if same == len(node) and node.pins]
+        while path and path[-1].pins == sum(child.pins for child in path[-1].children.values()):
+            path.pop()  # all its pins go on below
+        for node in path:
+            node.pins -= 1
+            if node.kept and not node.pins:
+                self._count(node, node.computed)
+                self._enter(node)
+        for node in path[:1]:
+            assert node.account is not None
+            self._cut_down(node.account)
+        self._cut_to_most()
         return path[-1].stop if path else 0
 
     def forget_all(self) -> None:
@@ -276,11 +279,14 @@ class RadixCache:
 
     def set_tenants(self, tenant_of: Callable[[Hashable], Hashable], share_of: Callable[[Hashable], Share]) -> None:
         """Says which tenant a namespace belongs to, from now on, and how much each may keep."""
-        self._tenant_of = tenant_of
-        with suppress(BrokenOff), self._tree.change():
+
+        def change() -> None:
+            self._tenant_of = tenant_of
             self.accounts.set_shares(share_of)
             for account in self.accounts:
                 self._cut_down(account)
+
+        self._tree.owner(change)
 
     def _cut_down(self, account: Account) -> None:
         """Evicts what an account has above the most that it may have."""

@@ -7,9 +7,7 @@ node, and when it may go, the scheduler and the cache decide.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from .accounts import Account
 
-__all__ = ["BrokenOff", "Node", "RadixTree", "common_prefix"]
+__all__ = ["Node", "RadixTree", "common_prefix"]
 
 _NO_SLOTS = np.empty(0, np.int64)
 
@@ -170,10 +168,6 @@ class Node:
         return upper
 
 
-class BrokenOff(Exception):
-    """A BrokenOff is raised where a change was broken off before, and what it left has not been made anew."""
-
-
 class RadixTree:
     """A RadixTree holds one trie for each namespace (adapter and salt); two namespaces share nothing.
 
@@ -184,8 +178,8 @@ class RadixTree:
     on_store    functions that are called with a node of which more rows have been computed
     on_drop     functions that are called with a node whose rows are about to be given up
     on_clear    functions that are called when all tries have been forgotten
-    lock        held while a change is made
-    is_broken   whether a change is being made, or was broken off by an exception
+    owner       calls a function for a thread that does not own the tries, in the thread that does, and returns what the
+                function returns; until somebody owns them, in the thread that asks
     """
 
     def __init__(self, kind: type[Node] = Node) -> None:
@@ -196,22 +190,7 @@ class RadixTree:
         self.on_store: list[Callable[[Node], None]] = []
         self.on_drop: list[Callable[[Node], None]] = []
         self.on_clear: list[Callable[[], None]] = []
-        self.lock = threading.RLock()
-        self.is_broken = False
-
-    @contextmanager
-    def change(self) -> Iterator[None]:
-        """Returns a context in which one thread changes the tries and what depends on them.
-
-        Raises BrokenOff where an exception broke off a change before (Ctrl-C may fall anywhere): the tries are not
-        whole then, and have to be made anew.
-        """
-        with self.lock:
-            if self.is_broken:
-                raise BrokenOff
-            self.is_broken = True
-            yield
-            self.is_broken = False
+        self.owner: Callable[[Callable[[], Any]], Any] = lambda function: function()
 
     def insert(self, namespace: Hashable, tokens: np.ndarray) -> Node:
         """Returns the node that ends with `tokens` (int32 [n], n >= 1), and makes it where it is not there.

@@ -5,9 +5,9 @@ Numeric runs are in `stream.py`, text that is generated in `generate.py` and `ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import closing
-from functools import cached_property
+import asyncio
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
+from contextlib import aclosing, closing
 from typing import Any
 
 import numpy as np
@@ -18,27 +18,29 @@ from ..images.table import MediaTable
 from ..looped.engine import check_shifted, check_visits, visits_of
 from ..stream import Window
 from ..text import Tokenizer
-from ..types import Exits, Readout, Request, Result, Sharing, Stats
+from ..types import Exits, Generated, Readout, Request, Result, Sharing, Stats
 from ..worker.protocol import Worker
 from .calls import serve
 from .choice import SharingChoice
 from .generate import Generator
+from .loop import EngineLoop
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .probes import Probes, ProbeWindows, last_rows
+from .replies import Reply, events_of
 from .requests import Answer, can_probe
 from .samples import TextPiece
-from .service import Service
 from .stream import run_stream
 
 __all__ = ["Engine"]
 
 
-class Engine:
+class Engine(EngineLoop):
     """An Engine runs requests on a worker: numeric runs, and text that is generated. Raises InputError for options that
     the worker's model cannot follow.
 
-    Several threads may run requests at once; their steps take turns.
+    Any thread may run requests. One thread makes all steps (see `EngineLoop`); others only wait, so that an interrupt
+    of theirs breaks off nothing.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Engine:
         media: MediaTable | None = None,
     ):
         """media: what gives the rows of images their ids, where requests are made before the engine."""
+        super().__init__()
         self.worker = worker
         self.options = options
         self.meter = Meter()
@@ -128,6 +131,7 @@ class Engine:
             yield from self._run_visits(windows, readout, sharing, on_step, stopping)
             return
         how: dict[str, Any] = {"sharing": sharing, "meter": self.meter, "stopping": stopping, "images": self.images}
+        how["loop"] = self
         how["choice"] = choice
         how["budget"] = budget or (self._budget if max_batch_rows is None else self._budget_of(max_batch_rows))
         with self.meter.heard_by(on_step):
@@ -188,7 +192,8 @@ class Engine:
         put_off  takes a request that the store has no room for, since what is pinned stays; None: it has an error
         """
         asked: dict[str, Any] = {"stopping": how["stopping"], "readout": readout, "sharing": shares}
-        probes = serve(self.generator, windows, is_again=lambda tag: bool(tag[0].twins[tag[1]]), **asked)
+        asked["most"] = self.options.generation.max_running
+        probes = serve(self, windows, is_again=lambda tag: bool(tag[0].twins[tag[1]]), **asked)
         with closing(probes) as answers:
             for (window, number), result in answers:
                 assert isinstance(result, Result | InputError)
@@ -199,9 +204,8 @@ class Engine:
                     self.meter.add(requests=1)
                 yield window.tags[number], result
 
-    @cached_property
-    def generator(self) -> Generator:
-        """Returns what generates text. It holds the KV store, and is made when first asked for."""
+    def make_generator(self) -> Generator:
+        """Returns what generates text. It holds the KV store. Raises InputError where none can be made."""
         _check_sharing(self.sharing)
         return Generator(self.worker, self.options, self._budget, self.meter, self.images)
 
@@ -215,19 +219,13 @@ class Engine:
         self, tokens: np.ndarray, adapter: str | None = None, salt: str = "", exits: Exits | None = None
     ) -> int:
         """Returns how many leading rows of a prompt, int32 [n], the KV store holds, or will hold, of requests with
-        these exits. It is asked by the thread that steps, between two steps."""
+        these exits. Another thread than that of the steps gets what it finds while they go on."""
         scheduler = self.generator.scheduler
         return scheduler.tree.match(scheduler.namespace_of((adapter, salt), exits), tokens)[1]
 
-    @cached_property
-    def service(self) -> Service:
-        """Returns what steps the engine for readers that wait in event loops; made when first asked for."""
-        return Service(self)
-
     def close(self) -> None:
-        """Ends what runs beside the caller's threads. On a model that is split nothing can be run afterwards."""
-        if "service" in self.__dict__:
-            self.service.close()
+        """Ends the thread of the steps, and what runs in other processes. Nothing can be run afterwards."""
+        self.close_loop()
         self.worker.close()
 
     def generate(
@@ -251,15 +249,31 @@ class Engine:
         """
         sharing = sharing or self.sharing
         _check_sharing(sharing)
-        requests, shares = self._requests(windows), sharing == "full"
-        with self.meter.heard_by(on_step):
-            yield from serve(self.generator, requests, tokenizer, stopping=stopping, sharing=shares)  # type: ignore[misc]
+        how: dict[str, Any] = {"stopping": stopping, "on_step": on_step, "sharing": sharing == "full"}
+        how["most"] = self.options.generation.max_running
+        yield from serve(self, self._requests(windows), tokenizer, **how)  # type: ignore[misc]
 
     def stream(
         self, requests: Iterable[Request], tokenizer: Tokenizer | None
     ) -> Iterator[tuple[int, TextPiece | Answer]]:
         """Yields (number, TextPiece) of each request as its text comes, and (number, answer) when it ends."""
-        yield from serve(self.generator, [enumerate(requests)], tokenizer, text=True)
+        yield from serve(self, [enumerate(requests)], tokenizer, most=0, text=True)
+
+    async def astream(
+        self, request: Request, tokenizer: Tokenizer | None, *, text: bool = True
+    ) -> AsyncIterator[TextPiece | list[Generated]]:
+        """Yields pieces of a text as they come (text: whether they are wanted), and last its samples.
+
+        Left before its end, or cancelled, the request is cancelled. Raises InputError for one that cannot run.
+        """
+        reply = Reply(asyncio.get_running_loop(), len(request.tokens))
+        try:
+            await asyncio.to_thread(self.submit, reply, request, tokenizer, text=text)
+            async with aclosing(events_of([reply])) as events:
+                async for _, event in events:
+                    yield event
+        finally:
+            self.cancel(reply)
 
     def _requests(self, windows: Iterable[Window | None]) -> Iterator[list[tuple[bytes, Request]] | None]:
         for window in windows:

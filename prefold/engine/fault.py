@@ -17,7 +17,7 @@ def find_fault(generator: Generator, error: Exception) -> dict[int, Exception]:
     afterwards; those at fault should be ended before the next step. Where no request can be at fault, because the
     worker is gone or memory is too small for a single row, all are returned at once.
     """
-    generator.cancel()  # takes in those that came
+    generator.take_in()
     keys = generator.open_keys
     if isinstance(error, (RankError, OutOfMemoryError)):
         return dict.fromkeys(keys, error)

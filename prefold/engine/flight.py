@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from ..looped.steps import VisitResult
@@ -30,11 +30,10 @@ class Flight:
     ticket: Ticket
     started: float
 
-    def take(self, result: SlotResult, stats: GenerationStats) -> tuple[list[bool], Exception | None]:
+    def take(self, result: SlotResult, stats: GenerationStats) -> tuple[list[bool], dict[Hashable, Exception]]:
         """Gives tokens and numbers to their readers, and counts the tokens.
 
-        Returns whether each of the step's takers ends there, and the last error that a function raised which was told
-        of a text. A text whose function raised an error ends.
+        Returns whether each of the step's takers ends there, and {key of a request: the error of a reader of its}.
         """
         for asked, found in zip(self.message.numbers, result.numbers, strict=True):
             for place, read in enumerate(asked.reads.tolist()):
@@ -48,7 +47,7 @@ class Flight:
                     one = slice(place, place + 1)
                     reader.result = Result(found.values[one].copy(), found.greedy[one].copy())
         ended: list[bool] = []
-        failure = None
+        failed: dict[Hashable, Exception] = {}
         for i, (running, reader, token) in enumerate(
             zip(self.step.takers, self.readers, result.ids.tolist(), strict=True)
         ):
@@ -60,8 +59,7 @@ class Flight:
                 try:
                     ends = reader.take(None if token == -1 else token, result.logprobs.get(i))
                 except Exception as error:
-                    failure = error
-                    reader.recover()
+                    failed[running.key] = error
                 stats.generated_tokens += len(reader.tokens) - had
             ended.append(ends)
-        return ended, failure
+        return ended, failed

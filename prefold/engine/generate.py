@@ -1,27 +1,23 @@
 """Requests in the slots of a KV store: text that is generated, and numbers read beside it, a step at a time. No torch.
 
-Any thread may add a request, end one, or take a turn at stepping; a step serves all requests, whoever asked for them.
+Any thread may add a request or cancel it; the engine's thread makes the steps, and a step serves all requests.
 
-An exception may fall anywhere (Ctrl-C does). What cannot be derived are the open requests with the tokens that their
-samples have; each token is taken in one stroke. Everything else (the scheduler's books, who has been told) is changed
-within `RadixTree.change`. Where an exception breaks off a change, or a step that is a visit, the next step makes
-everything else anew from the open requests: nothing is in flight then, all rows are computed again, and the cache is
-empty.
+What cannot be derived are the open requests with the tokens that their samples have. Where a step fails whose rows were
+booked, everything else (the scheduler's books) is made anew from the open requests: nothing is in flight then, all rows
+are computed again, and the cache is empty.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from ..cache.tree import BrokenOff
 from ..errors import InputError
 from ..images.desk import ImageDesk
 from ..images.queue import ImageQueue
@@ -50,14 +46,12 @@ IDLE_SECONDS = 0.25
 
 
 class Generator:
-    """A Generator runs requests by continuous batching, as they are added from any thread.
+    """A Generator runs requests by continuous batching.
 
     worker   computes the steps, and holds the KV store
     budget   the most rows of a step
     meter    counts what is done
     images   sees to it that the worker has the rows of images; None: it takes none
-    turn     held by the thread that makes a step
-    inboxes  of the callers that wait for answers
     """
 
     def __init__(
@@ -78,7 +72,6 @@ class Generator:
         self._pictures = None if images is None else ImageQueue(images)
         self._shifting = self.scheduler if isinstance(self.scheduler, ShiftingScheduler) else None
         self.depth = worker.facts.slot_depth if self.visits is None else 1
-        self._change = self.scheduler.tree.change
         self._budget, self._meter = budget, meter
         self._maker = Maker(worker.facts, engine.eos_ids, reserve=options.reserve_output, visits=self.visits)
         self._keys = itertools.count()
@@ -87,13 +80,10 @@ class Generator:
         self._open: dict[int, OpenRequest] = {}
         self._held: dict[int, OpenRequest] = {}
         self._flights: deque[Flight] = deque()
-        self._is_stepping = False  # a step is being made, or was broken off
         self._is_undisturbed = False  # nobody comes or goes for now
-        self._failure: Exception | None = None  # of whoever was told something
+        self._is_changing = False  # the books are being changed, or an exception left them half changed
+        self._has_failed = False  # whether the last step raised an error
         self._finished = 0.0  # when the last step was
-        # Who steps. Others wait until something has come to their inbox, or it is free.
-        self.turn = threading.RLock()
-        self.inboxes: dict[Any, None] = {}
         # Where nobody says how many rows a step may have, it is found where the worker is one for which that helps.
         learns = engine.max_batch_rows is None and worker.facts.learns_rows and self.visits is None
         self._rows = StepRows(self.scheduler, budget, learns=learns)
@@ -119,9 +109,9 @@ class Generator:
     ) -> int:
         """Takes a request, and returns its key.
 
-        on_done  called with the answer: a list with a Generated for each sample, the Result of a `readout`, or the
-                 InputError that says what is wrong with the request. It is called from a step, or before `add` returns;
-                 where a step is broken off, perhaps twice
+        on_done  called with the answer: a list with a Generated for each sample, the Result of a `readout`, the
+                 InputError that says what is wrong with the request, or the error of the steps that fail for it. It is
+                 called from a step, or before `add` returns, and raises nothing
         on_text  called with every piece of a text
         readout  what is read at the last row of a request that is not continued
         sharing  whether the request shares rows with others; None: as the engine's options say
@@ -143,23 +133,11 @@ class Generator:
         return key
 
     def cancel(self, *keys: int) -> None:
-        """Ends those of the requests that are still there: at once, or before the next step where one is being made.
+        """Ends those of the requests that are still there, before the next step.
 
         Their samples are told as they are, with finish_reason "cancelled"; of numbers nothing is told.
         """
         self._left.extend(keys)
-        if self.turn.acquire(blocking=False):
-            try:
-                with suppress(BrokenOff), self._change():
-                    self._take_in()
-                self._raise_failure()
-            finally:
-                self.turn.release()
-
-    def wake_another(self, inbox: Any) -> None:
-        """Wakes one caller besides that of `inbox`, which may wait for a turn."""
-        with suppress(RuntimeError):  # somebody comes or goes in this moment, and will step
-            next((other for other in self.inboxes if other is not inbox and other.wake()), None)
 
     @property
     def open_keys(self) -> list[int]:
@@ -176,7 +154,7 @@ class Generator:
 
     def hold(self, *keys: int) -> None:
         """Let open requests have no part in steps, until `release`; what their samples have stays."""
-        with self._whole():
+        with self._change():
             for key in keys:
                 if key in self._open:
                     self.scheduler.cancel(key)
@@ -184,7 +162,7 @@ class Generator:
 
     def release(self, *keys: int) -> None:
         """Let requests that were held go on where they were; without keys all of them."""
-        with self._whole():
+        with self._change():
             for key in keys or list(self._held):
                 if key in self._held:
                     self._open[key] = one = self._held.pop(key)
@@ -192,21 +170,31 @@ class Generator:
 
     def end(self, key: int, answer: Answer | Exception) -> None:
         """Answer an open request, and do no more for it."""
-        with self._whole():
+        with self._change():
             self.scheduler.cancel(key)
             if key in self._open:
                 self._tell(self._open[key], answer)
-        self._raise_failure()
+
+    def end_all(self, error: Exception) -> None:
+        """Answers all requests with an error that left the books as nobody knows, and begins anew without them."""
+        for one in (*self._new, *self._open.values(), *self._held.values()):
+            one.on_done(error)
+            if self._pictures is not None:
+                self._pictures.discard(one.key)
+        for some in (self._new, self._left, self._open, self._held, self._flights):
+            some.clear()
+        self.scheduler.clear()
+        self._is_changing = False
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Returns a context in which the books are changed; they are made anew before where a change was broken off."""
-        tree = self.scheduler.tree
-        with self.turn, tree.lock:
-            if tree.is_broken:
-                self._make_anew()
-            with self._change():
-                yield
+    def _change(self) -> Iterator[None]:
+        """Returns a context in which the books are changed; where an exception left them half changed, they are made
+        anew before."""
+        if self._is_changing:
+            self._begin_anew()
+        self._is_changing = True
+        yield
+        self._is_changing = False
 
     @property
     def pace(self) -> Pace | None:
@@ -215,19 +203,17 @@ class Generator:
 
     def set_pace(self, pace: Pace | None) -> None:
         """Admits and steps as a pace says from now on; None: as they come, with as many rows as there are."""
-        with self.turn:
-            with suppress(BrokenOff), self._change():
-                self._rows.pace = pace
-                self.scheduler.admit_by(InOrder() if pace is None else pace.admission)
-                self._rows.reset()
-            if pace is not None:  # the cache makes a change of its own
-                pace.admission.read_shares(self.scheduler.cache)
+        self._rows.pace = pace
+        self.scheduler.admit_by(InOrder() if pace is None else pace.admission)
+        self._rows.reset()
+        if pace is not None:
+            pace.admission.read_shares(self.scheduler.cache)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Returns a context in which this thread makes steps for whoever is there, batches or not. Requests that are
+        """Returns a context in which steps are made for the requests that are open, batches or not. Requests that are
         added or cancelled meanwhile wait for its end."""
-        with self.turn, self._rows.unpaced():
+        with self._rows.unpaced():
             self._is_undisturbed = True
             try:
                 yield
@@ -236,38 +222,37 @@ class Generator:
 
     @property
     def has_work(self) -> bool:
-        """Returns whether a request has no answer yet, or a step is in flight."""
-        return bool(self._new or self._open or self._flights)
+        """Returns whether a request has no answer yet or is to be ended, or a step is in flight."""
+        return bool(self._new or self._left or self._open or self._flights)
 
     @property
     def num_waiting(self) -> int:
         """Returns how many requests are still to be taken in, and sequences to be admitted."""
         return len(self._new) + self.scheduler.num_waiting
 
-    def _take_in(self) -> None:
+    def take_in(self) -> None:
         """Submits the requests that were added, and ends those that were cancelled."""
-        if self._is_undisturbed:
+        if self._is_undisturbed or not (self._new or self._left):
             return
-        while self._new:
-            one = self._new[0]
-            if one.key not in self._open:
+        with self._change():
+            while self._new:
+                one = self._new.popleft()
                 self._open[one.key] = one
                 self._submit(one)
-            self._new.popleft()
-        while self._left:
-            key = self._left[0]
-            self.scheduler.cancel(key)
-            if key in self._open:
-                one = self._open[key]
-                for reader in one.readers:
-                    reader.cancel()
-                if one.is_done:  # of numbers nothing comes
-                    self._tell(one, one.answer())
-                self._open.pop(key, None)
-            self._held.pop(key, None)
-            if self._pictures is not None:
-                self._pictures.discard(key)
-            self._left.popleft()
+            while self._left:
+                self._cancel(self._left.popleft())
+
+    def _cancel(self, key: int) -> None:
+        self.scheduler.cancel(key)
+        one = self._open.pop(key, None) or self._held.pop(key, None)
+        if one is None:
+            return
+        if self._pictures is not None:
+            self._pictures.discard(key)
+        for reader in one.readers:
+            reader.cancel()
+        if one.is_done:  # of numbers nothing comes
+            one.on_done(one.answer())
 
     def _submit(self, one: OpenRequest) -> None:
         request = one.request
@@ -296,67 +281,37 @@ class Generator:
             self._tell(one, error)
 
     def _tell(self, one: OpenRequest, answer: Answer | Exception) -> None:
-        """Tells the answer to a request. Where that is broken off, the request is still open, and is told again."""
-        try:
-            one.on_done(answer)
-        except Exception as error:
-            self._failure = error
+        """Tells the answer to a request, which is then no longer open."""
         self._open.pop(one.key, None)
         if self._pictures is not None:
             self._pictures.discard(one.key)
+        one.on_done(answer)
 
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def _make_anew(self) -> None:
+    def _begin_anew(self) -> None:
         """Makes the scheduler's books anew from the open requests."""
-        tree = self.scheduler.tree
-        with tree.lock:
-            tree.is_broken = True
-            self._flights.clear()
-            self.scheduler.clear()
-            for one in list(self._open.values()):
-                for reader in one.readers:
-                    reader.recover()
-                if one.is_done:
-                    self._tell(one, one.answer())
-                else:
-                    self._submit(one)
-            tree.is_broken = False
+        self._is_changing = True
+        self._flights.clear()
+        self.scheduler.clear()
+        for one in list(self._open.values()):
+            if one.is_done:
+                self._tell(one, one.answer())
+            else:
+                self._submit(one)
+        self._is_changing = False
 
     # --------------------------------------------------------------------------------------------------- a step
 
     def step(self) -> bool:
-        """Makes one step, and tells of what it ended. Returns False when there was nothing to run.
-
-        Where a function that is told of a text raises an error, that text ends, all others get their tokens, and then
-        the error is raised.
-        """
-        with self.turn:
-            was_broken_off, self._is_stepping = self._is_stepping, True
-            try:
-                moved = self._step(was_broken_off)
-            except BrokenOff:
-                self._make_anew()
-                moved = True
-            self._is_stepping = False
-            self._raise_failure()
-            return moved
-
-    def _step(self, was_broken_off: bool) -> bool:
+        """Makes one step, and tells of what it ended. Returns False when there was nothing to run."""
         self._attach_stats()
-        if was_broken_off and self._flights and self.visits is not None:
-            # Visits are booked when they have been made, and those whose sequences were ended meanwhile cannot be.
-            raise BrokenOff
-        # What the worker was given last may be a step that nobody knows of: none may be planned ahead on its tokens.
-        while self._flights and (was_broken_off or len(self._flights) >= self.depth):
+        has_failed, self._has_failed = self._has_failed, True
+        # Of a step that could not be started the worker may have something: none is planned ahead on its tokens.
+        while self._flights and (has_failed or len(self._flights) >= self.depth):
             self._land()
         started = time.perf_counter()
+        self._rows.before_admission(is_idle=not self._open and not self._flights)
+        self.take_in()
         with self._change():
-            self._rows.before_admission(is_idle=not self._open and not self._flights)
-            self._take_in()
             for key, error in self.scheduler.admit():
                 if key in self._open:
                     self._tell(self._open[key], error)  # type: ignore[index]
@@ -379,6 +334,7 @@ class Generator:
                 seconds = self._pictures.seconds_after(step.num_rows, time.perf_counter() - started)
             if waits:
                 self._encode(seconds)
+        self._has_failed = False
         return moved
 
     def _encode(self, seconds: float | None) -> None:
@@ -425,22 +381,24 @@ class Generator:
         try:
             result = flight.ticket.result()
         except Exception:  # what was in flight is lost, and with it the K/V of its rows
-            self._make_anew()
+            self._begin_anew()
             raise
         self._meter.add(seconds={"model": time.perf_counter() - waiting})
         stats = self.scheduler.stats
         before = stats.recomputed_rows + stats.discarded_rows
         with self._change():
             self._flights.popleft()
-            ended, failure = flight.take(result, stats)
-            if failure is not None:
-                self._failure = failure
+            ended, failed = flight.take(result, stats)
             ids = np.maximum(result.ids, 0).tolist()
             if isinstance(result, VisitResult):
                 done = self.scheduler.commit(flight.step, result, ids, ended)
             else:
                 done = self.scheduler.commit(flight.step, ids, ended)
             requests, tokens = self._tell_ended(flight, ended)
+            for key, error in failed.items():
+                self.scheduler.cancel(key)
+                if key in self._open:
+                    self._tell(self._open[key], error)  # type: ignore[index]
         again = stats.recomputed_rows + stats.discarded_rows - before
         self._account(flight, requests, tokens, again, done)
 

@@ -112,11 +112,14 @@ def _joined(one: TextPiece, more: TextPiece) -> TextPiece:
     return TextPiece(one.sample, one.text + more.text, one.tokens + more.tokens, more.count)
 
 
-def send(out: Mapping[Reply, Sequence[Any]]) -> None:
-    """Hands every reply its events, in one call into each event loop."""
+def send(out: Mapping[Any, Sequence[Any]]) -> None:
+    """Hands every reply its events, in one call into each event loop, and every other sink its own at once."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Reply, Sequence[Any]]]] = {}
-    for reply, events in out.items():
-        by_loop.setdefault(reply.loop, []).append((reply, events))
+    for sink, events in out.items():
+        if isinstance(sink, Reply):
+            by_loop.setdefault(sink.loop, []).append((sink, events))
+        else:
+            sink.put(events)
     now = time.perf_counter()
     for loop, mail in by_loop.items():
         with suppress(RuntimeError):  # its loop is closed, and nobody reads there any more

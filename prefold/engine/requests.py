@@ -50,9 +50,6 @@ class NumberReader:
         """Returns True: the prompt ends with its one read."""
         return True
 
-    def recover(self) -> None:
-        """Does nothing, for its numbers are taken in one stroke."""
-
     def cancel(self) -> None:
         """Does nothing: a request for numbers that is cancelled has no answer."""
 

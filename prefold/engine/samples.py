@@ -65,7 +65,6 @@ class Sample:
         self.finish_reason: Literal["stop", "length", "cancelled"] | None = None
         self.error: InputError | None = None
         self._limit = limit
-        self._taking = False
         self._stop: str | int | None = None
         self._stop_ids = set(sampling.stop_ids)
         self._end_ids = self._stop_ids | (set() if sampling.ignore_eos else set(eos_ids))
@@ -90,17 +89,6 @@ class Sample:
 
         token  None: no token is allowed any more; NOT_FINITE: the logits were no finite numbers
         """
-        self._taking = True
-        ended = self._take(token, logprobs)
-        self._taking = False
-        return ended
-
-    def recover(self) -> None:
-        """Ends the sample as it is, where taking a token was broken off."""
-        if self._taking:
-            self.drop()
-
-    def _take(self, token: int | None, logprobs: TokenLogprobs | None) -> bool:
         if token == NOT_FINITE:
             message = f"the logits after {len(self.tokens)} tokens are not finite numbers"
             remedy = 'try dtype="float32" (--dtype float32); if it stays, the weights are damaged'
@@ -130,11 +118,6 @@ class Sample:
         """Ends the sample as it is, with finish_reason "cancelled"; does nothing where it has ended."""
         if not self.is_done:
             self._end("cancelled")
-
-    def drop(self) -> None:
-        """Ends the sample as it is, without telling anybody of its text."""
-        self._on_text, self._taking = None, False
-        self.cancel()
 
     def result(self, cached_tokens: int, approximate_tokens: int = 0) -> Generated:
         """Returns the result of a sample that has ended without an error."""

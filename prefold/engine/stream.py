@@ -25,6 +25,7 @@ from ..stream import Window
 from ..types import Readout, Result, Sharing
 from ..worker.protocol import Ticket, Worker
 from .choice import SharingChoice
+from .loop import EngineLoop
 from .meter import Meter, StepBudget, StepInfo
 from .requests import adapter_number
 
@@ -47,6 +48,7 @@ def run_stream(
     meter: Meter,
     stopping: Callable[[], bool] = lambda: False,
     images: ImageDesk | None = None,
+    loop: EngineLoop,
 ) -> Iterator[tuple[bytes, Result]]:
     """Yields (tag, result) of every request when the step that ends it has been computed.
 
@@ -56,10 +58,11 @@ def run_stream(
     choice     with sharing "full": says which windows run as with "off"; None: none
     stopping   called after every step: once it returns True, no more steps are begun
     images     sees to it that the worker has the rows of images; None: it takes none
+    loop       has the thread in which the worker is asked for steps
     """
-    run = _StreamRun(worker, readout, sharing, choice, budget, meter, images)
-    # Wherever Ctrl-C falls, the worker forgets the stream: at the latest when nobody holds the run any more.
-    end = weakref.finalize(run, worker.forget, run.number)
+    run = _StreamRun(worker, readout, sharing, choice, budget, meter, images, loop.call)
+    # Wherever Ctrl-C falls, the worker forgets the stream after the last of its steps.
+    end = weakref.finalize(run, loop.post, worker.forget, run.number)
     begun: deque[_Begun] = deque()
     try:
         for work in _ahead(run.work(windows)):
@@ -72,8 +75,7 @@ def run_stream(
         while begun:
             yield from run.finish(begun.popleft())
     finally:
-        worker.forget(run.number)
-        end.detach()
+        end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,9 @@ class _StreamRun:
         budget: StepBudget,
         meter: Meter,
         images: ImageDesk | None,
+        call: Callable[[Callable[[], Any]], Any],
     ):
-        self._images = images
+        self._images, self._call = images, call
         self.number = next(_NUMBERS)
         self._worker, self._readout, self._sharing = worker, readout, sharing
         self._choice = choice
@@ -160,17 +163,20 @@ class _StreamRun:
             self._budget.before()
             started, paused = time.perf_counter(), self._budget.paused
             rows = planned.stop - planned.start
-            with nullcontext() if self._images is None else self._images.using(planned.message.tokens):
-                ticket = self._budget.start(self._worker, planned.message, rows, prepared)
+            ticket = self._call(partial(self._start, planned, rows, prepared))
             if ticket is None:
                 left += [(half, None) for half in reversed(work.scheduler.halves(planned))]
             else:
                 # What was done between its parts took none of its time.
                 yield _Begun(work.results, planned, ticket, started + self._budget.paused - paused)
 
+    def _start(self, planned: PlannedStep, rows: int, prepared: Any) -> Ticket | None:
+        with nullcontext() if self._images is None else self._images.using(planned.message.tokens):
+            return self._budget.start(self._worker, planned.message, rows, prepared)
+
     def finish(self, step: _Begun) -> Iterator[tuple[bytes, Result]]:
         """Waits for a step, counts it, and yields the results that it completes."""
-        result, planned, message = step.ticket.result(), step.planned, step.planned.message
+        result, planned, message = self._call(step.ticket.result), step.planned, step.planned.message
         seconds = time.perf_counter() - step.started
         self._meter.add(
             rows_computed=message.num_rows,

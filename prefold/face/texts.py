@@ -248,7 +248,7 @@ class Texts(TaskRunner):
         where the prompt cannot be continued.
         """
         request = self._request(prompt, n, adapter, options)
-        async for event in self.engine.service.stream(request, self.tokenizer, text=False):
+        async for event in self.engine.astream(request, self.tokenizer, text=False):
             if isinstance(event, list):
                 return event[0] if n is None and len(event) == 1 else event
         raise AssertionError("a request ended without an answer")
@@ -266,7 +266,7 @@ class Texts(TaskRunner):
         Raises InputError where the prompt cannot be continued.
         """
         request = self._request(prompt, n, adapter, options)
-        async for event in self.engine.service.stream(request, self.tokenizer):
+        async for event in self.engine.astream(request, self.tokenizer):
             if isinstance(event, list):
                 for i, one in enumerate(event):
                     yield Piece(i, "", one)

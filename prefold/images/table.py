@@ -160,8 +160,6 @@ class MediaTable:
         for store in list(self._stores):
             yield from store.firsts()
         for tree in list(self._trees):
-            with tree.lock:
-                found = [np.asarray(node.tokens) for node in tree.nodes()]
-            for tokens in found:
+            for tokens in tree.owner(lambda tree=tree: [np.asarray(node.tokens) for node in tree.nodes()]):
                 ids = tokens[tokens >= MEDIA_BASE]
                 yield from firsts[np.unique(np.searchsorted(firsts, ids, side="right") - 1)].tolist()

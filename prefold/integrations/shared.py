@@ -94,7 +94,7 @@ class SharedModel:
             return work
         try:
             samples: Any = None
-            async for event in self._llm.engine.service.stream(work.requests[0], self._llm.tokenizer, text=False):
+            async for event in self._llm.engine.astream(work.requests[0], self._llm.tokenizer, text=False):
                 samples = event
             return finish(task, work.note, [samples])
         except Exception as error:

@@ -10,9 +10,8 @@ computed comes to `commit` as tokens; the scheduler sees no tensors. The next st
 `commit` of a step: in place of a token that is still to come it names the read that gives it. Between `plan` and
 `begin` nothing may change.
 
-The books (trie, slots, who runs) are not whole after a change that an exception broke off. Whoever drives the
-scheduler makes its changes within `tree.change()`, which notices that; `clear` empties the books, and requests are
-submitted again with the tokens they have made.
+The books (trie, slots, who runs) are one thread's. After an exception in a change they are not whole: `clear` empties
+them, and requests are submitted again with the tokens they have made.
 """
 
 from __future__ import annotations
@@ -382,7 +381,6 @@ class GenerateScheduler(Sequences[Running]):
 
     def check(self) -> None:
         """Raises AssertionError where slots, users of nodes and states of sequences do not agree; for tests."""
-        assert not self.tree.is_broken, "a change was broken off"
         held = [np.arange(start, start + size) for start, size in self.pool.free_list()]
         users: dict[Node, int] = {}
         states = {"running": self.running, "waiting": self.waiting, "ending": self._ending}

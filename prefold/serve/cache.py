@@ -41,7 +41,7 @@ async def state(site: Site, request: Request, tenant: Tenant) -> Response:
     if kept.shifted is not None:
         options["shifted"] = asdict(kept.shifted)
     # A look makes no store: it may be large, and one that only reads numbers never needs it.
-    held = await desk.with_engine(lambda: held_of(desk.llm, names)) if desk.service.has_generator else {}
+    held = await desk.with_engine(lambda: held_of(desk.llm, names)) if desk.engine.has_generator else {}
     return json_response(options | _NOTHING | held)
 
 

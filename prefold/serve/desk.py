@@ -91,11 +91,11 @@ class Desk:
         """store: where clients' files are, which may be images."""
         self._store = store
         self.llm, self.options, self._metrics, self._keys = llm, options, metrics, keys
-        self.service, self.watch = llm.engine.service, StepWatch(llm.engine)
+        self.engine, self.watch = llm.engine, StepWatch(llm.engine)
         self.admission = FairAdmission(keys.share_of, tenant_of=keys.tenant_of, batch_share=options.batch_share)
         seconds = None if options.step_ms is None else options.step_ms / 1e3
         self.pace = Pace(self.admission, step_seconds=seconds, batch_share=options.batch_share)
-        self.service.set_pace(self.pace)
+        self.engine.set_pace(self.pace)
         self.room = Room(options, keys)
         self._pool = TurnPool(4, "prefold-prepare")
         # To decode images takes long, and one waits for the other: what is text alone does not wait for them. Nor does
@@ -167,7 +167,7 @@ class Desk:
 
     async def with_engine(self, function: Callable[[], T]) -> T:
         """Returns what `function` returns, called between two steps."""
-        return await self.in_pool(NOBODY, self._between_steps, function)
+        return await self.in_pool(NOBODY, self.engine.call, function)
 
     async def written(self, owner: Owner, results: Sequence[Mapping[str, Any]], function: Callable[[], T]) -> T:
         """Returns what `function` returns, which writes a response of a task's results: in the pool of threads, but for
@@ -176,10 +176,6 @@ class Desk:
             return function()
         found: T = await self.in_pool(owner, function)
         return found
-
-    def _between_steps(self, function: Callable[[], T]) -> T:
-        with self.service.generator.turn:
-            return function()
 
     async def stream(
         self, order: TaskOrder, num_bytes: int
@@ -303,26 +299,26 @@ class Desk:
                         begin = partial(self._generate, works, replies, text, order.share)
                     else:
                         every = [one for work in works for one in work.requests]
-                        begin = partial(self.service.read, replies[0], every, task.readout)
+                        begin = partial(self.engine.submit_numbers, replies[0], every, task.readout)
                     begin() if is_short else await self.in_pool(order.owner, begin)
                     yield task, works, replies
                 finally:
                     for reply in replies:
-                        self.service.cancel(reply)
+                        self.engine.cancel(reply)
         self._count(replies, started)
 
     def _is_soon_ready(self, order: TaskOrder, num_bytes: int) -> bool:
         """Returns whether a request is soon ready for the engine: requests are soon made of its items, no images might
         have to be fetched, and the generator is there, where it takes one: to make it takes long."""
         engine = self.llm.engine
-        has_all = self.service.has_generator or (order.task != "generate" and not engine.may_read_in_slots)
+        has_all = self.engine.has_generator or (order.task != "generate" and not engine.may_read_in_slots)
         is_known = has_all and engine.images is None and order.tokens is None
         return is_known and are_soon_ready(order.items, num_bytes)
 
     def _generate(self, works: Sequence[Work], replies: Sequence[Reply], text: bool, share: bool) -> None:
         for reply, work in zip(replies, works, strict=True):
             if not reply.is_cancelled:
-                self.service.generate(reply, work.requests[0], self.llm.tokenizer, text=text, share=share)
+                self.engine.submit(reply, work.requests[0], self.llm.tokenizer, text=text, share=share)
 
     def _count(self, replies: Sequence[Reply], started: float) -> None:
         """Counts a request that has been answered."""
@@ -343,17 +339,17 @@ class Desk:
 
     def read_shares(self) -> None:
         """Takes over what the file of keys says now. A store that is made later does so by itself."""
-        if self.service.has_generator:
-            cache = lambda: self.service.generator.scheduler.cache  # noqa: E731
-            self._pool.submit(None, self._between_steps, lambda: self.admission.read_shares(cache()))
+        if self.engine.has_generator:
+            cache = lambda: self.engine.generator.scheduler.cache  # noqa: E731
+            self._pool.submit(None, self.engine.call, lambda: self.admission.read_shares(cache()))
 
     def close(self) -> None:
         """Ends what runs, without an answer."""
         self.watch.close()
         for reply in list(self.room.replies):
-            self.service.cancel(reply)
-        if self.service.pace is self.pace:
-            self.service.set_pace(None)
+            self.engine.cancel(reply)
+        if self.engine.pace is self.pace:
+            self.engine.set_pace(None)
         for pool in (self._pool, self._pool_of_images, self._pool_of_templates):
             pool.close()
 

@@ -11,23 +11,24 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
+from ..engine.calls import serve
+from ..engine.engine import Engine
+from ..engine.loop import Background
 from ..engine.meter import StepBudget
 from ..engine.pace import Pace
 from ..engine.probes import last_rows
-from ..engine.service import Background, Service
 from ..errors import InputError, OutOfMemoryError, RankError
 from ..stream import Window
 from ..text import Tokenizer
-from ..types import Owner, Readout, Result, Sharing
+from ..types import Owner, Readout, Request, Result, Sharing
 from .narrow import narrowed
 
 __all__ = ["Lane"]
-
-LOOK_SECONDS = 0.05
 
 
 class Lane:
@@ -37,9 +38,8 @@ class Lane:
     pace   says how large its steps may be, and how often they come
     """
 
-    def __init__(self, service: Service, owner: Owner, pace: Pace):
-        self._service, self._owner, self._pace = service, owner, pace
-        self._engine = service.engine
+    def __init__(self, engine: Engine, owner: Owner, pace: Pace):
+        self._engine, self._owner, self._pace = engine, owner, pace
 
     @property
     def engine(self) -> Lane:
@@ -72,41 +72,25 @@ class Lane:
         readout: Readout | None = None,
     ) -> Iterator[tuple[bytes, Any]]:
         """Yields what becomes of requests in the slots of the KV store: of their texts, or of what is read of them."""
-        generator = self._service.generator
-        most = generator.options.max_running
-        came: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        open: dict[int, bytes] = {}
+        answers = serve(
+            self._engine,
+            self._counted(upcoming),
+            tokenizer,
+            most=self._engine.options.generation.max_running,
+            stopping=stopping,
+            is_again=lambda place: bool(place[0].twins[place[1]]),
+            readout=readout,
+            owner=self._owner,
+            failed=_internal_error,
+        )
+        with closing(answers):  # type: ignore[type-var]
+            for (window, number), answer in answers:
+                yield window.tags[number], answer
 
-        try:
-            more = True
-            while more or open:
-                while more and len(open) < most:
-                    found = next(upcoming, None)
-                    if found is None:
-                        more = False
-                        break
-                    key, (window, number) = generator.new_key(), found
-                    open[key] = window.tags[number]
-                    how: dict[str, Any] = {"readout": readout, "owner": self._owner}
-                    how["again"] = bool(window.twins[number])
-                    self._engine.meter.add(requests=int(not how["again"]))
-                    generator.add(window.request(number), tokenizer, partial(_put, came, key), key=key, **how)
-                    self._service.wake()
-                try:
-                    key, answer = came.get(timeout=LOOK_SECONDS)
-                except Empty:
-                    pass
-                else:
-                    if isinstance(answer, (RankError, OutOfMemoryError)):
-                        raise answer
-                    if key in open:  # an answer may come twice, after an error
-                        yield open.pop(key), answer
-                if stopping():
-                    return
-        finally:
-            if open:
-                generator.cancel(*open)
-                self._service.wake()
+    def _counted(self, upcoming: Iterator[tuple[Window, int]]) -> Iterator[list[tuple[tuple[Window, int], Request]]]:
+        for window, number in upcoming:
+            self._engine.meter.add(requests=int(not window.twins[number]))
+            yield [((window, number), window.request(number))]
 
     def run(
         self, windows: Iterable[Window], readout: Readout, *, stopping: Callable[[], bool], on_step: Any = None
@@ -128,21 +112,21 @@ class Lane:
         self, windows: Iterable[Window], *, readout: Readout, stopping: Callable[[], bool]
     ) -> Iterator[tuple[bytes, Result | InputError]]:
         """Yields (tag, result) of every request. Raises what a step raises."""
-        numbers = _BatchNumbers(self._service, self._pace, windows, readout, stopping)
-        self._service.work_beside(numbers)
+        numbers = _BatchNumbers(self._engine, self._pace, windows, readout, stopping)
+        self._engine.work_beside(numbers)
         try:
             while (event := numbers.came.get()) is not None:
                 if isinstance(event, BaseException):
                     raise event
                 yield event
                 if numbers.came.empty():
-                    self._service.wake()
+                    self._engine.wake()
         finally:
             numbers.leave()
 
 
-def _put(came: SimpleQueue[tuple[int, Any]], key: int, answer: Any) -> None:
-    came.put((key, answer))
+def _internal_error(error: Exception) -> InputError:
+    return InputError(f"the step failed: {error}", remedy="send it again", code="internal_error")
 
 
 class _Left(Exception):
@@ -158,20 +142,20 @@ class _BatchNumbers(Background):
 
     def __init__(
         self,
-        service: Service,
+        engine: Engine,
         pace: Pace,
         windows: Iterable[Window],
         readout: Readout,
         stopping: Callable[[], bool],
     ):
         self.came: SimpleQueue[Any] = SimpleQueue()  # (tag, result); an exception, or None, is the last
-        self._service, self._pace = service, pace
+        self._engine, self._pace = engine, pace
         self._has_left, self._stopping = False, stopping
         self._is_in_step = False
         self._ended: SimpleQueue[None] = SimpleQueue()
         self._began = time.perf_counter()  # when what it computes now was begun
         self._due_at = self._began
-        engine, facts = service.engine, service.engine.worker.facts
+        facts = engine.worker.facts
         self._results = engine.run(
             windows,
             readout,
@@ -190,7 +174,7 @@ class _BatchNumbers(Background):
     def leave(self) -> None:
         """Ends it, and waits until no step works for it any more."""
         self._has_left = True
-        self._service.wake()
+        self._engine.wake()
         self._ended.get()
 
     def is_due(self) -> bool:
@@ -205,7 +189,7 @@ class _BatchNumbers(Background):
             self.came.put(None)
         except Exception as error:
             if isinstance(error, (RankError, OutOfMemoryError)):  # else a line may be at fault
-                self._service.note_failure(error)
+                self._engine.note_failure(error)
             self.came.put(error)
         else:
             self.came.put(found)
@@ -220,7 +204,7 @@ class _BatchNumbers(Background):
     def _between(self, step: Any) -> None:
         """Takes note of a step of the batch."""
         if self._is_in_step:  # else it is one of live requests
-            self._service.failure = None
+            self._engine.failure = None
             self._pace.stream_times.note(step.rows, step.seconds)
             self._give_way()
 
@@ -234,11 +218,11 @@ class _BatchNumbers(Background):
         now = time.perf_counter()
         self._due_at = now + (now - self._began) * (1 / self._pace.batch_share - 1)
         self._is_in_step = False
-        self._service.serve_live(self._due_at)
+        self._engine.serve_live(self._due_at)
         self._began, self._is_in_step = time.perf_counter(), True
 
     def _wait_for_lines(self) -> None:
         """Serves live requests until what the steps before have given is written, and then as `_give_way` does."""
         self._is_in_step = False
-        self._service.serve_live(self._due_at, waits=lambda: not (self._has_left or self.came.empty()))
+        self._engine.serve_live(self._due_at, waits=lambda: not (self._has_left or self.came.empty()))
         self._began, self._is_in_step = time.perf_counter(), True

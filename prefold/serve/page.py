@@ -76,7 +76,7 @@ async def data(site: Site, request: Request, tenant: Tenant) -> Response:
     of = request.query_params.get("tenant") or None
     names = site.keys.names
     # A look makes no store: it may be large, and one that only reads numbers never needs it.
-    has_store, nothing = desk.service.has_generator, (TreeShape(RadixTree(), {}, str), {"sequences": [], "owners": []})
+    has_store, nothing = desk.engine.has_generator, (TreeShape(RadixTree(), {}, str), {"sequences": [], "owners": []})
     shape, running = await desk.with_engine(lambda: _look(desk.llm, names, of)) if has_store else nothing
     stats, pool = desk.llm.stats, desk.llm.engine.generator.scheduler.pool if has_store else None
     generation = stats.generation

@@ -70,11 +70,11 @@ class Site:
     @property
     def failing(self) -> str | None:
         """Returns what fails at present, in words; None where nothing does."""
-        failure = None if self.desk is None else self.desk.service.failure
+        failure = None if self.desk is None else self.desk.engine.failure
         if isinstance(failure, RankError):
             return "a rank of the model is gone, and the server has to be started again"
         # Of anything else it may have recovered, which shows only when it is asked for something.
-        if failure is not None and time.monotonic() - self.desk.service.failed_at < FAILING_SECONDS:  # type: ignore[union-attr]
+        if failure is not None and time.monotonic() - self.desk.engine.failed_at < FAILING_SECONDS:  # type: ignore[union-attr]
             what = "memory was too small for it" if isinstance(failure, MemoryError) else "see the log"
             return f"the last step failed: {what}"
         return None if self.store is None else next(iter(self.store.troubles.values()), None)

@@ -24,11 +24,8 @@ def first_tokens(engine: Any, requests: Sequence[Request]) -> list[Generated | N
     sampling = Sampling(max_tokens=1, logprobs=TOP, ignore_eos=True)
     found: list[Generated | None] = []
     for request in requests:
-        told: list[Any] = []
-        engine.generator.add(replace(request, sampling=sampling), None, told.append)
-        while not told:
-            engine.generator.step()
-        found.append(None if isinstance(told[0], InputError) else told[0][0])
+        ((_, answer),) = engine.stream([replace(request, sampling=sampling)], None)
+        found.append(None if isinstance(answer, InputError) else answer[0])
     return found
 
 

@@ -8,7 +8,6 @@ import pickle
 import random
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,15 +17,12 @@ import pytest
 from prefold.cache import SCRATCH, CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine.fault import find_fault
-from prefold.engine.pace import Pace
-from prefold.engine.service import Service
 from prefold.errors import InputError, OutOfMemoryError
-from prefold.schedule.fair import FairAdmission
 from prefold.schedule.steps import SlotResult, SlotStep, StepResult
 from prefold.types import Readout, Request, Sampling
 from prefold.worker.protocol import Facts, Worker
 
-TROUBLE = ("memory", "start", "result", "interrupt", "late interrupt")
+TROUBLE = ("memory", "start", "result")
 
 
 def next_token(path: tuple[int, ...]) -> int:
@@ -51,8 +47,6 @@ class FakeWorker(Worker):
             raise OutOfMemoryError("made up")
         if trouble == "start":
             raise RuntimeError("made up")
-        if trouble == "interrupt":
-            raise KeyboardInterrupt
         return Ticket(self.run(message), trouble)
 
     def run(self, step: SlotStep) -> SlotResult:
@@ -88,8 +82,6 @@ class Ticket:
         trouble, self._trouble = self._trouble, None
         if trouble == "result":
             raise RuntimeError("made up")
-        if trouble == "late interrupt":
-            raise KeyboardInterrupt
         return self._result
 
 
@@ -110,8 +102,8 @@ def run_trace(seed: int) -> tuple[int, int]:
         cache=cache,
     )  # fmt: skip
     engine = Engine(worker, EngineOptions(max_batch_rows=rng.choice([5, 24]), generation=generation))
-    generator, make_anew, anew = engine.generator, engine.generator._make_anew, []
-    generator._make_anew = lambda: anew.append(1) or make_anew()
+    generator, make_anew, anew = engine.generator, engine.generator._begin_anew, []
+    generator._begin_anew = lambda: anew.append(1) or make_anew()
     asked, answers, keys, cancelled = {}, {}, {}, set()
     for number in range(rng.randint(3, 12)):
         prompt = rng.choices([0, 1, 2], k=rng.randint(1, 9))
@@ -132,7 +124,7 @@ def run_trace(seed: int) -> tuple[int, int]:
         if keys and rng.random() < 0.04:
             cancelled.add(number := rng.choice(list(keys)))
             generator.cancel(keys[number])
-        with suppress(OutOfMemoryError, RuntimeError, KeyboardInterrupt):
+        with suppress(OutOfMemoryError, RuntimeError):
             generator.step()
         generator.scheduler.check()
         assert len(generator._flights) <= worker.facts.slot_depth
@@ -270,41 +262,6 @@ def test_a_fault_is_found_though_its_steps_fail_while_the_books_are_changed():
     assert generator.step() and generator.open_keys == [0]
     generator.scheduler.check()
     assert worker.content
-
-
-def test_who_asks_while_a_fault_is_looked_for_neither_waits_nor_changes_who_is_admitted():
-    engine = two_texts(FakeWorker(random.Random(0), 1, 0.0))
-    generator, service = engine.generator, Service(engine)
-    service.set_pace(Pace(FairAdmission()))
-    generator.step()
-    with generator.undisturbed():
-        asked = threading.Thread(target=lambda: service.generator, daemon=True)
-        asked.start()
-        asked.join(60)
-        waited = asked.is_alive()
-    asked.join()
-    service.close()
-    assert not waited
-    generator.scheduler.check()
-
-
-def test_a_step_of_another_thread_between_two_looks_does_not_end_the_service():
-    """A caller of LLM.generate ends a request while the service notes which of its own have begun."""
-    engine = two_texts(FakeWorker(random.Random(0), 1, 0.0))
-    service = Service(engine)
-    service.close()  # this thread does its work
-    engine.generator.step()
-    looks = []
-
-    class Racing(dict):
-        def __contains__(self, key):
-            looks.append(key)
-            engine.generator.scheduler.running.clear()
-            return False
-
-    service._unbegun = Racing({0: None})
-    service._deliver()
-    assert looks == [0, 1]
 
 
 class Measuring(Worker):

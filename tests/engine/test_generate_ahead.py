@@ -16,12 +16,10 @@ from tiny import tiny_checkpoint
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.engine.generate import Generator
 from prefold.engine.samples import TextPiece
 from prefold.errors import OutOfMemoryError
 from prefold.types import Readout, Request, Sampling
 from prefold.worker.local import LocalWorker
-from prefold.worker.runner import Reads
 
 # Outputs of three tokens only, so that they meet prompts: what is kept of them is then a prompt's.
 BIAS = tuple((token, 60.0) for token in (1, 2, 3))
@@ -221,8 +219,8 @@ def test_a_sample_whose_text_cancels_its_own_request(tmp_path):
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_a_failure_of_whoever_is_told_is_his_alone(tmp_path, ahead):
-    """The text that nobody wants to hear of ends; the others in its step get their answers."""
+def test_a_text_whose_function_fails_ends_alone(tmp_path, ahead):
+    """It is answered with the error; the others in its step get their answers."""
     llm = LLM(str(tiny_checkpoint(tmp_path)), dtype="float32", cache="off")
     generator = engine_of(llm, ahead=ahead).generator
 
@@ -233,41 +231,11 @@ def test_a_failure_of_whoever_is_told_is_his_alone(tmp_path, ahead):
     answers: dict[str, list] = {}
     for name, told in (("before", None), ("failing", fail), ("after", None)):
         generator.add(request, llm.tokenizer, lambda answer, name=name: answers.update({name: answer}), told)
-    with pytest.raises(RuntimeError, match="no longer there"):
-        while generator.step():
-            generator.scheduler.check()
     while generator.step():
         generator.scheduler.check()
-    assert answers["failing"][0].finish_reason == "cancelled"
+    assert isinstance(answers["failing"], RuntimeError)
     assert len(answers["before"][0].tokens) == len(answers["after"][0].tokens) == 6
     assert generator.scheduler.pool.used_slots == 0 and not generator.has_work
-
-
-def test_waiting_for_tokens_can_be_interrupted(llm, monkeypatch):
-    """Ctrl-C while the host waits for the device: nothing is lost."""
-    some = ASKED[:2]
-    wanted, _ = generated(llm, some, ahead=True)
-    times = iter([False, False, True] + [False] * 100)
-    output = Reads.result
-
-    def interrupted(self):
-        if next(times):
-            raise KeyboardInterrupt
-        return output(self)
-
-    step = Generator.step
-
-    def again(self):
-        try:
-            return step(self)
-        except KeyboardInterrupt:
-            return True
-
-    monkeypatch.setattr(Reads, "result", interrupted)
-    monkeypatch.setattr(Generator, "step", again)
-    found, engine = generated(llm, some, ahead=True)
-    assert found == wanted
-    assert not any(times) and not engine.generator._flights
 
 
 def test_a_call_leaves_no_step_behind(llm):

@@ -15,6 +15,7 @@ import pytest
 from tiny import tiny_checkpoint
 
 from prefold import LLM
+from prefold.tasks.run import run_items
 
 TEXTS = [f"Question {i}: what is {i} and {i * i}? Answer:" for i in range(12)]
 SMALL = {"num_hidden_layers": 1, "hidden_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -67,31 +68,34 @@ def test_the_next_call_works(tmp_path, interrupts):
                 met += 1
             other = rng.choice(CALLS)
             assert other(llm) == wanted[other], f"interrupt {met}, {call.__name__} and then {other.__name__}"
-            llm.engine.generator.scheduler.check()
+            llm.engine.call(llm.engine.generator.scheduler.check)
     finally:
         signal.signal(signal.SIGALRM, before)
-    while llm.engine.generator.step():
-        pass
-    llm.engine.generator.scheduler.check()
-    assert not llm.engine.generator.has_work
+    until_idle(llm)
+    llm.engine.call(llm.engine.generator.scheduler.check)
 
 
-def test_a_listener_that_fails_harms_nobody(tmp_path):
+def until_idle(llm: LLM) -> None:
+    while llm.engine.generator.has_work:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_a_caller_whose_own_function_fails_after_a_step_harms_no_other(tmp_path, steps):
     llm = LLM(str(tiny_checkpoint(tmp_path, "llama", **SMALL)), dtype="float32", device="cpu", kv_memory=1 << 18)
-    wanted = generate(llm)
-    for at in range(1, 9):
-        steps = []
+    wanted, told = generate(llm), []
 
-        def listen(step, at=at, steps=steps) -> None:
-            steps.append(step)
-            if len(steps) == at:
-                raise RuntimeError("the listener's own")
+    def listen(step) -> None:
+        told.append(step)
+        if len(told) == steps:
+            raise RuntimeError("the listener's own")
 
-        with llm.engine.meter.heard_by(listen), pytest.raises(RuntimeError, match="own"):
-            generate(llm)
-        llm.engine.generator.scheduler.check()
-        assert generate(llm) == wanted
-        assert not llm.engine.generator.has_work
+    task = llm.task("generate", max_tokens=12, ignore_eos=True)
+    with pytest.raises(RuntimeError, match="own"):
+        run_items(llm.engine, task, [{"prompt": text} for text in TEXTS], on_step=listen)
+    assert generate(llm) == wanted
+    until_idle(llm)
+    llm.engine.call(llm.engine.generator.scheduler.check)
 
 
 @pytest.mark.parametrize("close", [True, False])
@@ -119,5 +123,4 @@ def test_a_call_that_nobody_has_any_more_is_ended(tmp_path):
     assert llm.engine.generator.has_work
     del pieces
     gc.collect()
-    llm.engine.generator.step()
-    assert not llm.engine.generator.has_work
+    until_idle(llm)

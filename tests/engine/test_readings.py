@@ -11,10 +11,10 @@ import pytest
 from tiny import tiny_checkpoint
 
 from prefold import LLM
+from prefold.engine.loop import _Inbox, _run
 from prefold.engine.pace import Pace
 from prefold.engine.reading import Reading, parts_of
 from prefold.engine.replies import Reply
-from prefold.engine.service_thread import ServiceInbox, run_service
 from prefold.errors import RankError
 from prefold.schedule.fair import FairAdmission
 from prefold.types import Owner, Readout, Request
@@ -46,7 +46,7 @@ def expected(llm, asked):
 def run_alone(llm, asked):
     async def ask():
         reply = Reply(asyncio.get_running_loop(), 1)
-        llm.engine.service.read(reply, asked, LAST)
+        llm.engine.submit_numbers(reply, asked, LAST)
         return await reply.answer()
 
     return asyncio.run(ask())
@@ -57,7 +57,7 @@ def test_a_large_reading_gives_way_to_a_small_one(llm, owners, monkeypatch):
     """The large one is that of another tenant, of the same, and of a key whose class is batch."""
     large, unique = requests(400)
     small = [Request(np.array([7, 8, 9], np.int32))]
-    wanted, service, worker = expected(llm, large), llm.engine.service, llm.engine.worker
+    wanted, service, worker = expected(llm, large), llm.engine, llm.engine.worker
     start, steps, seen = worker.start, [], []
 
     async def ask():
@@ -67,13 +67,13 @@ def test_a_large_reading_gives_way_to_a_small_one(llm, owners, monkeypatch):
         def begin(message, *more):
             steps.append(message.num_rows)
             if len(steps) == 3:
-                service.read(b, small, LAST)
+                service.submit_numbers(b, small, LAST)
             if "7, 8, 9" in str(message.tokens.tolist()):
                 seen.append(len(steps))
             return start(message, *more)
 
         monkeypatch.setattr(worker, "start", begin)
-        service.read(a, large, LAST)
+        service.submit_numbers(a, large, LAST)
         await b.answer()
         return np.stack([result.values for result in await a.answer()])
 
@@ -98,8 +98,8 @@ def test_a_large_reading_that_is_alone_gives_way_to_a_batch_that_is_due(llm, mon
 
     async def ask():
         reply = Reply(asyncio.get_running_loop(), 1)
-        llm.engine.service.read(reply, large, LAST)
-        llm.engine.service.work_beside(Due())
+        llm.engine.submit_numbers(reply, large, LAST)
+        llm.engine.work_beside(Due())
         await reply.answer()
 
     asyncio.run(ask())
@@ -126,7 +126,7 @@ def test_parts_hold_each_request_once_and_no_more_than_half_of_one_is_a_path(llm
 def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, monkeypatch):
     large, _ = requests(200)
     large[100].tokens[-1] = 250
-    small, service, worker = [Request(np.array([7, 8, 9], np.int32))], llm.engine.service, llm.engine.worker
+    small, service, worker = [Request(np.array([7, 8, 9], np.int32))], llm.engine, llm.engine.worker
     start, failed = worker.start, []
 
     def fail(message, *more):
@@ -140,8 +140,8 @@ def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, monkeypa
     async def ask():
         loop = asyncio.get_running_loop()
         a, b = Reply(loop, 1, Owner("a")), Reply(loop, 1, Owner("b"))
-        service.read(a, large, LAST)
-        service.read(b, small, LAST)
+        service.submit_numbers(a, large, LAST)
+        service.submit_numbers(b, small, LAST)
         await b.answer()
         with pytest.raises(RankError):
             await a.answer()
@@ -152,13 +152,13 @@ def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, monkeypa
 
 def test_requests_of_a_batch_are_not_taken_for_live_ones(llm):
     """Neither numbers nor texts of a key whose class is batch keep the steps of batches short."""
-    service = llm.engine.service
+    service = llm.engine
     pace = Pace(FairAdmission(), clock=lambda: 0.0)  # a pause goes by only where time does
     service.set_pace(pace)
 
     async def ask(is_batch):
         reply = Reply(asyncio.get_running_loop(), 1, Owner("a", is_batch))
-        service.read(reply, requests(50)[0], LAST)
+        service.submit_numbers(reply, requests(50)[0], LAST)
         await reply.answer()
 
     try:
@@ -170,8 +170,8 @@ def test_requests_of_a_batch_are_not_taken_for_live_ones(llm):
         service.set_pace(None)
 
 
-def test_the_thread_of_a_service_ends_though_what_woke_it_was_taken_while_it_worked():
-    inbox = ServiceInbox()
+def test_the_thread_ends_though_what_woke_it_was_taken_while_it_worked():
+    inbox = _Inbox()
 
     class Working:
         def work(self, came):
@@ -179,8 +179,11 @@ def test_the_thread_of_a_service_ends_though_what_woke_it_was_taken_while_it_wor
             inbox.came.put(None)  # so far as `close` does it
             inbox.came.get()  # as every look for what came does
 
+        def end_all(self, error):
+            pass
+
     service = Working()
-    thread = threading.Thread(target=run_service, args=(weakref.ref(service), inbox), daemon=True)
+    thread = threading.Thread(target=_run, args=(weakref.ref(service), inbox), daemon=True)
     thread.start()
     inbox.came.put(None)
     thread.join(10)

@@ -93,7 +93,7 @@ def test_a_live_request_comes_in_the_middle_of_a_step_of_a_batch(client, llm, mo
     def wait_for_somebody(self):
         if log.entries[-1][:2] == ("begins", StreamStep) and asking.ident is None:
             asking.start()
-            until(lambda: llm.engine.service.replies)
+            until(lambda: llm.engine.replies)
         give_way(self)
 
     monkeypatch.setattr(lane._BatchNumbers, "_give_way", wait_for_somebody)
@@ -111,7 +111,7 @@ def test_a_live_request_comes_in_the_middle_of_a_step_of_a_batch(client, llm, mo
 
 def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm, monkeypatch):
     """Also where a step of it begins, which waits for the lines of the one before."""
-    service, worker = llm.engine.service, llm.engine.worker
+    service, worker = llm.engine, llm.engine.worker
     begin, steps, results = worker.start, [], []
     pace = lane.Pace(FairAdmission(), batch_share=0.5)
     monkeypatch.setattr(pace, "stream_rows", lambda most, **how: 3)
@@ -138,7 +138,7 @@ def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm
 
     async def ask():
         reply = Reply(asyncio.get_running_loop(), 1)
-        service.read(reply, live, LAST)
+        service.submit_numbers(reply, live, LAST)
         return await reply.answer()
 
     assert len(asyncio.run(ask())) == 4000

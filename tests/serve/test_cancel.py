@@ -7,6 +7,7 @@ import threading
 
 import httpx
 import pytest
+from running import no_steps
 from serving import Raw, until
 
 LONG = {"prompt": "the yes no", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
@@ -34,7 +35,7 @@ def test_one_that_leaves(server, llm, stream):
 def test_half_a_body_and_waiting(server, llm):
     Raw(server).send("/v1/completions", LONG, whole=False).close()
     Raw(server).send("/v1/embeddings", {"input": "yes"}, whole=False).close()
-    with llm.engine.generator.turn:
+    with no_steps(llm.engine):
         raw = Raw(server).send("/v1/completions", LONG)
         until(lambda: server.site.desk.room.waiting[0] == 1)
         raw.close()

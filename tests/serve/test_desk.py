@@ -83,14 +83,14 @@ def test_a_template_of_a_request_runs_in_a_thread_of_its_own(llm, where):
 
 def test_the_first_request_does_not_wait_in_the_event_loop_for_the_store(llm, where, monkeypatch):
     with serving(llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        monkeypatch.setattr(type(llm.engine.service), "has_generator", False)
+        monkeypatch.setattr(type(llm.engine), "has_generator", False)
         assert client.post("/v1/completions", json=SHORT).status_code == 200
     assert where["prepare"] == [True]
 
 
 def test_numbers_that_are_read_in_a_stream_do_not_wait_for_the_store(llm, where, monkeypatch):
     with serving(llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        monkeypatch.setattr(type(llm.engine.service), "has_generator", False)
+        monkeypatch.setattr(type(llm.engine), "has_generator", False)
         assert client.post("/v1/embeddings", json={"input": "yes"}).status_code == 200
         monkeypatch.setattr(type(llm.engine), "may_read_in_slots", True)
         assert client.post("/v1/embeddings", json={"input": "yes"}).status_code == 200
@@ -147,7 +147,7 @@ def test_the_first_failure_ends_a_request(server, monkeypatch):
     monkeypatch.setattr(Desk, "_generate", begin)
     asked = {"prompt": ["the yes", "no"], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
     with httpx.Client(base_url=server.url, timeout=60) as client:
-        monkeypatch.setattr(server.site.desk.service, "_answer", lambda reply, answer: None)
+        monkeypatch.setattr(server.site.desk.engine, "_answer", lambda reply, answer: None)
         found = client.post("/v1/completions", json=asked)
     assert found.status_code == 400 and "made up" in found.text
 

@@ -44,7 +44,7 @@ def test_a_rank_that_is_gone(llm, broken, path):
         broken.append(RankError("rank 1 has died"))
         assert httpx.post(server.url + path, json=body, timeout=60).status_code == 503
         assert (status := health(server))[0] == 503 and "rank" in status[1]
-        server.site.desk.service.failed_at -= 1000
+        server.site.desk.engine.failed_at -= 1000
         assert health(server)[0] == 503  # it does not come back
         broken.clear()
         assert httpx.post(server.url + path, json=body, timeout=60).status_code == 200
@@ -56,7 +56,7 @@ def test_memory_that_is_too_small(llm, broken):
         broken.append(OutOfMemoryError("not even one row fits"))
         assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).status_code == 503
         assert (status := health(server))[0] == 503 and "memory" in status[1]
-        server.site.desk.service.failed_at -= 1000  # nobody asks a server that fails: it must be tried again
+        server.site.desk.engine.failed_at -= 1000  # nobody asks a server that fails: it must be tried again
         assert health(server)[0] == 200
         broken.clear()
         assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).status_code == 200
@@ -91,7 +91,7 @@ def test_a_batch_waits_until_the_engine_works_again(llm, broken, tmp_path, path,
 def test_an_error_of_the_thread_itself_is_told_and_does_not_end_it(llm, monkeypatch, path):
     body = BODY if path == "/v1/completions" else {"input": "yes"}
     with serving(llm) as server:
-        service = server.site.desk.service
+        service = server.site.desk.engine
         with monkeypatch.context() as patch:
             patch.setattr(service, "_advance", Mock(side_effect=KeyError("a defect")))
             assert httpx.post(server.url + path, json=body, timeout=60).status_code == 500
@@ -108,6 +108,6 @@ def test_a_cancellation_between_two_looks_does_not_end_the_thread(llm, monkeypat
             return self.pop(key, None) is not None
 
     with serving(llm) as server:
-        monkeypatch.setattr(server.site.desk.service, "_unbegun", Racing())
+        monkeypatch.setattr(server.site.desk.engine, "_unbegun", Racing())
         assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).status_code == 200
         assert health(server) == (200, "")

@@ -6,6 +6,7 @@ import json
 
 import httpx
 import pytest
+from running import no_steps
 from serving import Raw, serving, until
 
 # {API: (path, body that is right)}
@@ -69,7 +70,7 @@ def test_a_server_that_cannot_answer_now(llm, face):
     with serving(None) as server:
         check(face, 503, httpx.post(server.url + path, json=body), "loaded")
     with serving(llm, max_waiting_requests=1) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        with llm.engine.generator.turn:  # no step is made now
+        with no_steps(llm.engine):  # no step is made now
             waiting = Raw(server).send(*ASKED["openai"])
             until(lambda: server.site.desk.room.waiting[0] == 1)
             found = client.post(path, json=body)

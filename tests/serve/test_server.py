@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from running import no_steps
 from serving import Raw, serving, until
 
-from prefold.engine import service
-from prefold.errors import InputError, JobError
+from prefold.engine import loop
+from prefold.errors import JobError
 from prefold.serve.keys import Keys
 from prefold.serve.options import ServeOptions
 from prefold.serve.run import bind
@@ -169,7 +170,7 @@ def test_large_grammars(llm):
 
 def test_too_many_wait(llm):
     with serving(llm, max_waiting_requests=2) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        with llm.engine.generator.turn:  # no step is made now
+        with no_steps(llm.engine):  # no step is made now
             waiting = [Raw(server).send("/v1/completions", LONG | {"max_tokens": 1}) for _ in range(2)]
             until(lambda: server.site.desk.room.waiting[0] == 2)
             found = client.post("/v1/embeddings", json={"input": "a"})
@@ -184,7 +185,7 @@ def test_who_has_no_room_is_told_before_its_body_is_there(llm):
     """The rest of the body is thrown away, and the connection goes on. What waits for no step is answered."""
     body = json.dumps({"prompt": "a" * 200_000}).encode()
     with serving(llm, max_waiting_requests=1) as server:
-        with llm.engine.generator.turn:  # no step is made now
+        with no_steps(llm.engine):  # no step is made now
             waiting = Raw(server).send("/v1/completions", LONG | {"max_tokens": 1})
             until(lambda: server.site.desk.room.waiting[0] == 1)
             for path in ("/v1/completions", "/v1/embeddings", "/embed", "/v1/messages", "/v2/embed"):
@@ -246,7 +247,7 @@ def test_limits_of_a_key(llm, tmp_path):
         def ask(key):
             return client.post("/v1/completions", json=body, headers={"x-api-key": key})
 
-        with server.site.desk.service.generator.turn:  # no step is made now
+        with no_steps(server.site.desk.engine):  # no step is made now
             waiting = Raw(server).send("/v1/completions", body, headers="x-api-key: two\r\n")
             until(lambda: server.site.desk.room.waiting[0] == 1)
             (reply,) = until_some(lambda: [one for one in server.site.desk.room.replies if one.keys])
@@ -369,7 +370,7 @@ def test_requests_at_fault_that_come_one_after_the_other(llm, poisoned, monkeypa
     """Each comes while another is searched for, so that many steps fail in a row; who is not at fault goes on."""
     (good,) = (one.text for one in llm.generate(["yes"], max_tokens=60, ignore_eos=True))
     at_fault = Request(llm.tokenizer.encode("Q"), sampling=Sampling(max_tokens=2))
-    ended, real = [], service.find_fault
+    ended, real = [], loop.find_fault
 
     def search(generator, error):
         found = real(generator, error)
@@ -377,7 +378,7 @@ def test_requests_at_fault_that_come_one_after_the_other(llm, poisoned, monkeypa
             generator.add(at_fault, llm.tokenizer, ended.append)
         return found
 
-    monkeypatch.setattr(service, "find_fault", search)
+    monkeypatch.setattr(loop, "find_fault", search)
     with serving(llm) as server:
         body = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
@@ -388,7 +389,7 @@ def test_requests_at_fault_that_come_one_after_the_other(llm, poisoned, monkeypa
             right, wrong = pool.map(ask, ["yes", "Q"])
         assert (right.status_code, wrong.status_code) == (200, 500)
         assert right.json()["choices"][0]["text"] == good
-    assert len(ended) >= 6 and all(isinstance(one, InputError) for one in ended)
+    assert len(ended) >= 6 and all(isinstance(one, RuntimeError) for one in ended)
 
 
 def test_one_request_that_steps_fail_for(llm, poisoned):
@@ -422,7 +423,7 @@ def test_one_request_that_steps_fail_for(llm, poisoned):
 
 def test_pings_keep_a_silent_stream_open(llm):
     with serving(llm, ping_seconds=0.05) as server:
-        with llm.engine.generator.turn:
+        with no_steps(llm.engine):
             raw = Raw(server).send("/v1/completions", LONG | {"max_tokens": 2, "stream": True})
             raw.read_until(b": ping\n\n")
         rest = raw.read_until(b"[DONE]")
