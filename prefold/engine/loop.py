@@ -362,8 +362,8 @@ class EngineLoop:
             return
         self._take_in(came)
         while not self._inbox.is_closed:
-            beside = self._beside[0] if self._beside else None  # others append to it
-            self._take_in()
+            self._take_in()  # before a look at what was put beside: whoever puts something there wakes this thread then
+            beside = self._beside[0] if self._beside else None
             pause = self._pause
             if beside is not None and (beside.is_due() or not (pause or self._has_live)):
                 if not beside.advance():
