@@ -152,8 +152,8 @@ class EngineLoop:
         again: bool = False,
         owner: Owner = NOBODY,
     ) -> None:
-        """Takes a request; (key, piece of its text) and last (key, answer) come to the sink. May take long, where a
-        grammar is to be compiled.
+        """Takes a request; (key, piece of its text) and last (key, answer) come to the sink, once the thread is woken.
+        May take long, where a grammar is to be compiled.
 
         key   from `new_key`
         text  whether the text is wanted piece by piece
@@ -166,7 +166,6 @@ class EngineLoop:
 
         how: dict[str, Any] = {"readout": readout, "sharing": sharing, "owner": owner, "again": again}
         self.generator.add(request, tokenizer, put, put if text else None, key=key, **how)
-        self.wake()
 
     def new_key(self) -> int:
         """Returns a key for a request that no other request of this engine has."""
