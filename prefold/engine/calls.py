@@ -80,6 +80,7 @@ def serve(
         try:
             while more or open:
                 # Others' requests may wait too: ours must not wait for theirs.
+                before = len(open)
                 while more and (not open or engine.generator.num_waiting <= most):
                     window = next(left, ())
                     more = window != ()
@@ -89,7 +90,8 @@ def serve(
                         key = engine.new_key()
                         open[key] = tag  # before it is known elsewhere: whatever happens, it is ended
                         engine.add(mailbox, key, request, tokenizer, again=is_again(tag), **how)
-                engine.wake()  # only now, so that all that were taken in are in one step
+                if len(open) > before:
+                    engine.wake()  # only now, so that all that were taken in are in one step
                 if not open:
                     continue
                 with closing(mailbox.take()) as came:
