@@ -264,8 +264,7 @@ class LLM(NumericTasks, Texts):
     @property
     def cache(self) -> RadixCache | None:
         """Returns the cache of earlier calls, None when nothing is kept. Its `clear` forgets all that is not pinned."""
-        cache: RadixCache | None = self.engine.generator.scheduler.cache
-        return cache
+        return self.engine.cache
 
     def pin(self, prompt: Prompt, *, adapter: str | None = None, **options: Unpack[GenerationKeywords]) -> int:
         """Keeps what has been computed of a prompt until `unpin`, and returns how many of its tokens that is.

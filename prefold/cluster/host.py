@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import Field, fields, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -84,7 +85,6 @@ class ReplicaHost:
         self._runs: SimpleQueue[_HostRun | None] = SimpleQueue()
         self._run: _HostRun | None = None
         self._report = ReplicaReport()
-        self._reporter: CacheReporter | None = None  # of what the cache holds, while requests come as a stream
         self._tells_anew = False
         self._changed = threading.Condition()
         threading.Thread(target=self._work, name="prefold-replica", daemon=True).start()
@@ -147,8 +147,12 @@ class ReplicaHost:
                 return
 
     def _serve(self, run: _HostRun) -> None:
+        call = run.call
+        with self._cache_watched(call.live and call.in_slots and call.sharing == "full"):
+            self._serve_watched(run)
+
+    def _serve_watched(self, run: _HostRun) -> None:
         call, engine = run.call, self._engine
-        self._watch_cache(call.live and call.in_slots and call.sharing == "full")
         how: dict[str, Any] = {"sharing": call.sharing, "on_step": self._step, "stopping": lambda: run.has_ended}
         if call.readout.kind != "tokens":
             how["max_batch_rows"] = call.max_batch_rows
@@ -170,27 +174,35 @@ class ReplicaHost:
                     if run.has_ended:
                         return
 
-    def _watch_cache(self, wanted: bool) -> None:
-        """Begins to tell, in this thread and in that of the steps, which are one, what the cache holds; or ends it."""
-        if wanted and self.facts.reports_cache:
-            if self._reporter is None:
-                self._reporter = CacheReporter(self._engine.generator.scheduler.tree, epoch=time.time_ns())
-            self._tells_anew = True  # whoever began this run knows of nothing
-        elif self._reporter is not None:
-            self._reporter.close()
-            self._reporter = None
+    @contextmanager
+    def _cache_watched(self, wanted: bool) -> Iterator[None]:
+        """Returns a context within which reports tell what the cache holds, where that is wanted. The reporter belongs
+        to the engine's thread, as the cache does."""
+        if not (wanted and self.facts.reports_cache):
+            yield
+            return
+        engine = self._engine
+        reporter: CacheReporter = engine.look(lambda books: CacheReporter(books.tree, epoch=time.time_ns()))
+        self._tells_anew = True  # the driver that began this run knows of nothing
+        try:
+            with engine.meter.heard_by(partial(self._tell_cache, reporter)):
+                yield
+        finally:
+            engine.call(reporter.close)
+
+    def _tell_cache(self, reporter: CacheReporter, step: StepInfo) -> None:
+        events = reporter.snapshot() if self._tells_anew else reporter.drain()
+        self._tells_anew = False
+        if events is None:
+            return
+        if self._pictures is not None:
+            events = self._pictures.told(events)
+        with self._changed:
+            self._report.events = _joined(self._report.events, events)
 
     def _step(self, step: StepInfo) -> None:
-        events = None
-        if self._reporter is not None:
-            events = self._reporter.snapshot() if self._tells_anew else self._reporter.drain()
-            self._tells_anew = False
-            if events is not None and self._pictures is not None:
-                events = self._pictures.told(events)
         with self._changed:
             self._report.steps.append(step)
-            if events is not None:
-                self._report.events = _joined(self._report.events, events)
             self._changed.notify()
 
 

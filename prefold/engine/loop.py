@@ -15,14 +15,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+from ..cache import RadixCache
 from ..errors import ForkedError, InputError, OutOfMemoryError, PrefoldError, RankError
 from ..schedule.generate_step import NOBODY
 from ..text import Tokenizer
-from ..types import Owner, Readout, Request, Result
+from ..types import Owner, Readout, Request, Result, Stats
 from .fault import find_fault
 from .generate import Generator
 from .meter import Meter, StepInfo
@@ -31,7 +33,7 @@ from .reading import Part, Reading, parts_of, read_next
 from .replies import Reply, send
 from .turns import Turns
 
-__all__ = ["Background", "EngineLoop", "Sink"]
+__all__ = ["Background", "EngineLoop", "Sink", "Snapshot"]
 
 T = TypeVar("T")
 
@@ -62,6 +64,22 @@ class Sink(Protocol):
 
     def put(self, events: Sequence[Any]) -> None:
         """Takes events in their order. It neither waits nor raises anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A Snapshot says what an engine holds, in numbers.
+
+    stats          what was counted
+    slots          slots of the KV store; 0: there is none yet
+    used_slots     those of them that rows have
+    cache_seconds  that the cache has taken; None: nothing is kept
+    """
+
+    stats: Stats
+    slots: int = 0
+    used_slots: int = 0
+    cache_seconds: float | None = None
 
 
 class _Inbox:
@@ -252,6 +270,25 @@ class EngineLoop:
                 generator.scheduler.tree.owner = self._owner()
                 self._generator = generator
             return self._generator
+
+    def snapshot(self) -> Snapshot:
+        """Returns what the engine holds now; waits for no step."""
+        generator = self._generator
+        if generator is None:
+            return Snapshot(self.meter.stats)
+        pool, cache = generator.scheduler.pool, generator.scheduler.cache
+        return Snapshot(self.meter.stats, pool.num_slots, pool.used_slots, None if cache is None else cache.seconds)
+
+    def look(self, function: Callable[[Any], T]) -> T:
+        """Returns what a function returns that is given the scheduler of the KV store, called between two steps. What
+        it returns must not be part of the books."""
+        return self.call(lambda: function(self.generator.scheduler))
+
+    @property
+    def cache(self) -> RadixCache | None:
+        """Returns the cache of ended requests, which may be used from any thread; None where nothing is kept."""
+        cache: RadixCache | None = self.generator.scheduler.cache
+        return cache
 
     @property
     def has_generator(self) -> bool:

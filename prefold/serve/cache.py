@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -41,19 +42,21 @@ async def state(site: Site, request: Request, tenant: Tenant) -> Response:
     if kept.shifted is not None:
         options["shifted"] = asdict(kept.shifted)
     # A look makes no store: it may be large, and one that only reads numbers never needs it.
-    held = await desk.with_engine(lambda: held_of(desk.llm, names)) if desk.engine.has_generator else {}
+    held = await desk.look(partial(held_of, names)) if desk.engine.has_generator else {}
+    generation = desk.llm.stats.generation
+    if held and generation is not None:
+        held["hits"] = hits_of(generation)
     return json_response(options | _NOTHING | held)
 
 
 _NOTHING = {"slots": 0, "used_slots": 0, "rows": {"kept": 0, "pinned": 0, "in_use": 0, "nodes": 0}, "tenants": {}}
 
 
-def held_of(llm: Any, names: Mapping[str, str | None]) -> dict[str, Any]:
+def held_of(names: Mapping[str, str | None], scheduler: Any) -> dict[str, Any]:
     """Returns what the cache holds. No step may run meanwhile.
 
     names  {namespace: name of its tenant}
     """
-    scheduler = llm.engine.generator.scheduler
     rows: dict[str, dict[str, int]] = defaultdict(lambda: {"kept": 0, "pinned": 0, "in_use": 0, "nodes": 0})
     for node in scheduler.tree.nodes():
         root = node
@@ -63,11 +66,9 @@ def held_of(llm: Any, names: Mapping[str, str | None]) -> dict[str, Any]:
         found = rows[names.get(salt.partition("/")[0]) or ""]
         found["nodes"] += 1
         found["pinned" if node.pins else "kept" if node.kept else "in_use"] += node.computed
-    generation = llm.stats.generation
-    hits = {} if generation is None else {"hits": hits_of(generation)}
     slots = {"slots": scheduler.pool.num_slots, "used_slots": scheduler.pool.used_slots}
     total = {name: sum(one[name] for one in rows.values()) for name in ("kept", "pinned", "in_use", "nodes")}
-    return slots | {"rows": total, "tenants": dict(rows)} | hits
+    return slots | {"rows": total, "tenants": dict(rows)}
 
 
 async def pin(site: Site, request: Request, tenant: Tenant) -> Response:
@@ -104,7 +105,7 @@ async def place(site: Site, request: Request, tenant: Tenant, *, compute: bool) 
         namespace_of = asking.desk.llm.engine.namespace_of
         return sum(act(namespace_of(one), one.tokens) for one in requests)
 
-    tokens = await asking.desk.with_engine(change)
+    tokens = await asking.desk.look(lambda books: change())
     return json_response({"pinned" if compute else "unpinned": tokens, "tokens": sum(len(r.tokens) for r in requests)})
 
 
@@ -118,7 +119,7 @@ async def clear(site: Site, request: Request, tenant: Tenant) -> Response:
         cache.clear()
         return rows - int(cache.rows)
 
-    return json_response({"cleared": await desk.with_engine(empty)})
+    return json_response({"cleared": await desk.look(lambda books: empty())})
 
 
 def cache_of(desk: Any) -> Any:

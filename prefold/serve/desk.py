@@ -165,9 +165,10 @@ class Desk:
             found: T = await self.in_pool(owner, function)
         return found
 
-    async def with_engine(self, function: Callable[[], T]) -> T:
-        """Returns what `function` returns, called between two steps."""
-        return await self.in_pool(NOBODY, self.engine.call, function)
+    async def look(self, function: Callable[[Any], T]) -> T:
+        """Returns what `function` returns of the scheduler of the KV store, called between two steps."""
+        found: T = await self.in_pool(NOBODY, self.engine.look, function)
+        return found
 
     async def written(self, owner: Owner, results: Sequence[Mapping[str, Any]], function: Callable[[], T]) -> T:
         """Returns what `function` returns, which writes a response of a task's results: in the pool of threads, but for
@@ -340,8 +341,7 @@ class Desk:
     def read_shares(self) -> None:
         """Takes over what the file of keys says now. A store that is made later does so by itself."""
         if self.engine.has_generator:
-            cache = lambda: self.engine.generator.scheduler.cache  # noqa: E731
-            self._pool.submit(None, self.engine.call, lambda: self.admission.read_shares(cache()))
+            self._pool.submit(None, self.engine.look, lambda books: self.admission.read_shares(books.cache))
 
     def close(self) -> None:
         """Ends what runs, without an answer."""

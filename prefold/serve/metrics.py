@@ -105,7 +105,8 @@ class Metrics:
             "num_requests_waiting": ("Requests that wait to be computed.", waiting),
             "num_tokens_waiting": ("Tokens of the prompts that wait.", waiting_tokens),
         }
-        stats = desk.llm.stats
+        now = desk.engine.snapshot()
+        stats = now.stats
         counts = {
             "prompt_and_generation_tokens": ("Tokens as users see them.", stats.tokens),
             "unique_rows": ("Rows of the streams: unique tokens.", stats.unique_tokens),
@@ -119,8 +120,7 @@ class Metrics:
                 "generation_tokens": ("Tokens generated.", found.generated_tokens),
                 "num_preemptions": ("Sequences taken out because memory was full.", found.preemptions),
             }
-            scheduler = desk.llm.engine.generator.scheduler
-            used = scheduler.pool.used_slots / max(1, scheduler.pool.num_slots)
+            used = now.used_slots / max(1, now.slots)
             gauges["kv_cache_usage_perc"] = ("Share of the KV store that is in use, 0 to 1.", used)
         for name, (what, value) in gauges.items():
             yield GaugeMetricFamily(f"prefold:{name}", what, value)
@@ -131,6 +131,6 @@ class Metrics:
         )
         for part, seconds in list(stats.seconds.items()):
             parts.add_metric([part], seconds)
-        if stats.generation is not None and (cache := desk.llm.engine.generator.scheduler.cache) is not None:
-            parts.add_metric(["cache"], cache.seconds)
+        if stats.generation is not None and now.cache_seconds is not None:
+            parts.add_metric(["cache"], now.cache_seconds)
         yield parts

@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -77,8 +78,9 @@ async def data(site: Site, request: Request, tenant: Tenant) -> Response:
     names = site.keys.names
     # A look makes no store: it may be large, and one that only reads numbers never needs it.
     has_store, nothing = desk.engine.has_generator, (TreeShape(RadixTree(), {}, str), {"sequences": [], "owners": []})
-    shape, running = await desk.with_engine(lambda: _look(desk.llm, names, of)) if has_store else nothing
-    stats, pool = desk.llm.stats, desk.llm.engine.generator.scheduler.pool if has_store else None
+    shape, running = await desk.look(partial(_look, names, of)) if has_store else nothing
+    now = desk.engine.snapshot()
+    stats = now.stats
     generation = stats.generation
     waiting, waiting_tokens = desk.room.waiting
     tokenizer = desk.llm.tokenizer
@@ -96,7 +98,7 @@ async def data(site: Site, request: Request, tenant: Tenant) -> Response:
         "computed": {"tokens": stats.tokens, "rows": stats.rows_computed, "steps": stats.steps},
         "hits": 0 if generation is None else hits_of(generation),
         "generated": 0 if generation is None else generation.generated_tokens,
-        "slots": [0, 0] if pool is None else [pool.used_slots, pool.num_slots],
+        "slots": [now.used_slots, now.slots],
         "waiting": [waiting, waiting_tokens],
         "running": running,
         "steps": desk.watch.bins(),
@@ -105,9 +107,8 @@ async def data(site: Site, request: Request, tenant: Tenant) -> Response:
     return json_response(found, headers={"cache-control": "no-store"})
 
 
-def _look(llm: Any, names: Mapping[str, str | None], of: str | None) -> tuple[TreeShape, dict[str, Any]]:
-    """Returns the shape of the trie, and who runs. No step may run meanwhile."""
-    scheduler = llm.engine.generator.scheduler
+def _look(names: Mapping[str, str | None], of: str | None, scheduler: Any) -> tuple[TreeShape, dict[str, Any]]:
+    """Returns the shape of the trie, and which sequences run. No step may run meanwhile."""
 
     def owner_of(namespace: Hashable) -> str:
         assert isinstance(namespace, tuple)
