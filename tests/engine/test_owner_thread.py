@@ -1,0 +1,197 @@
+"""One thread makes all steps of an engine: it begins and ends with what it serves, and leaves no caller waiting."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import tiny_checkpoint
+
+from prefold import LLM
+from prefold.cache import CacheOptions
+from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine.calls import serve
+from prefold.errors import ForkedError, OutOfMemoryError, PrefoldError, RankError
+from prefold.types import Request, Sampling
+from tests.engine.test_fake_worker import FakeWorker, expected
+
+
+class Raising(FakeWorker):
+    """At the call of this number it raises an error, or gives a ticket that does."""
+
+    def __init__(self, number: int, error: Exception, *, at_result: bool):
+        super().__init__(random.Random(0), 2, 0.0)
+        self.left, self.error, self.at_result = number, error, at_result
+
+    def start(self, message, prepared=None):
+        self.left -= 1
+        if self.left:
+            return super().start(message, prepared)
+        if not self.at_result:
+            raise self.error
+        ticket = super().start(message, prepared)
+        ticket.result = self.fail
+        return ticket
+
+    def fail(self):
+        raise self.error
+
+
+def engine_of(worker) -> Engine:
+    generation = GenerateOptions(kv_memory=200, max_running=4, cache=CacheOptions(min_overlap=0))
+    return Engine(worker, EngineOptions(max_batch_rows=24, generation=generation))
+
+
+@pytest.mark.parametrize("at_result", [False, True])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("made up"), RankError("made up"), OutOfMemoryError("made up")], ids=repr
+)
+def test_a_worker_that_raises_at_any_call_leaves_no_caller_waiting_and_no_slot_in_use(error, at_result):
+    sampling = Sampling(max_tokens=6)
+    prompts = [[0, 1, 2], [0, 1], [2], [2, 2]]
+    windows = [[(n, Request(np.array(p, np.int32), sampling=sampling)) for n, p in enumerate(prompts)]]
+    for number in range(2, 100):  # the first call makes room
+        engine = engine_of(worker := Raising(number, error, at_result=at_result))
+        answers = {}
+        try:
+            for tag, answer in serve(engine, windows, most=4):
+                answers[tag] = answer[0].tokens
+        except (RuntimeError, PrefoldError) as raised:
+            assert raised is error
+        for tag, tokens in answers.items():
+            assert tokens == expected(prompts[tag], sampling)
+        if worker.left > 0:  # it was not called so often
+            assert number > 6
+            break
+        while engine.generator.has_work:
+            time.sleep(0.001)
+        engine.look(lambda books: books.check())
+        assert engine.look(lambda books: books.pool.used_slots == books.cache.rows)
+        again = dict(serve(engine, windows, most=4))  # the next call works
+        assert [again[n][0].tokens for n in range(4)] == [expected(p, sampling) for p in prompts]
+        engine.close()
+
+
+def test_callers_of_an_engine_that_is_closed_get_an_error():
+    engine, entered = engine_of(FakeWorker(random.Random(0), 1, 0.0)), threading.Event()
+    failures = []
+
+    def ask() -> None:
+        try:
+            windows = [[(0, Request(np.zeros(2, np.int32), sampling=Sampling(max_tokens=10**6)))]]
+            list(serve(engine, windows, most=4, on_step=lambda step: entered.set()))
+        except Exception as error:
+            failures.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    entered.wait(60)
+    engine.close()
+    asking.join(60)
+    assert not asking.is_alive() and isinstance(failures[0], PrefoldError) and "closed" in str(failures[0])
+
+
+def test_what_a_function_raises_comes_to_its_caller_and_the_thread_goes_on():
+    engine = engine_of(FakeWorker(random.Random(0), 1, 0.0))
+    with pytest.raises(ZeroDivisionError):
+        engine.call(lambda: 1 // 0)
+    assert engine.call(threading.current_thread).name == "prefold-engine"
+    engine.close()
+    assert engine.call(threading.current_thread) is threading.current_thread()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("owner"), "llama"))
+
+
+def test_a_model_is_freed_with_its_last_name(folder):
+    """Without a look of the garbage collector: a model is large."""
+    threads = threading.active_count()
+    llm = LLM(folder, dtype="float32", device="cpu", kv_memory=1 << 20)
+    llm.generate("some text", max_tokens=2)
+    llm.embed("some text")
+    model = weakref.ref(llm.model)
+    del llm
+    until = time.monotonic() + 60
+    while (model() is not None or threading.active_count() > threads) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert model() is None and threading.active_count() == threads
+
+
+def test_many_models_in_one_process(folder):
+    llms = [LLM(folder, dtype="float32", device="cpu", kv_memory=1 << 20) for _ in range(6)]
+    found: dict[int, list] = {}
+
+    def ask(number: int) -> None:
+        found[number] = [llms[number].generate("a text", max_tokens=5, ignore_eos=True).tokens for _ in range(3)]
+
+    asking = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert len({tuple(map(tuple, one)) for one in found.values()}) == 1
+    assert len({one.engine.call(threading.get_ident) for one in llms}) == 6
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_forked_process_is_told_so(folder):
+    llm = LLM(folder, dtype="float32", device="cpu", kv_memory=1 << 20)
+    llm.generate("some text", max_tokens=1)
+    child = os.fork()
+    if not child:
+        try:
+            llm.engine.call(lambda: None)
+        except ForkedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_process_ends_while_steps_are_made(folder):
+    code = f"""
+import threading
+from prefold import LLM
+llm = LLM({folder!r}, dtype="float32", device="cpu", kv_memory=1 << 22)
+began = threading.Event()
+def ask():
+    for piece in llm.stream("some text", max_tokens=400, ignore_eos=True):
+        began.set()
+threading.Thread(target=ask, daemon=True).start()
+began.wait()
+print("ends")
+"""
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0 and done.stdout == "ends\n", done.stderr[-2000:]
+
+
+def test_numbers_and_texts_of_many_threads_take_turns(folder):
+    llm = LLM(folder, dtype="float32", device="cpu", kv_memory=1 << 20, max_batch_rows=8)
+    vectors, text = llm.embed(["one", "two"]), llm.generate("a text", max_tokens=9, ignore_eos=True).tokens
+    failures = []
+
+    def ask(number: int) -> None:
+        for _ in range(4):
+            if number % 2:
+                if not np.allclose(llm.embed(["one", "two"]), vectors, atol=1e-5):
+                    failures.append("numbers")
+            elif llm.generate("a text", max_tokens=9, ignore_eos=True).tokens != text:
+                failures.append("text")
+
+    asking = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert not failures
