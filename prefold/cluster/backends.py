@@ -85,14 +85,14 @@ def backend_names() -> list[str]:
 
 
 def backend_named(name: str) -> Backend:
-    """Returns a backend. Raises InputError for a name that nobody has added."""
-    found: Any = BACKENDS.get(name)
-    if found is None:
-        found = next((entry.load() for entry in entry_points(group="prefold.backends") if entry.name == name), None)
-    elif isinstance(found, str):
-        module, _, attribute = found.partition(":")
-        found = getattr(import_module(module), attribute)
-    if found is None:
+    """Returns a backend. Raises InputError for a name that is not in the table."""
+    backend: Any = BACKENDS.get(name)
+    if backend is None:
+        backend = next((entry.load() for entry in entry_points(group="prefold.backends") if entry.name == name), None)
+    elif isinstance(backend, str):
+        module, _, attribute = backend.partition(":")
+        backend = getattr(import_module(module), attribute)
+    if backend is None:
         names = ", ".join(name for name in backend_names() if name != "url")
         raise InputError(f"there is no backend {name!r}", field="backend", remedy=f"use {names}, or add it by --plugin")
-    return found
+    return backend

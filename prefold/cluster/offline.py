@@ -269,11 +269,11 @@ def _num_rows(order: Order) -> int:
 
 def _expected_outputs(order: Order) -> np.ndarray:
     """Returns how many tokens may be generated for each request, int64: the mean of some from all over the order."""
-    found = []
+    limits = []
     for place in np.linspace(0, len(order) - 1, min(_SAMPLED, len(order))).astype(int).tolist():
         (request,) = order.read(place, place + 1)
-        found.append(expected_limit(request))
-    return np.full(len(order), round(float(np.mean(found))), np.int64)
+        limits.append(expected_limit(request))
+    return np.full(len(order), round(float(np.mean(limits))), np.int64)
 
 
 def _ranges_of(places: Sequence[int]) -> list[Segment]:

@@ -53,8 +53,8 @@ class RayModel:
         ray = _ray()
         front = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_AT_ONCE)(_Front)
         name = f"prefold-{zlib.crc32(key.encode()):08x}"
-        made = front.options(name=name, get_if_exists=True)
-        self._actor = made.remote(_OnRay(model, dict(options), replicas, plugins()))
+        named = front.options(name=name, get_if_exists=True)
+        self._actor = named.remote(_OnRay(model, dict(options), replicas, plugins()))
 
     async def run_one(self, name: str, options: Mapping[str, Any], item: Any) -> Any:
         """Returns what a task gives for an item, or its InputError."""
@@ -205,11 +205,12 @@ class _Front:
     def _drive(self) -> None:
         """Runs the requests of one lane after the other, as long as the actor lives."""
         try:
-            self._opened.set_result(found := self._open())
+            opened = self._open()
+            self._opened.set_result(opened)
         except Exception as error:
             self._opened.set_exception(error if isinstance(error, PrefoldError) else JobError(repr(error)))
             return
-        fleet, _ = found
+        fleet, _ = opened
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: any(map(_waits, self._lanes)))
@@ -238,16 +239,16 @@ class _Front:
 
     def _fail(self, error: Exception) -> None:
         """Ends all calls that wait with an error, and where no replica is left all that come."""
-        said = error if isinstance(error, PrefoldError) else JobError(f"the fleet has failed: {error!r}")
+        reason = error if isinstance(error, PrefoldError) else JobError(f"the fleet has failed: {error!r}")
         with self._changed:
-            self._failure = said if isinstance(error, FleetError) else None
+            self._failure = reason if isinstance(error, FleetError) else None
             for lane in self._lanes:
                 while lane.feed.take() is not None:
                     pass
             batches = {id(batch): batch for batch, _, _ in self._open_requests.values()}
             self._open_requests.clear()
         for batch in batches.values():
-            batch.done.set_exception(said)
+            batch.done.set_exception(reason)
 
 
 def _waits(lane: _Lane) -> bool:
