@@ -1,9 +1,9 @@
 """Declares the options of each task, once. All that knows options reads these dataclasses: the methods of LLM and their
 keywords, the command line, the bodies of HTTP and their schema, requests to other servers, the sampler's arrays, the
-journal and the docs.
+journal and the docs. `serve.options` declares those of a server in the same way.
 
 The metadata of a field say what it means (`doc`), which values it may have, and where it stands under which name; see
-`_option`. `scripts/generate` writes what is made of them as text. Neither torch nor NumPy is imported here.
+`option`. `scripts/generate` writes what is made of them as text. Neither torch nor NumPy is imported here.
 """
 
 # ruff: noqa: RUF009  (a field that is made by a function of ours is a field)
@@ -41,6 +41,7 @@ __all__ = [
     "journal_names",
     "kind_of",
     "not_sent",
+    "option",
     "option_of",
     "options_of",
     "penalties_of",
@@ -69,7 +70,7 @@ class Grammar:
     compact: bool = True
 
 
-def _option(
+def option(
     default: Any,
     doc: str,
     *cli: str | None,
@@ -81,6 +82,7 @@ def _option(
     http: str | None = "",
     sent: Literal["openai", "vllm", "set", "own"] | None = None,
     draws: Literal["filter", "penalty"] | None = None,
+    metavar: str | None = None,
 ) -> Any:
     """Returns a field of a dataclass of options.
 
@@ -98,10 +100,11 @@ def _option(
                  where it is not the default; "own": bodies have a form of their own for it. None: no other server can
                  be asked for it, so that a request which sets it is refused
     draws        what it is to the sampler, which gets one column of numbers for each filter and each penalty
+    metavar      what the help of the command line writes in place of a value; None: as its type says
     """
-    names = ("doc", "cli", "one_of", "least", "most", "above", "journal", "http", "sent", "draws")
-    values = (doc, cli, one_of, least, most, above, journal, http, sent, draws)
-    return field(default=default, metadata=dict(zip(names, values, strict=True)))
+    metadata = dict(locals())
+    del metadata["default"]
+    return field(default=default, metadata=metadata)
 
 
 def kind_of(option: Field[Any]) -> type | None:
@@ -114,26 +117,26 @@ def kind_of(option: Field[Any]) -> type | None:
 class LoopedOptions:
     """Holds the options of looped models, for all tasks."""
 
-    exit_threshold: float | None = _option(
+    exit_threshold: float | None = option(
         None,
         "Of a looped model with a gate: read a row after the first visit at which its probability of having left is at"
         " least this; 1: after its last visit. By default what the checkpoint says.",
         least=0, most=1, above=True,
     )  # fmt: skip
-    min_visits: int = _option(1, "Of a looped model with a gate: read no row after fewer visits.", least=1)
-    max_visits: int | None = _option(
+    min_visits: int = option(1, "Of a looped model with a gate: read no row after fewer visits.", least=1)
+    max_visits: int | None = option(
         None, "Of a looped model with a gate: read no row after more visits; by default all it makes.", least=1
     )
-    exit_change: float | None = _option(
+    exit_change: float | None = option(
         None,
         "Of a looped model whose rows leave: a row leaves after the first visit that changes its state by at most this"
         " part of it.",
         least=0, above=True,
     )  # fmt: skip
-    exit_prompts: bool = _option(
+    exit_prompts: bool = option(
         False, "Of a looped model whose rows leave: rows of prompts leave too, by the same rules."
     )
-    route: Sequence[int] | None = _option(
+    route: Sequence[int] | None = option(
         None,
         "Of a looped model whose rows leave or take routes: the numbers of the blocks that rows visit, from 0; by"
         " default as the checkpoint says.",
@@ -144,77 +147,77 @@ class LoopedOptions:
 class SamplerOptions:
     """Holds the options that say how the tokens of an answer are chosen, and when it ends, as users write them."""
 
-    max_tokens: int | Literal["auto"] | None = _option(
+    max_tokens: int | Literal["auto"] | None = option(
         "auto",
         "The most tokens of an answer; by default 256, or fewer where the context ends. None (on the command line 0):"
         " until the model's context is full.",
         least=1, http="max_tokens max_completion_tokens", sent="own",
     )  # fmt: skip
-    min_tokens: int = _option(0, "The answer does not end before so many tokens.", least=0, sent="set")
-    temperature: float = _option(
+    min_tokens: int = option(0, "The answer does not end before so many tokens.", least=0, sent="set")
+    temperature: float = option(
         0.0, "What logits are divided by before a token is drawn; 0: always the most likely token.",
         least=0, sent="openai", draws="filter",
     )  # fmt: skip
-    top_k: int = _option(
+    top_k: int = option(
         0, "Draw only from so many of the most likely tokens; 0 or -1: from all.", least=-1,
         sent="vllm", draws="filter",
     )  # fmt: skip
     # Holtzman et al. 2020
-    top_p: float = _option(
+    top_p: float = option(
         1.0, "Draw only from the most likely tokens that together have this probability.",
         least=0, most=1, sent="openai", draws="filter",
     )  # fmt: skip
     # Nguyen et al. 2024
-    min_p: float = _option(
+    min_p: float = option(
         0.0, "Draw only from tokens this likely, relative to the most likely one.",
         least=0, most=1, sent="vllm", draws="filter",
     )  # fmt: skip
     # Tang et al. 2024: the same tokens are left at any temperature.
-    top_n_sigma: float = _option(
+    top_n_sigma: float = option(
         0.0, "Draw only from tokens whose logit is within so many standard deviations of all logits of the largest; 0:"
         " from all.",
         least=0, draws="filter",
     )  # fmt: skip
     # Keskar et al. 2019. Logits are divided or multiplied by it, in float32, which must neither take it for 0 nor
     # overflow.
-    repetition_penalty: float = _option(
+    repetition_penalty: float = option(
         1.0,
         "Divides the logits of tokens that the prompt or the answer holds already, where they are positive, and"
         " multiplies them where they are negative: above 1 repetitions become rarer, below 1 more frequent; 1: off.",
         least=1e-30, most=1e30, sent="vllm", draws="penalty",
     )  # fmt: skip
-    presence_penalty: float = _option(
+    presence_penalty: float = option(
         0.0, "Taken off the logits of tokens in the answer, once; 0: off.",
         least=-2, most=2, sent="openai", draws="penalty",
     )  # fmt: skip
-    frequency_penalty: float = _option(
+    frequency_penalty: float = option(
         0.0, "Taken off the logits of tokens in the answer, once for each time they occur; 0: off.",
         least=-2, most=2, sent="openai", draws="penalty",
     )  # fmt: skip
-    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = _option(
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = option(
         (), "{token id: what is added to its logit}.", sent="own"
     )
-    seed: int | None = _option(
+    seed: int | None = option(
         None, "The seed of sampling; by default drawn anew for each call.", None,
         least=-(2**63), most=2**64 - 1, sent="set",
     )  # fmt: skip
-    n: int = _option(1, "How many answers each prompt gets.", least=1, sent="set")
-    stop: str | Sequence[str] = _option((), "Texts that end the answer, which is cut off before them.", sent="own")
-    stop_ids: int | Sequence[int] = _option(
+    n: int = option(1, "How many answers each prompt gets.", least=1, sent="set")
+    stop: str | Sequence[str] = option((), "Texts that end the answer, which is cut off before them.", sent="own")
+    stop_ids: int | Sequence[int] = option(
         (), "Token ids that end the answer.", "stop_id", http="stop_token_ids", sent="own"
     )
-    ignore_eos: bool = _option(False, "Go on after the model's end of text.", sent="set")
-    logprobs: int | None = _option(
+    ignore_eos: bool = option(False, "Go on after the model's end of text.", sent="set")
+    logprobs: int | None = option(
         None, "Give each token's log-probability, and those of so many of the most likely tokens.", least=0, http=None,
         sent="own",
     )  # fmt: skip
-    exit_visits: Sequence[int] = _option(
+    exit_visits: Sequence[int] = option(
         (),
         "Of a looped model whose rows leave: after how many visits the row of each token of the answer leaves, in place"
         " of other rules as far as the list goes.",
         None, http=None,
     )  # fmt: skip
-    grammar: Grammar | Mapping[str, object] | None = _option(
+    grammar: Grammar | Mapping[str, object] | None = option(
         None, 'What the text must look like: {"json_schema": ...}, {"json": True}, {"regex": ...}, {"choice": [...]} or'
         ' {"lark": ...}.',
         "json_schema", "json_object", "regex", "choice", "grammar", http=None, sent="own",
@@ -225,24 +228,24 @@ class SamplerOptions:
 class ConversationOptions:
     """Holds the options that say how a conversation becomes the text of a prompt."""
 
-    system: str | None = _option(None, "A system message for conversations without one.")
-    tools: Sequence[object] | None = _option(
+    system: str | None = option(None, "A system message for conversations without one.")
+    tools: Sequence[object] | None = option(
         None,
         "What the chat template is told of tools: JSON schemas as OpenAI writes them, or in Python functions with types"
         " and a docstring.",
     )
-    chat_template: str | None = _option(
+    chat_template: str | None = option(
         None, "The name of one of the checkpoint's chat templates, or the text of a template."
     )
-    chat_template_kwargs: Mapping[str, object] | None = _option(None, "Further variables for the chat template.")
-    template_seconds: float | None = _option(
+    chat_template_kwargs: Mapping[str, object] | None = option(None, "Further variables for the chat template.")
+    template_seconds: float | None = option(
         None,
         "Processor seconds that a chat template which a record brings may take; by default 10.",
         least=0,
         above=True,
         journal=False,
     )
-    escape_special: bool = _option(
+    escape_special: bool = option(
         False,
         "Special tokens that are written in what a conversation holds (messages, tools, documents) stay text; only the"
         " chat template's own are special.",
@@ -258,10 +261,10 @@ class TaskOptions(LoopedOptions):
 
     task: ClassVar[str] = ""
 
-    max_length: int | None = _option(
+    max_length: int | None = option(
         None, "The most tokens a prompt may have; by default what the model takes.", least=1
     )
-    truncate: Truncate = _option(
+    truncate: Truncate = option(
         False,
         "Cut what is too long instead of raising an error: True cuts the longest column of a template, the longest"
         ' content of a conversation, of rerank the document, and keeps what is around it; "left" and "right" cut the'
@@ -270,7 +273,7 @@ class TaskOptions(LoopedOptions):
         one_of=(False, True, "left", "right"),
     )  # fmt: skip
 
-    adapter: str | Sequence[str | None] | None = _option(
+    adapter: str | Sequence[str | None] | None = option(
         None, "The LoRA adapter to run with; in Python also a list of one a prompt. By default the model itself."
     )
 
@@ -312,21 +315,21 @@ class EmbedOptions(TaskOptions):
 
     task = "embed"
 
-    pooling: Pooling | None = _option(
+    pooling: Pooling | None = option(
         None, "Where the embedding is read; by default what the checkpoint says, else last.",
         one_of=(None, "last", "mean", "first"),
     )  # fmt: skip
-    normalize: bool | None = _option(
+    normalize: bool | None = option(
         None,
         "Whether to scale the embedding to length 1; by default what the checkpoint says, else yes.",
         one_of=(None, False, True),
     )
-    dimensions: int | None = _option(None, "Keep only so many values, the first (before they are scaled).", least=1)
-    prompt: str | None = _option(None, "A text to put before every text.", None)
-    prompt_name: str | None = _option(
+    dimensions: int | None = option(None, "Keep only so many values, the first (before they are scaled).", least=1)
+    prompt: str | None = option(None, "A text to put before every text.", None)
+    prompt_name: str | None = option(
         None, "The name of one of the checkpoint's own prompts, which is put before every text."
     )
-    instruction: str | None = _option(
+    instruction: str | None = option(
         None, "What queries are for; written before each text as Qwen3-Embedding wants it."
     )
 
@@ -337,14 +340,14 @@ class RerankOptions(TaskOptions):
 
     task = "rerank"
 
-    instruction: str | None = _option(None, "What is wanted of a document; by default that it answers a web search.")
-    template: str | None = _option(
+    instruction: str | None = option(None, "What is wanted of a document; by default that it answers a web search.")
+    template: str | None = option(
         None,
         "The prompt, with {query}, {document} and, if wanted, {instruction}; by default Qwen3-Reranker's, or the bare"
         " pair for a cross-encoder that was trained on it.",
     )
-    words: tuple[str, str] = _option(("yes", "no"), "The two words whose logits are compared, one token each.")
-    raw_scores: bool = _option(False, "Give the difference of the logits, without the sigmoid.")
+    words: tuple[str, str] = option(("yes", "no"), "The two words whose logits are compared, one token each.")
+    raw_scores: bool = option(False, "Give the difference of the logits, without the sigmoid.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,23 +357,23 @@ class ClassifyOptions(TaskOptions):
 
     task = "classify"
 
-    labels: Sequence[str] | Mapping[str, str] | None = _option(
+    labels: Sequence[str] | Mapping[str, str] | None = option(
         None, "The labels, or {label: how it is written in the prompt}; by default those of the classification head.",
         "labels", "labels_file",
     )  # fmt: skip
-    instructions: str = _option("", "What comes before the examples and the text.")
-    examples: Sequence[object] = _option((), 'Pairs (text, label), or {"text": ..., "label": ...}.')
-    template: str | None = _option(
+    instructions: str = option("", "What comes before the examples and the text.")
+    examples: Sequence[object] = option((), 'Pairs (text, label), or {"text": ..., "label": ...}.')
+    template: str | None = option(
         None,
         "How an example is written, with {text} and then {label}; by default two lines, Text: and Label:.",
     )
-    separator: str = _option("\n\n", "What stands between examples; by default an empty line.", None)
-    normalization: Normalization | None = _option(
+    separator: str = option("\n\n", "What stands between examples; by default an empty line.", None)
+    normalization: Normalization | None = option(
         None,
         "Divide a label's log-likelihood by the label's length in tokens or bytes.",
         one_of=(None, "tokens", "bytes"),
     )
-    calibrate: bool = _option(
+    calibrate: bool = option(
         False,
         "Whether to calibrate the labels with texts without content (contextual calibration, Zhao et al. 2021).",
     )
@@ -382,7 +385,7 @@ class ScoreOptions(TaskOptions):
 
     task = "score"
 
-    prefix_token: int | None = _option(
+    prefix_token: int | None = option(
         None,
         "The token id that stands for an empty prompt; by default BOS, or EOS where there is none.",
         None,
@@ -395,26 +398,26 @@ class GenerationOptions(TaskOptions, ConversationOptions, SamplerOptions):
 
     task = "generate"
 
-    max_n: int = _option(128, "The most answers that a prompt's own options may ask for, unless n is larger.", least=1)
-    max_logprobs: int = _option(
+    max_n: int = option(128, "The most answers that a prompt's own options may ask for, unless n is larger.", least=1)
+    max_logprobs: int = option(
         20, "The most log-probabilities that a prompt's own options may ask for, unless logprobs is larger.", least=0
     )
-    json_space: JsonSpace = _option(
+    json_space: JsonSpace = option(
         "compact",
         "White space in JSON answers: compact (the default), one blank after a comma or colon at most; free, up to 64"
         " blanks and line ends in a row.",
         one_of=("compact", "free"),
     )
-    response_format: type | Mapping[str, object] | None = _option(
+    response_format: type | Mapping[str, object] | None = option(
         None, "In place of grammar: a pydantic class, or OpenAI's object.", None
     )
-    salt: str = _option(
+    salt: str = option(
         "",
         "A name for those who may share: prompts share keys and values, in a batch and in the cache, only where their"
         " salts are equal. With a salt for each customer nobody can find out by timing what others asked.",
         None,
     )
-    priority: int = _option(
+    priority: int = option(
         0,
         'How long keys and values of the prompt are kept by a cache with cache="priority": those of smaller numbers are'
         " forgotten first. It does not change the order in which prompts are computed.",
@@ -487,7 +490,7 @@ def http_names(*kinds: type) -> dict[str, str]:
 
 
 def sent_names(*how: str | None) -> tuple[str, ...]:
-    """Returns the options of generation that another server is asked for in one of these ways (`sent` of `_option`)."""
+    """Returns the options of generation that another server is asked for in one of these ways (`sent` of `option`)."""
     return tuple(one.name for one in (*fields(SamplerOptions), *fields(LoopedOptions)) if one.metadata["sent"] in how)
 
 

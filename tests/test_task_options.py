@@ -27,6 +27,7 @@ from prefold.options import (
     options_of,
     penalties_of,
 )
+from prefold.serve.options import ServeOptions
 from prefold.tasks.sampling import sampling_from
 
 
@@ -71,6 +72,17 @@ def test_every_number_of_an_option_has_its_bounds_everywhere():
                 with pytest.raises(InputError) as caught:
                     sampling_from({name: kind_of(option)(beyond)}, vocab_size=9, tokenizer=None)
                 assert (caught.value.field, caught.value.code) == (name, "out_of_range")
+
+
+def test_every_option_of_a_server_is_on_the_command_line_with_its_default():
+    serve = main.commands["serve"]
+    has, given = {p.name: p for p in serve.params}, serve.make_context("serve", []).params
+    for one in fields(ServeOptions):
+        if one.metadata["cli"] == (None,):
+            assert one.name not in has
+        else:
+            assert (has[one.name].help, given[one.name]) == (one.metadata["doc"], one.default)
+            assert getattr(has[one.name].type, "min", None) == one.metadata["least"]
 
 
 def test_the_sampler_gets_a_column_for_each_of_its_options():

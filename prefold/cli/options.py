@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any
 
 import click
@@ -11,7 +11,8 @@ import click
 from ..options import LoopedOptions, SamplerOptions, cli_names, kind_of, option_of
 from .kinds import Blocks, Bytes, Device, Threshold
 
-__all__ = ["DEFAULT_MODEL", "NUMERIC_TASKS", "TASKS", "column_options", "engine_options", "generation_options"]
+__all__ = ["DEFAULT_MODEL", "NUMERIC_TASKS", "TASKS", "all_of", "click_option", "column_options", "engine_options"]
+__all__ += ["generation_options"]
 __all__ += [
     "job_options",
     "limit_options",
@@ -34,25 +35,40 @@ FORMATS = ("jsonl", "csv", "tsv", "parquet")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def _of(task: str, name: str, *flags: str, **settings: Any) -> Decorator:
-    """Returns the command line's option for one of a task's options, with what `prefold.options` says of it, but for
-    the settings that are given here."""
-    option = option_of(task, name)
-    kind, words = kind_of(option), [value for value in option.metadata["one_of"] if isinstance(value, str)]
-    least, most, above = (option.metadata[bound] for bound in ("least", "most", "above"))
-    bounded = {int: click.IntRange, float: click.FloatRange}.get(kind) if (least, most) != (None, None) else None
-    found: dict[str, Any] = {"help": option.metadata["doc"], "metavar": {int: "N", float: "X", str: "TEXT"}.get(kind)}
+def click_option(option: Field[Any], name: str, *flags: str, **settings: Any) -> Decorator:
+    """Returns the command line's option for an option that is declared as in `prefold.options`.
+
+    name      of the parameter of the command; as a flag too, unless there are `flags`
+    settings  of click, in place of what the declaration says
+    """
+    about, kind = option.metadata, kind_of(option)
+    words = [value for value in about["one_of"] if isinstance(value, str)]
+    bounds = about["least"], about["most"]
+    bounded = {int: click.IntRange, float: click.FloatRange}.get(kind) if bounds != (None, None) else None
+    metavar = about["metavar"] or {int: "N", float: "X", str: "TEXT"}.get(kind)
+    found: dict[str, Any] = {"help": about["doc"], "metavar": None if words else metavar}
     if kind is bool:
         found["is_flag"] = True
     elif words:
-        found |= {"type": click.Choice(words), "metavar": None}
+        found["type"] = click.Choice(words)
+    elif str(option.type) == "tuple[str, ...]":
+        found["multiple"] = True
+    elif option.name.endswith("_bytes"):
+        found |= {"type": Bytes(), "metavar": about["metavar"] or "BYTES"}
     else:
-        found["type"] = kind if bounded is None else bounded(least, most, min_open=above)
-    flag = next(iter(cli_names(task)[name]), name).replace("_", "-")
-    return click.option(*(flags or (f"--{flag}",)), **found | settings)
+        found["type"] = kind if bounded is None else bounded(*bounds, min_open=about["above"])
+    return click.option(*(flags or (f"--{name.replace('_', '-')}",)), name, **found | settings)
 
 
-def _all(*decorators: Decorator) -> Decorator:
+def _of(task: str, name: str, *flags: str, **settings: Any) -> Decorator:
+    """Returns the command line's option for one of a task's options."""
+    parameter = next(iter(cli_names(task)[name]), name)
+    return click_option(option_of(task, name), parameter, *flags, **settings)
+
+
+def all_of(*decorators: Decorator) -> Decorator:
+    """Returns a decorator that adds several options, in their order."""
+
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for decorator in reversed(decorators):
             function = decorator(function)
@@ -77,7 +93,7 @@ plugin_option = click.option(
     " your own. May be repeated.",
 )
 
-model_options = _all(
+model_options = all_of(
     click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True, metavar="NAME",
                  help="Built-in name, local folder, .gguf file, or hub id."),
     click.option("--mmproj", metavar="FILE", help="For images: the GGUF file of the tower of a .gguf file."),
@@ -86,7 +102,7 @@ model_options = _all(
     plugin_option,
 )  # fmt: skip
 
-machine_options = _all(
+machine_options = all_of(
     click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True,
                  help="auto: what the checkpoint is stored in, where the machine computes in it."),
     click.option("--device", type=Device(), default="auto", show_default=True, metavar="NAME",
@@ -94,7 +110,7 @@ machine_options = _all(
     click.option("--threads", type=click.IntRange(1), metavar="N", help="Threads on a CPU.  [default: its cores]"),
 )  # fmt: skip
 
-engine_options = _all(
+engine_options = all_of(
     machine_options,
     click.option("--sharing", type=click.Choice(["auto", "full", "mlp", "off"]), default="auto", show_default=True,
                  help="What is computed once for a shared prefix: everything, all but attention, nothing."),
@@ -109,7 +125,7 @@ engine_options = _all(
                  help="Memory for what a model's tower made of images, kept for others that ask.  [default: 256MiB]"),
 )  # fmt: skip
 
-media_options = _all(
+media_options = all_of(
     click.option("--allow-media-host", metavar="HOST", multiple=True,
                  help="A host from which images are fetched, where they are given by https address. May be repeated."),
     click.option("--media-bytes", type=Bytes(), metavar="BYTES", help="Size of an image's file.  [default: 20MB]"),
@@ -117,7 +133,7 @@ media_options = _all(
                  help="Height times width of an image.  [default: 64000000]"),
 )  # fmt: skip
 
-generation_options = _all(
+generation_options = all_of(
     click.option("--kv-memory", type=Bytes(), metavar="BYTES",
                  help="Memory for keys and values while text is generated, such as 4GiB.  [default: half of what is"
                       " free, on a CPU at most 4GiB]"),
@@ -130,7 +146,7 @@ generation_options = _all(
                       "verify --reuse shifted` wrote when its bound was met."),
 )  # fmt: skip
 
-fleet_options = _all(
+fleet_options = all_of(
     click.option("--ray", metavar="[ADDRESS]", is_flag=False, flag_value="", default=None,
                  help="Run replicas of the model on a Ray cluster; without ADDRESS on that of RAY_ADDRESS, else on "
                       "this machine. Write it behind INPUT, or as --ray=ADDRESS."),
@@ -153,7 +169,7 @@ fleet_options = _all(
                  metavar="SECONDS", help="A replica that has work and makes no progress for so long is killed."),
 )  # fmt: skip
 
-limit_options = _all(
+limit_options = all_of(
     click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N records."),
     _of("embed", "max_length"),
     click.option("--truncate", is_flag=True,
@@ -165,7 +181,7 @@ limit_options = _all(
                  help="Tokens held in memory at once; with --stream those that wait."),
 )  # fmt: skip
 
-output_options = _all(
+output_options = all_of(
     click.option("-o", "--output", metavar="FILE",
                  help=".jsonl, .csv, .tsv or .parquet; .gz may follow. Without it: JSON lines to standard output."),
     click.option("--keep-order", is_flag=True, help="Results in input order, instead of as they come."),
@@ -226,7 +242,7 @@ _SAMPLER = {
     if one.name not in ("exit_visits", "grammar")
 }
 # What commands that compare runs need to generate text.
-text_options = _all(
+text_options = all_of(
     chat_option,
     _SAMPLER["max_tokens"],
     _SAMPLER["ignore_eos"],
@@ -309,7 +325,7 @@ def task_options(*tasks: str) -> Decorator:
         options.append(_INSTRUCTION)
     if {"rerank", "classify"} & set(tasks):
         options.append(_TEMPLATE)
-    return _all(*options, *_EXITS, _ADAPTER)
+    return all_of(*options, *_EXITS, _ADAPTER)
 
 
 _IMAGES = (
@@ -326,7 +342,7 @@ def column_options(*tasks: str) -> Decorator:
     options = list(dict.fromkeys(option for task in tasks for option in _COLUMNS[task]))
     if set(tasks) != {"rerank"}:
         options.append(_MESSAGES)
-    return _all(
+    return all_of(
         *options,
         click.option("--adapter-column", metavar="COLUMN", help="The name of each record's adapter."),
         *_IMAGES,
@@ -360,13 +376,13 @@ def options_for(task: str) -> dict[str, click.Option]:
 
     def command() -> None: ...
 
-    found = _all(column_options(task), task_options(task))(command).__click_params__  # type: ignore[attr-defined]
+    found = all_of(column_options(task), task_options(task))(command).__click_params__  # type: ignore[attr-defined]
     return {option.name: option for option in found}
 
 
 def job_options(*tasks: str) -> Decorator:
     """Returns a decorator that adds all the options of a job of one of these tasks."""
-    return _all(
+    return all_of(
         model_options,
         column_options(*tasks),
         task_options(*tasks),

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import replace
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ..errors import JobError
+from ..options import kind_of
 from ..serve.options import ServeOptions
-from .kinds import Bytes
-from .options import engine_options, generation_options, media_options, model_options, threshold_option
+from .options import (
+    all_of,
+    click_option,
+    engine_options,
+    generation_options,
+    media_options,
+    model_options,
+    threshold_option,
+)
 
 __all__ = ["serve"]
-
-_DEFAULTS = ServeOptions()
 
 
 def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -40,11 +46,15 @@ def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -
     ctx.default_map = {known[name].name: setting for name, setting in found.items()}  # type: ignore[misc]
 
 
-def option(name: str, *more: str, **settings: Any) -> Any:
+def _option(one: Field[Any]) -> Any:
     """Returns the option for a field of ServeOptions, with that field's default."""
-    default = getattr(_DEFAULTS, name)
-    flag = "--" + name.replace("_", "-")
-    return click.option(flag, *more, default=default, show_default=default is not None, **settings)
+    flags = [f"--{name.replace('_', '-')}" for name in one.metadata["cli"]]
+    has_default = kind_of(one) not in (bool, None) and one.default is not None
+    settings = {"default": one.default, "show_default": True} if has_default else {}
+    return click_option(one, one.name, *flags, **settings)
+
+
+_SERVER = all_of(*(_option(one) for one in fields(ServeOptions) if one.metadata["cli"] != (None,)))
 
 
 @click.command(short_help="Answer HTTP requests: the APIs of OpenAI, vLLM and others.")
@@ -57,65 +67,7 @@ def option(name: str, *more: str, **settings: Any) -> Any:
     help="Options in a TOML file, under the names of the command line: port = 8000.",
 )
 @model_options
-@option("host", metavar="ADDRESS", help="Address to listen on.")
-@option("port", type=click.IntRange(0, 65535), help="Port to listen on; 0: one that is free.")
-@click.option(
-    "--served-model-name",
-    "served_names",
-    multiple=True,
-    metavar="NAME",
-    help="A name that requests may ask for; the first stands in responses. May be repeated.",
-)
-@option("api_keys", metavar="FILE", help="Who may ask: keys and their tenants, in TOML. Read again on SIGHUP.")
-@click.option(
-    "--insecure", is_flag=True, help="Listen on an address that others reach, without keys, and be asked by any name."
-)
-@click.option(
-    "--allowed-host",
-    "allowed_hosts",
-    multiple=True,
-    metavar="NAME",
-    help="Without keys: a name by which the server may be asked, and whose pages may ask it. With --insecure: by no"
-    " other than these and the machine's own. May be repeated.",
-)
-@option("data_dir", metavar="FOLDER", help="Where files and batches are kept; none without it.")
-@option("max_file_bytes", type=Bytes(), help="Size of a file that is uploaded.")
-@option("drain_seconds", type=click.FloatRange(0), help="How long requests may go on after SIGTERM.")
-@option("max_waiting_requests", type=click.IntRange(1), help="Requests that may wait; others are refused with 429.")
-@option("max_waiting_tokens", type=click.IntRange(1), help="Tokens that may wait.")
-@option(
-    "step_ms",
-    type=click.FloatRange(0, min_open=True),
-    metavar="MS",
-    help="How long a step should take while live requests are there: rows are adjusted to the measured rate."
-    "  [default: a batch lengthens live steps by a quarter, nothing else is bounded]",
-)
-@option(
-    "batch_share",
-    type=click.FloatRange(0, 1, min_open=True),
-    metavar="SHARE",
-    help="The part of the time that batches get while live requests never pause.",
-)
-@option("max_body_bytes", type=Bytes(), help="Size of a request's body.")
-@option("max_receiving_bytes", type=Bytes(), help="Size of all bodies that are being received.")
-@option("max_connections", type=click.IntRange(1), help="Connections at once.")
-@option(
-    "max_texts",
-    type=click.IntRange(1),
-    help="Texts, documents or prompts of one request, and samples of all its prompts.",
-)
-@option("max_n", type=click.IntRange(1), help="Samples of a prompt.")
-@option("max_logprobs", type=click.IntRange(0), help="Most likely tokens that are listed.")
-@option("max_grammar_bytes", type=Bytes(), help="Size of a schema, regular expression or grammar.")
-@click.option("--allow-chat-template", is_flag=True, help="Requests may bring a chat template of their own.")
-@click.option("--escape-special", is_flag=True, help="Special tokens in what messages hold stay text.")
-@option(
-    "reasoning_parser",
-    type=click.Choice(["auto", "think", "none"]),
-    help="Part answers of chats into reasoning, between <think> and </think>, and text. auto: where the model's chat"
-    " template has <think>.",
-)
-@click.option("--access-log", is_flag=True, help="Log a line about each request: never prompts, answers or keys.")
+@_SERVER
 @click.option(
     "--adapter",
     metavar="NAME=FOLDER",

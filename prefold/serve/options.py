@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import JobError
+from ..options import option
 
 __all__ = ["ServeOptions"]
 
@@ -13,73 +14,66 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """ServeOptions says how a server behaves.
+    """ServeOptions says how a server behaves. Its fields are declared as in `prefold.options`; those whose
+    parameter of the command line is None are set in Python only."""
 
-    host, port            the address; port 0: one that is free
-    served_names          names by which requests may ask for the model, the first of them stands in responses; none:
-                          the checkpoint's own
-    api_keys              a file of keys (see `keys.py`); None: everybody is let in
-    data_dir              a folder for files and batches; None: these are not served
-    max_file_bytes        of a file that is uploaded
-    allowed_hosts         without keys: names, beside those of this machine, by which the server may be asked, and whose
-                          pages may ask it; an address that other machines reach may be asked by any name where there
-                          are none
-    insecure              allow an address that other machines reach, without keys
-    drain_seconds         after SIGTERM: how long requests that run may go on
-    max_body_bytes        of one request
-    max_receiving_bytes   of all bodies that have not come wholly; of one tenant's the half (`most_of_one_tenant`)
-    body_seconds          in which a request's body must have come
-    header_seconds        in which a request's headers must have come
-    max_header_bytes      of one request
-    max_connections       at once
-    max_texts             texts, documents or prompts of one request, or of a batch's line, and samples of all its
-                          prompts together
-    max_n                 samples of a prompt
-    max_grammar_bytes     of a schema, regular expression or grammar: so that none takes long to compile
-    max_logprobs          most likely tokens that are listed
-    max_waiting_requests  requests that wait to be computed, a prompt as many as its samples; further ones are refused
-                          with 429
-    max_waiting_tokens    tokens of their prompts
-    step_ms               how long a step should take while live requests are there; None: as long as it takes
-    batch_share           the part of the time that batches get, at least, while live requests never pause
-    ping_seconds          after so long without an event a stream sends a comment, so that proxies keep it open
-    allow_chat_template   whether requests may bring a chat template of their own, which is a program in a sandbox
-    escape_special        whether special tokens in what a conversation holds stay text
-    reasoning_parser      whether answers of chats are parted into reasoning and text: "auto", where the chat template
-                          has <think>; "think": where they begin with it; "none": never
-    access_log            whether a line is logged about each request
-    send_seconds          in which a client must take what it is sent
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_names: tuple[str, ...] = ()
-    api_keys: str | None = None
-    data_dir: str | None = None
-    max_file_bytes: int = 1 << 30
-    allowed_hosts: tuple[str, ...] = ()
-    insecure: bool = False
-    drain_seconds: float = 30.0
-    max_body_bytes: int = 16 << 20
-    max_receiving_bytes: int = 1 << 30
-    body_seconds: float = 60.0
-    header_seconds: float = 30.0
-    max_header_bytes: int = 64 << 10
-    max_connections: int = 4096
-    max_texts: int = 4096
-    max_n: int = 128
-    max_logprobs: int = 20
-    max_grammar_bytes: int = 64 << 10
-    max_waiting_requests: int = 1024
-    max_waiting_tokens: int = 1 << 22
-    step_ms: float | None = None
-    batch_share: float = 0.02
-    ping_seconds: float = 15.0
-    allow_chat_template: bool = False
-    escape_special: bool = False
-    reasoning_parser: str = "auto"
-    access_log: bool = False
-    send_seconds: float = 60.0
+    host: str = option("127.0.0.1", "Address to listen on.", metavar="ADDRESS")
+    port: int = option(8000, "Port to listen on; 0: one that is free.", least=0, most=65535)
+    served_names: tuple[str, ...] = option(
+        (), "A name that requests may ask for; the first stands in responses; by default the checkpoint's own."
+        " May be repeated.", "served_model_name",
+        metavar="NAME",
+    )  # fmt: skip
+    api_keys: str | None = option(
+        None, "Who may ask: keys and their tenants, in TOML. Read again on SIGHUP.", metavar="FILE"
+    )
+    insecure: bool = option(False, "Listen on an address that others reach, without keys, and be asked by any name.")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Without keys: a name by which the server may be asked, and whose pages may ask it. With --insecure: by no"
+        " other than these and the machine's own. May be repeated.",
+        "allowed_host", metavar="NAME",
+    )  # fmt: skip
+    data_dir: str | None = option(None, "Where files and batches are kept; none without it.", metavar="FOLDER")
+    max_file_bytes: int = option(1 << 30, "Size of a file that is uploaded.")
+    drain_seconds: float = option(30.0, "How long requests may go on after SIGTERM.", least=0)
+    max_waiting_requests: int = option(1024, "Requests that may wait; others are refused with 429.", least=1)
+    max_waiting_tokens: int = option(1 << 22, "Tokens that may wait.", least=1)
+    step_ms: float | None = option(
+        None,
+        "How long a step should take while live requests are there: rows are adjusted to the measured rate."
+        "  [default: a batch lengthens live steps by a quarter, nothing else is bounded]",
+        least=0, above=True, metavar="MS",
+    )  # fmt: skip
+    batch_share: float = option(
+        0.02, "The part of the time that batches get while live requests never pause.", least=0, most=1, above=True,
+        metavar="SHARE",
+    )  # fmt: skip
+    max_body_bytes: int = option(16 << 20, "Size of a request's body.")
+    max_receiving_bytes: int = option(1 << 30, "Size of all bodies that are being received.")
+    max_connections: int = option(4096, "Connections at once.", least=1)
+    max_texts: int = option(
+        4096, "Texts, documents or prompts of one request, and samples of all its prompts.", least=1
+    )
+    max_n: int = option(128, "Samples of a prompt.", least=1)
+    max_logprobs: int = option(20, "Most likely tokens that are listed.", least=0)
+    max_grammar_bytes: int = option(64 << 10, "Size of a schema, regular expression or grammar.")
+    allow_chat_template: bool = option(False, "Requests may bring a chat template of their own.")
+    escape_special: bool = option(False, "Special tokens in what messages hold stay text.")
+    reasoning_parser: str = option(
+        "auto",
+        "Part answers of chats into reasoning, between <think> and </think>, and text. auto: where the model's chat"
+        " template has <think>.",
+        one_of=("auto", "think", "none"),
+    )  # fmt: skip
+    access_log: bool = option(False, "Log a line about each request: never prompts, answers or keys.")
+    body_seconds: float = option(60.0, "In which a request's body must have come.", None)
+    header_seconds: float = option(30.0, "In which a request's headers must have come.", None)
+    max_header_bytes: int = option(64 << 10, "Size of a request's headers.", None)
+    ping_seconds: float = option(
+        15.0, "After so long without an event a stream sends a comment, so that proxies keep it open.", None
+    )
+    send_seconds: float = option(60.0, "In which a client must take what it is sent.", None)
 
     @property
     def is_local(self) -> bool:
