@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .cache import CacheOptions, RadixCache
+from .cache import POLICIES, CacheOptions, RadixCache
 from .checkpoint import Checkpoint, resolve
 from .checkpoint.identity import folder_digest, model_identity
 from .device import choose_device, choose_dtype
@@ -135,25 +135,36 @@ class LLM(NumericTasks, Texts):
             check_threshold(sharing, sharing_threshold)
         if max_batch_rows is not None and max_batch_rows < 1:
             raise InputError(f"max_batch_rows is {max_batch_rows}", field="max_batch_rows", remedy="use 1 or more")
-        if threads is not None:
-            if threads < 1:
-                raise InputError(f"threads is {threads}", field="threads", remedy="use 1 or more")
-            torch.set_num_threads(threads)
+        if threads is not None and threads < 1:
+            raise InputError(f"threads is {threads}", field="threads", remedy="use 1 or more")
         if media_memory < 0:
             raise InputError(f"media_memory is {media_memory}", field="media_memory", remedy="use 0 or more")
         if tensor_parallel < 1:
             raise InputError(f"tensor_parallel is {tensor_parallel}", field="tensor_parallel", remedy="use 1 or more")
+        generation = GenerateOptions(
+            kv_memory=kv_memory,
+            max_running=max_running,
+            reserve_output=reserve_output,
+            cache=cache_options(cache),
+            exits=exits,
+            refill=refill,
+            group=group,
+            step_visits=step_visits,
+        )
+        self.device = choose_device(device)
+        if decode_graphs and (self.device.type != "cuda" or tensor_parallel > 1 or adapters):
+            message = "decode_graphs is for one GPU, and a model without adapters"
+            raise InputError(message, field="decode_graphs", remedy="leave it out")
+        # Nothing is downloaded, started or set before the arguments were looked at.
+        if threads is not None:
+            torch.set_num_threads(threads)
         if not isinstance(model, Checkpoint):
             model = resolve(model, revision=revision, load_format=load_format, mmproj=mmproj, notify=tell)
         self.checkpoint = model
         self.tokenizer = tokenizer_or_none(model) if tokenizer is None else tokenizer
-        self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.checkpoint.config, self.device)
-        if decode_graphs and (self.device.type != "cuda" or tensor_parallel > 1 or adapters):
-            message = "decode_graphs is for one GPU, and a model without adapters"
-            raise InputError(message, field="decode_graphs", remedy="leave it out")
         self._adapters = dict(adapters or {})
-        kept = permitted(cache_options(cache), self.identity)
+        generation = replace(generation, cache=permitted(generation.cache, self.identity))
         self._team = self._start_ranks(tensor_parallel, threads, seed, adapters or {}, images)
         try:
             ranks = ALONE if self._team is None else self._team.ranks
@@ -173,16 +184,6 @@ class LLM(NumericTasks, Texts):
             if self._team is not None:
                 self._team.close()
             raise
-        generation = GenerateOptions(
-            kv_memory=kv_memory,
-            max_running=max_running,
-            reserve_output=reserve_output,
-            cache=kept,
-            exits=exits,
-            refill=refill,
-            group=group,
-            step_visits=step_visits,
-        )
         options = EngineOptions(
             sharing="full" if sharing == "auto" else sharing,
             sharing_threshold=1.0 if sharing_threshold == "auto" else float(sharing_threshold),
@@ -305,9 +306,12 @@ def check_threshold(sharing: str, threshold: float) -> None:
 
 
 def cache_options(cache: CacheOptions | str) -> CacheOptions | None:
-    """Returns the options that the argument `cache` stands for; None for "off"."""
+    """Returns the options that the argument `cache` stands for; None for "off". Raises InputError for other words."""
     if isinstance(cache, CacheOptions):
         return cache
+    if cache not in ("off", *POLICIES):
+        remedy = f"use off, {', '.join(POLICIES)}, or CacheOptions"
+        raise InputError(f"cache is {cache!r}", field="cache", remedy=remedy)
     return None if cache == "off" else CacheOptions(policy=cache)  # type: ignore[arg-type]
 
 

@@ -123,3 +123,19 @@ def test_bad_items_name_themselves(llm):
         llm.score(["a", "b"], ["c"])
     with pytest.raises(PrefoldError, match="there is no model"):
         LLM("nothing-of-the-kind")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"threads": 0}, {"max_running": 0}, {"kv_memory": 0}, {"exits": "early"}, {"group": "row"}, {"step_visits": 0},
+        {"cache": "mru"}, {"decode_graphs": True, "device": "cpu"}, {"tensor_parallel": 0}, {"sharing": "some"},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)  # fmt: skip
+def test_a_wrong_argument_is_refused_before_a_model_is_looked_for(wrong, monkeypatch):
+    monkeypatch.setattr("prefold.llm.resolve", lambda *_, **__: pytest.fail("a model was looked for"))
+    monkeypatch.setattr("prefold.llm.torch.set_num_threads", lambda _: pytest.fail("threads were set"))
+    with pytest.raises(InputError) as caught:
+        LLM("no/such-model", **{"threads": 2, **wrong})
+    assert caught.value.field == next(iter(wrong))
