@@ -123,7 +123,7 @@ def test_errors_name_the_prompt(llm):
         llm.generate(["yes", [5] * 600])
     with pytest.raises(InputError, match="temperature"):
         llm.generate("yes", temperatur=1.0)
-    with pytest.raises(InputError, match="policy"):
+    with pytest.raises(InputError, match="cache is"):
         LLM(str(llm.folder), cache="newest")
     small = LLM(str(llm.folder), dtype="float32", kv_memory=20_000, cache=CacheOptions(ttl=60))
     with pytest.raises(InputError, match=r"item 0.*kv_memory"):
