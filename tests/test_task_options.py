@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields
@@ -10,6 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
+import prefold
 from prefold import InputError, Sampling
 from prefold.api.schema import body_schema
 from prefold.cli import main
@@ -18,6 +20,7 @@ from prefold.options import (
     FILTERS,
     OPTIONS,
     EmbedOptions,
+    SamplerOptions,
     cli_names,
     doc_of,
     filters_of,
@@ -83,6 +86,19 @@ def test_every_option_of_a_server_is_on_the_command_line_with_its_default():
         else:
             assert (has[one.name].help, given[one.name]) == (one.metadata["doc"], one.default)
             assert getattr(has[one.name].type, "min", None) == one.metadata["least"]
+
+
+@pytest.mark.parametrize("name", ["min_p", "top_n_sigma"])
+def test_a_filter_stands_in_the_table_and_where_it_is_done(name):
+    package = Path(prefold.__file__).parent
+    files = {path for path in package.rglob("*.py") if re.search(rf"\b{name}\b", path.read_text(encoding="utf-8"))}
+    expected = {"options.py", "face/keywords.py", "worker/draw.py", "worker/draw_triton.py"}  # the second is generated
+    assert {str(path.relative_to(package)) for path in files} == expected
+
+
+def test_the_page_of_bodies_names_every_parameter_of_sampling():
+    page = (Path(__file__).parents[1] / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert [name for name in http_names(SamplerOptions) if f"`{name}`" not in page] == []
 
 
 def test_the_sampler_gets_a_column_for_each_of_its_options():
