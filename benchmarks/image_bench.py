@@ -18,11 +18,13 @@ from port import Port
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.images.config import tower_of
 from prefold.images.gemma3 import Gemma3Processor
 from prefold.images.idefics3 import Idefics3Processor
 from prefold.images.image import Image
 from prefold.images.processor import Processor
 from prefold.images.tower_config import TowerConfig
+from prefold.images.worker import image_part
 from prefold.model import config_from
 from prefold.prefix import Trie
 from prefold.types import Request, Sampling
@@ -34,7 +36,7 @@ VARIANTS = ("no reuse", "one slot", "exact", "specimen")
 def bench_config(options: argparse.Namespace) -> TowerConfig:
     """Returns the tower of Gemma 3 4B, or one for SmolLM2-135M."""
     if options.model == "gemma3-4b":
-        found = config_from(GEMMA3_4B).tower
+        found = tower_of(config_from(GEMMA3_4B))
         assert found is not None
         return found
     return TowerConfig(kind="idefics3", merge=4, output=576, **SHAPES[options.tower])
@@ -105,7 +107,7 @@ class Bench:
 
     def engine(self, variant: str, longest: int, requests: int) -> Engine:
         """longest: rows of the longest request, with its answer. requests: how many there are."""
-        worker = LocalWorker(self.model, tower=self.tower)
+        worker = LocalWorker(self.model, parts=[image_part(self.tower)])
         slots = longest if variant in ("one slot", "specimen") else longest * requests
         generation = GenerateOptions(
             kv_memory=(slots + 2) * worker.facts.slot_bytes,
@@ -209,7 +211,7 @@ def ask_all(askers: list[Asker], row: dict, image: Image) -> None:
 
 def longest_of(bench: Bench, rows: list[dict], images: list[Image]) -> int:
     """Returns the rows of the longest request with its answer."""
-    probe = Engine(LocalWorker(bench.model, tower=bench.tower))
+    probe = Engine(LocalWorker(bench.model, parts=[image_part(bench.tower)]))
     return max(len(bench.request(probe, *one).tokens) for one in zip(rows, images, strict=True)) + bench.options.tokens
 
 

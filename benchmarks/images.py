@@ -59,6 +59,7 @@ from tower import compare
 
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.images.image import Image
+from prefold.images.worker import image_part
 from prefold.types import Request, Sampling
 from prefold.worker.local import LocalWorker
 
@@ -68,7 +69,7 @@ def company(options: argparse.Namespace) -> list[dict]:
     has kept."""
     bench, rows = Bench(options), questions(options)
     longest = longest_of(bench, rows, [bench.picture(row) for row in rows])
-    worker = LocalWorker(bench.model, tower=bench.tower)
+    worker = LocalWorker(bench.model, parts=[image_part(bench.tower)])
     kept = GenerateOptions(kv_memory=(longest * len(rows) + 2) * worker.facts.slot_bytes)
     eos = bench.eos
     plain = Engine(worker, EngineOptions(generation=kept, eos_ids=eos, sharing="off", media_memory=0))

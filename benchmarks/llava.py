@@ -26,6 +26,7 @@ from image_data import SHAPES
 
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.images.image import Image
+from prefold.images.worker import image_part
 from prefold.worker.local import LocalWorker
 
 PLAIN, SLOT = "no reuse", "one slot"
@@ -136,7 +137,7 @@ def _round(bench: Bench, rows: list[dict], order: str, number: int) -> list[dict
 def _in_company(bench: Bench, rows: list[dict], images: list[Image], longest: int) -> dict[str, tuple[int, ...]]:
     """Returns the answers to all questions where they are asked at once, and nothing is reused: what other shapes of
     the same products do to answers."""
-    worker = LocalWorker(bench.model, tower=bench.tower)
+    worker = LocalWorker(bench.model, parts=[image_part(bench.tower)])
     kept = GenerateOptions(kv_memory=(longest * len(rows) + 2) * worker.facts.slot_bytes)
     engine = Engine(worker, EngineOptions(generation=kept, eos_ids=bench.eos, sharing="off", media_memory=0))
     told: dict[str, list] = {row["id"]: [] for row in rows}

@@ -33,7 +33,8 @@ from looped_tasks import TASKS, held_out
 
 from prefold import LLM
 from prefold.checkpoint import Checkpoint, resolve
-from prefold.train import TrainBatch, routed_logprobs
+from prefold.looped.train import routed_logprobs
+from prefold.train import TrainBatch
 
 # Of the trained models, whose router is asked at THRESHOLD, and whose gate lets a row leave at LEAVES.
 THRESHOLD, LEAVES = 0.6, 0.7

@@ -25,8 +25,9 @@ from common import median
 from prefold.checkpoint import Checkpoint
 from prefold.looped.model import LoopedLM
 from prefold.looped.router import choose, mixture
+from prefold.looped.train import whole_sequences
 from prefold.model import load_model
-from prefold.train import TrainBatch, whole_sequences
+from prefold.train import TrainBatch
 
 Route = tuple[int, ...]
 Plans = Sequence[Route]

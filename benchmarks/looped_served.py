@@ -18,8 +18,9 @@ from looped_tasks import TASKS, example, held_out
 from prefold import LLM
 from prefold.checkpoint import Checkpoint
 from prefold.looped.exits import RowExits, visits_at_exit
+from prefold.looped.train import visit_logprobs
 from prefold.stream import Spool
-from prefold.train import TrainBatch, visit_logprobs
+from prefold.train import TrainBatch
 from prefold.types import Generated, Request, Sampling
 from prefold.worker.attend import Path as KVPath
 from prefold.worker.attend import StepAttend

@@ -36,8 +36,9 @@ from prefold.model.exits import RowExits, visits_at_exit
 from torch.nn import functional as F
 
 from prefold.checkpoint import Checkpoint
+from prefold.looped.train import visit_logprobs
 from prefold.model import LoopedLM, load_model
-from prefold.train import TrainBatch, save_model, visit_logprobs
+from prefold.train import TrainBatch, save_model
 
 TRAINED_VISITS, VISITS = 6, 8
 # The share of the steps in which the first block learns alone; the second goes on from its weights.

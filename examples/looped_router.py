@@ -35,8 +35,9 @@ from prefold.model.routing import Routing
 from torch.nn import functional as F
 
 from prefold.checkpoint import resolve
+from prefold.looped.train import routed_logprobs, whole_sequences
 from prefold.model import LoopedLM, load_model
-from prefold.train import TrainBatch, routed_logprobs, whole_sequences
+from prefold.train import TrainBatch
 
 THRESHOLDS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7)
 LEAVING_BIAS = -2.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Never, Unpack
@@ -28,7 +27,6 @@ from .images.fetch import MediaHosts
 from .images.items import image_inputs
 from .images.reading import Reader
 from .images.table import MediaTable
-from .images.tower_weights import load_tower
 from .model import config_from, load_adapter, load_model
 from .model.parallel import ALONE
 from .options import check_options
@@ -37,6 +35,7 @@ from .tasks.facts import generation_settings
 from .text import Tokenizer, tokenizer_or_none
 from .types import SHARING_MODES, Sharing, Stats
 from .worker.local import LocalWorker
+from .worker.protocol import parts_of
 from .worker.team import Team
 
 __all__ = ["LLM"]
@@ -169,15 +168,15 @@ class LLM(NumericTasks, Texts):
         try:
             ranks = ALONE if self._team is None else self._team.ranks
             place: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "ranks": ranks}
-            self.model = load_model(self.checkpoint, **place, seed=seed)
-            self.config = self.model.config if images else replace(self.model.config, tower=None)
-            self.tower = None
-            if self.config.tower is not None:
-                self.tower = load_tower(self.checkpoint, self.config, dtype=self.dtype, device=self.device, seed=seed)
+            config = config_from(self.checkpoint.config)
+            self.config = config if images else config.text
+            self.model = load_model(self.checkpoint, **place, seed=seed, config=self.config)
+            self.config = self.model.config
+            parts = parts_of(self.model, self.checkpoint, seed)
             loaded = {
                 name: load_adapter(folder, self.config, **place, name=name) for name, folder in (adapters or {}).items()
             }
-            worker = LocalWorker(self.model, loaded, graphs=decode_graphs, tower=self.tower)
+            worker = LocalWorker(self.model, loaded, graphs=decode_graphs, parts=parts)
             if self._team is not None:
                 self._team.join(worker)
         except BaseException:
@@ -195,7 +194,7 @@ class LLM(NumericTasks, Texts):
         )
         self.engine = Engine(self._team or worker, options, media=media)
         reader = Reader(hosts=MediaHosts(frozenset(allow_media_host)))
-        self.images = image_inputs(self.checkpoint, self.config.tower, self.tokenizer, self.engine.media, reader)
+        self.images = image_inputs(self.checkpoint, self.config, self.tokenizer, self.engine.media, reader)
 
     def _start_ranks(
         self, size: int, threads: int | None, seed: int, adapters: Mapping[str, str], images: bool
@@ -211,7 +210,7 @@ class LLM(NumericTasks, Texts):
         config = config_from(self.checkpoint.config)
         return Team(
             self.checkpoint,
-            config if images else replace(config, tower=None),
+            config if images else config.text,
             size=size,
             dtype=self.dtype,
             device=self.device,

@@ -1,7 +1,9 @@
-"""Imports modules of a user's own, such as model families, in every process that loads models.
+"""Imports what adds to prefold's tables, in every process that loads models: its own rooms, and modules of a user's.
 
-PREFOLD_PLUGINS lists them, each the path of a .py file or the name of a module, with the separator of PATH. Processes
-that a process starts have its environment, so that one option of the command line is enough for all of them.
+A room is a feature that most users never meet: a package whose module `attach` enters it in the tables of the core,
+which names it nowhere else. Modules of a user's own add, for instance, model families. PREFOLD_PLUGINS lists them, each
+the path of a .py file or the name of a module, with the separator of PATH. Processes that a process starts have its
+environment, so that one option of the command line is enough for all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from .errors import CheckpointError
 
 __all__ = ["add_plugins", "load_plugins", "plugins"]
 
+ROOMS = ("images", "looped", "shifted")
 VARIABLE = "PREFOLD_PLUGINS"
 _loaded: set[str] = set()
 _lock = RLock()  # a plugin may load a model itself
@@ -36,8 +39,11 @@ def add_plugins(names: Sequence[str]) -> None:
 
 
 def load_plugins() -> None:
-    """Imports the plugins of this process that it has not imported. Raises CheckpointError, naming the plugin."""
+    """Imports the rooms, and the plugins of this process that it has not imported. Raises CheckpointError, naming the
+    plugin."""
     with _lock:
+        for room in ROOMS:
+            import_module(f".{room}.attach", __package__)
         for name in plugins():
             if name not in _loaded:
                 _loaded.add(name)

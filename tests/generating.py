@@ -12,6 +12,7 @@ from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.stream import Spool
 from prefold.types import Generated, Request, Sampling
 from prefold.worker.local import LocalWorker
+from prefold.worker.protocol import parts_of
 
 
 def engine_of(
@@ -22,7 +23,7 @@ def engine_of(
         options["kv_memory"] = (slots + 1) * llm.engine.worker.facts.slot_bytes
     generation, eos_ids = GenerateOptions(**options), llm.engine.options.eos_ids
     return Engine(
-        LocalWorker(llm.model, tower=llm.tower),
+        LocalWorker(llm.model, parts=parts_of(llm.model, llm.checkpoint)),
         EngineOptions(sharing=sharing, max_batch_rows=rows, generation=generation, eos_ids=eos_ids),
         media=media,
     )

@@ -14,13 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from ..errors import InputError
 from ..prefix import clear_of_span
-from ..shifted.chunks import ShiftedReuse
 from ..types import Share
 from .accounts import Account, Accounts
 from .slots import SlotPool
@@ -30,6 +29,13 @@ __all__ = ["POLICIES", "CacheOptions", "RadixCache"]
 
 Policy = Literal["lru", "lfu", "priority"]
 POLICIES: tuple[Policy, ...] = ("lru", "lfu", "priority")
+
+
+class Shifting(Protocol):
+    """A Shifting says which chunks of text are reused at other positions. min_tokens: the fewest tokens of a chunk."""
+
+    @property
+    def min_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class CacheOptions:
     ttl: float | None = None
     max_tokens: int | None = None
     min_overlap: int = 16
-    shifted: ShiftedReuse | str | PathLike[str] | None = None
+    shifted: Shifting | str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -62,7 +68,9 @@ class CacheOptions:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise InputError(f"{name} is {value}", field=name, remedy="give 0 or more")
-        if isinstance(self.shifted, ShiftedReuse) and self.shifted.min_tokens < self.min_overlap:
+        if self.shifted is None or isinstance(self.shifted, (str, PathLike)):
+            return
+        if self.shifted.min_tokens < self.min_overlap:
             message = f"chunks of {self.shifted.min_tokens} tokens are to be reused, and prefixes of {self.min_overlap}"
             remedy = f"give {self.shifted.min_tokens} or less"
             raise InputError(message, field="min_overlap", remedy=remedy)

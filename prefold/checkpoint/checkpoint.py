@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CheckpointError
-from ..images.gguf import config_with_tower, is_tower
+from ..plugins import load_plugins
 from .builtin import BUILT_IN, fetch
 from .gguf import GGUFFile
 from .gguf_config import config_from_gguf
 from .settings import Settings
 
-__all__ = ["GEOMETRIES", "Checkpoint", "read_object", "resolve"]
+__all__ = ["GEOMETRIES", "TOWERS", "Checkpoint", "read_object", "resolve"]
 
 # {name: the config of a well-known model, as Hugging Face writes it}, for random weights (`--load-format dummy`).
 # A model of the size of "looped-2x4" is trained by examples/looped.py.
 GEOMETRIES: dict[str, dict[str, Any]] = json.loads(files(__package__).joinpath("geometries.json").read_text())
+# Makes the config of a model that has a tower of the text model's and the tower's GGUF file, by the architecture that
+# this file names. Rooms enter theirs.
+TOWERS: dict[str, Callable[[Settings, GGUFFile], Settings]] = {}
 SMALL_FILES = ["*.json", "*.jinja", "*.txt"]
 WEIGHT_FILES = ["*.safetensors"]
 # Some repositories keep second copies of their weights here.
@@ -182,7 +185,7 @@ def _tower_in(path: Path) -> GGUFFile | None:
         file = GGUFFile(path)
     except CheckpointError:
         return None
-    return file if is_tower(file) else None
+    return None if _joining(file) is None else file
 
 
 def _existing(mmproj: str) -> Path:
@@ -193,14 +196,23 @@ def _existing(mmproj: str) -> Path:
     return path
 
 
+def _joining(file: GGUFFile) -> Callable[[Settings, GGUFFile], Settings] | None:
+    """Returns the entry of TOWERS for a GGUF file; None where it holds no tower."""
+    load_plugins()
+    return TOWERS.get(str(file.metadata.get("general.architecture")))
+
+
 def _with_tower(checkpoint: Checkpoint, tower: GGUFFile) -> Checkpoint:
     """Returns the checkpoint of a GGUF file with its tower. Raises CheckpointError where they do not fit."""
     if checkpoint.gguf is None:
         raise CheckpointError(
             f"mmproj (--mmproj) is for GGUF files; {checkpoint.name} is a folder, whose tower lies in the folder"
         )
-    config = config_with_tower(Settings.of(checkpoint.config), tower)
-    found = replace(checkpoint, config=config, mmproj=tower)
+    join = _joining(tower)
+    if join is None:
+        kind, known = tower.metadata.get("general.architecture"), " or ".join(map(repr, TOWERS))
+        raise CheckpointError(f"{tower.path} is no tower: its architecture is {kind!r}, not {known}")
+    found = replace(checkpoint, config=join(Settings.of(checkpoint.config), tower), mmproj=tower)
     found.__dict__["gguf"] = checkpoint.gguf
     return found
 

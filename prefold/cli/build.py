@@ -175,7 +175,7 @@ class LazyTasks(Mapping[str, Any]):
         o = self._options
         return image_inputs(
             self._checkpoint,
-            config_from(self._checkpoint.config).tower,
+            config_from(self._checkpoint.config),
             self._tokenizer,
             self.media,
             image_reader(o) if self.reader is None else self.reader,

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..images.desk import ImageDesk
+from ..images.steps import ImageFacts
 from ..images.table import MediaTable
 from ..looped.engine import check_shifted, check_visits, visits_of
 from ..stream import Window
@@ -58,7 +59,7 @@ class Engine(EngineLoop):
         self._visits = visits_of(worker.facts, options.generation)
         check_shifted(worker.facts, options.generation, options.sharing)
         self.media = MediaTable() if media is None else media
-        takes_images = worker.facts.tower is not None
+        takes_images = worker.facts.of(ImageFacts) is not None
         self.images = ImageDesk(worker, self.media, options.media_memory, self.meter) if takes_images else None
         self._choice = SharingChoice(options.sharing_threshold)
         self._budget = self._budget_of(options.max_batch_rows or worker.facts.max_rows)

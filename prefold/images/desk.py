@@ -14,9 +14,9 @@ import numpy as np
 
 from ..engine.meter import Meter
 from ..prefix import MEDIA_BASE
-from ..schedule.steps import DropImages, EncodeImage
 from ..types import Medium
 from ..worker.protocol import Worker
+from .steps import DropImages, EncodeImage, ImageFacts
 from .table import MediaTable
 
 __all__ = ["ImageDesk"]
@@ -76,8 +76,9 @@ class ImageDesk:
         self.media = media
         media.keep_for(self)
         self._worker, self._memory, self._meter = worker, memory, meter
-        assert worker.facts.tower is not None
-        self._tower, self._row_bytes = worker.facts.tower, worker.facts.image_row_bytes
+        facts = worker.facts.of(ImageFacts)
+        assert facts is not None
+        self._tower, self._row_bytes = facts.tower, facts.row_bytes
         self._lock = threading.RLock()
         self._tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None
         self._held: OrderedDict[int, _Rows] = OrderedDict()  # by first id, the least recently used one first

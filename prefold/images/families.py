@@ -10,7 +10,8 @@ from ..checkpoint.settings import Settings
 from ..errors import UnsupportedModelError
 from ..model.config import ModelConfig
 from ..model.decoders import HFConfig, gemma3, llama
-from .tower_config import gemma3_tower, idefics3_tower
+from .config import SeeingConfig
+from .tower_config import TowerConfig, gemma3_tower, idefics3_tower
 
 __all__ = ["REFUSED", "gemma3_images", "idefics3_images"]
 
@@ -50,7 +51,7 @@ def gemma3_images(hf: HFConfig) -> ModelConfig:
     hf = Settings.of(hf)
     text = gemma3(GEMMA3_TEXT | hf.settings("text_config"))
     tied = hf.flag("tie_word_embeddings", True)
-    return replace(text, tower=gemma3_tower(hf, text.hidden), tie_embeddings=tied, dtype=_dtype(hf, text))
+    return _seeing(hf, replace(text, tie_embeddings=tied), gemma3_tower(hf, text.hidden))
 
 
 def idefics3_images(hf: HFConfig) -> ModelConfig:
@@ -64,9 +65,11 @@ def idefics3_images(hf: HFConfig) -> ModelConfig:
             raise UnsupportedModelError(f"text_config.{key} is not supported")
     text = llama(LLAMA_TEXT | settings)
     tied = hf.flag("tie_word_embeddings")
-    return replace(text, tower=idefics3_tower(hf, text.hidden), tie_embeddings=tied, dtype=_dtype(hf, text))
+    return _seeing(hf, replace(text, tie_embeddings=tied), idefics3_tower(hf, text.hidden))
 
 
-def _dtype(hf: Settings, text: ModelConfig) -> str | None:
-    """Returns the dtype that the checkpoint says it was saved in."""
-    return hf.text("dtype", None) or hf.text("torch_dtype", None) or text.dtype
+def _seeing(hf: Settings, text: ModelConfig, tower: TowerConfig) -> SeeingConfig:
+    """Returns the config of a text model beside a tower. hf: the whole model's, which may say the dtype that the
+    checkpoint was saved in."""
+    dtype = hf.text("dtype", None) or hf.text("torch_dtype", None) or text.dtype
+    return SeeingConfig.of(replace(text, names=replace(text.names, beside_tower=True), dtype=dtype), tower)

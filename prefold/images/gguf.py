@@ -9,7 +9,7 @@ from ..checkpoint.gguf import GGUFFile
 from ..checkpoint.settings import MOST_LAYERS, Settings
 from ..errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["config_with_tower", "is_tower", "tower_settings"]
+__all__ = ["config_with_tower", "tower_settings"]
 
 # By the projector's type: the architecture of the whole model, and the text model's that it stands on.
 ARCHITECTURES: Mapping[str, tuple[str, str]] = {
@@ -18,11 +18,6 @@ ARCHITECTURES: Mapping[str, tuple[str, str]] = {
 }
 # Patches along a side of what becomes a row of Gemma 3, where its file does not say.
 GEMMA3_MERGE = 4
-
-
-def is_tower(file: GGUFFile) -> bool:
-    """Whether a GGUF file holds a tower, and no model of its own."""
-    return file.metadata.get("general.architecture") == "clip"
 
 
 def config_with_tower(config: Settings, tower: GGUFFile) -> Settings:
@@ -88,9 +83,6 @@ def tower_settings(tower: GGUFFile) -> Settings:
 def _kind(tower: GGUFFile) -> str:
     """Returns the type of the tower's projector. Raises UnsupportedModelError for one that is not known."""
     metadata = tower.metadata
-    if not is_tower(tower):
-        what = metadata.get("general.architecture")
-        raise CheckpointError(f"{tower.path} is no tower: its architecture is {what!r}, not 'clip'")
     kind = metadata.get("clip.projector_type") or metadata.get("clip.vision.projector_type")
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)

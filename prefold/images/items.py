@@ -13,11 +13,13 @@ import numpy as np
 
 from ..checkpoint import Checkpoint
 from ..errors import InputError
+from ..model.config import ModelConfig
 from ..prefix import MEDIA_BASE
 from ..stream.shelf import Shelf, Shelved
 from ..text import Tokenizer
 from ..text.escaped import Escaping
 from ..types import Medium
+from .config import tower_of
 from .decode import Allowance, Decoded
 from .image import Image
 from .load import load_processor
@@ -25,7 +27,6 @@ from .processor import Processor
 from .reading import Reader, content_of, is_picture
 from .recent import RecentFiles, RecentImages, Seen
 from .table import MediaTable
-from .tower_config import TowerConfig
 
 __all__ = [
     "Chat",
@@ -138,13 +139,14 @@ class Picture:
 
 def image_inputs(
     checkpoint: Checkpoint,
-    tower: TowerConfig | None,
+    config: ModelConfig,
     tokenizer: Tokenizer | None,
     table: MediaTable,
     reader: Reader | None = None,
 ) -> ImageInputs | None:
     """Returns what reads the images of a checkpoint; None for a model that takes text alone, and for one without a
-    tokenizer. The arguments are those of ImageInputs."""
+    tokenizer. The other arguments are those of ImageInputs."""
+    tower = tower_of(config)
     if tower is None or tokenizer is None:
         return None
     processor = load_processor(checkpoint, tower, tokenizer)

@@ -12,6 +12,7 @@ from ..errors import UnsupportedModelError
 from ..model.config import ModelConfig
 from ..model.layers import Norm
 from ..model.weights import Weight, check_memory, check_tensors, fill_all, linear_weights, wanted_shapes
+from .config import tower_of
 from .tower import Tower, TowerLayer
 from .tower_config import TowerConfig
 from .tower_sources import PROJECTION, PROJECTOR_NORM, open_tower_source
@@ -34,11 +35,12 @@ def load_tower(
     CheckpointError, naming every tensor that is missing, unexpected or misshapen.
     """
     device = torch.device(device)
-    if config.tower is None:
+    settings = tower_of(config)
+    if settings is None:
         raise UnsupportedModelError(f"{checkpoint.name} has no tower: it takes text alone")
-    tower = Tower(config.tower, dtype=dtype, device=torch.device("meta"))
+    tower = Tower(settings, dtype=dtype, device=torch.device("meta"))
     weights = list(tower_weights(tower))
-    source = open_tower_source(checkpoint, config.tower, wanted_shapes(weights), seed)
+    source = open_tower_source(checkpoint, settings, wanted_shapes(weights), seed)
     check_tensors(checkpoint, weights, source)
     check_memory(checkpoint, weights, device, dtype)
     fill_all(weights, source, device, pack=pack)

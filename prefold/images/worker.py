@@ -11,10 +11,12 @@ from ..attention import Heads, RowAttention, RowPlan
 from ..device import send
 from ..model import MediaRows
 from ..prefix import MEDIA_BASE
-from ..schedule.steps import Encoded, EncodeImage
+from ..worker.local import LocalWorker
+from ..worker.protocol import DONE, Known, Ticket, WorkerPart
+from .steps import DropImages, Encoded, EncodeImage, ImageFacts
 from .tower import Tower, TowerPass
 
-__all__ = ["ImageRows", "TowerAttend", "without_images"]
+__all__ = ["ImageRows", "TowerAttend", "image_part"]
 
 # Plans are kept for so many parts of images: those of one size, in all pieces of a layer and a few at once.
 MOST_PLANS = 256
@@ -122,6 +124,19 @@ class ImageRows:
         self._firsts = np.array(sorted(self._made), np.int64)
 
 
-def without_images(tokens: np.ndarray) -> np.ndarray:
-    """Returns the ids of a step's rows with 0 in place of those of images, which the embedding does not have."""
-    return np.where(tokens >= MEDIA_BASE, np.int32(0), tokens)
+def image_part(tower: Tower) -> WorkerPart:
+    """Returns the part of a worker that has a tower, and the rows of images."""
+    images = ImageRows(tower)
+
+    def encode(worker: LocalWorker, message: EncodeImage) -> Ticket:
+        encoded = images.encode(message)
+        if tower.device.type == "cuda":  # the host reckons with the time that layers take
+            torch.cuda.synchronize(tower.device)
+        return Known(encoded)
+
+    def drop(worker: LocalWorker, message: DropImages) -> Ticket:
+        images.drop(message.firsts)
+        return DONE
+
+    facts = ImageFacts(tower.config, tower.config.output * tower.dtype.itemsize)
+    return WorkerPart({EncodeImage: encode, DropImages: drop}, facts, images.rows)

@@ -12,10 +12,11 @@ from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import Held
 from ..schedule.steps import MakeStore
 from ..shifted.scheduler import ShiftingScheduler
+from ..shifted.steps import ShiftedFacts
 from ..types import Exits, Sharing
 from ..worker.protocol import Facts, Worker
 from .scheduler import VisitOptions, VisitScheduler
-from .steps import MakeVisitStore
+from .steps import LoopedFacts, MakeVisitStore
 
 __all__ = ["check_shifted", "check_visits", "make_scheduler", "visits_of"]
 
@@ -25,7 +26,8 @@ def visits_of(facts: Facts, options: GenerateOptions) -> VisitOptions | None:
 
     Raises InputError where rows should leave, and the model is not looped or split over ranks.
     """
-    visits = facts.visits
+    looped = facts.of(LoopedFacts)
+    visits = None if looped is None else looped.visits
     if visits is None and options.exits != "read":
         message = f"exits is {options.exits!r}, which is for looped models in one piece"
         raise InputError(message, field="exits", remedy='give exits="read", and tensor_parallel=1', code="not_looped")
@@ -42,7 +44,7 @@ def make_scheduler(
     """Returns the scheduler of what is generated, and lets the worker make room for as many slots as it has. held: as
     of GenerateScheduler."""
     visits, facts = visits_of(worker.facts, options), worker.facts
-    slots = worker.kv_slots(options.kv_memory, facts.slot_bytes if visits is None else facts.visit_bytes)
+    slots = worker.kv_slots(options.kv_memory, facts.slot_bytes if visits is None else _visit_bytes(facts))
     limits = {"max_batch_rows": max_batch_rows, "max_running": options.max_running}
     if visits is None:
         worker.start(MakeStore(slots + 1)).result()
@@ -52,7 +54,13 @@ def make_scheduler(
         )
         return scheduler
     worker.start(MakeVisitStore(slots + 1)).result()
-    return VisitScheduler(SlotPool(slots), visits, **limits, cache=options.cache, slot_bytes=facts.visit_bytes)
+    return VisitScheduler(SlotPool(slots), visits, **limits, cache=options.cache, slot_bytes=_visit_bytes(facts))
+
+
+def _visit_bytes(facts: Facts) -> int:
+    looped = facts.of(LoopedFacts)
+    assert looped is not None
+    return looped.visit_bytes
 
 
 def check_shifted(facts: Facts, options: GenerateOptions, sharing: Sharing) -> None:
@@ -60,8 +68,9 @@ def check_shifted(facts: Facts, options: GenerateOptions, sharing: Sharing) -> N
     if options.cache is None or options.cache.shifted is None:
         return
     field = "cache_reuse_shifted"
-    if facts.fixed is not None:
-        message = f"rows of this model cannot be reused at other positions: {facts.fixed}"
+    shifted = facts.of(ShiftedFacts)
+    if shifted is not None and shifted.fixed is not None:
+        message = f"rows of this model cannot be reused at other positions: {shifted.fixed}"
         raise InputError(message, field=field, remedy="leave it out", code="fixed_rows")
     if sharing != "full":
         message = f"chunks of other prompts cannot be reused with sharing {sharing!r}"
@@ -75,17 +84,18 @@ def check_visits(exits: Exits | None, facts: Facts, visits: VisitOptions | None)
     """
     if exits is None:
         return
+    looped = facts.of(LoopedFacts)
     if visits is None:
         for name in exits.given:
             if name in ("exit_change", "exit_prompts", "exit_visits"):
                 message = f"{name} is given, and rows make all visits"
                 raise InputError(message, field=name, remedy='give the LLM exits="save"', code="no_exits")
-            if name in ("min_visits", "max_visits") and not facts.gate:
+            if name in ("min_visits", "max_visits") and not (looped and looped.gate):
                 message = f"{name} is given, and the model has no gate: its rows are read after the last visit"
                 raise InputError(
                     message, field=name, remedy='leave it out, or give the LLM exits="save"', code="no_gate"
                 )
-        if exits.route is not None and not facts.routes:
+        if exits.route is not None and not (looped and looped.routes):
             message = "a route is given, and the model's blocks differ in windows or rotary settings"
             raise InputError(message, field="route", remedy='give the LLM exits="save"', code="no_exits")
     elif exits.prompts and visits.routed and exits.route is None:

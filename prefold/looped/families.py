@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from ..checkpoint.settings import MOST_LAYERS, Settings
@@ -10,6 +10,7 @@ from ..errors import UnsupportedModelError
 from ..model.config import ModelConfig
 from ..model.decoders import HFConfig, decoder, qwen_windows
 from ..model.names import OURO, huginn_names
+from .config import LoopedConfig
 from .loop import MOST_PLANES, Loop
 from .routing import Routing
 
@@ -44,7 +45,8 @@ def ouro(hf: HFConfig) -> ModelConfig:
     if step is not None and visits == step + 1:
         threshold = 1.0  # the step decides
     config = decoder(hf, windows=qwen_windows(hf), out_norms=True, names=OURO)
-    return _looped(config, Loop(blocks=1, order=(0,) * visits, between="norm", gate=True, threshold=float(threshold)))
+    loop = Loop(blocks=1, order=(0,) * visits, between="norm", gate=True, threshold=float(threshold))
+    return LoopedConfig.of(config, loop)
 
 
 def huginn(hf: HFConfig) -> ModelConfig:
@@ -81,7 +83,7 @@ def huginn(hf: HFConfig) -> ModelConfig:
         embedding_scale=hidden**0.5,
         names=huginn_names(prelude, core),
     )
-    return _looped(
+    return LoopedConfig.of(
         config,
         Loop(
             blocks=1,
@@ -124,7 +126,7 @@ def looped(hf: HFConfig) -> ModelConfig:
         )
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"loop.{error}") from None
-    return _looped(decoder(hf), loop)
+    return LoopedConfig.of(decoder(hf), loop)
 
 
 def _router(settings: Settings) -> Routing | None:
@@ -153,9 +155,3 @@ def _visits(hf: Settings, key: str, default: int | None = None) -> int:
     if visits < 1:
         raise UnsupportedModelError(f"{hf.prefix}{key} is {visits}; a pass makes at least one visit")
     return visits
-
-
-def _looped(config: ModelConfig, loop: Loop) -> ModelConfig:
-    """Returns the config with a plane for each layer of each visit."""
-    planes = tuple(config.planes[layer] for layer in loop.visited(config.layers))
-    return replace(config, loop=loop, planes=planes)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..device import send
 from ..errors import InputError
 from ..model.config import ModelConfig
 from ..model.layers import Linear
@@ -15,6 +16,9 @@ from ..model.lora import NO_ADAPTERS, RowAdapters
 from ..model.ops import Ops
 from ..model.parallel import ALONE, Alone
 from ..model.transformer import Attend, CausalLM, Pass
+from ..model.weights import Weight, linear_weights
+from ..schedule.steps import SlotStep, StreamStep
+from .config import LoopedConfig
 from .exits import RowExits, visits_at_exit
 from .gate import Gate, Seen
 from .noise import position_noise
@@ -35,9 +39,11 @@ class LoopedLM(CausalLM):
     inject  the linear that puts what the prelude gave into the residual stream before each visit; or None
     """
 
+    config: LoopedConfig
+
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ranks: Alone = ALONE):
         super().__init__(config, dtype=dtype, device=device, ranks=ranks)
-        assert config.loop is not None
+        assert isinstance(config, LoopedConfig)
         self.loop = config.loop
         size = config.hidden
         self.gate = Gate(size, self.loop.gate_reads, device=device) if self.loop.gate else None
@@ -74,6 +80,20 @@ class LoopedLM(CausalLM):
             self.visit(rows, block)
         return self.finish(rows)
 
+    def arguments(self, step: StreamStep | SlotStep) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if isinstance(step, SlotStep):
+            if step.exits is not None:
+                at = send(step.reads, self.device)
+                found["exits"] = RowExits(*send(step.exits, self.device).T, rows=at)
+            if step.route is not None:
+                found["route"] = step.route
+        elif (exits := step.readout.exits) is not None:
+            found["route"] = exits.route
+            if (exits := exits.without_route()) is not None:
+                found["exits"] = RowExits.of(exits)
+        return found
+
     def after_each_visit(
         self,
         tokens: Tensor,
@@ -100,6 +120,18 @@ class LoopedLM(CausalLM):
             state = state if read_rows is None else state[read_rows]
             found.append(self.read(state.clone(), None, rows.ops))  # a copy: the next visit writes into it
         return found
+
+    def weights_beside(self) -> Iterator[Weight]:
+        for name in ("gate", "inject"):
+            linear = getattr(self, name)
+            if linear is not None:
+                yield from linear_weights(linear, (name, linear.outputs))
+        if self.router is not None:
+            yield Weight(self.router, "step", (("router.step", len(self.router.step)),))
+        for name in ("router", "planner"):
+            for part in ("inner", "outer") if getattr(self, name) is not None else ():
+                linear = getattr(getattr(self, name), part)
+                yield from linear_weights(linear, (f"{name}.{part}", linear.outputs))
 
     def leaving(self, states: Tensor) -> Tensor:
         """Returns the logits of leaving for states [visits, rows, hidden] as they are read after each visit: float32

@@ -6,18 +6,19 @@ import math
 from numbers import Real
 
 from ..errors import InputError
+from ..model.config import ModelConfig
 from ..types import Exits
-from .loop import Loop
+from .config import loop_of
 
 __all__ = ["check_exits"]
 
 
-def check_exits(exits: Exits | None, loop: Loop | None) -> Exits | None:
+def check_exits(exits: Exits | None, config: ModelConfig | None) -> Exits | None:
     """Returns `exits`. Raises InputError for values that cannot be, and for what the model has not: a gate, or visits.
 
-    Whether an engine can follow them is for the engine to say (`engine.visits.check_visits`).
+    Whether an engine can follow them is for the engine to say (`looped.engine.check_visits`).
 
-    loop: how the model's layers are visited; None: it is not looped
+    config: the model's; None: of a model that is not known
     """
     if exits is None:
         return None
@@ -30,6 +31,7 @@ def check_exits(exits: Exits | None, loop: Loop | None) -> Exits | None:
     if exits.change is not None and not (_is_number(exits.change) and exits.change > 0):
         message = f"exit_change is {exits.change!r:.80}"
         raise InputError(message, field="exit_change", remedy="give a number above 0", code="out_of_range")
+    loop = loop_of(config)
     if loop is None:
         for name in exits.given:
             raise InputError(

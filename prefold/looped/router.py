@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..model.config import ModelConfig
 from ..model.layers import Linear
+from .config import LoopedConfig
 from .routing import Routing
 
 __all__ = ["Planner", "Router", "choose", "mixture", "summary"]
@@ -19,9 +19,9 @@ class Router(nn.Module):
     Its numbers are float32: two linears with SiLU between them, and a vector for each visit that is added between.
     """
 
-    def __init__(self, config: ModelConfig, *, device: torch.device):
+    def __init__(self, config: LoopedConfig, *, device: torch.device):
         super().__init__()
-        assert config.loop is not None and config.loop.router is not None
+        assert config.loop.router is not None
         self.blocks, inputs = config.loop.blocks, 2 if config.loop.router.reads == "request" else 1
         self.inner = _linear(inputs * config.hidden, config.hidden, device)
         self.step = nn.Parameter(torch.empty(len(config.loop.order), config.hidden, device=device))
@@ -42,9 +42,8 @@ class Planner(nn.Module):
     """A Planner gives what a Router gives before each visit, all at once, from the states before the first one: from
     what the embedding and the prelude make of a prompt."""
 
-    def __init__(self, config: ModelConfig, *, device: torch.device):
+    def __init__(self, config: LoopedConfig, *, device: torch.device):
         super().__init__()
-        assert config.loop is not None
         self.blocks, self.visits = config.loop.blocks, len(config.loop.order)
         self.inner = _linear(2 * config.hidden, config.hidden, device)
         self.outer = _linear(config.hidden, self.visits * (self.blocks + 1), device)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..schedule.steps import NOTHING, Drawing, Numbers, SlotResult
+from ..schedule.steps import NOTHING, Drawing, Message, Numbers, SlotResult
+from .visit_options import VisitOptions
 
 __all__ = [
     "CODA",
@@ -17,6 +18,7 @@ __all__ = [
     "LEAVES",
     "PRELUDE",
     "STAYS",
+    "LoopedFacts",
     "MakeVisitStore",
     "Routing",
     "VisitResult",
@@ -31,7 +33,23 @@ LEAVES, STAYS, DECIDES = 1, -1, 0
 
 
 @dataclass(frozen=True, slots=True)
-class MakeVisitStore:
+class LoopedFacts:
+    """LoopedFacts are what the host knows of a worker with a looped model.
+
+    routes       whether a step's rows may visit the blocks in another order than the model's own
+    gate         whether a gate says after which visit rows are read
+    visits       how rows go through the model a visit at a time; None: they cannot
+    visit_bytes  bytes of one slot of one row at one visit
+    """
+
+    routes: bool
+    gate: bool
+    visits: VisitOptions | None
+    visit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MakeVisitStore(Message):
     """A MakeVisitStore asks for so many slots of one row at one visit. Its result is nothing."""
 
     slots: int
@@ -80,7 +98,7 @@ class VisitRounds:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class VisitStep:
+class VisitStep(Message):
     """A VisitStep asks for one visit of n rows to a block (or the prelude, or the coda): its rows may be at different
     visits of different routes. It may have no rows, and only read or route. With `rounds` it asks for several visits.
 

@@ -12,39 +12,67 @@ from torch import Tensor
 from ..attention import KeyRuns, KVStore, SlotPlan
 from ..device import send
 from ..errors import InputError, UnsupportedModelError
-from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
-from ..model.config import ModelConfig
+from ..model import NO_ADAPTERS, Adapter, RowAdapters
 from ..schedule.steps import NOT_FINITE, NOTHING, Drawing, Numbers, SlotStep
 from ..worker.attend import heads_of
+from ..worker.local import LocalWorker
+from ..worker.protocol import DONE, Ticket, WorkerPart
 from ..worker.slot_reads import SlotReads
+from .config import LoopedConfig
 from .gate import Seen
 from .model import LoopedLM
 from .rounds import part_of
 from .router import choose, summary
-from .scheduler import VisitOptions
-from .steps import CODA, DECIDES, LEAVES, PRELUDE, Routing, VisitResult, VisitRounds, VisitStep
+from .steps import (
+    CODA,
+    DECIDES,
+    LEAVES,
+    PRELUDE,
+    LoopedFacts,
+    MakeVisitStore,
+    Routing,
+    VisitResult,
+    VisitRounds,
+    VisitStep,
+)
+from .visit_options import VisitOptions
 from .visits import Visits
 
-__all__ = ["VisitStore", "blocks_alike", "visit_options", "visit_slot_bytes"]
+__all__ = ["VisitStore", "looped_part", "visit_options", "visit_slot_bytes"]
 
 
-def blocks_alike(config: ModelConfig) -> bool:
-    """Returns whether a model is looped, and any of its blocks may come at any visit: a plane of K/V is that of a
-    visit, so the blocks' layers must have the same windows and rotary settings."""
-    if config.loop is None:
-        return False
+def looped_part(model: LoopedLM) -> WorkerPart:
+    """Returns the part of a worker that takes rows through a looped model a visit at a time."""
+    store: VisitStore | None = None
+
+    def make_store(worker: LocalWorker, message: MakeVisitStore) -> Ticket:
+        nonlocal store
+        store = VisitStore(model, message.slots, worker.adapters)
+        return DONE
+
+    def run(worker: LocalWorker, step: VisitStep) -> Ticket:
+        assert store is not None
+        return store.run(step)
+
+    visits = visit_options(model)
+    slot_bytes = 1 if visits is None else visit_slot_bytes(model)
+    facts = LoopedFacts(_blocks_alike(model.config), model.loop.gate, visits, slot_bytes)
+    return WorkerPart({MakeVisitStore: make_store, VisitStep: run}, facts)
+
+
+def _blocks_alike(config: LoopedConfig) -> bool:
+    """Returns whether any block of a model may come at any visit: a plane of K/V is that of a visit, so the blocks'
+    layers must have the same windows and rotary settings."""
     size = config.loop.per_block(config.layers)
     first = config.loop.prelude
     planes = config.planes[first : first + len(config.loop.order) * size]
     return all(plane == planes[number % size] for number, plane in enumerate(planes))
 
 
-def visit_options(model: CausalLM) -> VisitOptions | None:
-    """Returns how rows go through a model a visit at a time; None where they cannot: it is not looped, or is split over
-    ranks. Raises UnsupportedModelError for a router that steps cannot follow."""
-    loop = model.config.loop
-    if not isinstance(model, LoopedLM) or loop is None:
-        return None
+def visit_options(model: LoopedLM) -> VisitOptions | None:
+    """Returns how rows go through a model a visit at a time; None where they cannot, for it is split over ranks. Raises
+    UnsupportedModelError for a router that steps cannot follow."""
+    loop = model.loop
     routing = loop.router
     if routing is not None and routing.kind != "fixed" and (routing.kind in ("soft", "top") or routing.reads == "row"):
         what = f"kind is {routing.kind!r}" if routing.reads == "request" else 'reads is "row"'

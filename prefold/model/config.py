@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from ..errors import UnsupportedModelError
-from ..images.tower_config import TowerConfig
-from ..looped.loop import Loop
 from .names import Names
 
 __all__ = ["ModelConfig", "Plane", "RopeConfig"]
@@ -47,6 +45,9 @@ class Plane:
 class ModelConfig:
     """A ModelConfig describes a decoder, whose layers norm what they read of the residual stream.
 
+    Models that are more than that have configs of subclasses, which override what differs.
+
+    model          the module and the class of the model that is built
     layers         layers with weights of their own
 
     rope           rotary settings; None: nothing is rotated, and each of max_positions has an embedding
@@ -64,12 +65,12 @@ class ModelConfig:
     num_labels     rows of the classification head; None: no such head
     head_layers    1: one linear. 2: linear, ReLU, linear, with biases (reward models)
     labels         names of the head's rows, in order; empty when the checkpoint names none
-    planes         one a layer; of a looped model one for each layer of each visit, in the order of a pass
-    loop           how the layers of a looped model are visited; None: each once, in order
-    tower          what makes rows of images, beside this; None: the model takes text alone
+    planes         one for each layer that a pass goes through, in its order
     names          what tensors and modules are called in checkpoints, and which of them are stored as one
     dtype          the dtype the checkpoint was saved in ("bfloat16", ...), when it says so
     """
+
+    model: ClassVar[str] = "prefold.model.transformer:CausalLM"
 
     vocab_size: int
     hidden: int
@@ -102,8 +103,6 @@ class ModelConfig:
     labels: tuple[str, ...] = ()
     names: Names = field(default_factory=Names)
     dtype: str | None = None
-    loop: Loop | None = None
-    tower: TowerConfig | None = None
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -126,7 +125,24 @@ class ModelConfig:
     @property
     def visited(self) -> Sequence[int]:
         """Returns the layer that each plane is of, in the order of a pass."""
-        return range(self.layers) if self.loop is None else self.loop.visited(self.layers)
+        return range(self.layers)
+
+    @property
+    def text(self) -> ModelConfig:
+        """Returns the config of the model without what it has beside text: itself where it takes text alone."""
+        return self
+
+    @property
+    def span_rows(self) -> int:
+        """Returns the most rows that see each other both ways, and are computed in one step; 0: there are none."""
+        return 0
+
+    @property
+    def fixed(self) -> str | None:
+        """Returns why rows stay at the positions they were computed at, in words; None: their K/V may be moved."""
+        if self.rope is None:
+            return "its positions are embeddings that are added to those of tokens, and are in keys and values alike"
+        return None
 
     @property
     def scale(self) -> float:
@@ -153,11 +169,6 @@ class ModelConfig:
         """Returns how many linears the MLP begins with: gate and up, or up alone."""
         return 2 if self.gated else 1
 
-    @property
-    def stored_names(self) -> Names:
-        """Returns what the model's checkpoints call things."""
-        return self.names if self.tower is None else replace(self.names, beside_tower=True)
-
     def fused_sizes(self, names: Sequence[str]) -> list[int]:
         """Returns how many outputs each of these modules has: of those that are stored as one, by their names here or
         those of their tensors."""
@@ -173,8 +184,7 @@ class ModelConfig:
     @property
     def linear_flops(self) -> int:
         """Returns the floating-point operations of all linears in a pass of one row, the LM head left out."""
-        injections = len(self.loop.order) if self.loop is not None and self.loop.between == "inject" else 0
-        return 2 * (len(self.planes) * self.layer_weights + injections * 2 * self.hidden**2)
+        return 2 * len(self.planes) * self.layer_weights
 
     @property
     def num_parameters(self) -> int:
@@ -193,6 +203,4 @@ class ModelConfig:
         head = (self.num_labels or 0) * self.hidden
         if self.num_labels and self.head_layers == 2:
             head += self.hidden * self.hidden + self.hidden + self.num_labels
-        if self.loop is not None:
-            head += self.loop.num_parameters(self.hidden) + (self.loop.between == "inject") * 2 * self.hidden**2
         return embeddings + self.layers * (self.layer_weights + norms + biases) + norm + head

@@ -7,19 +7,18 @@ UnsupportedModelError, never left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
+from types import MappingProxyType
 
 from ..checkpoint.settings import Settings
 from ..errors import CheckpointError, UnsupportedModelError
-from ..images.families import REFUSED, gemma3_images, idefics3_images
-from ..looped.families import huginn, looped, ouro
 from ..plugins import load_plugins
 from .config import ModelConfig
 from .decoders import HFConfig, gemma3, gpt2, llama, mistral, qwen2, qwen3
 from .unread import check_read
 
-__all__ = ["config_from", "register_family", "supported_architectures"]
+__all__ = ["add_families", "config_from", "register_family", "supported_architectures"]
 
 Family = Callable[[HFConfig], ModelConfig]
 
@@ -51,8 +50,8 @@ def config_from(hf: HFConfig) -> ModelConfig:
 def _config_from(hf: Settings) -> ModelConfig:
     architecture = _architecture(hf)
     family = _FAMILIES.get(architecture)
-    if family is None and architecture in REFUSED:
-        raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {REFUSED[architecture]}")
+    if family is None and architecture in _REFUSED:
+        raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {_REFUSED[architecture]}")
     if family is None:
         known = ", ".join(supported_architectures())
         raise UnsupportedModelError(
@@ -68,7 +67,7 @@ def _config_from(hf: Settings) -> ModelConfig:
     if hf.get("is_causal") is False:
         raise UnsupportedModelError("the model attends in both directions (is_causal is false); only causal ones work")
     code, own = hf.get("auto_map"), architecture in _REGISTERED
-    done_here = own or architecture in OWN_CODE
+    done_here = own or architecture in _OWN_CODE
     if isinstance(code, Mapping) and not done_here and any(str(k).startswith("AutoModel") for k in code):
         raise UnsupportedModelError(
             "the checkpoint brings model code of its own (auto_map), which is never run; remove auto_map from its "
@@ -86,6 +85,25 @@ def register_family(architecture: str, family: Family) -> None:
     """
     _FAMILIES[architecture] = family
     _REGISTERED.add(architecture)
+
+
+def add_families(
+    families: Mapping[str, Family],
+    *,
+    model_types: Mapping[str, str],
+    own_code: Collection[str] = (),
+    refused: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Adds families of prefold's own, by architecture.
+
+    model_types  the architecture of a checkpoint that names its model_type alone
+    own_code     architectures that exist only as code beside checkpoints, and whose model is implemented here
+    refused      architectures that are refused with the reason, in place of the list of those that work
+    """
+    _FAMILIES.update(families)
+    MODEL_TYPES.update(model_types)
+    _OWN_CODE.update(own_code)
+    _REFUSED.update(refused)
 
 
 def _of_registered(architecture: str, family: Family, hf: Settings) -> ModelConfig:
@@ -171,29 +189,15 @@ MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "idefics3": "Idefics3ForConditionalGeneration",
-    "smolvlm": "SmolVLMForConditionalGeneration",
-    "qwen2_vl": "Qwen2VLForConditionalGeneration",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "gpt2": "GPT2LMHeadModel",
-    "ouro": "OuroForCausalLM",
-    "huginn_raven": "RavenForCausalLM",
-    "prefold_looped": "PrefoldLoopedForCausalLM",
 }
-# Architectures that exist only as code beside checkpoints, and whose model is implemented here.
-OWN_CODE = ("Qwen2ForRewardModel", "OuroForCausalLM", "RavenForCausalLM")
-
+# See `add_families`.
+_OWN_CODE = {"Qwen2ForRewardModel"}
+_REFUSED: dict[str, str] = {}
 # Architectures whose families are not prefold's own.
 _REGISTERED: set[str] = set()
 _FAMILIES: dict[str, Family] = {
     "Qwen2ForRewardModel": _reward(qwen2),
-    "OuroForCausalLM": ouro,
-    "RavenForCausalLM": huginn,
-    "PrefoldLoopedForCausalLM": looped,
-    "Gemma3ForConditionalGeneration": gemma3_images,
-    "Idefics3ForConditionalGeneration": idefics3_images,
-    "SmolVLMForConditionalGeneration": idefics3_images,
 }
 for _causal, _other, _family in (
     ("LlamaForCausalLM", "Llama", llama),

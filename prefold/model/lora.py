@@ -239,7 +239,7 @@ def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair
                 "safetensors (in PEFT: save_pretrained(folder, safe_serialization=True))"
             )
         raise CheckpointError(f"{folder} has no adapter_model.safetensors")
-    names = config.stored_names
+    names = config.names
     pairs: dict[str, Pair] = {}
     modules: dict[str, list[re.Match]] = {}
     strange = []
@@ -275,7 +275,7 @@ def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -
     if len(pair.b) != sum(sizes):
         raise CheckpointError(f"{folder}: {pair.name} has lora_B {list(pair.b.shape)}, not {sum(sizes)} rows")
     parts = zip(modules, pair.b.split(sizes), strict=True)
-    in_turn = config.stored_names.interleaved
+    in_turn = config.names.interleaved
     return [
         Pair(pair.name, pair.a, halves_apart(b, len(b) // config.head_dim) if in_turn and module[-6] in "qk" else b)
         for module, b in parts

@@ -103,7 +103,7 @@ class SafetensorsSource:
         whose."""
         self._where: dict[str, TensorPlace] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        names = config.stored_names
+        names = config.names
         for _, file in self.opened(checkpoint):
             for stored in file.keys():  # noqa: SIM118 (not a dict)
                 if self.IGNORED.fullmatch(stored):

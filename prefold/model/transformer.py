@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import InputError
+from ..schedule.steps import SlotStep, StreamStep
 from .config import ModelConfig
 from .decoder_layer import Layer, SumNormedLayer, norm_of
 from .layers import Linear
@@ -172,6 +173,14 @@ class CausalLM(nn.Module):
     def normed(self, rows: Pass) -> Tensor:
         """Returns the final norm of rows, [rows, hidden]."""
         return self.norm(rows.x, rows.delta, rows.ops)[1]
+
+    def arguments(self, step: StreamStep | SlotStep) -> dict[str, Any]:
+        """Returns the arguments of a call of the model that a step has beside its rows."""
+        return {}
+
+    def weights_beside(self) -> Iterable[Any]:
+        """Returns the Weights of what the model has beside a decoder, none of them split over ranks."""
+        return ()
 
     def logits(self, hidden: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
         """Returns float32 logits [rows, vocabulary], or [rows, len(ids)] of the ids given; hidden as from `forward`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import accumulate
 from types import MappingProxyType
 from typing import cast
@@ -15,7 +16,6 @@ from .. import kernels
 from ..checkpoint import Checkpoint
 from ..device import check_fits
 from ..errors import CheckpointError
-from ..looped.model import LoopedLM
 from .config import ModelConfig
 from .decoder_layer import Layer
 from .families import config_from
@@ -108,8 +108,13 @@ def fill_all(weights: Iterable[Weight], source: TensorSource, device: torch.devi
 
 def _shapes(config: ModelConfig, dtype: torch.dtype, ranks: Alone = ALONE) -> CausalLM:
     """Returns a model whose parameters have shapes and no storage."""
-    kind = CausalLM if config.loop is None else LoopedLM
-    return kind(config, dtype=dtype, device=torch.device("meta"), ranks=ranks)
+    return model_class(config)(config, dtype=dtype, device=torch.device("meta"), ranks=ranks)
+
+
+def model_class(config: ModelConfig) -> type[CausalLM]:
+    """Returns the class of the model that a config names."""
+    module, _, name = config.model.partition(":")
+    return getattr(import_module(module), name)
 
 
 def model_weights(model: CausalLM) -> Iterator[Weight]:
@@ -125,17 +130,7 @@ def model_weights(model: CausalLM) -> Iterator[Weight]:
         yield Weight(model, "position_embedding", (("embed_positions.weight", config.max_positions),))
     yield from _norm(model.norm, "norm", config)
     yield from _head(model.score)
-    if isinstance(model, LoopedLM):
-        for name in ("gate", "inject"):
-            linear = getattr(model, name)
-            if linear is not None:
-                yield from linear_weights(linear, (name, linear.outputs))
-        if model.router is not None:
-            yield Weight(model.router, "step", (("router.step", len(model.router.step)),))
-        for name in ("router", "planner"):
-            for part in ("inner", "outer") if getattr(model, name) is not None else ():
-                linear = getattr(getattr(model, name), part)
-                yield from linear_weights(linear, (f"{name}.{part}", linear.outputs))
+    yield from model.weights_beside()
     places = model.shard.parts(config) if split else {}
     for number, layer in enumerate(model.layers):
         yield from _layer(cast(Layer, layer), f"layers.{number}.", places)

@@ -8,10 +8,8 @@ There are these:
     StreamStep   some rows of a row stream; the worker keeps the K/V of one path a stream between two of its steps
     MakeStore    room for the K/V of so many slots; before the first SlotStep, and once
     SlotStep     rows whose keys lie in the slots of that store: prompts to be continued, and what is generated
-    MoveRows     K/V of slots, copied to other slots as that of rows at other positions
-    EncodeImage  more work of the tower for an image, whose rows the worker keeps until a DropImages
 
-Where a looped model is gone through a visit at a time, `visit_steps` has two more. All are started alike:
+Rooms have more, which their parts of the worker take (`worker.protocol.WorkerPart`). All are started alike:
 `ticket = worker.start(message)`, `ticket.result()`. What a slot is used for, which rows are shared, who waits and who
 runs, only the host knows.
 """
@@ -20,19 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from ..prefix import PrefixMap
 from ..types import Readout, TokenLogprobs
 
-if TYPE_CHECKING:
-    from ..looped.steps import MakeVisitStore, VisitStep
-
 __all__ = [
-    "NOT_FINITE", "Drawing", "DropImages", "EncodeImage", "Encoded", "EndStream", "MakeStore", "Message",
-    "MoveRows", "Numbers", "Ragged", "SlotResult", "SlotStep", "StepResult", "StreamStep",
+    "NOT_FINITE", "Drawing", "EndStream", "MakeStore", "Message", "Numbers", "Ragged", "SlotResult", "SlotStep",
+    "StepResult", "StreamStep",
 ]  # fmt: skip
 
 # In place of a token: the logits are no finite numbers, so that no token follows from them.
@@ -42,8 +36,14 @@ NOTHING = np.zeros(0, np.int64)
 NOTHING.flags.writeable = False
 
 
+class Message:
+    """A Message is what a host asks a worker for."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, eq=False, slots=True)
-class StreamStep:
+class StreamStep(Message):
     """A StreamStep asks for one forward pass over neighbouring rows of a row stream.
 
     Keys are numbered over the carried path and then the new rows: key j < path is the j-th row of the path above the
@@ -92,14 +92,14 @@ class StreamStep:
 
 
 @dataclass(frozen=True, slots=True)
-class EndStream:
+class EndStream(Message):
     """An EndStream says that no step of this stream follows, so that its path may go. `Worker.forget` sends it."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
-class MakeStore:
+class MakeStore(Message):
     """A MakeStore asks for room for the K/V of so many slots."""
 
     slots: int
@@ -202,7 +202,7 @@ class Numbers:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class SlotStep:
+class SlotStep(Message):
     """A SlotStep asks for one forward pass over n rows whose keys lie in the slots of the store.
 
     Its rows are its queries, numbered from 0 to n - 1.
@@ -256,21 +256,6 @@ class SlotStep:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class MoveRows:
-    """A MoveRows asks for copies of the K/V of n rows, as rows at other positions: their keys are turned by the rotary
-    angles between the two. Everything is read before anything is written.
-
-    sources, positions      int64 [n]: the slots that are read, and the positions their rows were computed at
-    slots, new_positions    int64 [n]: the slots that are written, none twice, and the positions of the copies
-    """
-
-    sources: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    new_positions: np.ndarray
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class StepResult:
     """A StepResult holds the numbers that a step read.
 
@@ -294,43 +279,3 @@ class SlotResult:
     ids: np.ndarray
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     numbers: tuple[StepResult, ...] = ()
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class EncodeImage:
-    """An EncodeImage asks for the tower's work on an image, up to its piece `stop` of those of all layers
-    (`TowerConfig.pieces`).
-
-    ids    int32 [rows]: of the image's rows. Once they are made, steps may have rows with these ids
-    tiles  float32 [tiles, 3, height, width], in the first message about an image; None: go on with it
-
-    Its result is an Encoded.
-    """
-
-    ids: np.ndarray
-    tiles: np.ndarray | None
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class DropImages:
-    """A DropImages says that the rows of images may go, and what was made of them so far. firsts: their first ids."""
-
-    firsts: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """An Encoded says how far an image is.
-
-    is_done  whether its rows are there
-    error    why the tower failed for it: its rows are then no finite numbers; None: it did not
-    """
-
-    is_done: bool
-    error: str | None = None
-
-
-Message: TypeAlias = (
-    "StreamStep | SlotStep | MakeStore | MoveRows | EndStream | EncodeImage | DropImages | MakeVisitStore | VisitStep"
-)

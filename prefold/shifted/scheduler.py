@@ -20,8 +20,8 @@ from ..cache import CacheOptions, SlotPool
 from ..cache.tree import Node
 from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import Running
-from ..schedule.steps import MoveRows
 from .chunks import ChunkIndex, ShiftedReuse
+from .steps import MoveRows
 
 __all__ = ["Moved", "ShiftingScheduler"]
 

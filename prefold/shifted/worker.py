@@ -8,19 +8,23 @@ from torch import Tensor
 
 from ..attention import KVStore
 from ..device import send
-from ..model import CausalLM, ModelConfig
-from ..schedule.steps import MoveRows
+from ..model import CausalLM
+from ..worker.local import LocalWorker
+from ..worker.protocol import DONE, Ticket, WorkerPart
+from .steps import MoveRows, ShiftedFacts
 
-__all__ = ["move_rows", "turn", "why_fixed"]
+__all__ = ["move_rows", "shifted_part", "turn"]
 
 
-def why_fixed(config: ModelConfig) -> str | None:
-    """Returns why rows of a model stay at the positions they were computed at, in words; None: they may be moved."""
-    if config.rope is None:
-        return "its positions are embeddings that are added to those of tokens, and are in keys and values alike"
-    if config.loop is not None:
-        return "it is looped, and what its rows have at a visit may depend on more than their tokens"
-    return None
+def shifted_part(model: CausalLM) -> WorkerPart:
+    """Returns the part of a worker that moves rows."""
+    return WorkerPart({MoveRows: _move}, ShiftedFacts(model.config.fixed))
+
+
+def _move(worker: LocalWorker, message: MoveRows) -> Ticket:
+    assert worker.store is not None
+    move_rows(worker.model, worker.store, message)
+    return DONE
 
 
 def move_rows(model: CausalLM, store: KVStore, message: MoveRows) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import InputError, record_error
 from ..images.items import ImageIds, ImageInputs, Picture, Pictured, check_cut, refuse_images
-from ..looped.loop import Loop
+from ..model.config import ModelConfig
 from ..options import Truncate
 from ..prefix import MEDIA_BASE
 from ..text import Filled, Tokenizer
@@ -154,7 +154,7 @@ class Inputs:
     vocab_size  the size of the model's vocabulary, None when unknown
     adapter     the LoRA adapter of items that name none
     adapters    the names of the LoRA adapters that are loaded
-    loop        how a looped model's layers are visited; None: the model is not looped
+    config      the model's; None when unknown
     images      what reads images; None: the model takes text alone
     """
 
@@ -163,7 +163,7 @@ class Inputs:
     vocab_size: int | None = None
     adapter: str | None = None
     adapters: Collection[str] = ()
-    loop: Loop | None = None
+    config: ModelConfig | None = None
     images: ImageInputs | None = None
 
     def __post_init__(self) -> None:

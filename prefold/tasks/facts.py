@@ -39,7 +39,7 @@ def inputs_of(
     limit = config.max_positions if max_length is None else max_length
     if config.rope is None:
         limit = min(limit, config.max_positions)
-    return Inputs(tokenizer, limit, config.vocab_size, adapter, adapters, config.loop)
+    return Inputs(tokenizer, limit, config.vocab_size, adapter, adapters, config)
 
 
 def labels_of_head(config: ModelConfig) -> list[str] | None:

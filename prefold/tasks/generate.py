@@ -151,7 +151,7 @@ class GenerateTask:
     def _sampling(self, given: Mapping[str, Any], defaults: Sampling) -> Sampling:
         tokenizer, vocab_size = self.inputs.tokenizer, self.inputs.vocab_size
         made = sampling_from(given, vocab_size=vocab_size, tokenizer=tokenizer, defaults=defaults)
-        check_exits(made.exits, self.inputs.loop)
+        check_exits(made.exits, self.inputs.config)
         if made.grammar is None or self.compact:
             return made
         return replace(made, grammar=replace(made.grammar, compact=False))

@@ -67,7 +67,7 @@ def make_task(
         route = None if options.route is None else tuple(options.route)
         o = options
         exits = Exits(o.exit_threshold, o.min_visits, o.max_visits, o.exit_change, o.exit_prompts, route)
-        exits = check_exits(None if exits == Exits() else exits, task.inputs.loop)
+        exits = check_exits(None if exits == Exits() else exits, task.inputs.config)
         task.readout = replace(task.readout, exits=exits)
     return task
 

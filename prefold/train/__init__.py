@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 from .batch import Examples, TrainBatch
-from .logprobs import RoutedLogprobs, logprobs, routed_logprobs, visit_logprobs, whole_sequences
+from .logprobs import logprobs
 from .losses import dpo_loss, dpo_margins, group_loss, sft_loss
 from .micro import accumulate, micro_batches
 from .save import save_model
 
 __all__ = [
     "Examples",
-    "RoutedLogprobs",
     "TrainBatch",
     "accumulate",
     "dpo_loss",
@@ -22,9 +21,6 @@ __all__ = [
     "group_loss",
     "logprobs",
     "micro_batches",
-    "routed_logprobs",
     "save_model",
     "sft_loss",
-    "visit_logprobs",
-    "whole_sequences",
 ]

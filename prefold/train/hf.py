@@ -58,7 +58,7 @@ def config_of(model: PreTrainedModel) -> ModelConfig:
     attend in.
     """
     config = config_from(model.config.to_dict())
-    if config.loop is not None:
+    if config.model != ModelConfig.model:
         raise UnsupportedModelError("the model is looped; train it as one of prefold's own models (prefold.train)")
     return config
 

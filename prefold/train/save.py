@@ -46,7 +46,7 @@ def save_model(
         raise UnsupportedModelError(
             f"{checkpoint.name} has rotary frequencies of its own, which transformers cannot read from a config"
         )
-    if model.config.tower is not None:
+    if model.config.text is not model.config:
         raise UnsupportedModelError(
             f"{checkpoint.name} has a tower, which would not be written; save it by transformers"
         )
@@ -78,7 +78,7 @@ def _tensors(model: CausalLM, dtype: torch.dtype) -> dict[str, Tensor]:
 def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Returns the tensors under the names of the checkpoint's family, and in its shapes: the inverse of
     `Names.of_tensor`."""
-    names = config.stored_names
+    names = config.names
     stored_as = {here: (stored, parts) for stored, parts in names.parts.items() for here in parts}
     if names.interleaved:
         in_turn = {name for name in tensors if re.search(r"\.[qk]_proj\.", name)}

@@ -87,14 +87,9 @@ class DecodeGraphs:
         self._pool: object = None
 
     def takes(self, step: SlotStep) -> bool:
-        """Returns whether a graph can stand for a step: it reads all of its rows in one way, and there is a size for
-        them."""
-        return (
-            step.exits is None
-            and step.route is None
-            and len(step.read_rows) == step.num_rows
-            and padded_size(step.num_rows) is not None
-        )
+        """Returns whether a graph can stand for a step that has nothing beside its rows: it reads all of them, and
+        there is a size for them."""
+        return len(step.read_rows) == step.num_rows and padded_size(step.num_rows) is not None
 
     def run(self, step: SlotStep, given: Tensor | None = None) -> Tensor:
         """Returns the hidden states [rows, hidden] of a step that is taken, until the next call. given: as for

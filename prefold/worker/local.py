@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,30 +15,14 @@ from torch import Tensor
 from ..attention import KVStore, RowAttention
 from ..device import compile_seconds, free_cached, give_back, keep_freed, on, runs_triton
 from ..errors import OutOfMemoryError
-from ..images.tower import Tower
-from ..images.worker import ImageRows, without_images
-from ..looped.model import LoopedLM
-from ..looped.steps import MakeVisitStore, VisitStep
-from ..looped.worker import VisitStore, blocks_alike, visit_options, visit_slot_bytes
 from ..model import Adapter, CausalLM
-from ..schedule.steps import (
-    DropImages,
-    Encoded,
-    EncodeImage,
-    EndStream,
-    MakeStore,
-    Message,
-    MoveRows,
-    SlotStep,
-    StepResult,
-    StreamStep,
-)
-from ..shifted.worker import move_rows, why_fixed
+from ..prefix import MEDIA_BASE
+from ..schedule.steps import EndStream, MakeStore, Message, SlotStep, StreamStep
 from .attend import Path, heads_of
 from .batch import Batch, prepare
 from .budget import batch_rows, kv_bytes, slot_bytes
 from .graphs import DecodeGraphs
-from .protocol import Facts, Ticket, Worker
+from .protocol import DONE, Facts, Ticket, Worker, WorkerPart, parts_of
 from .runner import run
 from .slot_reads import SlotReads
 from .slots import forward, make_store, prepare_slots
@@ -54,7 +39,7 @@ class LocalWorker(Worker):
     adapters  LoRA adapters by name
     depth     of `Facts`; None: 2 on a GPU, which has the next step to do while the results of one are taken
     graphs    on a GPU: replay steps that only decode as captured CUDA graphs (experimental)
-    tower     makes the rows of images; None: the model takes none
+    parts     what features add to it; None: those that need no checkpoint beside the model
     """
 
     def __init__(
@@ -64,11 +49,12 @@ class LocalWorker(Worker):
         *,
         depth: int | None = None,
         graphs: bool = False,
-        tower: Tower | None = None,
+        parts: Sequence[WorkerPart] | None = None,
     ):
-        visits = visit_options(model)
+        parts = parts_of(model) if parts is None else parts
         self.model = model
-        self._images = None if tower is None else ImageRows(tower)
+        self._handlers = {**_HANDLERS, **{kind: do for part in parts for kind, do in part.handlers.items()}}
+        self._media = next((part.media for part in parts if part.media is not None), None)
         self.adapters = dict(adapters or {})
         depth = depth or (2 if model.device.type == "cuda" else 1)
         self.facts = Facts(
@@ -82,16 +68,10 @@ class LocalWorker(Worker):
             vocab_size=model.config.vocab_size,
             adapters=tuple(self.adapters),
             slot_bytes=slot_bytes(model),
-            tower=None if tower is None else tower.config,
-            image_row_bytes=1 if tower is None else tower.config.output * tower.dtype.itemsize,
-            routes=blocks_alike(model.config),
-            gate=model.config.loop is not None and model.config.loop.gate,
-            fixed=why_fixed(model.config),
-            visits=visits,
-            visit_bytes=visit_slot_bytes(model) if isinstance(model, LoopedLM) and visits is not None else 1,
+            span_rows=model.config.span_rows,
+            features=tuple(part.facts for part in parts if part.facts is not None),
         )
         self.store: KVStore | None = None
-        self.visits: VisitStore | None = None
         self._with_graphs, self._graphs = graphs, None
         self._given: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
         self._paths: dict[int, Path] = {}
@@ -106,8 +86,8 @@ class LocalWorker(Worker):
     def prepare(self, message: Message) -> Batch | None:
         if not isinstance(message, StreamStep):
             return None
-        if self._images is not None:
-            message = replace(message, tokens=without_images(message.tokens))
+        if self._media is not None:
+            message = replace(message, tokens=_in_vocabulary(message.tokens))
         return prepare(message, self.model.config.planes, self._attention, tuple(self.adapters.values()))
 
     def start(
@@ -115,7 +95,12 @@ class LocalWorker(Worker):
     ) -> Ticket:
         with self._lock, on(self.model.device), torch.inference_mode():
             try:
-                return self._start(message, prepared, between)
+                if isinstance(message, StreamStep):
+                    return self._run_stream(message, prepared, between)
+                handler = self._handlers.get(type(message))
+                if handler is None:
+                    raise TypeError(f"{type(message).__name__} is no message to this worker")
+                return handler(self, message)
             except torch.OutOfMemoryError as error:
                 why = str(error)
             # Not while the error is handled: it holds what the failed step made.
@@ -132,43 +117,18 @@ class LocalWorker(Worker):
     def compile_seconds(self) -> float:
         return compile_seconds() if runs_triton(self.model.device) else 0.0
 
-    def _start(self, message: Message, prepared: Batch | None, between: Callable[[], None] | None) -> Ticket:
-        if isinstance(message, StreamStep):
-            batch = self.prepare(message) if prepared is None else prepared
-            assert batch is not None
-            path = self._paths.get(message.stream, NO_PATH)
-            if path.rows < message.path:
-                raise ValueError(f"the step goes on with {message.path} rows, its stream left {path.rows}")
-            media = None if self._images is None else self._images.rows(message.tokens)
-            # A step with images holds them until it is over, and others may need their room.
-            pause = None if between is None or media is not None else partial(self._pause, between)
-            reads, self._paths[message.stream] = run(self.model, batch, path.truncate(message.path), media, pause)
-            return reads
-        if isinstance(message, SlotStep):
-            return self._start_slots(message)
-        if isinstance(message, VisitStep):
-            assert self.visits is not None
-            return self.visits.run(message)
-        if isinstance(message, MakeVisitStore):
-            assert isinstance(self.model, LoopedLM)
-            self.visits = VisitStore(self.model, message.slots, self.adapters)
-        elif isinstance(message, MakeStore):
-            self.store = make_store(self.model, message.slots)
-            alone_on_gpu = self.model.device.type == "cuda" and self.model.ranks.size == 1 and not self.adapters
-            self._graphs = DecodeGraphs(self.model, self.store) if self._with_graphs and alone_on_gpu else None
-        elif isinstance(message, MoveRows):
-            assert self.store is not None
-            move_rows(self.model, self.store, message)
-        elif isinstance(message, EndStream):
-            self.forget(message.stream)
-        elif isinstance(message, EncodeImage):
-            return self._encode(message)
-        elif isinstance(message, DropImages):
-            if self._images is not None:
-                self._images.drop(message.firsts)
-        else:
-            raise TypeError(f"{type(message).__name__} is no message to a worker")
-        return Nothing()
+    def _run_stream(self, step: StreamStep, prepared: Batch | None, between: Callable[[], None] | None) -> Ticket:
+        batch = self.prepare(step) if prepared is None else prepared
+        assert batch is not None
+        path = self._paths.get(step.stream, NO_PATH)
+        if (rows := path.rows) < step.path:
+            raise ValueError(f"the step goes on with {step.path} rows, its stream left {rows}")
+        path = path if rows == step.path else path.truncate(step.path)
+        media = None if self._media is None else self._media(step.tokens)
+        # A step with images holds them until it is over, and others may need their room.
+        pause = None if between is None or media is not None else partial(self._pause, between)
+        reads, self._paths[step.stream] = run(self.model, batch, path, media, pause)
+        return reads
 
     def _pause(self, between: Callable[[], None]) -> None:
         self._lock.release()
@@ -177,29 +137,45 @@ class LocalWorker(Worker):
         finally:
             self._lock.acquire()
 
-    def _encode(self, message: EncodeImage) -> Ticket:
-        if self._images is None:
-            return Told(Encoded(True, "the model takes no images"))
-        found = self._images.encode(message)
-        if self.model.device.type == "cuda":  # the host reckons with the time that layers take
-            torch.cuda.synchronize(self.model.device)
-        return Told(found)
+    def _end_stream(self, message: EndStream) -> Ticket:
+        self.forget(message.stream)
+        return DONE
 
-    def _start_slots(self, step: SlotStep) -> Ticket:
+    def _make_store(self, message: MakeStore) -> Ticket:
+        self.store = make_store(self.model, message.slots)
+        alone_on_gpu = self.model.device.type == "cuda" and self.model.ranks.size == 1 and not self.adapters
+        self._graphs = DecodeGraphs(self.model, self.store) if self._with_graphs and alone_on_gpu else None
+        return DONE
+
+    def _run_slots(self, step: SlotStep) -> Ticket:
         assert self.store is not None
-        media = None
-        if self._images is not None and (media := self._images.rows(step.tokens)) is not None:
-            step = replace(step, tokens=without_images(step.tokens))
-        if self._graphs is not None and media is None and self._graphs.takes(step):
+        how = self.model.arguments(step)
+        if self._media is not None and (media := self._media(step.tokens)) is not None:
+            how["media"] = media
+            step = replace(step, tokens=_in_vocabulary(step.tokens))
+        if self._graphs is not None and not how and self._graphs.takes(step):
             hidden = self._graphs.run(step, self._given)
         else:
             batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._given)
-            hidden = forward(self.model, self.store, batch, media)
+            hidden = forward(self.model, self.store, batch, how)
             if step.exits is not None:  # there is a hidden state a read
                 step = replace(step, reads=np.arange(len(step.reads)))
         reads = SlotReads(self.model, hidden, step)
         self._given = reads.ids if self.facts.slot_depth > 1 else None
         return reads
+
+
+# By the type of a message, beside those of the parts. Functions, which hold no worker.
+_HANDLERS: Mapping[type[Message], Callable[[Any, Any], Ticket]] = {
+    SlotStep: LocalWorker._run_slots,
+    MakeStore: LocalWorker._make_store,
+    EndStream: LocalWorker._end_stream,
+}
+
+
+def _in_vocabulary(tokens: np.ndarray) -> np.ndarray:
+    """Returns the ids of a step's rows with 0 in place of those of media, which the embedding does not have."""
+    return np.where(tokens >= MEDIA_BASE, np.int32(0), tokens)
 
 
 class _Last:
@@ -208,20 +184,3 @@ class _Last:
     def __del__(self) -> None:
         if give_back is not None:  # as names are when Python ends
             give_back()
-
-
-class Told:
-    """A ticket of a message whose result is known."""
-
-    def __init__(self, what: Encoded):
-        self._what = what
-
-    def result(self) -> Encoded:
-        return self._what
-
-
-class Nothing:
-    """A ticket of a message that gives nothing to the host."""
-
-    def result(self) -> StepResult | None:
-        return None

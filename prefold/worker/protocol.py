@@ -22,15 +22,22 @@ parts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ..images.tower_config import TowerConfig
-from ..looped.scheduler import VisitOptions
+import numpy as np
+
+from ..plugins import load_plugins
 from ..schedule.steps import Message
 
-__all__ = ["Facts", "Ticket", "Worker"]
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+    from ..model import CausalLM, MediaRows
+
+__all__ = ["DONE", "Facts", "Known", "Ticket", "Worker", "WorkerPart", "add_part", "parts_of"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +54,8 @@ class Facts:
     vocab_size     of the model
     adapters       names of the LoRA adapters; in messages they are numbers, in this order
     slot_bytes     bytes of one slot's K/V, in all planes and on all ranks
-    tower          the tower; None: the model takes no images
-    image_row_bytes  bytes of one row of an image as the tower makes it
-    routes         whether a step's rows may visit the blocks of a looped model in another order than its own
-    gate           whether a gate says after which visit the rows of a looped model are read
-    fixed          why rows cannot be moved to other positions, in words; None: they can
-    visits         how rows go through a looped model a visit at a time; None: they cannot
-    visit_bytes    bytes of one slot of one row at one visit
+    span_rows      the most rows that see each other both ways, and are computed in one step; 0: there are none
+    features       what is known of the parts that features have there, an object each: see `of`
     """
 
     depth: int = 1
@@ -65,19 +67,12 @@ class Facts:
     vocab_size: int = 1 << 30
     adapters: tuple[str, ...] = ()
     slot_bytes: int = 1
-    tower: TowerConfig | None = None
-    image_row_bytes: int = 1
-    routes: bool = False
-    gate: bool = False
-    fixed: str | None = None
-    visits: VisitOptions | None = None
-    visit_bytes: int = 1
+    span_rows: int = 0
+    features: tuple[object, ...] = ()
 
-    @property
-    def span_rows(self) -> int:
-        """Returns the rows of an image that see each other both ways, and are computed in one step; 0: there are
-        none."""
-        return self.tower.rows if self.tower is not None and self.tower.span else 0
+    def of(self, kind: type[T]) -> T | None:
+        """Returns the facts of one feature; None where the worker has no such part."""
+        return next((facts for facts in self.features if isinstance(facts, kind)), None)
 
 
 class Ticket(Protocol):
@@ -86,6 +81,51 @@ class Ticket(Protocol):
     def result(self) -> Any:
         """Returns what the step gave, once it is there: a StepResult, a SlotResult, or None for the other messages."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A Known is the ticket of a message whose result is known, None where it gives nothing to the host."""
+
+    known: Any = None
+
+    def result(self) -> Any:
+        return self.known
+
+
+DONE = Known()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPart:
+    """A WorkerPart is what a feature adds to a worker.
+
+    handlers  by the type of a message the function that takes the worker and such a message, and returns its ticket
+    facts     what the host knows of the part; None: nothing
+    media     takes the tokens of a step, and returns the rows among them that are given in place of embeddings; None
+              where the step has none. None: the feature gives no rows
+    """
+
+    handlers: Mapping[type[Message], Callable[[Any, Any], Ticket]]
+    facts: object = None
+    media: Callable[[np.ndarray], MediaRows | None] | None = None
+
+
+MakePart = Callable[["CausalLM", "Checkpoint | None", int], "WorkerPart | None"]
+_MAKERS: list[MakePart] = []
+
+
+def add_part(make: MakePart) -> None:
+    """Adds a part to all workers that are made from now on. make: takes a model, the checkpoint that has what the part
+    needs beside it (None: there is no checkpoint) and the seed of random weights, and returns the part, or None where
+    the model has no such feature."""
+    _MAKERS.append(make)
+
+
+def parts_of(model: CausalLM, checkpoint: Checkpoint | None = None, seed: int = 0) -> list[WorkerPart]:
+    """Returns the parts of a worker for a model; the arguments are those of `add_part`."""
+    load_plugins()
+    return [part for make in _MAKERS if (part := make(model, checkpoint, seed)) is not None]
 
 
 class Worker(ABC):

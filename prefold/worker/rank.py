@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection
 import torch
 
 from ..errors import PrefoldError
-from ..images.tower_weights import load_tower
 from ..model import load_adapter, load_model
 from ..model.parallel import CollectiveError
 from .local import LocalWorker
 from .meeting import LEFT_ALONE, Start
+from .protocol import parts_of
 
 __all__ = ["main"]
 
@@ -52,10 +52,7 @@ def _follow(pipe: Connection, start: Start) -> None:
         name: load_adapter(folder, start.config, **place, name=name, ranks=ranks)
         for name, folder in start.adapters.items()
     }
-    tower = None
-    if start.config.tower is not None:  # each rank encodes whole images: their rows are wanted whole on all
-        tower = load_tower(start.checkpoint, start.config, **place, seed=start.seed)
-    worker = LocalWorker(model, adapters, tower=tower)
+    worker = LocalWorker(model, adapters, parts=parts_of(model, start.checkpoint, start.seed))
     pipe.send("ready")
     while True:
         worker.start(pipe.recv())

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..looped.exits import RowExits
 from ..model import CausalLM, MediaRows
 from ..model.ops import log_sum_exp
 from ..schedule.steps import StepResult
@@ -70,11 +68,7 @@ def run(
     """
     config, readout = model.config, batch.step.readout
     attend = StepAttend(batch, path, config.planes, config.scale, between)
-    how: dict[str, Any] = {}
-    if readout.exits is not None:
-        how = {"route": readout.exits.route}
-        if (exits := readout.exits.without_route()) is not None:
-            how["exits"] = RowExits.of(exits)
+    how = model.arguments(batch.step)
     if media is not None:
         how["media"] = media
     hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **how)

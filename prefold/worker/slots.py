@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,7 @@ from torch import Tensor
 
 from ..attention import KeyRuns, KVStore, SlotPlan
 from ..device import send
-from ..looped.exits import RowExits
-from ..model import NO_ADAPTERS, Adapter, CausalLM, MediaRows, RowAdapters
+from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
 from ..model.config import Plane
 from ..schedule.steps import SlotStep
 from .attend import heads_of
@@ -35,9 +35,6 @@ class SlotBatch:
     plans                     by sliding window, every row queries
     read_plans                by sliding window, only the read rows query: for the last layer
     adapters                  which rows have a LoRA adapter
-    exits                     for each of the step's reads when its row of a looped model may leave; None: as its
-                              config says
-    route                     the blocks of a looped model that all rows visit; None: as its config says
     """
 
     tokens: Tensor
@@ -47,8 +44,6 @@ class SlotBatch:
     plans: dict[int | None, SlotPlan]
     read_plans: dict[int | None, SlotPlan]
     adapters: RowAdapters
-    exits: RowExits | None = None
-    route: tuple[int, ...] | None = None
 
 
 def prepare_slots(
@@ -69,10 +64,7 @@ def prepare_slots(
         row_adapters = RowAdapters(list(adapters.values()), step.adapters, read_rows)
     tokens, positions, slots = (send(a, store.device) for a in (step.tokens, step.positions, step.slots))
     read = None if read_rows is None else send(read_rows, store.device)
-    exits = None
-    if step.exits is not None:
-        exits = RowExits(*send(step.exits, store.device).T, rows=send(step.reads, store.device))
-    return SlotBatch(fill_in(tokens, given), positions, slots, read, plans, read_plans, row_adapters, exits, step.route)
+    return SlotBatch(fill_in(tokens, given), positions, slots, read, plans, read_plans, row_adapters)
 
 
 def slot_plans(
@@ -116,15 +108,10 @@ class SlotAttend:
         return self.store.attend(plane, q, plans[self.planes[plane].window], self.scale)
 
 
-def forward(model: CausalLM, store: KVStore, batch: SlotBatch, media: MediaRows | None = None) -> Tensor:
+def forward(model: CausalLM, store: KVStore, batch: SlotBatch, how: Mapping[str, Any] = MappingProxyType({})) -> Tensor:
     """Returns the hidden states of the rows of a step that are read, [rows, hidden]; its K/V is then in the store.
 
-    Where the batch has exits there is a hidden state a read instead, [reads, hidden].
+    how: further arguments of the model's call.
     """
     attend = SlotAttend(store, batch, model.config.planes, model.config.scale)
-    how: dict[str, Any] = {} if batch.exits is None else {"exits": batch.exits}
-    if batch.route is not None:
-        how["route"] = batch.route
-    if media is not None:
-        how["media"] = media
     return model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **how)

@@ -18,10 +18,11 @@ from prefold.errors import InputError
 from prefold.images.desk import ImageDesk
 from prefold.images.pace import TowerPace
 from prefold.images.queue import ImageQueue
+from prefold.images.steps import DropImages, Encoded, EncodeImage, ImageFacts
 from prefold.images.table import MediaTable
 from prefold.images.tower_config import TowerConfig
 from prefold.prefix import MEDIA_BASE
-from prefold.schedule.steps import DropImages, Encoded, EncodeImage, SlotResult, SlotStep
+from prefold.schedule.steps import SlotResult, SlotStep
 from prefold.types import Request, Sampling
 from prefold.worker.protocol import Facts, Worker
 
@@ -33,7 +34,7 @@ PIECES, ROWS = 6, 4
 class Noting(Worker):
     """Has the rows that it was told to make, and complains of a step with others."""
 
-    facts = Facts(tower=TOWER, image_row_bytes=10, vocab_size=8, max_positions=200)
+    facts = Facts(vocab_size=8, max_positions=200, span_rows=ROWS, features=(ImageFacts(TOWER, 10),))
 
     def __init__(self) -> None:
         self.done: dict[int, int] = {}  # pieces of images

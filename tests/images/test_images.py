@@ -19,6 +19,7 @@ from prefold.errors import InputError
 from prefold.images.image import Image
 from prefold.images.load import load_processor
 from prefold.images.processor import Processor
+from prefold.images.steps import ImageFacts
 from prefold.types import Generated, Readout, Request, Sampling
 
 FAMILIES = ("gemma3", "smolvlm")
@@ -155,7 +156,7 @@ def smallest(found: Case) -> int:
 def test_the_cases_are_what_they_say(case):
     found, _, hidden, _, tolerance = case
     facts = found.llm.engine.worker.facts
-    assert facts.tower.layers == 2 and facts.span_rows == (9 if found.family == "gemma3" else 0)
+    assert facts.of(ImageFacts).tower.layers == 2 and facts.span_rows == (9 if found.family == "gemma3" else 0)
     windows = {plane.window for plane in found.llm.config.planes} - {None}
     assert not windows or max(windows) < facts.span_rows, "a window that is shorter than a span"
     tiles = [found.processor.layout(image.height, image.width).tiles for image in found.images]

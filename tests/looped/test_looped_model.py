@@ -19,8 +19,9 @@ from prefold.errors import CheckpointError, InputError, UnsupportedModelError
 from prefold.looped.exits import RowExits
 from prefold.looped.model import LoopedLM
 from prefold.looped.noise import position_noise
+from prefold.looped.train import visit_logprobs
 from prefold.model import config_from, load_model
-from prefold.train import TrainBatch, logprobs, save_model, visit_logprobs
+from prefold.train import TrainBatch, logprobs, save_model
 from prefold.types import Readout
 
 INJECTED = {"blocks": 2, "order": [1, 0, 1], "prelude": 1, "coda": 1, "between": "inject", "noise": 0.5, "seed": 2**40}

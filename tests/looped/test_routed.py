@@ -19,9 +19,9 @@ from prefold.looped.model import LoopedLM
 from prefold.looped.routed_model import routed
 from prefold.looped.router import choose, mixture
 from prefold.looped.routing import Routing
+from prefold.looped.train import routed_logprobs, whole_sequences
 from prefold.model import config_from, load_model
 from prefold.train import TrainBatch, save_model
-from prefold.train.logprobs import routed_logprobs, whole_sequences
 from prefold.types import Readout
 
 BASE = {"blocks": 3, "order": [0, 1, 2, 0, 1]}

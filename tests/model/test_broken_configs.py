@@ -15,9 +15,9 @@ from transformers import AutoConfig
 
 from prefold.checkpoint import Checkpoint, resolve
 from prefold.errors import CheckpointError, OutOfMemoryError
-from prefold.looped.model import LoopedLM
-from prefold.model import CausalLM, config_from, load_model
+from prefold.model import config_from, load_model
 from prefold.model.rotary import RotaryTables
+from prefold.model.weights import model_class
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaModel"),
@@ -95,8 +95,7 @@ def check(folder, config: dict) -> bool:
         assert len(str(error)) < 1000
         return False
     if made.num_parameters < 10_000_000 and made.layers < 100:
-        kind = CausalLM if made.loop is None else LoopedLM
-        kind(made, dtype=torch.float32, device=torch.device("meta"))
+        model_class(made)(made, dtype=torch.float32, device=torch.device("meta"))
         if made.rope is not None and made.head_dim < 10_000:
             RotaryTables(made.ropes, made.head_dim, torch.device("cpu"))(torch.arange(3))
     return True

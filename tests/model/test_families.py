@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from prefold.checkpoint import GEOMETRIES
 from prefold.errors import CheckpointError, UnsupportedModelError
+from prefold.images.config import tower_of
 from prefold.model import ModelConfig, config_from, families, register_family, supported_architectures
 from prefold.model.families import _FAMILIES, llama
 
@@ -291,7 +292,7 @@ def test_models_with_towers_are_not_refused_for_settings_that_change_nothing(kin
     text = {key: value for key, value in RELICS.items() if key not in theirs["text_config"]}
     theirs["text_config"] |= text
     theirs |= {key: value for key, value in RELICS.items() if key not in theirs}
-    assert config_from(theirs).tower is not None
+    assert tower_of(config_from(theirs)) is not None
     theirs["text_config"]["no_rope_layers"] = [1, 0]
     with pytest.raises(UnsupportedModelError, match=r"text_config\.no_rope_layers is \[1, 0\]"):
         config_from(theirs)

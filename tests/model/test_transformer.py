@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tiny import FAMILIES, DenseAttend, reference, tiny_checkpoint
 
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
+from prefold.looped.config import LoopedConfig
 from prefold.looped.loop import Loop
 from prefold.model import config_from, load_model
 
@@ -126,7 +125,7 @@ def test_only_the_last_plane_is_of_the_rows_read(tmp_path, family, order):
     """Whichever layer the last visit is of, and however often that layer was visited before."""
     checkpoint, read = resolve(str(tiny_checkpoint(tmp_path, family, tokenizer=False))), torch.tensor([7, 20])
     config = config_from(checkpoint.config)
-    looped = replace(config, loop=Loop(blocks=3, order=order), planes=tuple(config.planes[i] for i in order))
+    looped = LoopedConfig.of(config, Loop(blocks=3, order=order))
     model, tokens = load_model(checkpoint, dtype=torch.float32, device="cpu", config=looped), some_tokens()
     attend = DenseAttend(model.config, read)
     with torch.inference_mode():

@@ -15,8 +15,9 @@ from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.engine import GenerateOptions
 from prefold.errors import InputError
-from prefold.schedule.steps import MakeStore, MoveRows, SlotStep
+from prefold.schedule.steps import MakeStore, SlotStep
 from prefold.shifted.chunks import ShiftedReuse
+from prefold.shifted.steps import MoveRows
 from prefold.types import Readout
 from prefold.worker.local import LocalWorker
 

@@ -170,7 +170,8 @@ def test_ways_through_a_routed_model_give_the_same(bench):
     assert torch.equal(replay.plan_replay(prompts, routes), hard)
     from prefold.looped.routed_model import routed
     from prefold.looped.routing import Routing
-    from prefold.train import TrainBatch, whole_sequences
+    from prefold.looped.train import whole_sequences
+    from prefold.train import TrainBatch
 
     batch = TrainBatch.build(model.config, [[*one, 1] for one in prompts.tokens.tolist()], sharing="off")
     visits = list(routed(model, *whole_sequences(model, batch), routing=Routing("soft")))

@@ -1,0 +1,40 @@
+"""Enters images in the tables of the core. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..checkpoint.checkpoint import TOWERS
+from ..model.families import add_families
+from ..worker.protocol import WorkerPart, add_part
+from .config import SeeingConfig
+from .families import REFUSED, gemma3_images, idefics3_images
+from .gguf import config_with_tower
+
+add_families(
+    {
+        "Gemma3ForConditionalGeneration": gemma3_images,
+        "Idefics3ForConditionalGeneration": idefics3_images,
+        "SmolVLMForConditionalGeneration": idefics3_images,
+    },
+    model_types={
+        "gemma3": "Gemma3ForConditionalGeneration",
+        "idefics3": "Idefics3ForConditionalGeneration",
+        "smolvlm": "SmolVLMForConditionalGeneration",
+        "qwen2_vl": "Qwen2VLForConditionalGeneration",
+        "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    },
+    refused=REFUSED,
+)
+TOWERS["clip"] = config_with_tower
+
+
+@add_part
+def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
+    if checkpoint is None or not isinstance(model.config, SeeingConfig):
+        return None
+    from .tower_weights import load_tower
+    from .worker import image_part
+
+    # Each rank encodes whole images: their rows are wanted whole on all.
+    return image_part(load_tower(checkpoint, model.config, dtype=model.dtype, device=model.device, seed=seed))

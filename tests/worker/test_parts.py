@@ -1,0 +1,82 @@
+"""What features add to a worker: messages, facts, rows in place of embeddings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_checkpoint
+
+from prefold.checkpoint import resolve
+from prefold.model import MediaRows, load_model
+from prefold.prefix import MEDIA_BASE
+from prefold.schedule.steps import Message, StreamStep
+from prefold.worker import protocol
+from prefold.worker.local import LocalWorker
+from prefold.worker.protocol import Facts, Known, WorkerPart, add_part
+
+
+@dataclass(frozen=True, slots=True)
+class Count(Message):
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counting:
+    layers: int
+
+
+@pytest.fixture
+def model(tmp_path):
+    checkpoint = resolve(str(tiny_checkpoint(tmp_path, "llama", tokenizer=False)))
+    return load_model(checkpoint, dtype=torch.float32, device="cpu")
+
+
+def test_a_feature_adds_messages_facts_and_rows(model, monkeypatch):
+    monkeypatch.setattr(protocol, "_MAKERS", list(protocol._MAKERS))
+    values = torch.full((1, model.config.hidden), 0.5)
+
+    def media(tokens):
+        at = np.flatnonzero(tokens >= MEDIA_BASE)
+        return MediaRows(torch.from_numpy(at), values.expand(len(at), -1)) if len(at) else None
+
+    def count(worker, message):
+        return Known(min(message.most, len(worker.model.layers)))
+
+    @add_part
+    def part(model, checkpoint, seed):
+        return WorkerPart({Count: count}, Counting(len(model.layers)), media)
+
+    worker = LocalWorker(model)
+    assert worker.start(Count(100)).result() == len(model.layers)
+    assert worker.start(Count(1)).result() == 1
+    assert worker.facts.of(Counting) == Counting(len(model.layers))
+    assert Facts().of(Counting) is None
+
+    tokens = np.array([5, MEDIA_BASE + 3, 7], np.int32)
+    rows = np.arange(3)
+    step = StreamStep(tokens, rows.astype(np.int32), 0, np.full(3, 3), rows.astype(np.int32), read_rows=rows)
+    found = worker.start(step).result().values
+    with torch.inference_mode():
+        embedded = model.embedding.clone()
+    monkeypatch.setattr(model, "embedding", torch.nn.Parameter(embedded.index_copy(0, torch.tensor([9]), values)))
+    plain = StreamStep(np.array([5, 9, 7], np.int32), *(getattr(step, name) for name in step.__slots__[1:]))
+    np.testing.assert_allclose(found, LocalWorker(model).start(plain).result().values, atol=1e-6)
+
+
+def test_a_message_of_no_part_is_an_error(model):
+    worker = LocalWorker(model)
+    with pytest.raises(TypeError, match="Count is no message to this worker"):
+        worker.start(Count(1))
+    assert worker.facts.of(Counting) is None
+
+
+def test_rooms_are_attached_without_torch():
+    code = "import sys; from prefold.plugins import load_plugins; load_plugins(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    code = "import sys, prefold; from prefold.checkpoint import resolve; sys.exit('prefold.looped' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
