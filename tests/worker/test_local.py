@@ -112,7 +112,7 @@ def test_rows_of_images_are_for_no_graph(llm):
     worker.start(MakeStore(9))
     worker._graphs = SimpleNamespace(takes=lambda step: True, run=lambda *given: pytest.fail("a graph is run"))
     values = torch.randn(1, llm.model.embedding.shape[1])
-    worker._images = SimpleNamespace(rows=lambda tokens: MediaRows(torch.tensor([0]), values))
+    worker._media = lambda tokens: MediaRows(torch.tensor([0]), values)
     assert len(worker.start(slot_step([MEDIA_BASE], 0)).result().ids) == 1
 
 
